@@ -1,0 +1,67 @@
+"""What a store is: a place for bytes, addressed by slots."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+__all__ = ["Slot", "Store"]
+
+
+@dataclass(slots=True)
+class Slot:
+    """Room for one run of bytes in a store. Made by :meth:`Store.reserve`, and only that store reads it."""
+
+    nbytes: int
+    """How many bytes it holds."""
+    offset: int = 0
+    """Where in the store its first byte lies."""
+    checksum: int | None = None
+    """What the store computed over the bytes when it wrote them, where it does."""
+    head: bytes = b""
+    """First bytes that stay in memory, because the store moves aligned units only."""
+    tail: bytes = b""
+    """Last bytes that stay in memory, likewise."""
+
+
+class Store(ABC):
+    """A place that holds bytes outside the tensor they came from.
+
+    ``reserve`` and ``release`` are called under the stash's lock and must not wait for I/O. ``write`` and
+    ``read`` are called on any thread, several at a time on different slots, and release the GIL while
+    they wait. A store never interprets bytes: it gets an address and a length.
+
+    A source for ``write`` and a target for ``read`` of the same slot have the same address modulo 4096.
+    """
+
+    name: str
+    """What messages call it."""
+    threads: int
+    """How many calls of ``write`` or ``read`` at a time are worth while."""
+    notes: tuple[str, ...]
+    """Fallbacks that were taken, each with its reason."""
+
+    @abstractmethod
+    def reserve(self, nbytes: int) -> Slot:
+        """Return a slot for ``nbytes``. Raises ``StashFullError`` when there is no room; nothing changes then."""
+
+    @abstractmethod
+    def write(self, slot: Slot, address: int) -> None:
+        """Copy ``slot.nbytes`` bytes from ``address``. Raises ``StashIOError``; the slot may be released or retried."""
+
+    @abstractmethod
+    def read(self, slot: Slot, address: int) -> None:
+        """Copy the slot's bytes to ``address``. Raises ``StashIOError``; the slot is unchanged and may be read again."""
+
+    @abstractmethod
+    def release(self, slot: Slot) -> None:
+        """Give the slot's room back."""
+
+    @property
+    @abstractmethod
+    def used_bytes(self) -> int:
+        """Bytes reserved at present, rounding included."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Free everything. A second call does nothing; reads and writes after it raise ``StashClosedError``."""

@@ -1,0 +1,215 @@
+"""The disk tier's store: one unnamed file, extents inside it, bytes moved straight from tensors' memory."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import threading
+import weakref
+import zlib
+from pathlib import Path
+
+from ..errors import StashClosedError, StashCorruptError, StashFullError, StashIOError, UsageError
+from ..units import format_bytes, parse_limit
+from ._base import Slot, Store
+from ._extents import Extents
+from ._file import UnnamedFile
+
+__all__ = ["Disk"]
+
+_UNIT_BYTES = 4096
+_GROW_BYTES = 256 << 20
+_CHECKSUM_CALL_BYTES = 64 << 20
+_MEMORY_FILE_SYSTEMS = {0x01021994: "tmpfs", 0x858458F6: "ramfs"}
+
+
+class Disk(Store):
+    """Holds bytes in one unnamed file of ``directory``.
+
+    The file is created at once, with mode 0600 and without a name, so nobody else can open it and nothing
+    of it outlives the process. It grows as it is needed and its extents are used again.
+
+    Args:
+        directory: an existing, writable directory on a real disk. A directory in memory (tmpfs) works and
+            is noted, since bytes there still take memory.
+        max_bytes: the most bytes that the file may have; ``None``: what the file system gives.
+        direct: bypass the page cache with direct I/O; where that is refused, ``notes`` says so.
+        verify: keep a CRC-32 of everything written and compare it at each read.
+        threads: how many transfers run at a time. One or two reach a disk's speed.
+
+    Raises:
+        StashIOError: the directory is missing or not writable; the message names it.
+        SizeError: ``max_bytes`` is no size.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as directory:
+    ...     disk = Disk(directory, max_bytes="1GiB", verify=True)
+    ...     disk.close()
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        max_bytes: int | str | None = None,
+        direct: bool = True,
+        verify: bool = False,
+        threads: int = 2,
+    ) -> None:
+        self.directory = str(Path(directory).expanduser())
+        self.name = f"disk {self.directory!r}"
+        self.max_bytes = parse_limit(max_bytes, name="max_bytes")
+        if isinstance(threads, bool) or not isinstance(threads, int) or threads < 1:
+            raise UsageError(f"threads={threads!r}: allowed is an int of at least 1")
+        self.verify = verify
+        self.threads = threads
+        self._lock = threading.Lock()
+        self._extents = Extents(unit_bytes=_UNIT_BYTES)
+        self._allocated = 0
+        self._pid = os.getpid()
+        try:
+            self._file = UnnamedFile(self.directory, direct=direct)
+        except OSError as error:
+            raise StashIOError(
+                error.errno,
+                f"{self.name} cannot hold a file ({error.strerror}); it must be an existing, writable directory",
+            ) from error
+        self._closer = weakref.finalize(self, self._file.close)
+        self.notes = tuple(filter(None, (self._file.note, _memory_note(self.directory))))
+
+    def __repr__(self) -> str:
+        return f"Disk({self.directory!r}, used_bytes={self.used_bytes}, direct={self.direct})"
+
+    @property
+    def direct(self) -> bool:
+        """Whether direct I/O is in use."""
+        return self._file.direct
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes reserved at present, each slot rounded up to 4096."""
+        return self._extents.used_bytes
+
+    @property
+    def file_bytes(self) -> int:
+        """The file's size: what was needed at most so far."""
+        return self._allocated
+
+    def reserve(self, nbytes: int) -> Slot:
+        """Return a slot for ``nbytes``, growing the file if it must.
+
+        Raises:
+            StashFullError: ``max_bytes`` or the file system has no room. Nothing changes then.
+            StashClosedError: after :meth:`close`.
+            UsageError: in a process forked from the one that made this store.
+        """
+        self._check_usable()
+        if os.getpid() != self._pid:
+            raise UsageError(f"{self.name} was made in another process: make a Stash in the forked one")
+        with self._lock:
+            offset = self._extents.take(nbytes)
+            try:
+                self._grow_to(self._extents.end_bytes)
+            except OSError as error:
+                self._extents.free(offset, nbytes)
+                raise self._full(nbytes, error) from error
+        return Slot(nbytes, offset)
+
+    def _grow_to(self, end: int) -> None:
+        if end <= self._allocated:
+            return
+        limit = self.max_bytes
+        if limit is not None and end > limit:
+            raise OSError(errno.ENOSPC, f"max_bytes is {format_bytes(limit)}")
+        generous = max(end, self._allocated + _GROW_BYTES)
+        for size in (generous if limit is None else min(generous, limit), end):
+            try:
+                self._file.grow(size)
+            except OSError:
+                if size == end:
+                    raise
+                continue
+            self._allocated = size
+            return
+
+    def _full(self, nbytes: int, error: OSError) -> StashFullError:
+        return StashFullError(
+            errno.ENOSPC,
+            f"{self.name} has no room for {format_bytes(nbytes)} beside the {format_bytes(self.used_bytes)} "
+            f"it holds ({error.strerror}): free space, raise max_bytes, or give another directory",
+        )
+
+    def write(self, slot: Slot, address: int) -> None:
+        """Write a slot from memory at ``address``; only whole aligned units reach the file, the rest stays."""
+        self._check_usable()
+        start, middle = self._middle(slot, address)
+        slot.head = ctypes.string_at(address, start - address)
+        slot.tail = ctypes.string_at(start + middle, address + slot.nbytes - start - middle)
+        try:
+            self._file.write(start, middle, slot.offset)
+        except OSError as error:
+            raise StashIOError(error.errno, f"{self.name}: write failed: {error.strerror}") from error
+        if self.verify:
+            slot.checksum = _checksum(start, middle)
+
+    def read(self, slot: Slot, address: int) -> None:
+        """Read a slot to memory at ``address``, which lies as its source did modulo 4096."""
+        self._check_usable()
+        start, middle = self._middle(slot, address)
+        try:
+            self._file.read(start, middle, slot.offset)
+        except OSError as error:
+            raise StashIOError(error.errno, f"{self.name}: read failed: {error.strerror}") from error
+        if slot.checksum is not None and _checksum(start, middle) != slot.checksum:
+            raise StashCorruptError(
+                errno.EIO,
+                f"{self.name}: {middle} bytes at offset {slot.offset} are not what was written "
+                "(checksum differs): the disk or its driver changed them",
+            )
+        ctypes.memmove(address, slot.head, len(slot.head))
+        ctypes.memmove(start + middle, slot.tail, len(slot.tail))
+
+    def release(self, slot: Slot) -> None:
+        """Give the slot's extent back; the file keeps its size for the next one."""
+        with self._lock:
+            self._extents.free(slot.offset, slot.nbytes)
+
+    def close(self) -> None:
+        """Close the file, and so free its space. What it held is gone."""
+        self._closer()
+
+    def _check_usable(self) -> None:
+        if not self._closer.alive:
+            raise StashClosedError(f"{self.name} is closed")
+
+    def _middle(self, slot: Slot, address: int) -> tuple[int, int]:
+        """The address and length of the part that goes through the file."""
+        if not self._file.direct:
+            return address, slot.nbytes
+        align = self._file.memory_align
+        start = min(-(-address // align) * align, address + slot.nbytes)
+        return start, (address + slot.nbytes - start) // _UNIT_BYTES * _UNIT_BYTES
+
+
+def _checksum(address: int, nbytes: int) -> int:
+    value = 0
+    for done in range(0, nbytes, _CHECKSUM_CALL_BYTES):
+        part = min(_CHECKSUM_CALL_BYTES, nbytes - done)
+        value = zlib.crc32((ctypes.c_char * part).from_address(address + done), value)
+    return value
+
+
+def _memory_note(directory: str) -> str:
+    kind = _MEMORY_FILE_SYSTEMS.get(_file_system_type(directory), "")
+    return f"{directory!r} is a {kind}: what is held there still takes memory" if kind else ""
+
+
+def _file_system_type(directory: str) -> int:
+    """The file system's magic number (statfs(2)); 0 where it cannot be asked."""
+    room = (ctypes.c_long * 64)()
+    try:
+        statfs = ctypes.CDLL(None).statfs
+    except (OSError, AttributeError, TypeError):
+        return 0
+    return room[0] & 0xFFFFFFFF if statfs(os.fsencode(directory), room) == 0 else 0

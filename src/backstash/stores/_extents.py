@@ -1,0 +1,122 @@
+"""Which parts of a file are taken: pure integers, no I/O.
+
+A two-level segregated fit (Masmano et al., "TLSF", ECRTS 2004): free extents are binned by size, a power
+of two split in sixteen, so taking, freeing and joining neighbours all cost the same however many extents
+there are. An extent from a higher bin than asked for is split; the rest goes back. Freed neighbours join,
+and free space at the end of the file is given up, so a file whose blocks all died is empty again.
+"""
+
+from __future__ import annotations
+
+__all__ = ["Extents"]
+
+_SPLIT_BITS = 4
+
+
+def _bin_of(nunits: int) -> int:
+    """The bin that a free extent of ``nunits`` lies in."""
+    level = nunits.bit_length() - 1
+    if level < _SPLIT_BITS:
+        return nunits
+    return (level << _SPLIT_BITS) + ((nunits >> (level - _SPLIT_BITS)) & ((1 << _SPLIT_BITS) - 1))
+
+
+def _bin_that_fits(nunits: int) -> int:
+    """The lowest bin in which every extent holds ``nunits``."""
+    level = nunits.bit_length() - 1
+    if level >= _SPLIT_BITS:
+        nunits += (1 << (level - _SPLIT_BITS)) - 1
+    return _bin_of(nunits)
+
+
+class Extents:
+    """Takes and frees extents of a file, counted in bytes, in multiples of ``unit_bytes``.
+
+    Not locked: the caller holds its lock.
+
+    >>> extents = Extents(unit_bytes=4096)
+    >>> first, second = extents.take(5000), extents.take(4096)
+    >>> first, second, extents.end_bytes, extents.used_bytes
+    (0, 8192, 12288, 12288)
+    >>> extents.free(first, 5000); extents.take(4096), extents.end_bytes
+    (0, 12288)
+    """
+
+    def __init__(self, *, unit_bytes: int) -> None:
+        self._unit = unit_bytes
+        self._end = 0
+        self._used = 0
+        self._size_at: dict[int, int] = {}  # first unit of a free extent -> its length
+        self._start_before: dict[int, int] = {}  # one past a free extent -> its first unit
+        self._bins: dict[int, dict[int, None]] = {}  # bin -> first units, in order of freeing
+        self._occupied = 0  # bit b is set when bin b has an extent
+
+    @property
+    def end_bytes(self) -> int:
+        """Where the last taken extent ends: what the file's size must be at least."""
+        return self._end * self._unit
+
+    @property
+    def used_bytes(self) -> int:
+        """The bytes taken, each extent rounded up to the unit."""
+        return self._used * self._unit
+
+    @property
+    def free_count(self) -> int:
+        """How many free extents lie between taken ones: the measure of fragmentation."""
+        return len(self._size_at)
+
+    def take(self, nbytes: int) -> int:
+        """Take ``nbytes`` (rounded up to the unit) and return the offset in bytes."""
+        nunits = self._units(nbytes)
+        start = self._find(nunits)
+        if start is None:
+            start, self._end = self._end, self._end + nunits
+        else:
+            size = self._remove(start)
+            if size > nunits:
+                self._insert(start + nunits, size - nunits)
+        self._used += nunits
+        return start * self._unit
+
+    def free(self, offset_bytes: int, nbytes: int) -> None:
+        """Give back what :meth:`take` returned for ``nbytes``."""
+        start, size = offset_bytes // self._unit, self._units(nbytes)
+        self._used -= size
+        before = self._start_before.get(start)
+        if before is not None:
+            size += self._remove(before)
+            start = before
+        if start + size in self._size_at:
+            size += self._remove(start + size)
+        if start + size == self._end:
+            self._end = start
+        else:
+            self._insert(start, size)
+
+    def _units(self, nbytes: int) -> int:
+        return max(1, -(-nbytes // self._unit))
+
+    def _find(self, nunits: int) -> int | None:
+        fitting = self._occupied >> _bin_that_fits(nunits)
+        if not fitting:
+            return None
+        lowest = (fitting & -fitting).bit_length() - 1 + _bin_that_fits(nunits)
+        return next(iter(self._bins[lowest]))
+
+    def _insert(self, start: int, size: int) -> None:
+        self._size_at[start] = size
+        self._start_before[start + size] = start
+        index = _bin_of(size)
+        self._bins.setdefault(index, {})[start] = None
+        self._occupied |= 1 << index
+
+    def _remove(self, start: int) -> int:
+        size = self._size_at.pop(start)
+        del self._start_before[start + size]
+        index = _bin_of(size)
+        members = self._bins[index]
+        del members[start]
+        if not members:
+            self._occupied &= ~(1 << index)
+        return size

@@ -1,0 +1,160 @@
+"""An unnamed file: opened so that no one else can, written so that it leaves no page cache.
+
+The file never has a name where the system offers ``O_TMPFILE``; elsewhere its name is gone before the
+first byte is written. Either way the kernel frees it when the process ends, however it ends.
+
+Direct I/O (``O_DIRECT``) moves bytes between the tensor's own memory and the device. Where it is refused
+(some network and overlay file systems), writes are pushed out with ``sync_file_range`` and dropped from
+the page cache with ``posix_fadvise``: otherwise a gigabyte on disk would also be a gigabyte of cache.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import tempfile
+
+from ..errors import StashIOError
+
+__all__ = ["UnnamedFile"]
+
+_CALL_BYTES = 16 << 20  # one system call moves at most this: 4 to 16 MiB a call run at full speed
+_SYNC_WRITE_AND_WAIT = 1 | 2 | 4  # SYNC_FILE_RANGE_WAIT_BEFORE | _WRITE | _WAIT_AFTER
+
+
+class UnnamedFile:
+    """Bytes at offsets, no name. All calls may be made from several threads on different ranges.
+
+    Args:
+        directory: where the file lies; it must exist and be writable.
+        direct: try ``O_DIRECT`` and fall back, with the reason in ``note``.
+    """
+
+    def __init__(self, directory: str, *, direct: bool) -> None:
+        self.note = ""
+        self.direct = False
+        self.memory_align = 1
+        self.fd = -1
+        refusal = self._open(directory, direct)
+        if direct and not self.direct:
+            self.note = f"direct I/O refused in {directory!r} ({refusal}): buffered I/O, cache dropped"
+
+    def _open(self, directory: str, direct: bool) -> str:
+        refusal = "this system has no O_DIRECT"
+        if direct and hasattr(os, "O_DIRECT"):
+            try:
+                self.fd = _create(directory, os.O_DIRECT)
+                self.direct = self._accepts_direct()
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+            if self.direct:
+                return ""
+            refusal = "the file system said EINVAL"
+            self.close()
+        self.fd = _create(directory, 0)
+        return refusal
+
+    def _accepts_direct(self) -> bool:
+        """Find the memory alignment that direct transfers need, by trying one of a page."""
+        for align in (512, 4096):
+            room = (ctypes.c_char * 12288)()
+            base = -(-ctypes.addressof(room) // 4096) * 4096 + (align % 4096)
+            try:
+                written = os.pwrite(self.fd, _bytes_at(base, 4096), 0)
+                os.ftruncate(self.fd, 0)
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+                continue
+            if written == 4096:
+                self.memory_align = align
+                return True
+        return False
+
+    def grow(self, nbytes: int) -> None:
+        """Allocate the file's blocks up to ``nbytes``. Raises ``OSError`` with ``ENOSPC`` when they are not there."""
+        size = os.fstat(self.fd).st_size
+        if nbytes <= size:
+            return
+        if hasattr(os, "posix_fallocate"):
+            try:
+                os.posix_fallocate(self.fd, size, nbytes - size)
+                return
+            except OSError as error:
+                if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+                    raise
+        os.ftruncate(self.fd, nbytes)
+
+    def write(self, address: int, nbytes: int, offset: int) -> None:
+        """Write ``nbytes`` from memory at ``address``; short writes go on where they stopped."""
+        done = 0
+        while done < nbytes:
+            part = _bytes_at(address + done, min(_CALL_BYTES, nbytes - done))
+            count = os.pwrite(self.fd, part, offset + done)
+            if count == 0:
+                raise OSError(errno.ENOSPC, "the file system wrote nothing")
+            done += count
+        if not self.direct:
+            self._drop_cache(offset, nbytes)
+
+    def read(self, address: int, nbytes: int, offset: int) -> None:
+        """Read ``nbytes`` into memory at ``address``. Raises ``StashIOError`` when the file ends before."""
+        done = 0
+        while done < nbytes:
+            part = _bytes_at(address + done, min(_CALL_BYTES, nbytes - done))
+            count = os.preadv(self.fd, [part], offset + done)
+            if count == 0:
+                raise StashIOError(
+                    errno.EIO, f"the file ends {nbytes - done} bytes early, at offset {offset + done}"
+                )
+            done += count
+        if not self.direct:
+            self._drop_cache(offset, nbytes)
+
+    def _drop_cache(self, offset: int, nbytes: int) -> None:
+        if _sync_file_range is not None:
+            _sync_file_range(self.fd, offset, nbytes, _SYNC_WRITE_AND_WAIT)
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self.fd, offset, nbytes, os.POSIX_FADV_DONTNEED)
+
+    def close(self) -> None:
+        """Close the descriptor; a second call does nothing."""
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+
+def _bytes_at(address: int, nbytes: int) -> ctypes.Array[ctypes.c_char]:
+    return (ctypes.c_char * nbytes).from_address(address)
+
+
+def _create(directory: str, flags: int) -> int:
+    flags |= os.O_RDWR | getattr(os, "O_CLOEXEC", 0)
+    if hasattr(os, "O_TMPFILE"):
+        try:
+            return os.open(directory, flags | os.O_TMPFILE, 0o600)
+        except OSError as error:
+            # Not every file system has unnamed files; EISDIR and ENOENT are how old kernels say so.
+            if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL):
+                raise
+    named, path = tempfile.mkstemp(prefix=".backstash-", dir=directory)
+    try:
+        return os.open(path, flags, 0o600)
+    finally:
+        os.unlink(path)
+        os.close(named)
+
+
+def _load_sync_file_range() -> ctypes._CFuncPtr | None:  # type: ignore[name-defined]
+    try:
+        function = ctypes.CDLL(None, use_errno=True).sync_file_range
+    except (OSError, AttributeError, TypeError):
+        return None
+    function.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
+    function.restype = ctypes.c_int
+    return function
+
+
+_sync_file_range = _load_sync_file_range()

@@ -1,0 +1,80 @@
+"""Sizes: ``"8GiB"`` to bytes and back. The only place that parses them."""
+
+from __future__ import annotations
+
+import re
+
+from .errors import SizeError
+
+__all__ = ["format_bytes", "parse_bytes", "parse_limit"]
+
+_FACTORS = {
+    "": 1,
+    "b": 1,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+    "kib": 2**10,
+    "mib": 2**20,
+    "gib": 2**30,
+    "tib": 2**40,
+}
+_PATTERN = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
+_ALLOWED = 'an int of bytes, or a string with a unit such as "512MiB", "2GB" or "64KiB"'
+
+
+def parse_bytes(value: int | str, *, name: str = "size") -> int:
+    """Return ``value`` as a count of bytes.
+
+    Args:
+        value: an int of bytes, or a string: a number and one of B, KB, MB, GB, TB (powers of 1000) or
+            KiB, MiB, GiB, TiB (powers of 1024). A string of digits alone is bytes.
+        name: what the size is called in the error message.
+
+    Raises:
+        SizeError: for anything else, with what is allowed.
+
+    >>> parse_bytes("64KiB"), parse_bytes("1.5 MB"), parse_bytes(4096)
+    (65536, 1500000, 4096)
+    """
+    if isinstance(value, int) and not isinstance(value, bool):
+        if value < 0:
+            raise SizeError(f"{name}={value!r} is negative; allowed: {_ALLOWED}")
+        return value
+    match = _PATTERN.fullmatch(value) if isinstance(value, str) else None
+    if match is None:
+        raise SizeError(f"{name}={value!r} is not a size; allowed: {_ALLOWED}")
+    number, unit = match.groups()
+    factor = _FACTORS.get(unit.lower())
+    if factor is None:
+        hint = f' (write "{number}{unit}iB" or "{number}{unit}B")' if unit in "kKmMgGtT" else ""
+        raise SizeError(f"{name}={value!r} has an unknown unit {unit!r}{hint}; allowed: {_ALLOWED}")
+    return round(float(number) * factor) if "." in number else int(number) * factor
+
+
+def parse_limit(value: int | str | None, *, name: str = "budget") -> int | None:
+    """Like :func:`parse_bytes`, and ``None`` means that there is no limit.
+
+    >>> parse_limit(None) is None, parse_limit("1KiB")
+    (True, 1024)
+    """
+    return None if value is None else parse_bytes(value, name=name)
+
+
+def format_bytes(nbytes: int) -> str:
+    """Return ``nbytes`` in the largest binary unit that leaves at least 1, to three digits.
+
+    >>> format_bytes(0), format_bytes(1536), format_bytes(128 * 2**20)
+    ('0 B', '1.50 KiB', '128 MiB')
+    """
+    size = float(nbytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(size) < 1024:
+            break
+        size /= 1024
+    else:
+        unit = "TiB"
+    if unit == "B":
+        return f"{nbytes} B"
+    return f"{size:.0f} {unit}" if abs(size) >= 100 else f"{size:.3g} {unit}" if abs(size) >= 10 else f"{size:.2f} {unit}"
