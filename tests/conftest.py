@@ -1,0 +1,73 @@
+"""After each test, nothing is left behind: descriptors, threads and hooks are what they were."""
+
+import gc
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+PATIENCE_SECONDS = 5.0
+
+
+def open_descriptors() -> dict[int, str]:
+    """Each descriptor of this process, and what it is of."""
+    found = {}
+    for name in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():
+        try:
+            found[int(name)] = os.readlink(f"/proc/self/fd/{name}")
+        except FileNotFoundError:
+            continue  # The descriptor of the listing itself.
+    return found
+
+
+def running_threads() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.is_alive()}
+
+
+def leftovers(descriptors: dict[int, str], threads: set[threading.Thread]) -> list[str]:
+    """What is there now and was not there before, in words."""
+    opened = [
+        f"descriptor {fd} of {what}"
+        for fd, what in open_descriptors().items()
+        if descriptors.get(fd) != what
+    ]
+    started = [f"thread {thread.name}" for thread in running_threads() - threads]
+    return opened + started
+
+
+def remove_hooks() -> list[object]:
+    """Removes the pairs of saved-tensor hooks that are active, so that the next test has none."""
+    found = []
+    while (hooks := torch._C._autograd._top_saved_tensors_default_hooks(False)) is not None:
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+        found.append(hooks)
+    return found
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind() -> Iterator[None]:
+    """Fails the test that leaves a descriptor, a thread, or a pair of hooks."""
+    gc.collect()
+    descriptors, threads = open_descriptors(), running_threads()
+    yield
+    hooks = remove_hooks()
+    # A store's threads end soon after it is closed, not at once.
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    gc.collect()
+    while (left := leftovers(descriptors, threads)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+        gc.collect()
+    assert not hooks, f"the test left saved-tensor hooks: {hooks}"
+    assert not left, f"the test left behind: {', '.join(left)}"
+
+
+@pytest.fixture
+def disk_dir(tmp_path: Path) -> Path:
+    """An empty directory for a disk tier."""
+    directory = tmp_path / "disk"
+    directory.mkdir()
+    return directory

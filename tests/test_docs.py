@@ -1,0 +1,65 @@
+"""The pages: links lead somewhere, examples in them run, the change log knows the version."""
+
+import doctest
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "scripts"))
+
+import check_links  # noqa: E402
+
+PAGES = check_links.pages()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    assert check_links.broken_links(page) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("see [this](missing.md)", "no such file"),
+        ("![chart](missing.svg 'a title')", "no such file"),
+        ("[this]: missing.md", "no such file"),
+        ('<a href="missing.md">', "no such file"),
+        ("# One heading\n[here](#another-heading)", "no such heading; there are: one-heading"),
+    ],
+)
+def test_broken_link_is_found(tmp_path: Path, text: str, why: str) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(text)
+    (found,) = check_links.broken_links(page)
+    assert found.startswith(f"{page}:") and why in found
+
+
+def test_good_links_are_not_reported(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(
+        "# `Stash`: a *heading*\n# Twice\n# Twice\n"
+        "[a](#stash-a-heading) [b](#twice-1) [c](page.md#twice) [d](https://example.org/x#y)\n"
+        "`[code](missing.md)`\n```\n[code](missing.md)\n```\n[folder](.)\n"
+    )
+    assert check_links.broken_links(page) == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_sessions_in_the_page_run(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = doctest.testfile(
+        str(page), module_relative=False, optionflags=doctest.ELLIPSIS, encoding="utf-8"
+    )
+    assert result.failed == 0
+
+
+def test_change_log_begins_with_the_version() -> None:
+    declared = re.search(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.M)
+    logged = re.search(r"^## (?:\[?)([\d.]+)", (ROOT / "CHANGELOG.md").read_text(), re.M)
+    assert declared and logged
+    assert logged[1] == declared[1]
