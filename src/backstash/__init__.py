@@ -1,0 +1,23 @@
+"""What backward needs, stashed: in place while it fits, then host memory, then disk, to the bit.
+
+>>> from backstash import Stash
+>>> stash = Stash(keep="2GiB")
+"""
+
+from .errors import StashError, StashFullError, StashWarning
+from .policy import Action, SavedTensor
+from .stash import Stash
+from .stores import Disk
+
+__all__ = [
+    "Action",
+    "Disk",
+    "SavedTensor",
+    "Stash",
+    "StashError",
+    "StashFullError",
+    "StashWarning",
+    "__version__",
+]
+
+__version__ = "0.1.0"

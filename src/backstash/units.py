@@ -77,4 +77,10 @@ def format_bytes(nbytes: int) -> str:
         unit = "TiB"
     if unit == "B":
         return f"{nbytes} B"
-    return f"{size:.0f} {unit}" if abs(size) >= 100 else f"{size:.3g} {unit}" if abs(size) >= 10 else f"{size:.2f} {unit}"
+    return (
+        f"{size:.0f} {unit}"
+        if abs(size) >= 100
+        else f"{size:.3g} {unit}"
+        if abs(size) >= 10
+        else f"{size:.2f} {unit}"
+    )

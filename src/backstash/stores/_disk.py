@@ -106,7 +106,9 @@ class Disk(Store):
         """
         self._check_usable()
         if os.getpid() != self._pid:
-            raise UsageError(f"{self.name} was made in another process: make a Stash in the forked one")
+            raise UsageError(
+                f"{self.name} was made in another process: make a Stash in the forked one"
+            )
         with self._lock:
             offset = self._extents.take(nbytes)
             try:
@@ -149,7 +151,9 @@ class Disk(Store):
         try:
             self._file.write(start, middle, slot.offset)
         except OSError as error:
-            raise StashIOError(error.errno, f"{self.name}: write failed: {error.strerror}") from error
+            raise StashIOError(
+                error.errno, f"{self.name}: write failed: {error.strerror}"
+            ) from error
         if self.verify:
             slot.checksum = _checksum(start, middle)
 
@@ -160,7 +164,9 @@ class Disk(Store):
         try:
             self._file.read(start, middle, slot.offset)
         except OSError as error:
-            raise StashIOError(error.errno, f"{self.name}: read failed: {error.strerror}") from error
+            raise StashIOError(
+                error.errno, f"{self.name}: read failed: {error.strerror}"
+            ) from error
         if slot.checksum is not None and _checksum(start, middle) != slot.checksum:
             raise StashCorruptError(
                 errno.EIO,

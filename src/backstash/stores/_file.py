@@ -38,7 +38,9 @@ class UnnamedFile:
         self.fd = -1
         refusal = self._open(directory, direct)
         if direct and not self.direct:
-            self.note = f"direct I/O refused in {directory!r} ({refusal}): buffered I/O, cache dropped"
+            self.note = (
+                f"direct I/O refused in {directory!r} ({refusal}): buffered I/O, cache dropped"
+            )
 
     def _open(self, directory: str, direct: bool) -> str:
         refusal = "this system has no O_DIRECT"
@@ -107,7 +109,8 @@ class UnnamedFile:
             count = os.preadv(self.fd, [part], offset + done)
             if count == 0:
                 raise StashIOError(
-                    errno.EIO, f"the file ends {nbytes - done} bytes early, at offset {offset + done}"
+                    errno.EIO,
+                    f"the file ends {nbytes - done} bytes early, at offset {offset + done}",
                 )
             done += count
         if not self.direct:

@@ -1,0 +1,201 @@
+"""Blocks: which storage is which, at which version, and where its bytes are.
+
+A *source* is one storage at one version. It owns a weak reference to the storage, which keeps the
+storage's identity (not its bytes) from being handed out again while the source is alive: so a table keyed
+by that identity cannot confuse two storages. It also has a *guard*: a tensor without memory that shares
+the saved tensor's version counter, so that a change in place can be seen after the memory is gone.
+
+A *block* is what moves: a source's whole storage, or a copy of a small part of it. It starts in place,
+holding an alias of the memory; on its way down it still holds it; once it has landed only the parcel below
+has the bytes.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+if TYPE_CHECKING:
+    from ._lanes import Lane
+    from ._order import Round
+    from ._parcels import Parcel
+
+__all__ = [
+    "Block",
+    "Source",
+    "copy_of_part",
+    "extent_bytes",
+    "raw_alias",
+    "reason_to_stay",
+    "same_counter",
+]
+
+_NOTHING = torch.empty(0, device="cpu")
+_set_versions: Any = getattr(torch._C._autograd, "_unsafe_set_version_counter", None)
+
+
+def same_counter(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors of equal version share one version counter (a view or ``detach``; not ``.data``).
+
+    Sharing cannot be asked of torch, so it is tried: the first one's counter is raised for a moment and
+    put back. Where torch lacks the call the answer is no, which costs a copy and never a wrong value.
+    """
+    if _set_versions is None:
+        return False
+    version = one._version
+    _set_versions((one,), (version + 1,))
+    shared = other._version == version + 1
+    _set_versions((one,), (version,))
+    return shared
+
+
+class Source:
+    """One storage at one version; its blocks own it."""
+
+    __slots__ = ("__weakref__", "block", "cdata", "guard", "slices", "version", "weak")
+
+    def __init__(self, tensor: Tensor, storage: torch.UntypedStorage) -> None:
+        self.weak = StorageWeakRef(storage)
+        self.cdata = storage._cdata
+        self.version = tensor._version
+        self.guard = tensor.detach()
+        self.guard.data = _NOTHING  # drops the memory, keeps the counter
+        self.block: weakref.ref[Block] | None = None  # of the whole storage
+        self.slices: dict[object, weakref.ref[Block]] = {}  # copies of small parts, by geometry
+
+    @property
+    def changed(self) -> bool:
+        """Whether the storage was modified in place since it was saved, as far as autograd can know."""
+        return self.guard._version != self.version
+
+    def is_of(self, tensor: Tensor) -> bool:
+        """Whether ``tensor``, which has this storage, has the very bytes that were saved."""
+        return tensor._version == self.version == self.guard._version and same_counter(
+            self.guard, tensor
+        )
+
+
+class Block:
+    """The bytes of one storage, wherever they are now. Every entry that needs them owns it."""
+
+    __slots__ = (
+        "__weakref__",
+        "address",
+        "alias",
+        "entries",
+        "grave",
+        "held",
+        "index",
+        "kept",
+        "lane",
+        "lost",
+        "module",
+        "nbytes",
+        "offset",
+        "origin",
+        "parcel",
+        "root",
+        "root_low",
+        "root_version",
+        "round",
+        "served",
+        "shape",
+        "source",
+        "turn",
+    )
+
+    def __init__(self, source: Source, alias: Tensor, grave: deque[Any]) -> None:
+        storage = alias.untyped_storage()
+        self.source = source
+        self.origin = source  # whose bytes these are: differs for a copy of a part
+        self.alias: Tensor | None = alias  # in place or on its way down; None once it has landed
+        self.nbytes = storage.nbytes()
+        self.address = storage.data_ptr()  # while in place; its residue matters ever after
+        self.grave = grave
+        self.kept = 0  # bytes that the keep budget counts for it
+        self.shape = tuple(alias.shape)
+        self.module = ""
+        self.lost = ""  # why its bytes cannot be known, once they cannot
+        self.lane: Lane
+        self.round: Round
+        self.index = 0  # in its round
+        self.parcel: Parcel | None = None  # what carries it below
+        self.offset = 0  # of its first byte in the parcel
+        self.entries = 0  # how many saves it stands for
+        # One read serves every entry once: a turn. Then the memory is let go.
+        self.turn = 0
+        self.served = 0
+        self.root: Tensor | None = None  # bytes read back, as one storage for all views
+        self.root_low = 0  # where in root the block's first byte is
+        self.root_version = 0
+        self.held = 0  # bytes that the read-ahead budget counts for root
+
+    def __del__(self) -> None:
+        # May run on any thread in the middle of anything: it only appends.
+        self.grave.append((self.kept, self.held))
+
+    def let_go(self) -> None:
+        """Drop the storage that was read back; the parcel still has the bytes."""
+        self.root = None
+
+    @property
+    def where(self) -> str:
+        """The tier that has the bytes: ``"keep"`` until they have landed on ``"disk"``."""
+        return "keep" if self.alias is not None or self.parcel is None else self.parcel.tier
+
+
+def raw_alias(tensor: Tensor) -> Tensor:
+    """``tensor``'s memory and version counter, without its graph and its conj and neg bits."""
+    alias = tensor.detach()
+    if alias.is_conj():
+        alias = alias.conj()
+    return torch._neg_view(alias) if alias.is_neg() else alias
+
+
+def copy_of_part(tensor: Tensor) -> tuple[Tensor, bool]:
+    """A copy of the bytes that ``tensor`` needs, in a storage of its own, and whether gaps were left out."""
+    alias = raw_alias(tensor)
+    low, high = extent_bytes(tensor)
+    if tensor.nbytes < high - low:
+        return torch.empty(alias.shape, dtype=alias.dtype, device="cpu").copy_(alias), True
+    count = (high - low) // tensor.element_size()
+    return alias.as_strided((count,), (1,), tensor.storage_offset()).clone(), False
+
+
+def extent_bytes(tensor: Tensor) -> tuple[int, int]:
+    """The first byte of the storage that ``tensor`` needs, and one past the last. Strides are never negative."""
+    itemsize = tensor.element_size()
+    last = sum(
+        (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
+    low = tensor.storage_offset() * itemsize
+    return low, low + (last + 1) * itemsize
+
+
+def reason_to_stay(tensor: Tensor) -> str:
+    """Why a plain ``torch.Tensor``'s bytes cannot be moved and rebuilt exactly; ``""`` when they can."""
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        return "a functorch transform's tensor"
+    if tensor.layout is not torch.strided:
+        return f"layout {str(tensor.layout).removeprefix('torch.')}"
+    if tensor.device.type != "cpu":
+        return f"device {tensor.device.type}"
+    if tensor.is_nested:
+        return "a nested tensor"
+    if tensor.is_quantized:
+        return "a quantized tensor"
+    if any(getattr(tensor, "names", ())):  # torch 2.13 has none any more
+        return "a named tensor"
+    storage = tensor.untyped_storage()
+    if tensor.numel() == 0 or storage.data_ptr() == 0:
+        return "no bytes"
+    if extent_bytes(tensor)[1] > storage.nbytes():
+        return "its storage is smaller than the view"
+    if storage.data_ptr() % 16:
+        return "its memory is not aligned"
+    return ""

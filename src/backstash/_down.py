@@ -1,0 +1,301 @@
+"""The way down: what stays in place, what goes, and when the memory of what went is let go.
+
+The newest blocks stay in place up to ``keep``. The oldest beyond it *take off*: a worker writes them
+straight from the tensor's memory, which stays alive and counts as in flight. They *land* when a thread
+that may judge the copy (see ``_lanes``) finds that the write has ended and the version has not changed:
+only then is the memory let go. A version that changed in between means that nobody can know which bytes
+were written: the block is lost, and backward raises if it ever asks for it. A write that failed leaves
+the block where it was.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import time
+import warnings
+import weakref
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+from ._blocks import Block
+from ._lanes import Lane
+from ._parcels import Parcel, Segment
+from .errors import StashError, StashFullError, StashWarning
+from .stores import Store
+from .stores._memory import Pool
+
+__all__ = ["Down"]
+
+_SEGMENT_BYTES = 4 << 20
+SMALL_BYTES = 512 << 10  # blocks below travel in segments
+
+
+@dataclass(slots=True)
+class _Flight:
+    """A write that began and has not landed. It does not own the block: a dead one just lands empty."""
+
+    cargo: weakref.ref[Block] | weakref.ref[Segment]
+    nbytes: int
+    lane: Lane | None  # whose tensor it is; None for bytes that are the stash's own copy
+    writing: Future[None]
+
+
+class Down:
+    """Keeps the ``keep`` and ``inflight`` budgets. The caller holds the stash's lock.
+
+    Args:
+        store: where blocks go, or ``None`` when everything stays in place.
+        submit: runs ``function(*args)`` on a worker and returns its future.
+        keep, inflight: budgets in bytes; ``keep=None`` is no limit.
+        on_full: ``"keep"`` or ``"raise"``.
+    """
+
+    def __init__(
+        self,
+        store: Store | None,
+        submit: Callable[..., Future[None]],
+        pool: Pool,
+        grave: deque[Any],
+        *,
+        keep: int | None,
+        inflight: int,
+        on_full: str,
+    ) -> None:
+        self._store = store
+        self._submit = submit
+        self._pool = pool
+        self._grave = grave
+        self._keep = keep
+        self._inflight = inflight
+        self._raises = on_full == "raise"
+        self._kept: deque[weakref.ref[Block]] = deque()  # oldest first
+        self._flights: deque[_Flight] = deque()  # oldest first
+        self._open: Segment | None = None
+        self._open_room = 0
+        self._full_at: int | None = None  # bytes used when the store last had no room
+        self._broken: StashError | None = None  # a write that failed: nothing more is sent down
+        self.keep_bytes = self.keep_peak_bytes = 0
+        self.inflight_bytes = self.inflight_peak_bytes = 0
+        self.written_bytes = self.disk_peak_bytes = 0
+        self.stall_seconds = 0.0
+        self.notes: dict[str, None] = {}
+
+    def admit(self, block: Block, *, at_once: bool) -> None:
+        """Take a new block in place; then bring the budgets in order. ``at_once`` skips ``keep``."""
+        lane = block.lane
+        self.land(lane)
+        block.kept = block.nbytes
+        self.keep_bytes += block.nbytes
+        if not (at_once and self._send(block, lane)):
+            self._kept.append(weakref.ref(block))
+            self._press(lane, block)
+        # Measured between operations: while one runs, its tensors are the caller's.
+        self.keep_peak_bytes = max(self.keep_peak_bytes, self.keep_bytes)
+        self.inflight_peak_bytes = max(self.inflight_peak_bytes, self.inflight_bytes)
+
+    def _press(self, lane: Lane, newest: Block) -> None:
+        while self._keep is not None and self.keep_bytes > self._keep and self._kept:
+            block = self._kept.popleft()()
+            if block is None or not block.kept:
+                continue
+            if block.lane is not lane and not self._has_room(block.nbytes):
+                # Only its own thread may land it, and that one may be waiting for us: move ours instead.
+                self._kept.appendleft(weakref.ref(block))
+                if not newest.kept or not self._send(newest, lane):
+                    return
+            elif not self._send(block, lane):
+                self._kept.appendleft(weakref.ref(block))
+                return
+
+    def _has_room(self, nbytes: int) -> bool:
+        return self.inflight_bytes + nbytes <= self._inflight
+
+    def _send(self, block: Block, lane: Lane) -> bool:
+        """Move ``block`` down; whether it left. Raises ``StashFullError`` if the caller wants it."""
+        store = self._store
+        if store is None or self._refuses(store):
+            return False
+        if block.source.changed:
+            self.lose(block)
+            return True
+        try:
+            small = block.nbytes < SMALL_BYTES and block.nbytes + 128 <= _SEGMENT_BYTES
+            if small:
+                self._gather(store, block, lane)
+            else:
+                self._take_off(store, block, lane)
+        except StashFullError as error:
+            self._full_at = store.used_bytes
+            self._tell(error)
+            return False
+        self.disk_peak_bytes = max(self.disk_peak_bytes, store.used_bytes)
+        return True
+
+    def _refuses(self, store: Store) -> bool:
+        if self._broken is not None:
+            if self._raises:
+                raise self._broken
+            return True
+        return self._full_at is not None and store.used_bytes >= self._full_at and not self._raises
+
+    def _tell(self, error: StashError) -> None:
+        if self._raises:
+            raise error
+        note = f"left in place: {error}"
+        if note not in self.notes:
+            if not any(told.startswith("left in place") for told in self.notes):
+                warnings.warn(note, StashWarning, stacklevel=5)
+            self.notes[note] = None
+
+    # Large blocks: written from the tensor's own memory.
+
+    def _take_off(self, store: Store, block: Block, lane: Lane) -> None:
+        self._make_room(block.nbytes, lane)
+        parcel = Parcel(store, store.reserve(block.nbytes), block.address % 4096, self._grave)
+        # The worker owns the alias until it has written: the memory outlives the write, whoever dies.
+        parcel.writing = self._submit(_write, store, parcel.slot, block.address, block.alias)
+        block.parcel = parcel
+        self._leave_place(block)
+        self._fly(_Flight(weakref.ref(block), block.nbytes, block.lane, parcel.writing))
+        if (
+            self.inflight_bytes > self._inflight
+        ):  # larger than the window: it is moved within this call
+            self._wait(parcel.writing)
+            self.land(lane)
+
+    # Small blocks: copied into a segment.
+
+    def _gather(self, store: Store, block: Block, lane: Lane) -> None:
+        segment = self._open
+        at = segment.place(block.address, block.nbytes) if segment is not None else None
+        if segment is None or at is None:
+            self._close_segment()
+            segment = self._open_segment(store, block.nbytes + 128)
+            at = segment.place(block.address, block.nbytes)
+            assert at is not None
+        self._make_room(block.nbytes, lane)
+        ctypes.memmove(segment.address + at, block.address, block.nbytes)
+        segment.filled = at + block.nbytes
+        segment.flown += block.nbytes
+        segment.blocks += 1
+        block.parcel, block.offset, block.alias = segment, at, None
+        self._leave_place(block)
+        self.inflight_bytes += block.nbytes
+        if self.inflight_bytes > self._inflight:
+            self._close_segment()
+            self._make_room(0, lane)
+
+    def _open_segment(self, store: Store, at_least: int) -> Segment:
+        nbytes = max(min(_SEGMENT_BYTES, self._inflight // 8), at_least)
+        nbytes = -(-nbytes // 4096) * 4096
+        segment = Segment(store, store.reserve(nbytes), self._pool.take(nbytes), self._grave)
+        self._open = segment
+        return segment
+
+    def _close_segment(self) -> None:
+        """Send the open segment on its way, full or not."""
+        segment, self._open = self._open, None
+        if segment is None:
+            return
+        segment.writing = self._submit(
+            _write, segment.store, segment.slot, segment.address, segment.buffer
+        )
+        self._flights.append(_Flight(weakref.ref(segment), segment.flown, None, segment.writing))
+        self.written_bytes += segment.flown
+
+    # In flight.
+
+    def _leave_place(self, block: Block) -> None:
+        self.keep_bytes -= block.kept
+        block.kept = 0
+
+    def _fly(self, flight: _Flight) -> None:
+        self._flights.append(flight)
+        self.written_bytes += flight.nbytes
+        self.inflight_bytes += flight.nbytes
+
+    def _make_room(self, nbytes: int, lane: Lane) -> None:
+        """Wait until ``nbytes`` more fit into the window, or nothing in it can be waited for."""
+        while self._flights and not self._has_room(nbytes):
+            mine = next((f for f in self._flights if _judged_by(lane, f)), None)
+            if mine is None:
+                return
+            self._wait(mine.writing)
+            self.land(lane)
+
+    def _wait(self, writing: Future[None]) -> None:
+        if writing.done():
+            return
+        began = time.perf_counter()
+        try:
+            writing.exception()
+        finally:
+            self.stall_seconds += time.perf_counter() - began
+
+    def land(self, lane: Lane) -> None:
+        """Let go of the memory of every write that has ended, as far as this thread may judge it."""
+        flights = self._flights
+        for _ in range(len(flights)):
+            flight = flights.popleft()
+            if not (flight.writing.done() or self._abandoned(flight)) or not _judged_by(
+                lane, flight
+            ):
+                flights.append(flight)
+                continue
+            self.inflight_bytes -= flight.nbytes
+            cargo = flight.cargo()
+            if cargo is not None:
+                self._touch_down(cargo, flight)
+
+    @staticmethod
+    def _abandoned(flight: _Flight) -> bool:
+        """A dead block's write that has not begun is not worth doing."""
+        return flight.cargo() is None and flight.writing.cancel()
+
+    def _touch_down(self, cargo: Block | Segment, flight: _Flight) -> None:
+        failure = None if flight.writing.cancelled() else flight.writing.exception()
+        if isinstance(cargo, Segment):
+            if failure is None:
+                cargo.buffer = None
+            else:
+                self._break(failure)
+        elif failure is not None:
+            self._return_to_place(cargo)
+            self._break(failure)
+        elif cargo.source.changed:
+            self.lose(cargo)
+        else:
+            cargo.alias = None
+
+    def lose(self, block: Block) -> None:
+        """Its bytes were changed before a whole copy was known to exist: backward will be told."""
+        block.lost = f"is at version {block.source.guard._version}; expected version {block.source.version} instead"
+        block.alias = block.parcel = None
+        self._leave_place(block)
+
+    def _return_to_place(self, block: Block) -> None:
+        block.parcel = None
+        block.kept = block.nbytes
+        self.keep_bytes += block.nbytes
+
+    def _break(self, failure: BaseException) -> None:
+        full = isinstance(failure, OSError) and failure.errno == errno.ENOSPC
+        text = f"{failure}; nothing more is sent there"
+        error = (StashFullError if full else StashError)(text)
+        error.__cause__ = failure
+        self._broken = error
+        if not self._raises:
+            self._tell(error)
+
+
+def _judged_by(lane: Lane, flight: _Flight) -> bool:
+    return flight.lane is None or lane.may_land(flight.lane)
+
+
+def _write(store: Store, slot: Any, address: int, owner: object) -> None:
+    """On a worker: ``owner`` keeps the memory at ``address`` alive until the write has ended."""
+    store.write(slot, address)

@@ -1,0 +1,121 @@
+"""What autograd holds in place of a saved tensor."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._blocks import Block
+
+__all__ = ["Entry", "WrapperEntry"]
+
+
+class Entry:
+    """One saved view: a block, and how to rebuild the view from the block's bytes.
+
+    ``compact`` is set when the block holds the elements densely although the view had gaps: then the
+    view is made anew with its own strides and filled.
+    """
+
+    __slots__ = (
+        "block",
+        "compact",
+        "conj",
+        "dtype",
+        "neg",
+        "offset_bytes",
+        "shape",
+        "stride",
+        "turn",
+    )
+
+    def __init__(
+        self, block: Block, tensor: Tensor, offset_bytes: int, compact: bool = False
+    ) -> None:
+        self.block = block
+        self.dtype = tensor.dtype
+        self.shape = tensor.shape
+        self.stride = tensor.stride()
+        self.offset_bytes = offset_bytes  # of its first element from the block's first byte
+        self.conj = tensor.is_conj()
+        self.neg = tensor.is_neg()
+        self.compact = compact
+        self.turn = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the view's elements."""
+        return self.shape.numel() * self.dtype.itemsize
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the tensor that was saved."""
+        return torch.device("cpu")
+
+    @property
+    def where(self) -> str:
+        """The tier that has the bytes now."""
+        return self.block.where
+
+    def view_of(self, base: Tensor, base_bytes: int) -> Tensor:
+        """The saved view, cut from ``base`` whose storage has the block's first byte at ``base_bytes``.
+
+        A view of ``base``, so that both share one version counter; only a compact block is copied.
+        """
+        itemsize = self.dtype.itemsize
+        if base.dtype != self.dtype:
+            base = _flat(base, itemsize).view(self.dtype)
+        first, odd = divmod(base_bytes + self.offset_bytes, itemsize)
+        if odd:
+            raise AssertionError(f"a view at byte {base_bytes + self.offset_bytes} of {self.dtype}")
+        if self.compact:
+            dense = base.as_strided(self.shape, _dense_stride(self.shape), first)
+            out = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="cpu")
+            out.copy_(dense)
+        else:
+            out = base.as_strided(self.shape, self.stride, first)
+        if self.neg:
+            out = torch._neg_view(out)
+        return out.conj() if self.conj else out
+
+
+class WrapperEntry:
+    """A saved tensor subclass that is made of others (``__tensor_flatten__``): its parts, each packed."""
+
+    __slots__ = ("__weakref__", "context", "kind", "parts", "shape", "stride", "tensor", "version")
+
+    def __init__(self, tensor: Any, pack: Callable[[Tensor], object]) -> None:
+        names, self.context = tensor.__tensor_flatten__()
+        self.kind = type(tensor)
+        self.shape = tensor.shape
+        self.stride = tensor.stride()
+        self.tensor = weakref.ref(tensor)  # with the version: whether it is saved a second time
+        self.version = tensor._version
+        self.parts = {name: pack(getattr(tensor, name)) for name in names}
+
+    def rebuild(self, unpack: Callable[[object], Tensor]) -> Tensor:
+        """The wrapper around its unpacked parts."""
+        parts = {name: unpack(part) for name, part in self.parts.items()}
+        rebuilt: Tensor = self.kind.__tensor_unflatten__(
+            parts, self.context, self.shape, self.stride
+        )
+        return rebuilt
+
+
+def _flat(base: Tensor, itemsize: int) -> Tensor:
+    """All whole ``itemsize`` items of ``base``'s storage as a flat view of bytes, on its version counter."""
+    storage_bytes = base.untyped_storage().nbytes()
+    flat = base.as_strided((storage_bytes // base.element_size(),), (1,), 0).view(torch.uint8)
+    return flat[: flat.numel() // itemsize * itemsize]
+
+
+def _dense_stride(shape: torch.Size) -> tuple[int, ...]:
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))

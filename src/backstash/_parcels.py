@@ -1,0 +1,84 @@
+"""Parcels: what a store moves in one piece.
+
+A large block is a parcel of its own, written straight from the tensor's memory. Small blocks travel
+together in a *segment*: they are copied into it one after another when they leave, so their sources are
+free at once, and the segment is written when it is full. A 64 KiB write costs nearly what a 4 MiB one does.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from concurrent.futures import Future
+from typing import Any
+
+from torch import Tensor
+
+from .stores import Slot, Store
+
+__all__ = ["Parcel", "Segment"]
+
+
+class Parcel:
+    """A slot in a store, the write that fills it and, while needed, the memory it was read back to."""
+
+    __slots__ = (
+        "__weakref__",
+        "ahead",
+        "blocks",
+        "grave",
+        "held",
+        "memory",
+        "nbytes",
+        "reading",
+        "skew",
+        "slot",
+        "store",
+        "wanted",
+        "writing",
+    )
+
+    tier = "disk"
+
+    def __init__(self, store: Store, slot: Slot, skew: int, grave: deque[Any]) -> None:
+        self.store = store
+        self.slot = slot
+        self.skew = (
+            skew  # the source's address modulo 4096: the memory it comes back to has the same
+        )
+        self.nbytes = slot.nbytes
+        self.grave = grave
+        self.writing: Future[None] | None = None
+        self.memory: Tensor | None = None  # read back: its bytes start at ``skew``
+        self.reading: Future[None] | None = None
+        self.held = 0  # bytes that the read-ahead budget counts for it
+        self.ahead = False  # whether it was asked for before anyone needed it
+        self.blocks = 1  # how many blocks it carries
+        self.wanted = 0  # how many of them have not come for what was read
+
+    def __del__(self) -> None:
+        # May run on any thread in the middle of anything: it only appends.
+        self.grave.append((self.store, self.slot, self.writing, self.held))
+
+    def let_go(self) -> None:
+        """Drop the memory that was read back; the store still has the bytes."""
+        self.memory = self.reading = None
+        self.ahead = False
+
+
+class Segment(Parcel):
+    """Many small blocks in one parcel; ``buffer`` has their bytes until they have landed."""
+
+    __slots__ = ("address", "buffer", "filled", "flown")
+
+    def __init__(self, store: Store, slot: Slot, buffer: Tensor, grave: deque[Any]) -> None:
+        super().__init__(store, slot, 0, grave)
+        self.buffer: Tensor | None = buffer
+        self.address = buffer.data_ptr()
+        self.blocks = 0
+        self.filled = 0
+        self.flown = 0  # bytes of blocks in it that count as in flight
+
+    def place(self, address: int, nbytes: int) -> int | None:
+        """Where ``nbytes`` from ``address`` fit, with the same residue modulo 64; ``None`` when they do not."""
+        start = -(-self.filled // 64) * 64 + address % 64
+        return start if start + nbytes <= self.nbytes else None

@@ -1,0 +1,140 @@
+"""Pushing and popping the hook pair: in order, on the right thread, and never left behind.
+
+autograd keeps a stack of hook pairs for each thread and pops whatever is on top. So each scope is checked
+when it is left; one that is not on top is taken out from under the others, and the caller is told.
+
+An attached module's forward can end in a way that runs no forward hook (``KeyboardInterrupt``). Such a
+scope is recognised by the call's frame, which is no longer on the stack, and cleared by the next one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from ._lanes import Lane
+from ._modules import call_frame_id, running_frames
+from .errors import UsageError
+
+if TYPE_CHECKING:
+    from .stash import Stash
+
+__all__ = ["Attachment", "enter_scope", "leave_scope"]
+
+_autograd: Any = torch._C._autograd
+
+
+@dataclass(slots=True)
+class _Scope:
+    hooks: saved_tensors_hooks
+    frame: int  # the id of the frame of the module call that it covers; 0 for a ``with``
+
+
+def enter_scope(
+    lane: Lane,
+    pack: Callable[[Tensor], object],
+    unpack: Callable[[Any], Tensor],
+    frame: int = 0,
+) -> None:
+    """Push a hook pair for this thread. Raises ``RuntimeError`` where hooks are disabled."""
+    _clear_stale(lane)
+    hooks = saved_tensors_hooks(pack, unpack)
+    hooks.__enter__()
+    lane.scopes.append(_Scope(hooks, frame))
+
+
+def leave_scope(lane: Lane, frame: int = 0) -> None:
+    """Pop the newest pair of this thread's lane.
+
+    Raises:
+        UsageError: it was not on top (it is taken out all the same), or is not there at all.
+    """
+    _clear_stale(lane)
+    if not lane.scopes:
+        raise UsageError("this thread left a stash more often than it entered it")
+    scope = lane.scopes[-1]
+    if scope.frame != frame:
+        if frame:  # a module's forward failed before our hook could push anything
+            return
+        raise UsageError("a stash was left inside the forward of a module it is attached to")
+    lane.scopes.pop()
+    _take_out(scope)
+
+
+def _clear_stale(lane: Lane) -> None:
+    running: set[int] | None = None
+    while lane.scopes and lane.scopes[-1].frame:
+        running = running_frames() if running is None else running
+        if lane.scopes[-1].frame in running:
+            return
+        try:
+            _take_out(lane.scopes.pop())
+        except UsageError:
+            pass  # whoever left out of order was told; here there is nothing to mend
+
+
+def _take_out(scope: _Scope) -> None:
+    above: list[tuple[Any, Any]] = []
+    pack = scope.hooks.pack_hook
+    try:
+        while (top := _autograd._top_saved_tensors_default_hooks(True)) is not None:
+            _autograd._pop_saved_tensors_default_hooks()
+            if top[0] is pack:
+                break
+            above.append(top)
+        else:
+            raise UsageError(
+                "another saved-tensors context popped the stash's hooks: contexts were left in the "
+                "wrong order; leave them in the reverse of the order they were entered"
+            )
+    finally:
+        for pair in reversed(above):
+            _autograd._push_saved_tensors_default_hooks(*pair)
+    if above:
+        raise UsageError(
+            f"a stash was left while {len(above)} saved-tensors context(s) entered after it were still "
+            "active: leave them in the reverse order (the stash's hooks were taken out, theirs remain)"
+        )
+
+
+class Attachment:
+    """A stash on a module: what its forward saves is held. Returned by :meth:`Stash.attach`.
+
+    ``remove()`` takes it off, and so does leaving it as a context; both may be done twice. The module's
+    parameters, buffers and state-dict keys are untouched. Replicas and threads are covered.
+    """
+
+    def __init__(self, stash: Stash, module: nn.Module) -> None:
+        def before(module: nn.Module, args: Any) -> None:
+            stash._enter(call_frame_id())
+
+        def after(module: nn.Module, args: Any, output: Any) -> None:
+            stash._leave(call_frame_id())
+
+        disable: Any = torch.compiler.disable
+        self._handles = (
+            module.register_forward_pre_hook(disable(before), prepend=True),
+            module.register_forward_hook(disable(after), always_call=True),
+        )
+
+    def remove(self) -> None:
+        """Take the stash off the module. What was saved before stays held."""
+        for handle in self._handles:
+            handle.remove()
+
+    def __enter__(self) -> Attachment:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.remove()

@@ -1,0 +1,100 @@
+"""What a stash has done and holds: counted as it happens, read as one frozen record."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from .units import format_bytes
+
+__all__ = ["Left", "Stats"]
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """What was left where it was for one reason."""
+
+    count: int
+    """How many saves."""
+    nbytes: int
+    """Their bytes; a storage that was saved twice counts twice."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """One moment of a stash. Bytes ever moved only grow; bytes held rise and fall."""
+
+    name: str | None
+    """The stash's name."""
+    saves: int
+    """Tensors that autograd gave to the stash."""
+    blocks: int
+    """Blocks that are alive: pieces of storage that the stash manages at present."""
+    eligible_bytes: int
+    """Bytes of all blocks so far, each storage counted once however many views of it were saved."""
+    deduplicated_bytes: int
+    """Bytes of saves that were views of a block already held, and so cost nothing."""
+    keep_bytes: int
+    """Held in place now."""
+    keep_peak_bytes: int
+    """The most that was held in place at once."""
+    host_bytes: int
+    """Held in host memory for accelerators now; a CPU tensor never is."""
+    disk_bytes: int
+    """Held on disk now, each slot rounded up to the disk's unit."""
+    disk_peak_bytes: int
+    """The most that was on disk at once."""
+    inflight_bytes: int
+    """On their way down now, the source still in memory."""
+    inflight_peak_bytes: int
+    """The most that was on the way down at once."""
+    ahead_bytes: int
+    """Read back and held for a later use now."""
+    ahead_peak_bytes: int
+    """The most that was read back and held at once."""
+    written_bytes: int
+    """Bytes sent down so far."""
+    read_bytes: int
+    """Bytes brought back so far."""
+    pack_stall_seconds: float
+    """Time that forward waited for room on the way down."""
+    unpack_stall_seconds: float
+    """Time that backward waited for bytes to come back."""
+    prefetch_hits: int
+    """Uses of a block that had been asked for ahead of need."""
+    prefetch_misses: int
+    """Uses of a block that had not."""
+    left: Mapping[str, Left]
+    """What was left where it was, by reason."""
+    notes: tuple[str, ...]
+    """Fallbacks that were taken, each with its reason."""
+
+    @property
+    def stall_seconds(self) -> float:
+        """Time that the computing threads waited for the stash, both ways."""
+        return self.pack_stall_seconds + self.unpack_stall_seconds
+
+    def as_dict(self) -> dict[str, Any]:
+        """The record as plain values, for JSON."""
+        return {**asdict(self), "stall_seconds": self.stall_seconds}
+
+    def __str__(self) -> str:
+        size = format_bytes
+        lines = [
+            f"stash {self.name or ''}".rstrip()
+            + f": {self.saves} saves, {self.blocks} blocks alive",
+            f"  in place   {size(self.keep_bytes):>9} now {size(self.keep_peak_bytes):>9} peak",
+            f"  in flight  {size(self.inflight_bytes):>9} now {size(self.inflight_peak_bytes):>9} peak",
+            f"  on disk    {size(self.disk_bytes):>9} now {size(self.disk_peak_bytes):>9} peak",
+            f"  read ahead {size(self.ahead_bytes):>9} now {size(self.ahead_peak_bytes):>9} peak",
+            f"  moved      {size(self.written_bytes)} down, {size(self.read_bytes)} up; "
+            f"{size(self.deduplicated_bytes)} saved again at no cost",
+            f"  waited     {self.pack_stall_seconds:.3f} s in forward, "
+            f"{self.unpack_stall_seconds:.3f} s in backward; "
+            f"{self.prefetch_hits} blocks read ahead of need, {self.prefetch_misses} not",
+        ]
+        for reason, left in sorted(self.left.items(), key=lambda item: -item[1].nbytes):
+            lines.append(f"  left       {size(left.nbytes):>9} in {left.count} saves: {reason}")
+        lines += [f"  note       {note}" for note in self.notes]
+        return "\n".join(lines)

@@ -1,0 +1,573 @@
+"""Stash: the session that ties autograd's saved-tensor hooks to policy, budgets and stores.
+
+A tensor's way down is :meth:`Stash.pack`: it is told apart (too small, a parameter, something that cannot
+be moved exactly, or a block), and a block is handed to ``_down``. Its way back is :meth:`Stash.unpack`:
+the version is checked while the bytes are in place, else ``_up`` brings them. Its life is autograd's
+reference to the entry; what dies only appends to a queue, which the next call drains.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Literal, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from ._blocks import Block, Source, copy_of_part, extent_bytes, raw_alias, reason_to_stay
+from ._down import Down
+from ._entry import Entry, WrapperEntry
+from ._lanes import Lane
+from ._modules import is_buffer, module_path, running_modules
+from ._order import Order
+from ._scopes import Attachment, enter_scope, leave_scope
+from ._stats import Left, Stats
+from ._up import Up
+from ._workers import Workers
+from .errors import InplaceError, StashClosedError, UsageError
+from .policy import Policy, SavedTensor
+from .stores import Disk, Store
+from .stores._memory import Pool
+from .units import parse_bytes, parse_limit
+
+__all__ = ["Stash"]
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+_IDLE_BYTES = 64 << 20
+
+
+class Stash:
+    """Holds what autograd saves for backward within byte budgets, with bit-identical gradients.
+
+    Used as a context manager around a forward pass, as a decorator, or attached to a module. It may be
+    entered again, nested, and used from any thread; backward may run anywhere, also outside.
+
+    Args:
+        keep: bytes that may stay in place; the oldest saved beyond it move down. ``None``: no limit.
+        host: bytes of pinned host memory for an accelerator's tensors. CPU tensors do not use it.
+        disk: ``None``, a directory, or a :class:`Disk`. Without one, CPU tensors stay in place.
+        policy: ``callable(SavedTensor) -> Action | None``; ``None`` from it means the default.
+        codec: ``None``: bytes move as they are.
+        min_bytes: smaller tensors stay where they are.
+        inflight: bytes that may be on their way down, their memory not yet let go.
+        prefetch: bytes that may have come back before they are used.
+        on_full: ``"keep"`` leaves a block in place when there is no room below, and warns once;
+            ``"raise"`` raises :class:`~backstash.errors.StashFullError` from the forward pass.
+        name: what reports call it.
+
+    Sizes are ints of bytes or strings with a unit, ``"512MiB"`` or ``"2GB"``.
+
+    Raises:
+        SizeError: a size that cannot be read.
+        StashIOError: the directory cannot hold a file.
+
+    >>> import tempfile
+    >>> x = torch.randn(300, 300, requires_grad=True)
+    >>> with tempfile.TemporaryDirectory() as directory, Stash(disk=directory) as stash:
+    ...     loss = x.sin().exp().sum()
+    ...     loss.backward()
+    >>> stash.stats().written_bytes  # exp's result; the leaf x stays where it is
+    360000
+    """
+
+    def __init__(
+        self,
+        *,
+        keep: int | str | None = 0,
+        host: int | str | None = "auto",
+        disk: str | os.PathLike[str] | Store | None = None,
+        policy: Policy | None = None,
+        codec: None = None,
+        min_bytes: int | str = "64KiB",
+        inflight: int | str = "128MiB",
+        prefetch: int | str = "128MiB",
+        on_full: Literal["keep", "raise"] = "keep",
+        name: str | None = None,
+    ) -> None:
+        keep_bytes = parse_limit(keep, name="keep")
+        self.host = host if host == "auto" else parse_limit(host, name="host")
+        if policy is not None and not callable(policy):
+            raise UsageError(f"policy={policy!r}: allowed is a callable of a SavedTensor, or None")
+        if codec is not None:
+            raise UsageError(f"codec={codec!r}: allowed is None; bytes move as they are")
+        if on_full not in ("keep", "raise"):
+            raise UsageError(f'on_full={on_full!r}: allowed are "keep" and "raise"')
+        self.name = name
+        self._min_bytes = parse_bytes(min_bytes, name="min_bytes")
+        inflight_bytes = parse_bytes(inflight, name="inflight")
+        prefetch_bytes = parse_bytes(prefetch, name="prefetch")
+        self._policy = policy
+        self._owns_store = not isinstance(disk, Store)
+        self._store = disk if isinstance(disk, Store) or disk is None else Disk(disk)
+        self._closed = False
+        self._pid = os.getpid()
+        # Re-entrant: the garbage collector may run a finalizer that uses this stash while it is held.
+        self._lock = threading.RLock()
+        self._grave: deque[Any] = deque()
+        self._workers = Workers(self._store.threads if self._store is not None else 1)
+        self._order = Order()
+        pool = Pool(idle_bytes=_IDLE_BYTES)
+        self._down = Down(
+            self._store,
+            self._workers.submit,
+            pool,
+            self._grave,
+            keep=keep_bytes,
+            inflight=inflight_bytes,
+            on_full=on_full,
+        )
+        self._up = Up(self._workers.submit, pool, self._lock, prefetch=prefetch_bytes)
+        self._pool = pool
+        self._sources: weakref.WeakValueDictionary[int, Source] = weakref.WeakValueDictionary()
+        self._wrappers: weakref.WeakValueDictionary[int, WrapperEntry] = (
+            weakref.WeakValueDictionary()
+        )
+        self._blocks_alive = 0
+        self._local = threading.local()
+        self._lanes: list[Lane] = []
+        self._left: dict[str, list[int]] = {}
+        self._eligible_bytes = self._deduplicated_bytes = 0
+        self._ended_saves = self._ended_small_saves = self._ended_small_bytes = 0
+
+    # Entering and leaving.
+
+    def __enter__(self) -> Stash:
+        self._enter(0)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._leave(0)
+        if isinstance(error, RuntimeError) and "support saved tensor hooks" in str(error):
+            raise UsageError(
+                "torch.func.grad, vjp, jacrev and hessian refuse to run inside a stash, as inside any "
+                "saved-tensors hooks: call them outside of it, or use torch.autograd.grad, which works"
+            ) from error
+
+    def _enter(self, frame: int) -> None:
+        if self._closed:
+            raise StashClosedError(
+                f"stash {self.name or ''} is closed: make a new one".replace("  ", " ")
+            )
+        lane = self._lane()
+        enter_scope(lane, _pack_for(self, lane), self.unpack, frame)
+
+    def _leave(self, frame: int) -> None:
+        lane = self._lane()
+        leave_scope(lane, frame)
+        with self._lock:
+            self._down.land(lane)
+
+    def _lane(self) -> Lane:
+        lane: Lane | None = getattr(self._local, "lane", None)
+        if lane is None:
+            lane = self._local.lane = Lane()
+            with self._lock:
+                self._fold_lanes()
+                self._lanes.append(lane)
+        return lane
+
+    def _fold_lanes(self) -> None:
+        """Add up the counters of threads that have ended, so that they need not be kept."""
+        for lane in [lane for lane in self._lanes if not lane.thread.is_alive()]:
+            self._lanes.remove(lane)
+            self._ended_saves += lane.saves
+            self._ended_small_saves += lane.small_saves
+            self._ended_small_bytes += lane.small_bytes
+
+    def __call__(self, fn: _F) -> _F:
+        """Wrap ``fn`` so that each call runs under the stash: ``@stash``, ``stash(MyFunction.apply)``.
+
+        Raises ``UsageError`` for generators and coroutines, whose body does not run inside the call.
+        """
+        if not callable(fn):
+            raise UsageError(
+                f"stash({fn!r}): allowed is a callable; for a context write `with stash:`"
+            )
+        if inspect.iscoroutinefunction(fn) or inspect.isgeneratorfunction(fn):
+            raise UsageError(
+                f"stash({fn!r}): a generator's or coroutine's body runs outside the call"
+            )
+
+        @functools.wraps(fn)
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            with self:
+                return fn(*args, **kwargs)
+
+        return wrapped  # type: ignore[return-value]
+
+    def attach(self, module: nn.Module) -> Attachment:
+        """Hold what ``module``'s forward saves from now on, wherever it is called.
+
+        Returns a handle with ``remove()``, also a context manager.
+
+        >>> model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+        >>> stash = Stash()
+        >>> with stash.attach(model[1]):
+        ...     loss = model(torch.ones(2, 4)).sum()
+        """
+        if not isinstance(module, nn.Module):
+            raise UsageError(
+                f"attach({module!r}): allowed is an nn.Module; wrap a function by stash(fn)"
+            )
+        return Attachment(self, module)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Stash:
+        """A copied model shares the stash that is attached to it."""
+        return self
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "a Stash cannot be pickled: remove() what it is attached to before saving a model"
+        )
+
+    # The way down.
+
+    def pack(self, tensor: Tensor) -> object:
+        """What autograd is to hold in place of ``tensor``; for use as a hook. See :meth:`unpack`."""
+        return _pack_for(self, self._lane())(tensor)
+
+    def _pack_large(self, tensor: Tensor, lane: Lane) -> object:
+        lane.saves += 1
+        if self._closed:
+            raise StashClosedError("a closed stash was asked to hold a tensor")
+        if type(tensor) is not Tensor:
+            return self._pack_other(tensor, lane)
+        reason = reason_to_stay(tensor)
+        if not reason and self._store is None:
+            reason = "no tier below: give disk="
+        if not reason and os.getpid() != self._pid:
+            reason = "a forked process: make a stash in it"
+        if reason:
+            return self._stay(tensor, reason)
+        modules = running_modules()
+        reason, at_once = self._choose(tensor, modules, lane)
+        if reason:
+            return self._stay(tensor, reason)
+        with self._lock:
+            self._drain()
+            return self._pack_block(tensor, lane, modules, at_once)
+
+    def _choose(self, tensor: Tensor, modules: list[nn.Module], lane: Lane) -> tuple[str, bool]:
+        """Why it stays (``""``: it does not), and whether the keep budget is passed over."""
+        is_parameter = _is_parameter(tensor)
+        if self._policy is not None:
+            action = self._policy(
+                SavedTensor(
+                    shape=tuple(tensor.shape),
+                    dtype=tensor.dtype,
+                    device=tensor.device,
+                    nbytes=tensor.nbytes,
+                    is_parameter=is_parameter,
+                    is_leaf=tensor.is_leaf,
+                    module=module_path(modules),
+                    index=lane.saves + lane.small_saves - 1,
+                )
+            )
+            if action is not None:
+                return ("" if action.tier == "disk" else "the policy said so"), True
+        if is_parameter:
+            return _PARAMETER, False
+        if tensor.untyped_storage().nbytes() < self._min_bytes:
+            return "smaller than min_bytes", False
+        if is_buffer(tensor.untyped_storage()._cdata, modules):
+            return "a module's buffer, or a view of one", False
+        return "", False
+
+    def _pack_block(
+        self, tensor: Tensor, lane: Lane, modules: list[nn.Module], at_once: bool
+    ) -> Entry:
+        storage = tensor.untyped_storage()
+        low, high = extent_bytes(tensor)
+        needed = min(high - low, tensor.nbytes)
+        if needed * 4 < storage.nbytes():
+            return self._pack_part(tensor, lane, modules, at_once, needed)
+        source = self._source_of(tensor, storage)
+        block = source.block() if source.block is not None else None
+        if block is None:
+            block = Block(source, raw_alias(tensor), self._grave)
+            source.block = weakref.ref(block)
+            self._admit(block, tensor, lane, modules, at_once)
+        else:
+            self._deduplicated_bytes += tensor.nbytes
+        block.entries += 1
+        return Entry(block, tensor, tensor.storage_offset() * tensor.element_size())
+
+    def _pack_part(
+        self, tensor: Tensor, lane: Lane, modules: list[nn.Module], at_once: bool, needed: int
+    ) -> Entry:
+        """A small part of a storage is copied, so that the rest is not held for its sake."""
+        origin = self._source_of(tensor, tensor.untyped_storage())
+        geometry = (tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset())
+        known = origin.slices.get(geometry)
+        block = known() if known is not None else None
+        if block is None:
+            copy, compact = copy_of_part(tensor)
+            block = Block(Source(copy, copy.untyped_storage()), copy, self._grave)
+            block.origin = origin
+            origin.slices[geometry] = weakref.ref(block)
+            if needed >= self._min_bytes or at_once:
+                self._admit(block, tensor, lane, modules, at_once)
+            else:
+                self._blocks_alive += 1
+                self._order.add(block)
+                self._count_left(
+                    "smaller than min_bytes: copied, so that its large storage is not held", needed
+                )
+        else:
+            self._deduplicated_bytes += needed
+        block.entries += 1
+        compact = tensor.nbytes < extent_bytes(tensor)[1] - extent_bytes(tensor)[0]
+        return Entry(block, tensor, 0, compact)
+
+    def _source_of(self, tensor: Tensor, storage: torch.UntypedStorage) -> Source:
+        source = self._sources.get(storage._cdata)
+        if source is None or not source.is_of(tensor):
+            source = Source(tensor, storage)
+            self._sources[source.cdata] = source
+        return source
+
+    def _admit(
+        self, block: Block, tensor: Tensor, lane: Lane, modules: list[nn.Module], at_once: bool
+    ) -> None:
+        block.lane = lane
+        block.shape = tuple(tensor.shape)
+        block.module = module_path(modules)
+        self._blocks_alive += 1
+        self._eligible_bytes += block.nbytes
+        self._order.add(block)
+        self._down.admit(block, at_once=at_once)
+
+    def _pack_other(self, tensor: Tensor, lane: Lane) -> object:
+        """Parameters and other subclasses of ``torch.Tensor``."""
+        if isinstance(tensor, nn.Parameter):
+            return self._stay(tensor, _PARAMETER)
+        name = type(tensor).__name__
+        if self._store is None or not is_traceable_wrapper_subclass(tensor):
+            return self._stay(tensor, f"a {name}, which does not say how it is made up")
+        if _is_parameter(tensor):
+            return self._stay(tensor, _PARAMETER)
+        known = self._wrappers.get(id(tensor))
+        if known is not None and known.tensor() is tensor and known.version == tensor._version:
+            return known
+        # Inner tensors are copied: what changes them in place need not raise their own version.
+        inner = _pack_for(self, lane)
+        entry = WrapperEntry(tensor, lambda part: inner(part.detach().clone()))
+        self._wrappers[id(tensor)] = entry
+        return entry
+
+    def _stay(self, tensor: Tensor, reason: str) -> object:
+        """Leave ``tensor`` where it is, with its version, for a stated reason."""
+        with self._lock:
+            self._count_left(reason, _nbytes_of(tensor))
+        kept = tensor
+        if not tensor.is_leaf:  # an operation's own output would hold itself through its node
+            alias = tensor.detach()
+            if type(alias) is type(tensor):
+                kept = alias
+        version = tensor._version
+        return kept if version == 0 else (kept, version)
+
+    def _count_left(self, reason: str, nbytes: int) -> None:
+        left = self._left.setdefault(reason, [0, 0])
+        left[0] += 1
+        left[1] += nbytes
+
+    # The way back.
+
+    def unpack(self, packed: Any) -> Tensor:
+        """The tensor that :meth:`pack` was given, to the bit.
+
+        Raises:
+            InplaceError: it was modified in place and its value can no longer be known.
+            StashIOError: the store cannot give the bytes back; a later call may.
+        """
+        kind = type(packed)
+        if kind is Entry:
+            return self._unpack_entry(packed)
+        if kind is WrapperEntry:
+            rebuilt: Tensor = packed.rebuild(self.unpack)
+            return rebuilt
+        tensor, version = packed if kind is tuple else (packed, 0)
+        if tensor._version != version:
+            versions = f"is at version {tensor._version}; expected version {version} instead"
+            raise _changed(tensor.shape, tensor.dtype, "", versions)
+        return tensor  # type: ignore[no-any-return]
+
+    def _unpack_entry(self, entry: Entry) -> Tensor:
+        block = entry.block
+        view = None
+        if os.getpid() != self._pid:
+            self._after_fork()
+        lane = self._lane()
+        with self._lock:
+            self._drain()
+            self._down.land(lane)
+            if block.alias is not None:
+                if block.source.changed:
+                    self._down.lose(block)
+                else:
+                    view = entry.view_of(block.alias, 0)
+            if block.lost:
+                raise _changed(entry.shape, entry.dtype, block.module or "no module", block.lost)
+            self._order.use(block)
+        if view is None:
+            view = self._up.view(entry)
+        with self._lock:
+            self._up.ahead(block)
+        return view
+
+    def _after_fork(self) -> None:
+        """In a child process: the threads are gone, and whoever held the lock with them."""
+        self._pid = os.getpid()
+        self._lock = threading.RLock()
+        self._up.forked(self._lock)
+        self._closed = True
+
+    def _drain(self) -> None:
+        """Settle what died since the last call."""
+        running = []
+        while self._grave:
+            item = self._grave.popleft()
+            if len(item) == 2:
+                self._blocks_alive -= 1
+                kept, held = item
+                self._down.keep_bytes -= kept
+            else:
+                store, slot, writing, held = item
+                if writing is not None and not (writing.done() or writing.cancel()):
+                    running.append(item)  # its slot is written to until then
+                    continue
+                store.release(slot)
+            self._up.ahead_bytes -= held
+        self._grave.extend(running)
+
+    # Looking, and the end.
+
+    def stats(self) -> Stats:
+        """What the stash has done and holds, as one frozen record."""
+        lane = self._lane()
+        with self._lock:
+            self._drain()
+            self._down.land(lane)
+            self._drain()
+            down, up, store = self._down, self._up, self._store
+            small = self._ended_small_saves + sum(each.small_saves for each in self._lanes)
+            left = {reason: Left(*counts) for reason, counts in self._left.items()}
+            if small:
+                nbytes = self._ended_small_bytes + sum(each.small_bytes for each in self._lanes)
+                slow = left.get("smaller than min_bytes", Left(0, 0))
+                left["smaller than min_bytes"] = Left(slow.count + small, slow.nbytes + nbytes)
+            notes = (*(store.notes if store is not None else ()), self._workers.note, *down.notes)
+            return Stats(
+                name=self.name,
+                saves=self._ended_saves + small + sum(each.saves for each in self._lanes),
+                blocks=self._blocks_alive,
+                eligible_bytes=self._eligible_bytes,
+                deduplicated_bytes=self._deduplicated_bytes,
+                keep_bytes=down.keep_bytes,
+                keep_peak_bytes=down.keep_peak_bytes,
+                host_bytes=0,
+                disk_bytes=store.used_bytes if store is not None else 0,
+                disk_peak_bytes=down.disk_peak_bytes,
+                inflight_bytes=down.inflight_bytes,
+                inflight_peak_bytes=down.inflight_peak_bytes,
+                ahead_bytes=up.ahead_bytes,
+                ahead_peak_bytes=up.ahead_peak_bytes,
+                written_bytes=down.written_bytes,
+                read_bytes=up.read_bytes,
+                pack_stall_seconds=down.stall_seconds,
+                unpack_stall_seconds=up.stall_seconds,
+                prefetch_hits=up.hits,
+                prefetch_misses=up.misses,
+                left=left,
+                notes=tuple(filter(None, notes)),
+            )
+
+    def close(self) -> None:
+        """Take no more tensors, end the threads, and let go of the store. A second call does nothing.
+
+        What live graphs hold stays readable; the file goes with the last of them. A :class:`Disk` that
+        the caller made is the caller's to close.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        self._workers.close()
+        lane = self._lane()
+        with self._lock:
+            self._down.land(lane)
+            self._drain()
+            self._pool.trim()
+
+    def __repr__(self) -> str:
+        return f"Stash(name={self.name!r}, store={self._store!r}, blocks={self._blocks_alive})"
+
+
+_PARAMETER = "a parameter or another leaf that requires a gradient, or a view of one"
+
+
+def _pack_for(stash: Stash, lane: Lane) -> Callable[[Tensor], object]:
+    """The pack hook of one thread: the path for small tensors takes no lock and makes no object of ours."""
+    large = stash._pack_large
+    if stash._policy is not None:
+        return lambda tensor: large(tensor, lane)
+    min_bytes = stash._min_bytes
+
+    def pack(tensor: Tensor) -> object:
+        if type(tensor) is Tensor:
+            try:
+                nbytes = tensor.untyped_storage().nbytes()
+            except (
+                NotImplementedError,
+                RuntimeError,
+            ):  # sparse, and other tensors without a storage
+                return large(tensor, lane)
+            if nbytes < min_bytes:
+                lane.small_saves += 1
+                lane.small_bytes += nbytes
+                version = tensor._version
+                return tensor.detach() if version == 0 else (tensor.detach(), version)
+        return large(tensor, lane)
+
+    return pack
+
+
+def _is_parameter(tensor: Tensor) -> bool:
+    """Whether ``tensor`` is a leaf that gets a gradient, a parameter frozen or not, or a view of one."""
+    base = tensor._base
+    return _gets_gradient(tensor) or (base is not None and _gets_gradient(base))
+
+
+def _gets_gradient(tensor: Tensor) -> bool:
+    return isinstance(tensor, nn.Parameter) or (tensor.is_leaf and tensor.requires_grad)
+
+
+def _nbytes_of(tensor: Tensor) -> int:
+    try:
+        return int(tensor.nbytes)
+    except (RuntimeError, NotImplementedError, TypeError, AttributeError):
+        return 0
+
+
+def _changed(shape: Any, dtype: torch.dtype, module: str, versions: str) -> InplaceError:
+    node = torch._C._current_autograd_node()  # type: ignore[attr-defined]
+    where = module or "a module that is not known for tensors below min_bytes (min_bytes=0 tells)"
+    return InplaceError(
+        "one of the variables needed for gradient computation has been modified by an inplace operation: "
+        f"the {str(dtype).removeprefix('torch.')} tensor of shape {tuple(shape)} that {where} saved"
+        f"{' for ' + node.name() if node is not None else ''} {versions}. "
+        "Change a clone, or change it before it is saved."
+    )
