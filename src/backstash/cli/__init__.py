@@ -1,0 +1,90 @@
+"""The command line: ``backstash run``, ``backstash doctor`` and ``backstash bench``.
+
+Each command is a module that is imported when it is asked for, so that ``--help`` does not wait
+for torch.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+__all__ = ["main"]
+
+_COMMANDS = {
+    "run": "a training script, unmodified, under a stash",
+    "doctor": "what this machine offers, and the Stash(...) line that suits it",
+    "bench": "step time and memory beside the alternatives, measured here",
+}
+
+_HELP = """\
+usage: backstash COMMAND [OPTION ...]
+
+What PyTorch saves for backward, kept within a memory budget: in place, then on disk,
+with gradients exact to the last bit.
+
+commands:
+{commands}
+
+options:
+  -h, --help  this text; `backstash COMMAND --help` is about one command
+  --version   the versions of backstash, torch and python
+
+examples:
+  backstash doctor /scratch                   is this disk fast enough, and what should I write?
+  backstash run --disk /scratch train.py      run train.py with its saved tensors on disk
+  backstash run --keep 2GiB --disk /scratch -m package.train --epochs 3
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit status.
+
+    Args:
+        argv: the arguments after the program's name; ``None`` takes them from ``sys.argv``.
+
+    Returns:
+        0, or the command's own status; 2 after one line on stderr for arguments that cannot be
+        used. ``backstash run`` does not return: the interpreter is replaced by the one that runs
+        the script.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    command = arguments[0] if arguments else "--help"
+    if command in ("-h", "--help", "help"):
+        print(_help(), end="")
+        return 0 if arguments else 2
+    if command == "--version":
+        print(_versions())
+        return 0
+    if command not in _COMMANDS:
+        print(
+            f"backstash: unknown command {command!r}; allowed: {', '.join(_COMMANDS)}",
+            file=sys.stderr,
+        )
+        return 2
+    return _call(command, arguments[1:])
+
+
+def _call(command: str, arguments: list[str]) -> int:
+    from ..errors import StashError
+
+    try:
+        status = import_module(f".{command}", __name__).main(arguments)
+    except StashError as error:
+        print(f"backstash {command}: {error}", file=sys.stderr)
+        return 2
+    except SystemExit as request:
+        status = request.code
+    return status if isinstance(status, int) else 0
+
+
+def _help() -> str:
+    commands = "\n".join(f"  {name:<8}  {what}" for name, what in _COMMANDS.items())
+    return _HELP.format(commands=commands)
+
+
+def _versions() -> str:
+    from ._machine import versions
+
+    return ", ".join(f"{name} {version}" for name, version in versions().items() if version)

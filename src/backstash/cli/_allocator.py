@@ -1,0 +1,199 @@
+"""Which memory allocator a training process should have, and what must be set to get it.
+
+A stash frees a tensor as soon as its bytes are on disk. Whether the process becomes smaller is
+then the allocator's business. glibc keeps freed blocks below its growing threshold in its heap, in
+pieces; told to give them back, it pays for every page again at the next step. An allocator that
+keeps whole pages by size and hands them out again does neither. `docs/design.md` has the
+measurements that the order is from.
+
+An allocator is chosen before a process starts, by its environment: so `backstash run` may choose
+one, and the library, which is inside somebody's process, may not. Nothing here changes the process
+it runs in.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+__all__ = ["CHOICES", "INSTALL_HINT", "Allocator", "choose", "find", "is_loaded", "preloaded"]
+
+_FILES = {
+    "tcmalloc": (
+        "libtcmalloc_minimal.so.4",
+        "libtcmalloc.so.4",
+        "libtcmalloc_minimal.so",
+        "libtcmalloc.so",
+    ),
+    "jemalloc": ("libjemalloc.so.2", "libjemalloc.so"),
+    "mimalloc": ("libmimalloc.so.3", "libmimalloc.so.2", "libmimalloc.so"),
+}
+CHOICES = ("auto", "glibc", *_FILES, "none")
+INSTALL_HINT = (
+    "apt install libtcmalloc-minimal4, dnf install gperftools-libs, conda install gperftools"
+)
+
+_AUTOMATIC = ("tcmalloc",)  # of those that can be preloaded, the ones that a measurement speaks for
+_GLIBC = {
+    "MALLOC_MMAP_THRESHOLD_": str(
+        1 << 20
+    ),  # bytes; from here on a freed block goes back to the system
+    "MALLOC_TRIM_THRESHOLD_": str(64 << 20),  # bytes of free heap top that are kept
+    "THP_MEM_ALLOC_ENABLE": "1",  # torch: huge pages for large tensors, so that new pages cost less
+}
+_WHY = {
+    "tcmalloc": "it hands freed tensors' memory out again instead of keeping it",
+    "jemalloc": "asked for",
+    "mimalloc": "asked for",
+    "glibc": "freed tensors go back to the system at once",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Allocator:
+    """A choice of allocator."""
+
+    kind: str
+    """``tcmalloc``, ``jemalloc``, ``mimalloc``, ``glibc`` (set up) or ``none`` (untouched)."""
+    reason: str
+    """Why this one."""
+    library: str = ""
+    """The file that is preloaded; empty for ``glibc`` and ``none``."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """The variables that get it, to be set before the process starts."""
+
+    def as_dict(self) -> dict[str, object]:
+        """The fields as plain values, for JSON."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        where = f" ({self.library})" if self.library else ""
+        return f"{self.kind}{where}: {self.reason}"
+
+
+def choose(
+    asked: str, environ: Mapping[str, str], installed: Mapping[str, str], libc: str | None = None
+) -> Allocator:
+    """Choose an allocator for a process that has not started yet.
+
+    Args:
+        asked: one of :data:`CHOICES`; ``auto`` takes the best that is there and leaves one alone
+            that the caller already preloads.
+        environ: the environment that the process would have.
+        installed: from kind to file, as :func:`find` returns it.
+        libc: the C library's name; ``None`` asks the system.
+
+    Raises:
+        LookupError: the one that was asked for by name is not installed; the message says what is.
+    """
+    if asked == "none":
+        return Allocator("none", "asked to leave the allocator alone")
+    present = preloaded(environ)
+    if asked == "auto" and present:
+        return Allocator("none", f"LD_PRELOAD already has {present}")
+    if (platform.libc_ver()[0] if libc is None else libc) != "glibc":
+        return Allocator("none", "only a Linux process with glibc can be given another")
+    if asked in _FILES:
+        if asked not in installed:
+            raise LookupError(_missing(asked, installed))
+        return _preload(asked, installed[asked], environ)
+    for kind in _AUTOMATIC if asked == "auto" else ():
+        if kind in installed:
+            return _preload(kind, installed[kind], environ)
+    return _tuned_glibc(asked, environ)
+
+
+def _preload(kind: str, library: str, environ: Mapping[str, str]) -> Allocator:
+    earlier = environ.get("LD_PRELOAD", "")
+    value = f"{library}:{earlier}" if earlier else library
+    return Allocator(kind, _WHY[kind], library, {"LD_PRELOAD": value})
+
+
+def _tuned_glibc(asked: str, environ: Mapping[str, str]) -> Allocator:
+    settings = {name: value for name, value in _GLIBC.items() if name not in environ}
+    reason = _WHY["glibc"]
+    if asked == "auto":
+        reason += f"; faster with tcmalloc, which is not installed ({INSTALL_HINT})"
+    return Allocator("glibc", reason, "", settings)
+
+
+def _missing(asked: str, installed: Mapping[str, str]) -> str:
+    there = ", ".join(["auto", "glibc", *installed, "none"])
+    hint = f"; {INSTALL_HINT}" if asked == "tcmalloc" else ""
+    return f"--malloc {asked}: {_FILES[asked][0]} is not installed{hint}; allowed here: {there}"
+
+
+def preloaded(environ: Mapping[str, str]) -> str:
+    """The kind of allocator that ``LD_PRELOAD`` in ``environ`` names already; empty when none."""
+    files = environ.get("LD_PRELOAD", "").replace(":", " ").split()
+    return next(
+        (kind for kind in _FILES for file in files if f"lib{kind}" in os.path.basename(file)), ""
+    )
+
+
+def is_loaded(kind: str, maps: Path = Path("/proc/self/maps")) -> bool:
+    """Whether this process has mapped the library of ``kind``; the loader skips one unusable."""
+    try:
+        return f"/lib{kind}" in maps.read_text()
+    except OSError:
+        return False
+
+
+def find(directories: Iterable[str] | None = None) -> dict[str, str]:
+    """Return the allocators that this interpreter's processes can preload, from kind to file.
+
+    Args:
+        directories: where to look, in order; ``None``: the interpreter's own library directory
+            (where conda puts them), what ``ldconfig`` knows, the usual system directories, and
+            packages that are known to bring one (ray has jemalloc).
+    """
+    where = list(_directories() if directories is None else directories)
+    mine = _elf_kind(sys.executable)
+    found = {}
+    for kind, names in _FILES.items():
+        paths = (os.path.join(directory, name) for name in names for directory in where)
+        usable = (path for path in paths if os.path.isfile(path) and _elf_kind(path) == mine)
+        path = next(usable, None)
+        if path is not None:
+            found[kind] = path
+    return found
+
+
+def _directories() -> list[str]:
+    multiarch = sysconfig.get_config_var("MULTIARCH") or f"{platform.machine()}-linux-gnu"
+    usual = [
+        f"/usr/lib/{multiarch}",
+        f"/lib/{multiarch}",
+        "/usr/lib64",
+        "/usr/local/lib",
+        "/usr/lib",
+    ]
+    bundled = [os.path.join(sysconfig.get_path("platlib"), "ray", "core")]
+    listed = [os.path.join(sys.prefix, "lib"), *_cached_by_the_loader(), *usual, *bundled]
+    return list(dict.fromkeys(listed))
+
+
+def _cached_by_the_loader() -> list[str]:
+    for program in ("/sbin/ldconfig", "/usr/sbin/ldconfig", "ldconfig"):
+        try:
+            listing = subprocess.run(
+                [program, "-p"], capture_output=True, text=True, check=True
+            ).stdout
+        except (OSError, subprocess.CalledProcessError):
+            continue
+        files = (line.rpartition(" => ")[2] for line in listing.splitlines() if " => " in line)
+        return list(dict.fromkeys(os.path.dirname(file) for file in files))
+    return []
+
+
+def _elf_kind(path: str) -> bytes:
+    """Word size, byte order and machine of an ELF file: a library must have its process's."""
+    with open(path, "rb") as file:
+        header = file.read(20)
+    return header[4:6] + header[18:20] if header[:4] == b"\x7fELF" else b""

@@ -1,0 +1,146 @@
+"""What a stash costs where it has nothing to move: per small saved tensor, and with many alive.
+
+Runs in a process of its own: `overhead` and `alive` are told by the only argument, in JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import operator
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from ... import Stash
+
+__all__ = ["alive", "main", "overhead"]
+
+_ELEMENTS = 16  # of each tensor in the chain: 64 bytes, far below min_bytes
+_SAMPLE = 1000  # packs, and unpacks, that are timed with so many others alive
+_ROUNDS = 5
+
+
+def main() -> None:
+    """Measure what the only argument asks for, in JSON, and print the figures on the last line."""
+    task = json.loads(sys.argv[1])
+    if task["what"] == "overhead":
+        result: dict[str, Any] = overhead(task["operations"], task["rounds"], task["directory"])
+    else:
+        result = {
+            "rows": [alive(task["mode"], count, task["directory"]) for count in task["counts"]]
+        }
+    print(json.dumps(result))
+
+
+def overhead(operations: int, rounds: int, directory: str) -> dict[str, Any]:
+    """Seconds per operation of a chain, forward and backward, interleaved over ``rounds``.
+
+    Each operation saves its input, one small tensor. Compared are no hooks at all, a pair of Python
+    hooks that return what they get, and a stash with a disk.
+    """
+    stash = Stash(disk=directory, name="overhead")
+    ways: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+        "no hooks": nullcontext,
+        "empty hooks": lambda: saved_tensors_hooks(lambda tensor: tensor, lambda held: held),
+        "stash": lambda: stash,
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    for name in ways:
+        _forward_backward(operations, ways[name])
+    for at in range(rounds):
+        order = list(ways)[at % len(ways) :] + list(ways)[: at % len(ways)]
+        for name in order:
+            seconds[name].append(_forward_backward(operations, ways[name]) / operations)
+    stash.close()
+    return {"operations": operations, "seconds_per_operation": seconds}
+
+
+def _forward_backward(operations: int, way: Callable[[], AbstractContextManager[Any]]) -> float:
+    leaf = torch.zeros(_ELEMENTS, requires_grad=True)
+    started = time.perf_counter()
+    with way():
+        y = _chain(leaf, operations)
+    torch.autograd.backward(y.sum())
+    return time.perf_counter() - started
+
+
+def _chain(x: Tensor, operations: int) -> Tensor:
+    for _ in range(operations):
+        x = x.sin()
+    return x
+
+
+def alive(mode: str, count: int, directory: str) -> dict[str, Any]:
+    """Seconds per pack and per unpack while ``count`` saved tensors are alive.
+
+    Args:
+        mode: ``small`` (left where they are), ``keep`` (held in place as blocks) or ``disk``.
+        count: how many saved tensors there are.
+        directory: where the disk tier is.
+
+    Returns:
+        The mode, the count, and medians over rounds of 1000 packs and 1000 unpacks; a pack is an
+        operation with the stash less the same operation without hooks.
+    """
+    options: dict[str, dict[str, Any]] = {
+        "small": {"disk": directory},
+        "keep": {"keep": None, "min_bytes": 1},
+        "disk": {"disk": directory, "min_bytes": 1},
+    }
+    stash = Stash(name=f"alive {mode}", **options[mode])
+    leaf = torch.zeros(_ELEMENTS, requires_grad=True)
+    with stash:
+        y = _chain(leaf, count)
+    held: list[Tensor] = []
+    packs, plain, unpacks = [], [], []
+    for _ in range(_ROUNDS):
+        plain.append(_seconds_of_operations(leaf, nullcontext(), held))
+        packs.append(_seconds_of_operations(y, stash, held))
+        unpacks.append(_seconds_of_unpacks(y, count))
+    del held, y
+    stash.close()
+    return {
+        "mode": mode,
+        "alive": count,
+        "pack_seconds": statistics.median(packs) - statistics.median(plain),
+        "unpack_seconds": statistics.median(unpacks),
+    }
+
+
+def _seconds_of_operations(
+    x: Tensor, context: AbstractContextManager[Any], held: list[Tensor]
+) -> float:
+    with context:
+        started = time.perf_counter()
+        x = _chain(x, _SAMPLE)
+        seconds = time.perf_counter() - started
+    held.append(x)
+    return seconds / _SAMPLE
+
+
+def _seconds_of_unpacks(y: Tensor, count: int) -> float:
+    """Time of a use of a saved tensor, over samples spread evenly along the chain."""
+    stride = max(1, count // _SAMPLE)
+    unpack = operator.attrgetter("_saved_self")
+    nodes, node = [], y.grad_fn
+    for at in range(count):
+        if node is None:
+            break
+        if at % stride == 0:
+            nodes.append(node)
+        node = node.next_functions[0][0]
+    started = time.perf_counter()
+    for node in nodes:
+        unpack(node)
+    return (time.perf_counter() - started) / len(nodes)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,99 @@
+"""One process of the step benchmark: trains a few steps and prints what it measured as JSON.
+
+The resident peak of a variant is the operating system's account of a whole process, so each variant
+and each repeat is a process of its own.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import json
+import sys
+import time
+from typing import Any
+
+import torch
+from torch import nn
+
+from .._resident import reset_resident_peak, resident_bytes, resident_peak_bytes
+from ._ways import WAYS
+from ._workloads import WORKLOADS, Workload
+
+__all__ = ["main", "measure"]
+
+
+def main() -> None:
+    """Measure what the only argument asks for, in JSON, and print the figures on the last line."""
+    print(json.dumps(measure(json.loads(sys.argv[1]))))
+
+
+def measure(task: dict[str, Any]) -> dict[str, Any]:
+    """Train and measure.
+
+    Args:
+        task: ``workload`` and ``way`` (names), ``steps``, ``warmup`` (steps that are not timed),
+            ``directory`` and ``min_bytes`` (for the ways that use a disk).
+
+    Returns:
+        Seconds of each timed step and of its forward and backward; resident bytes before the first
+        step and at most; the loss of every step, exact, as hexadecimal; a digest of all gradients
+        of the last step; the stash's figures where the way is a stash.
+    """
+    torch.manual_seed(0)
+    workload = WORKLOADS[task["workload"]]()
+    optimizer = torch.optim.SGD(workload.model.parameters(), lr=1e-3)
+    start_bytes = resident_bytes()
+    peak_is_new = reset_resident_peak()
+    hold, around = WAYS[task["way"]](task["directory"], task["min_bytes"])
+    steps = [
+        _step(workload, optimizer, hold, around) for _ in range(task["warmup"] + task["steps"])
+    ]
+    timed = steps[task["warmup"] :]
+    held: Any = hold()
+    return {
+        "description": workload.description,
+        "forward_seconds": [step["forward"] for step in timed],
+        "backward_seconds": [step["backward"] for step in timed],
+        "step_seconds": [step["step"] for step in timed],
+        "losses": [step["loss"] for step in steps],
+        "gradients": digest(workload.model),
+        "resident_start_bytes": start_bytes,
+        "resident_peak_bytes": resident_peak_bytes(),
+        "resident_peak_is_of_the_steps": peak_is_new,
+        "stats": held.stats().as_dict() if hasattr(held, "stats") else None,
+    }
+
+
+def _step(
+    workload: Workload, optimizer: torch.optim.Optimizer, hold: Any, around: Any
+) -> dict[str, Any]:
+    started = time.perf_counter()
+    optimizer.zero_grad()
+    with hold():
+        loss = workload.model(*workload.inputs, around)
+    forward = time.perf_counter()
+    loss.backward()
+    backward = time.perf_counter()
+    optimizer.step()
+    ended = time.perf_counter()
+    return {
+        "forward": forward - started,
+        "backward": backward - forward,
+        "step": ended - started,
+        "loss": loss.item().hex(),
+    }
+
+
+def digest(model: nn.Module) -> str:
+    """SHA-256 over the bytes of all gradients, in the order of the parameters."""
+    total = hashlib.sha256()
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            grad = parameter.grad.contiguous()
+            total.update(ctypes.string_at(grad.data_ptr(), grad.nbytes))
+    return total.hexdigest()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,131 @@
+"""Markdown tables, drawn from a results file and from nothing else."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from ...units import format_bytes
+from ._step_table import step_rows
+
+__all__ = ["table"]
+
+_STEP_HEAD = (
+    "way",
+    "step",
+    "of plain's (least to most)",
+    "of plain's with the same allocator",
+    "peak over start",
+    "of plain's",
+    "on disk",
+    "gradients",
+)
+
+
+def table(results: dict[str, Any]) -> str:
+    """The sections of a results file as markdown, each with what was run, and the machine below."""
+    draw = {"step": _step, "overhead": _overhead, "alive": _alive, "limit": _limit}
+    parts = [draw[section["kind"]](section) for section in results["sections"]]
+    machine, versions = results["machine"], results["versions"]
+    about = (
+        f"{machine['processor']}, {machine['cores']} cores, "
+        f"{format_bytes(machine['memory_bytes'])}, {results['file_system']}, {machine['kernel']}, "
+        f"{machine['libc']}, torch {versions['torch']}; `{results['command']}`"
+    )
+    return "\n\n".join([*parts, about])
+
+
+def _markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    rule = ["---", *("---:" for _ in head[1:])]
+    return "\n".join("| " + " | ".join(row) + " |" for row in (head, rule, *rows))
+
+
+def _step(section: dict[str, Any]) -> str:
+    times = f"{section['repeats']} processes each, interleaved, {section['steps']} steps in each"
+    rows = [
+        (
+            row.title,
+            f"{row.step_seconds:.2f} s",
+            f"{row.ratio.median:.2f} ({row.ratio.least:.2f} to {row.ratio.most:.2f})",
+            f"{row.same_allocator.median:.2f}" if row.same_allocator else "",
+            format_bytes(row.peak_bytes),
+            f"{row.peak_share:.0%}",
+            "" if row.on_disk is None else f"{row.on_disk:.0%}",
+            "equal" if row.exact else "differ",
+        )
+        for row in step_rows(section)
+    ]
+    failed = [
+        f"`{run['variant']}` failed: {run['failed']}" for run in section["runs"] if "failed" in run
+    ]
+    skipped = [f"`{key}` skipped: {why}" for key, why in section["skipped"].items()]
+    title = f"{section['description']}; {times}:"
+    return "\n\n".join([title, _markdown(_STEP_HEAD, rows), *failed, *skipped])
+
+
+def _overhead(section: dict[str, Any]) -> str:
+    good = [run for run in section["runs"] if "failed" not in run]
+    if not good:
+        return "overhead failed: " + "; ".join(run["failed"] for run in section["runs"])
+    names = list(good[0]["seconds_per_operation"])
+    medians = {
+        name: statistics.median(
+            value for run in good for value in run["seconds_per_operation"][name]
+        )
+        for name in names
+    }
+    nothing, empty = medians["no hooks"], medians["empty hooks"]
+    rows = [
+        (
+            name,
+            f"{seconds * 1e6:.2f} us",
+            f"{(seconds - nothing) * 1e6:.2f} us",
+            f"{seconds / empty:.2f}",
+            "" if name == "no hooks" else f"{(seconds - nothing) / (empty - nothing):.2f}",
+        )
+        for name, seconds in medians.items()
+    ]
+    head = ("hooks", "per operation", "more than none", "of empty hooks', gross", "net")
+    count = good[0]["operations"]
+    return f"A chain of {count} small operations, forward and backward:\n\n{_markdown(head, rows)}"
+
+
+def _alive(section: dict[str, Any]) -> str:
+    rows = [
+        (
+            f"{run['mode']}, {run['alive']}",
+            run.get("failed") or f"{run['pack_seconds'] * 1e6:.2f} us",
+            "" if "failed" in run else f"{run['unpack_seconds'] * 1e6:.2f} us",
+        )
+        for run in section["runs"]
+    ]
+    head = ("saved tensors alive", "a pack", "an unpack")
+    return f"With many saved tensors alive:\n\n{_markdown(head, rows)}"
+
+
+def _limit(section: dict[str, Any]) -> str:
+    if section["skipped"]:
+        return f"Work larger than its memory: skipped, {section['skipped']}"
+    first = section["runs"][0]
+    rows = [
+        (
+            f"{run['variant']}, {'inside' if run['inside'] else 'outside'}",
+            _ended(run["status"]),
+            format_bytes(run["resident_peak_bytes"]) if run["status"] == 0 else "",
+            "equal" if run.get("losses") == first["losses"] else "",
+        )
+        for run in section["runs"]
+    ]
+    title = (
+        f"{first['description']}: a step saves {format_bytes(section['saved_bytes'])}; the control "
+        f"group's limit is {format_bytes(section['limit_bytes'])}:"
+    )
+    return f"{title}\n\n{_markdown(('run', 'end', 'resident peak', 'losses'), rows)}"
+
+
+def _ended(status: int) -> str:
+    if status == 0:
+        return "finished"
+    killed = status in (-9, 137)
+    return "killed (out of memory)" if killed else f"status {status}"

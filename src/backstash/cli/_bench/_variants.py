@@ -1,0 +1,59 @@
+"""What is compared: ways to hold saved tensors, allocators, with and without `backstash run`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["DEFAULT", "VARIANTS", "Variant"]
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One row of the table."""
+
+    key: str
+    """What ``--only`` calls it."""
+    title: str
+    """What the table calls it."""
+    way: str
+    """How the worker holds what is saved: a key of ``WAYS``."""
+    malloc: str
+    """The allocator, as for ``backstash run --malloc``; ``none`` is the system's as it is."""
+    launched: bool = False
+    """Whether ``backstash run`` starts the worker, and so brings the stash."""
+
+
+_ALL = (
+    Variant("plain", "plain PyTorch", "nothing", "none"),
+    Variant("plain-tcmalloc", "plain PyTorch, tcmalloc", "nothing", "tcmalloc"),
+    Variant("plain-glibc", "plain PyTorch, glibc set up", "nothing", "glibc"),
+    Variant("save_on_cpu", "`save_on_cpu`", "save_on_cpu", "none"),
+    Variant("recipe", "the tutorial's recipe", "recipe", "none"),
+    Variant("checkpoint", "`torch.utils.checkpoint`", "checkpoint", "none"),
+    Variant("checkpoint-tcmalloc", "`torch.utils.checkpoint`, tcmalloc", "checkpoint", "tcmalloc"),
+    Variant("stash", "`Stash(disk=...)`", "stash", "none"),
+    Variant("stash-tcmalloc", "`Stash(disk=...)`, tcmalloc", "stash", "tcmalloc"),
+    Variant("run", "`backstash run`", "nothing", "auto", launched=True),
+    Variant("run-none", "`backstash run --malloc none`", "nothing", "none", launched=True),
+    Variant("run-glibc", "`backstash run --malloc glibc`", "nothing", "glibc", launched=True),
+    Variant(
+        "run-jemalloc", "`backstash run --malloc jemalloc`", "nothing", "jemalloc", launched=True
+    ),
+    Variant(
+        "run-mimalloc", "`backstash run --malloc mimalloc`", "nothing", "mimalloc", launched=True
+    ),
+)
+VARIANTS = {variant.key: variant for variant in _ALL}
+"""All that can be run, by key."""
+DEFAULT = (
+    "plain",
+    "plain-tcmalloc",
+    "plain-glibc",
+    "save_on_cpu",
+    "recipe",
+    "checkpoint",
+    "stash",
+    "run",
+    "run-glibc",
+)
+"""What runs when nothing else is asked for."""

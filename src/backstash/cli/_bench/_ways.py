@@ -1,0 +1,76 @@
+"""The ways to hold what a forward pass saves: a stash, PyTorch's own, the tutorial's recipe."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+
+from ... import Stash
+from ._workloads import Around, call
+
+__all__ = ["WAYS", "Way", "recipe"]
+
+_RECIPE_MIN_ELEMENTS = 1000
+
+Way = tuple[Callable[[], AbstractContextManager[Any]], Around]
+"""What to enter for each forward pass, and what to put around each block."""
+
+
+class _OwnedFile:
+    """A file with a random name that is removed when autograd drops its owner."""
+
+    def __init__(self, directory: str) -> None:
+        self.path = os.path.join(directory, uuid.uuid4().hex)
+
+    def __del__(self) -> None:
+        os.unlink(self.path)
+
+
+def recipe(directory: str) -> saved_tensors_hooks:
+    """Hooks that ``torch.save`` each tensor of 1000 or more elements to a file of its own.
+
+    From the description in PyTorch's tutorial "Hooks for autograd saved tensors".
+    """
+
+    def pack(tensor: Tensor) -> Tensor | _OwnedFile:
+        if tensor.numel() < _RECIPE_MIN_ELEMENTS:
+            return tensor
+        file = _OwnedFile(directory)
+        torch.save(tensor, file.path)
+        return file
+
+    def unpack(held: Tensor | _OwnedFile) -> Tensor:
+        if isinstance(held, Tensor):
+            return held
+        tensor: Tensor = torch.load(held.path, weights_only=True)
+        return tensor
+
+    return saved_tensors_hooks(pack, unpack)
+
+
+def _checkpointed(block: nn.Module, x: Tensor) -> Tensor:
+    y: Tensor = checkpoint(block, x, use_reentrant=False)
+    return y
+
+
+def _stash(directory: str, min_bytes: int) -> Way:
+    stash = Stash(disk=directory, min_bytes=min_bytes, name="bench")
+    return lambda: stash, call
+
+
+WAYS: dict[str, Callable[[str, int], Way]] = {
+    "nothing": lambda directory, min_bytes: (nullcontext, call),
+    "save_on_cpu": lambda directory, min_bytes: (save_on_cpu, call),
+    "recipe": lambda directory, min_bytes: (lambda: recipe(directory), call),
+    "checkpoint": lambda directory, min_bytes: (nullcontext, _checkpointed),
+    "stash": _stash,
+}
+"""From name to a function of the disk's directory and the stash's ``min_bytes``."""

@@ -1,0 +1,115 @@
+"""How fast a directory's disk is, measured with the store that a stash would use."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+
+from ..stores import Disk, Slot
+
+__all__ = ["DiskSpeed", "has_unnamed_files", "measure"]
+
+_SLOT_BYTES = 16 << 20
+_HUGE_PAGE_BYTES = 2 << 20
+_MOST_SECONDS = 6.0  # a pass: a slow disk is measured on fewer bytes
+
+
+@dataclass(frozen=True, slots=True)
+class DiskSpeed:
+    """One directory's measured speed."""
+
+    nbytes: int
+    """How many bytes each figure was measured on."""
+    first_write_bytes_per_second: float
+    """Writing to room that the file system has just given."""
+    write_bytes_per_second: float
+    """Writing over what is there, as every step after the first does."""
+    read_bytes_per_second: float
+    """Reading back, past the page cache where direct I/O works."""
+    direct: bool
+    """Whether direct I/O works."""
+    unnamed: bool
+    """Whether the file system makes files without a name."""
+    notes: tuple[str, ...]
+    """What the store fell back to, with the reason."""
+
+    def as_dict(self) -> dict[str, object]:
+        """The fields as plain values, for JSON."""
+        return asdict(self)
+
+
+def measure(directory: str, nbytes: int, say: Callable[[str], None]) -> DiskSpeed:
+    """Write, write over and read back up to ``nbytes`` in ``directory``; nothing is left there.
+
+    Args:
+        directory: an existing, writable directory.
+        nbytes: the most to write; at least 16 MiB is.
+        say: called with what is being done, for a line of progress.
+
+    Raises:
+        StashIOError: the directory cannot hold a file, or has no room.
+    """
+    disk = Disk(directory)
+    try:
+        with _random_bytes(_SLOT_BYTES) as address:
+            slots = [disk.reserve(_SLOT_BYTES) for _ in range(max(1, nbytes // _SLOT_BYTES))]
+            slots, first = _timed(disk.write, slots, address, disk.threads, "writing", say)
+            slots, again = _timed(disk.write, slots, address, disk.threads, "writing over it", say)
+            slots, read = _timed(disk.read, slots, address, disk.threads, "reading", say)
+        unnamed = has_unnamed_files(directory)
+        total = len(slots) * _SLOT_BYTES
+        return DiskSpeed(total, first, again, read, disk.direct, unnamed, disk.notes)
+    finally:
+        disk.close()
+
+
+def has_unnamed_files(directory: str) -> bool:
+    """Whether ``directory``'s file system makes files that never have a name."""
+    try:
+        os.close(os.open(directory, os.O_RDWR | os.O_TMPFILE, 0o600))
+    except (OSError, AttributeError):
+        return False
+    return True
+
+
+@contextmanager
+def _random_bytes(nbytes: int) -> Iterator[int]:
+    """The address of ``nbytes`` that no disk can compress, in huge pages where there are any."""
+    room = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        try:
+            room.madvise(mmap.MADV_HUGEPAGE)
+        except OSError:
+            pass
+    for _ in range(nbytes // _HUGE_PAGE_BYTES):
+        room.write(os.urandom(_HUGE_PAGE_BYTES))
+    yield ctypes.addressof(ctypes.c_char.from_buffer(room))
+
+
+def _timed(
+    move: Callable[[Slot, int], None],
+    slots: list[Slot],
+    address: int,
+    threads: int,
+    what: str,
+    say: Callable[[str], None],
+) -> tuple[list[Slot], float]:
+    """(the slots that were moved before the time was up, bytes per second)."""
+    started = time.perf_counter()
+    done: list[Slot] = []
+    with ThreadPoolExecutor(threads) as pool:
+        for at in range(0, len(slots), threads):
+            # All threads share one source and target: what is measured is the disk, not the bytes.
+            part = slots[at : at + threads]
+            list(pool.map(move, part, [address] * len(part)))
+            done += part
+            say(f"{what}: {len(done)} of {len(slots)} x {_SLOT_BYTES >> 20} MiB")
+            if time.perf_counter() - started > _MOST_SECONDS:
+                break
+    return done, len(done) * _SLOT_BYTES / (time.perf_counter() - started)

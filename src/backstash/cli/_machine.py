@@ -1,0 +1,114 @@
+"""What this machine is: processor, memory, file systems, versions. Never its name."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+
+__all__ = ["Machine", "file_system", "machine", "versions"]
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """The facts that a measurement depends on."""
+
+    processor: str
+    """The processor's model name."""
+    cores: int
+    """Processors that this process may use."""
+    memory_bytes: int
+    """Physical memory."""
+    available_bytes: int
+    """What can be allocated without swapping, as the kernel estimates it."""
+    swap_bytes: int
+    """Swap space."""
+    huge_pages: str
+    """Transparent huge pages: ``always``, ``madvise`` or ``never``; empty where there are none."""
+    kernel: str
+    """The operating system and its release."""
+    libc: str
+    """The C library and its version."""
+
+    def as_dict(self) -> dict[str, object]:
+        """The fields as plain values, for JSON."""
+        return asdict(self)
+
+
+def machine() -> Machine:
+    """Ask the operating system about this machine."""
+    memory = _memory()
+    return Machine(
+        processor=_processor(),
+        cores=len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count() or 1,
+        memory_bytes=memory.get("MemTotal", 0),
+        available_bytes=memory.get("MemAvailable", 0),
+        swap_bytes=memory.get("SwapTotal", 0),
+        huge_pages=_huge_pages(),
+        kernel=f"{platform.system()} {platform.release()}",
+        libc=" ".join(platform.libc_ver()).strip(),
+    )
+
+
+def versions() -> dict[str, str]:
+    """Versions of backstash, torch and python; empty where a package is not installed as one."""
+    return {
+        "backstash": _version("backstash"),
+        "torch": _version("torch"),
+        "python": platform.python_version(),
+    }
+
+
+def file_system(path: str, mountinfo: Path = Path("/proc/self/mountinfo")) -> str:
+    """The type of the file system that ``path`` is on, such as ``ext4``; empty where unknown."""
+    target = os.path.realpath(path)
+    best, kind = -1, ""
+    for line in _lines(mountinfo):
+        fields, _, tail = line.partition(" - ")
+        mount = _unescaped(fields.split()[4])
+        inside = target == mount or target.startswith(mount.rstrip("/") + "/")
+        if inside and len(mount) >= best:
+            best, kind = len(mount), tail.split()[0]
+    return kind
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def _unescaped(mount: str) -> str:
+    """proc(5): space, tab, newline and backslash are written as octal."""
+    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), mount)
+
+
+def _processor() -> str:
+    for line in _lines(Path("/proc/cpuinfo")):
+        if line.startswith(("model name", "Model")):
+            return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _memory() -> dict[str, int]:
+    fields = (line.split() for line in _lines(Path("/proc/meminfo")))
+    return {words[0].rstrip(":"): int(words[1]) * 1024 for words in fields if len(words) > 1}
+
+
+def _huge_pages() -> str:
+    lines = _lines(Path("/sys/kernel/mm/transparent_hugepage/enabled"))
+    chosen = re.search(r"\[(\w+)\]", lines[0]) if lines else None
+    return chosen[1] if chosen else ""
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text().splitlines()
+    except OSError:
+        return []

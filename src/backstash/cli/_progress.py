@@ -1,0 +1,46 @@
+"""One line on a terminal that says what a long command is doing."""
+
+from __future__ import annotations
+
+import sys
+from types import TracebackType
+from typing import TextIO
+
+__all__ = ["Progress"]
+
+_CLEAR_LINE = "\r\x1b[K"
+
+
+class Progress:
+    """Shows the last message on a terminal, over the one before; prints nothing elsewhere.
+
+    Args:
+        stream: where to; ``None`` is stderr.
+        lines: where the stream is no terminal, print each message as a line of its own.
+    """
+
+    def __init__(self, stream: TextIO | None = None, *, lines: bool = False) -> None:
+        self._stream = sys.stderr if stream is None else stream
+        self._terminal = self._stream.isatty()
+        self._lines = lines and not self._terminal
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._terminal:
+            self._stream.write(_CLEAR_LINE)
+            self._stream.flush()
+
+    def say(self, message: str) -> None:
+        """Show ``message``."""
+        if self._terminal:
+            self._stream.write(_CLEAR_LINE + message)
+        elif self._lines:
+            self._stream.write(message + "\n")
+        self._stream.flush()

@@ -1,0 +1,106 @@
+"""What `backstash run` says at the end, made from the same figures that its JSON has."""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from ..units import format_bytes
+
+__all__ = ["Resident", "outcome", "summary"]
+
+
+@dataclass(frozen=True, slots=True)
+class Resident:
+    """The process's resident memory."""
+
+    start_bytes: int
+    """When torch had been imported and nothing held yet."""
+    peak_bytes: int
+    """The most at any time, as the operating system saw it."""
+
+    @property
+    def over_start_bytes(self) -> int:
+        """What the script's own work added at most."""
+        return max(0, self.peak_bytes - self.start_bytes)
+
+    def as_dict(self) -> dict[str, int]:
+        """The fields as plain values, for JSON."""
+        return {**asdict(self), "over_start_bytes": self.over_start_bytes}
+
+
+def outcome(error: BaseException | None) -> str:
+    """How a script ended: ``finished``, ``exit 3``, ``SIGINT`` or the name of what it raised."""
+    if error is None:
+        return "finished"
+    if isinstance(error, SystemExit):
+        status = 0 if error.code is None else error.code if isinstance(error.code, int) else 1
+        return f"exit {status}"
+    return (
+        signal.Signals.SIGINT.name if isinstance(error, KeyboardInterrupt) else type(error).__name__
+    )
+
+
+def summary(figures: dict[str, Any]) -> str:
+    """The figures of a run as lines of text, without a newline at the end."""
+    lines = [
+        _moved(figures["stats"]),
+        _peaks(figures["stats"]),
+        _waits(figures["stats"]),
+        *_left(figures["stats"]["left"]),
+        _memory(figures["resident"], figures["seconds"], figures["outcome"]),
+        _allocator(figures["allocator"]),
+        *(f"note       {note}" for note in [*figures["notes"], *figures["stats"]["notes"]]),
+    ]
+    return "\n".join(f"backstash: {line}" for line in lines)
+
+
+def _moved(stats: dict[str, Any]) -> str:
+    size = format_bytes
+    share = stats["written_bytes"] / stats["eligible_bytes"] if stats["eligible_bytes"] else 0.0
+    again = stats["deduplicated_bytes"]
+    return (
+        f"to disk    {size(stats['written_bytes'])}, {share:.0%} of the "
+        f"{size(stats['eligible_bytes'])} that could move; {size(stats['read_bytes'])} came back"
+        + (f"; {size(again)} saved again, not moved again" if again else "")
+    )
+
+
+def _peaks(stats: dict[str, Any]) -> str:
+    tiers = {
+        "in place": "keep_peak_bytes",
+        "on disk": "disk_peak_bytes",
+        "in flight": "inflight_peak_bytes",
+        "read ahead": "ahead_peak_bytes",
+    }
+    shown = [f"{format_bytes(stats[key])} {name}" for name, key in tiers.items() if key in stats]
+    return f"at most    {', '.join(shown)}"
+
+
+def _waits(stats: dict[str, Any]) -> str:
+    return (
+        f"waited     {stats['pack_stall_seconds']:.2f} s in forward, "
+        f"{stats['unpack_stall_seconds']:.2f} s in backward; "
+        f"{stats['prefetch_hits']} blocks read ahead of need, {stats['prefetch_misses']} not"
+    )
+
+
+def _left(left: dict[str, Any]) -> list[str]:
+    by_size = sorted(left.items(), key=lambda item: -item[1]["nbytes"])
+    return [
+        f"left       {format_bytes(record['nbytes'])} in {record['count']} saves: {reason}"
+        for reason, record in by_size
+    ]
+
+
+def _memory(resident: dict[str, int], seconds: float, ended: str) -> str:
+    return (
+        f"resident   {format_bytes(resident['peak_bytes'])} at most, "
+        f"{format_bytes(resident['over_start_bytes'])} over the start; {seconds:.1f} s, {ended}"
+    )
+
+
+def _allocator(allocator: dict[str, Any]) -> str:
+    where = f" ({allocator['library']})" if allocator["library"] else ""
+    return f"allocator  {allocator['kind']}{where}: {allocator['reason']}"

@@ -1,0 +1,139 @@
+"""``backstash bench``: step time and memory beside the alternatives, measured here and now."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from ._arguments import Parser, directory, words
+from ._bench._limit import limit
+from ._bench._small import alive, overhead
+from ._bench._step import step
+from ._bench._table import table
+from ._bench._variants import DEFAULT, VARIANTS
+from ._machine import file_system, machine, versions
+from ._progress import Progress
+
+__all__ = ["main"]
+
+_KINDS = ("gpt", "resnet", "overhead", "alive", "limit")
+_USAGE = "backstash bench [OPTION ...] [WHAT ...]"
+_DESCRIPTION = """\
+Measure, side by side and in this order again and again, what training costs with a stash and with
+what else there is. Each run is a process of its own, so that memory is the operating system's own
+account. Prints a markdown table; --out keeps every figure.
+
+WHAT is one or more of:
+  gpt       a step of 12 transformer blocks: time, resident peak, gradients compared to the bit
+  resnet    the same for a ResNet of Bottlenecks
+  overhead  a chain of 10,000 operations that save small tensors: the cost of each save
+  alive     the cost of a pack and an unpack with up to a million saved tensors alive
+  limit     training in a control group with half the memory that a step saves
+Without it, all of them.
+"""
+_EXAMPLES = f"""\
+examples:
+  backstash bench gpt --disk /scratch --repeats 5 --out gpt.json
+  backstash bench gpt --only plain,stash,run
+  backstash bench --table gpt.json
+
+variants of gpt and resnet (--only): {", ".join(VARIANTS)}
+"""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Measure, or draw the table of an earlier measurement. Returns 0."""
+    parser = _parser()
+    options = parser.read(arguments)
+    if options.table is not None:
+        print(table(_read(parser, options.table)))
+        return 0
+    for what in options.what:
+        if what not in _KINDS:
+            parser.error(f"unknown benchmark {what!r}; allowed: {', '.join(_KINDS)}")
+    with Progress(lines=True) as progress:
+        results = _measure(options, list(arguments), progress.say)
+    print(table(results))
+    if options.out is not None:
+        options.out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+def _parser() -> Parser:
+    parser = Parser("backstash bench", _DESCRIPTION, _EXAMPLES, _USAGE)
+    add = parser.add_argument
+    add("what", metavar="WHAT", nargs="*", help=f"of {', '.join(_KINDS)} (default all)")
+    add("--disk", metavar="DIR", type=directory, help="where files go (default a temporary one)")
+    add("--repeats", metavar="N", type=_count, default=3, help="processes of each variant (3)")
+    add("--steps", metavar="N", type=_count, default=3, help="steps timed in each process (3)")
+    add("--only", metavar="KEY,...", type=words(tuple(VARIANTS)), default=DEFAULT, help="variants")
+    add("--tiny", action="store_true", help="seconds instead of minutes; the figures mean nothing")
+    add("--out", metavar="FILE", type=Path, help="write all figures to FILE as JSON")
+    add(
+        "--table", metavar="FILE", type=Path, help="print the table of such a FILE, measure nothing"
+    )
+    return parser
+
+
+def _count(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}; allowed: a whole number of at least 1")
+    return int(text)
+
+
+def _read(parser: Parser, path: Path) -> dict[str, Any]:
+    try:
+        results: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        parser.error(f"--table {path}: {error}; allowed: a file that --out wrote")
+    return results
+
+
+def _measure(
+    options: argparse.Namespace, arguments: list[str], say: Callable[[str], None]
+) -> dict[str, Any]:
+    started = time.strftime("%Y-%m-%d")
+    with tempfile.TemporaryDirectory(prefix="backstash-bench-", dir=options.disk) as where:
+        sections = [_section(what, options, where, say) for what in options.what or _KINDS]
+        kind = file_system(where)
+    return {
+        "command": _command(arguments),
+        "date": started,
+        "machine": machine().as_dict(),
+        "file_system": kind,
+        "versions": versions(),
+        "sections": sections,
+    }
+
+
+def _section(
+    what: str, options: argparse.Namespace, where: str, say: Callable[[str], None]
+) -> dict[str, Any]:
+    common: dict[str, Any] = {"directory": where, "tiny": options.tiny, "say": say}
+    if what == "overhead":
+        return overhead(repeats=options.repeats, **common)
+    if what == "alive":
+        return alive(**common)
+    if what == "limit":
+        return limit(**common)
+    return step(what, options.only, repeats=options.repeats, steps=options.steps, **common)
+
+
+def _command(arguments: list[str]) -> str:
+    """The command as it was given, less this machine's directories."""
+    words = ["backstash", "bench"]
+    rest = iter(arguments)
+    for argument in rest:
+        option, separator, value = argument.partition("=")
+        if option not in ("--disk", "--out"):
+            words.append(argument)
+            continue
+        value = value if separator else next(rest, "")
+        words += [option, "DIR" if option == "--disk" else Path(value).name]
+    return shlex.join(words)

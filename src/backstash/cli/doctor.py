@@ -1,0 +1,191 @@
+"""``backstash doctor``: what this machine offers, and the ``Stash(...)`` line that suits it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..units import format_bytes
+from ._allocator import INSTALL_HINT, choose, find
+from ._arguments import Parser, directory, size
+from ._control_group import memory_group
+from ._disk_speed import measure
+from ._machine import file_system, machine, versions
+from ._progress import Progress
+
+__all__ = ["Advice", "advise", "main"]
+
+_DESCRIPTION = """\
+Measure what a stash would have on this machine: the disk under DIR (written and read for some
+seconds; nothing is left there), memory and its limits, torch, the memory allocator. Ends with the
+Stash(...) line to paste.
+"""
+_EXAMPLES = """\
+examples:
+  backstash doctor /scratch
+  backstash doctor /scratch --bytes 256MiB --json > machine.json
+
+questions:
+  Which directory?  One on a local disk. A directory in memory (tmpfs) saves no memory, one on a
+      network is as slow as the network.
+  How fast is fast enough?  A training step that saves 2 GB writes 2 GB and reads 2 GB. While the
+      disk does that within the step's own time, the step is hardly longer.
+"""
+_DEFAULT_BYTES = 1 << 30
+_IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs")
+_SLOW_BYTES_PER_SECOND = 500e6
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """What to write, and what to know about it."""
+
+    line: str
+    """The Python line to paste."""
+    command: str
+    """The same for an unmodified script."""
+    remarks: tuple[str, ...]
+    """What would help, or should be known."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Measure, print, and return 0.
+
+    Raises:
+        StashIOError: the directory cannot hold the bytes to measure with.
+    """
+    parser = Parser(
+        "backstash doctor", _DESCRIPTION, _EXAMPLES, "backstash doctor [OPTION ...] [DIR]"
+    )
+    add = parser.add_argument
+    add("directory", metavar="DIR", nargs="?", type=directory, help="where the disk tier would be")
+    add(
+        "--bytes",
+        metavar="SIZE",
+        type=size,
+        default=_DEFAULT_BYTES,
+        help="how much to write (1GiB)",
+    )
+    add("--json", action="store_true", help="print the figures as JSON")
+    facts = _facts(parser.read(arguments))
+    advice = advise(facts)
+    if facts.pop("as_json"):
+        print(json.dumps(facts | {"advice": advice.line, "remarks": advice.remarks}, indent=2))
+    else:
+        print(_text(facts, advice))
+    return 0
+
+
+def _facts(options: argparse.Namespace) -> dict[str, Any]:
+    where = options.directory or tempfile.gettempdir()
+    kind, free_bytes = file_system(where), _free_bytes(where)
+    with Progress() as progress:
+        progress.say("looking at the machine")
+        group = memory_group()
+        facts: dict[str, Any] = {
+            "as_json": options.json,
+            "directory": where,
+            "file_system": kind,
+            "free_bytes": free_bytes,
+            "machine": machine().as_dict(),
+            "limit_bytes": group.limit_bytes if group else None,
+            "spare_bytes": group.spare_bytes if group else None,
+            "control_group_version": group.version if group else None,
+            "versions": versions(),
+            "accelerator": _accelerator(),
+            "allocator": choose("auto", os.environ, find()).as_dict(),
+        }
+        nbytes = min(options.bytes, free_bytes // 2)
+        facts["disk"] = measure(where, nbytes, progress.say).as_dict()
+    return facts
+
+
+def _free_bytes(path: str) -> int:
+    room = os.statvfs(path)
+    return room.f_bavail * room.f_frsize
+
+
+def _accelerator() -> str:
+    import torch
+
+    if not torch.accelerator.is_available():
+        return ""
+    device = torch.accelerator.current_accelerator()
+    count = torch.accelerator.device_count()
+    return f"{count} x {device.type if device else 'unknown'}"
+
+
+def advise(facts: dict[str, Any]) -> Advice:
+    """What the figures of :func:`main`'s JSON speak for."""
+    available = facts["machine"]["available_bytes"]
+    spare = facts["spare_bytes"]
+    memory = available if spare is None else min(available, spare)
+    keep = _round_size(memory // 4)
+    arguments = [f'keep="{keep}"']
+    if facts["accelerator"]:
+        arguments.append(f'host="{_round_size(memory // 2)}"')
+    arguments.append(f"disk={json.dumps(facts['directory'])}")
+    command = f"backstash run --keep {keep} --disk {facts['directory']} SCRIPT"
+    return Advice(f"Stash({', '.join(arguments)})", command, tuple(_remarks(facts)))
+
+
+def _round_size(nbytes: int) -> str:
+    for unit, factor in (("GiB", 1 << 30), ("MiB", 1 << 20)):
+        if nbytes >= factor:
+            return f"{nbytes // factor}{unit}"
+    return "0"
+
+
+def _remarks(facts: dict[str, Any]) -> list[str]:
+    disk, remarks = facts["disk"], list(facts["disk"]["notes"])
+    slowest = min(disk["write_bytes_per_second"], disk["read_bytes_per_second"])
+    if facts["file_system"] in _IN_MEMORY:
+        remarks.append("give a directory on a disk: this one is in memory")
+    elif slowest < _SLOW_BYTES_PER_SECOND:
+        remarks.append(f"this disk moves {_speed(slowest)}: backward may wait for it")
+    if facts["allocator"]["kind"] == "glibc":
+        remarks.append(f"`backstash run` would use less memory with tcmalloc: {INSTALL_HINT}")
+    if facts["machine"]["huge_pages"] == "never":
+        remarks.append("transparent huge pages are off: reading back costs more processor time")
+    return remarks
+
+
+def _text(facts: dict[str, Any], advice: Advice) -> str:
+    machine_, disk = facts["machine"], facts["disk"]
+    limit = facts["limit_bytes"]
+    group = f"control group version {facts['control_group_version']}, limit "
+    rows = {
+        "directory": f"{facts['directory']} ({facts['file_system'] or 'unknown file system'}), "
+        f"{format_bytes(facts['free_bytes'])} free",
+        "write": f"{_speed(disk['write_bytes_per_second'])} over old bytes, "
+        f"{_speed(disk['first_write_bytes_per_second'])} the first time "
+        f"({format_bytes(disk['nbytes'])})",
+        "read": _speed(disk["read_bytes_per_second"]),
+        "direct I/O": f"{_yes(disk['direct'])}, unnamed files: {_yes(disk['unnamed'])}",
+        "memory": f"{format_bytes(machine_['memory_bytes'])}, "
+        f"{format_bytes(machine_['available_bytes'])} available, "
+        + (group + format_bytes(limit) if limit is not None else "no control-group limit"),
+        "huge pages": machine_["huge_pages"] or "none",
+        "processor": f"{machine_['processor']}, {machine_['cores']} cores",
+        "system": f"{machine_['kernel']}, {machine_['libc'] or 'unknown C library'}",
+        "versions": ", ".join(f"{name} {text}" for name, text in facts["versions"].items() if text),
+        "accelerator": facts["accelerator"] or "none",
+        "allocator": f"{facts['allocator']['kind']} for `backstash run`: "
+        f"{facts['allocator']['reason']}",
+    }
+    lines = [f"{name:<12} {text}" for name, text in rows.items()]
+    lines += [f"{'remark':<12} {remark}" for remark in advice.remarks]
+    return "\n".join([*lines, "", advice.line, advice.command])
+
+
+def _speed(bytes_per_second: float) -> str:
+    return f"{bytes_per_second / 1e9:.2f} GB/s"
+
+
+def _yes(value: bool) -> str:
+    return "yes" if value else "no"

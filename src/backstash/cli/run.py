@@ -1,0 +1,194 @@
+"""``backstash run``: an unmodified training script under a stash."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from ._allocator import CHOICES, Allocator, choose, find
+from ._arguments import Parser, directory, limit, size
+
+__all__ = ["main"]
+
+_SCRIPT = Path(__file__).with_name("_script.py")
+_PLAN_VARIABLE = "BACKSTASH_RUN"
+_READ_BY_TORCH = "THP_MEM_ALLOC_ENABLE"
+_USAGE = "backstash run [OPTION ...] (SCRIPT | -m MODULE) [ARG ...]"
+_DESCRIPTION = """\
+Run a Python training script, unmodified, with what autograd saves for backward held within a memory
+budget. Gradients are the same to the last bit. The script's arguments, exit status, signals and
+tracebacks are its own; a summary follows on stderr.
+
+Options come before SCRIPT; all that follows SCRIPT belongs to it. A SIZE is bytes, or has a unit:
+512MiB, 2GB. What is held: saved tensors of the process's main thread. Processes that the script
+starts run as if started from plain Python.
+"""
+_EXAMPLES = """\
+examples:
+  backstash run --disk /scratch train.py --epochs 3
+      everything that can move goes to an unnamed file in /scratch
+  backstash run --keep 2GiB --disk /scratch train.py
+      the newest 2 GiB stay in memory, older ones go to disk
+  backstash run --disk . --json run.json --quiet -m package.train
+      no summary; the figures as JSON
+
+questions:
+  How fast is my disk?      backstash doctor /scratch What is the allocator for?  Memory of tensors
+  that went to disk must be used again by the process. glibc
+      does so badly; tcmalloc well. `auto` preloads tcmalloc where it is installed and sets glibc
+      up as well as it can be where it is not; `none` changes nothing. The summary says what was
+      chosen.
+"""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Check the arguments, then replace this process by the interpreter that runs the script.
+
+    Returns:
+        2 after one line on stderr, when the arguments cannot be used. Otherwise it does not return.
+    """
+    parser = _parser()
+    own, is_module, rest = _split(parser, list(arguments))
+    options = parser.read(own)
+    _check(parser, options, is_module, rest)
+    try:
+        allocator = choose(options.malloc, os.environ, find())
+    except LookupError as error:
+        parser.error(str(error.args[0]))
+    plan = _plan(options, list(arguments), is_module, rest, allocator)
+    _replace_process(plan, rest[1:], allocator.environment)
+
+
+def _parser() -> Parser:
+    parser = Parser("backstash run", _DESCRIPTION, _EXAMPLES, _USAGE)
+    add = parser.add_argument
+    add(
+        "--keep",
+        metavar="SIZE",
+        type=limit,
+        default=0,
+        help="bytes that may stay in place (default 0; or unlimited)",
+    )
+    add(
+        "--host",
+        metavar="SIZE",
+        type=_host,
+        default="auto",
+        help="bytes of host memory for an accelerator's tensors (default auto)",
+    )
+    add("--disk", metavar="DIR", type=directory, help="an existing directory on a fast disk")
+    add(
+        "--max-bytes",
+        metavar="SIZE",
+        type=limit,
+        help="the most that may be on disk (default unlimited)",
+    )
+    add(
+        "--min-bytes",
+        metavar="SIZE",
+        type=size,
+        default="64KiB",
+        help="smaller tensors stay in place (default 64KiB)",
+    )
+    add(
+        "--malloc",
+        choices=CHOICES,
+        default="auto",
+        help="the process's memory allocator (default auto)",
+    )
+    add("--json", metavar="FILE", type=_new_file, help="write the summary's figures to FILE")
+    add("--quiet", action="store_true", help="print no summary")
+    return parser
+
+
+def _host(text: str) -> int | str | None:
+    return text if text == "auto" else limit(text)
+
+
+def _new_file(text: str) -> str:
+    path = os.path.abspath(os.path.expanduser(text))
+    if os.path.isdir(path) or not os.path.isdir(os.path.dirname(path)):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} cannot be written; allowed: a file in an existing directory"
+        )
+    return path
+
+
+def _split(parser: Parser, arguments: list[str]) -> tuple[list[str], bool, list[str]]:
+    """(own options, whether a module is run, what is run and its arguments)."""
+    at = 0
+    while (
+        at < len(arguments)
+        and arguments[at].startswith("-")
+        and arguments[at] not in ("-m", "--", "-")
+    ):
+        at += 2 if parser.takes_value(arguments[at]) else 1
+    own, rest = arguments[:at], arguments[at:]
+    is_module = rest[:1] == ["-m"]
+    return own, is_module, rest[1:] if rest[:1] in (["-m"], ["--"]) else rest
+
+
+def _check(parser: Parser, options: argparse.Namespace, is_module: bool, rest: list[str]) -> None:
+    if not rest:
+        parser.error(f"no script given; allowed: {_USAGE}")
+    if not is_module and not os.path.exists(rest[0]):
+        parser.error(f"no script {rest[0]!r}; allowed: a Python file, or -m MODULE")
+    if options.disk is None and options.keep == 0 and options.host == "auto":
+        parser.error("nowhere to hold anything; give --disk DIR, for example --disk /scratch")
+    if options.disk is None and options.max_bytes is not None:
+        parser.error("--max-bytes is for the disk; give --disk DIR as well")
+
+
+def _plan(
+    options: argparse.Namespace,
+    arguments: list[str],
+    is_module: bool,
+    rest: list[str],
+    allocator: Allocator,
+) -> dict[str, Any]:
+    before = {name: os.environ.get(name) for name in allocator.environment}
+    chosen = {
+        name: getattr(options, name) for name in ("keep", "host", "disk", "max_bytes", "min_bytes")
+    }
+    return chosen | {
+        "target": rest[0],
+        "is_module": is_module,
+        "json": options.json,
+        "quiet": options.quiet,
+        "allocator": allocator.as_dict(),
+        "restore": {name: value for name, value in before.items() if name != _READ_BY_TORCH},
+        "restore_after_torch": {
+            name: value for name, value in before.items() if name == _READ_BY_TORCH
+        },
+        "command": shlex.join(["backstash", "run", *arguments]),
+        "root": str(Path(__file__).resolve().parents[2]),
+    }
+
+
+def _replace_process(
+    plan: dict[str, Any], arguments: list[str], variables: Mapping[str, str]
+) -> NoReturn:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    command = [sys.executable, *_interpreter_options(sys.orig_argv[1:]), str(_SCRIPT), *arguments]
+    environ = {**os.environ, **variables, _PLAN_VARIABLE: json.dumps(plan)}
+    os.execve(sys.executable, command, environ)
+
+
+def _interpreter_options(arguments: Sequence[str]) -> list[str]:
+    """The options of ``python`` itself, out of all that the interpreter was started with."""
+    options = []
+    rest = iter(arguments)
+    for argument in rest:
+        if not argument.startswith("-") or argument.startswith(("-m", "-c")) or argument == "-":
+            break
+        options.append(argument)
+        if argument in ("-X", "-W", "--check-hash-based-pycs"):
+            options.append(next(rest, ""))
+    return options
