@@ -85,7 +85,7 @@ def _take_out(scope: _Scope) -> None:
     try:
         while (top := _autograd._top_saved_tensors_default_hooks(True)) is not None:
             _autograd._pop_saved_tensors_default_hooks()
-            if top[0] is pack:
+            if getattr(top[0], "__wrapped__", top[0]) is pack:  # a wrapper may stand in for our pair
                 break
             above.append(top)
         else:
