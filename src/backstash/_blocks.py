@@ -60,7 +60,7 @@ class Source:
     __slots__ = ("__weakref__", "block", "cdata", "guard", "slices", "version", "weak")
 
     def __init__(self, tensor: Tensor, storage: torch.UntypedStorage) -> None:
-        self.weak = StorageWeakRef(storage)
+        self.weak = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
         self.cdata = storage._cdata
         self.version = tensor._version
         self.guard = tensor.detach()
@@ -168,13 +168,13 @@ def copy_of_part(tensor: Tensor) -> tuple[Tensor, bool]:
 
 
 def extent_bytes(tensor: Tensor) -> tuple[int, int]:
-    """The first byte of the storage that ``tensor`` needs, and one past the last. Strides are never negative."""
+    """The first byte of the storage that ``tensor`` needs, and one past the last."""
     itemsize = tensor.element_size()
-    last = sum(
+    last = sum(  # strides are never negative
         (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
     )
-    low = tensor.storage_offset() * itemsize
-    return low, low + (last + 1) * itemsize
+    low = int(tensor.storage_offset()) * itemsize
+    return low, low + int(last + 1) * itemsize
 
 
 def reason_to_stay(tensor: Tensor) -> str:

@@ -74,8 +74,7 @@ class Down:
         self._raises = on_full == "raise"
         self._kept: deque[weakref.ref[Block]] = deque()  # oldest first
         self._flights: deque[_Flight] = deque()  # oldest first
-        self._open: Segment | None = None
-        self._open_room = 0
+        self._open: weakref.ref[Segment] | None = None  # being filled; dies with its blocks
         self._full_at: int | None = None  # bytes used when the store last had no room
         self._broken: StashError | None = None  # a write that failed: nothing more is sent down
         self.keep_bytes = self.keep_peak_bytes = 0
@@ -170,7 +169,7 @@ class Down:
     # Small blocks: copied into a segment.
 
     def _gather(self, store: Store, block: Block, lane: Lane) -> None:
-        segment = self._open
+        segment = self._open() if self._open is not None else None
         at = segment.place(block.address, block.nbytes) if segment is not None else None
         if segment is None or at is None:
             self._close_segment()
@@ -185,6 +184,7 @@ class Down:
         block.parcel, block.offset, block.alias = segment, at, None
         self._leave_place(block)
         self.inflight_bytes += block.nbytes
+        self.written_bytes += block.nbytes
         if self.inflight_bytes > self._inflight:
             self._close_segment()
             self._make_room(0, lane)
@@ -193,19 +193,20 @@ class Down:
         nbytes = max(min(_SEGMENT_BYTES, self._inflight // 8), at_least)
         nbytes = -(-nbytes // 4096) * 4096
         segment = Segment(store, store.reserve(nbytes), self._pool.take(nbytes), self._grave)
-        self._open = segment
+        self._open = weakref.ref(segment)
         return segment
 
     def _close_segment(self) -> None:
         """Send the open segment on its way, full or not."""
-        segment, self._open = self._open, None
+        segment = self._open() if self._open is not None else None
+        self._open = None
         if segment is None:
             return
         segment.writing = self._submit(
             _write, segment.store, segment.slot, segment.address, segment.buffer
         )
         self._flights.append(_Flight(weakref.ref(segment), segment.flown, None, segment.writing))
-        self.written_bytes += segment.flown
+        segment.flown = 0  # the flight counts them now
 
     # In flight.
 
@@ -273,7 +274,10 @@ class Down:
 
     def lose(self, block: Block) -> None:
         """Its bytes were changed before a whole copy was known to exist: backward will be told."""
-        block.lost = f"is at version {block.source.guard._version}; expected version {block.source.version} instead"
+        source = block.source
+        block.lost = (
+            f"is at version {source.guard._version}; expected version {source.version} instead"
+        )
         block.alias = block.parcel = None
         self._leave_place(block)
 

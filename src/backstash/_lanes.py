@@ -9,9 +9,10 @@ enters the stash, or anybody once it has ended, may look at the version and decl
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-from torch import Tensor
+if TYPE_CHECKING:
+    from ._scopes import Scope
 
 __all__ = ["Lane"]
 
@@ -19,12 +20,11 @@ __all__ = ["Lane"]
 class Lane:
     """What one thread keeps with a stash."""
 
-    __slots__ = ("pack", "saves", "scopes", "small_bytes", "small_saves", "thread")
+    __slots__ = ("saves", "scopes", "small_bytes", "small_saves", "thread")
 
     def __init__(self) -> None:
         self.thread = threading.current_thread()
-        self.pack: Callable[[Tensor], object]
-        self.scopes: list[object] = []  # hook pairs that this thread has pushed and not yet popped
+        self.scopes: list[Scope] = []  # hook pairs that this thread has pushed and not yet popped
         self.saves = 0  # tensors given to the slow path
         self.small_saves = 0  # tensors left by the fast path
         self.small_bytes = 0

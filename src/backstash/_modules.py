@@ -8,6 +8,7 @@ large enough to move, and leaves nothing behind on any model.
 from __future__ import annotations
 
 import sys
+from itertools import pairwise
 from types import FrameType
 
 from torch import Tensor, nn
@@ -59,7 +60,7 @@ def module_path(modules: list[nn.Module]) -> str:
     if not modules:
         return ""
     names: list[str] = []
-    for parent, child in zip(modules, modules[1:], strict=False):
+    for parent, child in pairwise(modules):
         names.append(_name_under(parent, child))
     return ".".join(names) or f"({type(modules[0]).__name__})"
 
@@ -67,10 +68,10 @@ def module_path(modules: list[nn.Module]) -> str:
 def _name_under(parent: nn.Module, child: nn.Module) -> str:
     for name, module in parent._modules.items():
         if module is child:
-            return name
+            return str(name)
     for path, module in parent.named_modules():
         if module is child and path:
-            return path
+            return str(path)
     return f"({type(child).__name__})"
 
 
@@ -79,13 +80,13 @@ def is_buffer(cdata: int, modules: list[nn.Module]) -> bool:
     for module in reversed(modules):
         for tensors in (module._buffers, module._parameters):
             for tensor in tensors.values():
-                if type(tensor) is not type(None) and _cdata_of(tensor) == cdata:
+                if _cdata_of(tensor) == cdata:
                     return True
     return False
 
 
 def _cdata_of(tensor: Tensor | None) -> int:
     try:
-        return tensor.untyped_storage()._cdata  # type: ignore[union-attr]
-    except (NotImplementedError, RuntimeError, AttributeError):
+        return int(tensor.untyped_storage()._cdata) if tensor is not None else 0
+    except (NotImplementedError, RuntimeError):
         return 0

@@ -25,6 +25,7 @@ class Parcel:
         "__weakref__",
         "ahead",
         "blocks",
+        "flown",
         "grave",
         "held",
         "memory",
@@ -53,11 +54,12 @@ class Parcel:
         self.held = 0  # bytes that the read-ahead budget counts for it
         self.ahead = False  # whether it was asked for before anyone needed it
         self.blocks = 1  # how many blocks it carries
+        self.flown = 0  # bytes that count as in flight although nothing writes them yet
         self.wanted = 0  # how many of them have not come for what was read
 
     def __del__(self) -> None:
         # May run on any thread in the middle of anything: it only appends.
-        self.grave.append((self.store, self.slot, self.writing, self.held))
+        self.grave.append((self.store, self.slot, self.writing, self.held, self.flown))
 
     def let_go(self) -> None:
         """Drop the memory that was read back; the store still has the bytes."""
@@ -68,7 +70,7 @@ class Parcel:
 class Segment(Parcel):
     """Many small blocks in one parcel; ``buffer`` has their bytes until they have landed."""
 
-    __slots__ = ("address", "buffer", "filled", "flown")
+    __slots__ = ("address", "buffer", "filled")
 
     def __init__(self, store: Store, slot: Slot, buffer: Tensor, grave: deque[Any]) -> None:
         super().__init__(store, slot, 0, grave)
@@ -76,7 +78,6 @@ class Segment(Parcel):
         self.address = buffer.data_ptr()
         self.blocks = 0
         self.filled = 0
-        self.flown = 0  # bytes of blocks in it that count as in flight
 
     def place(self, address: int, nbytes: int) -> int | None:
         """Where ``nbytes`` from ``address`` fit, with the same residue modulo 64; ``None`` when they do not."""

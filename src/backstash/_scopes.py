@@ -25,13 +25,15 @@ from .errors import UsageError
 if TYPE_CHECKING:
     from .stash import Stash
 
-__all__ = ["Attachment", "enter_scope", "leave_scope"]
+__all__ = ["Attachment", "Scope", "enter_scope", "leave_scope"]
 
 _autograd: Any = torch._C._autograd
 
 
 @dataclass(slots=True)
-class _Scope:
+class Scope:
+    """A pushed hook pair."""
+
     hooks: saved_tensors_hooks
     frame: int  # the id of the frame of the module call that it covers; 0 for a ``with``
 
@@ -46,7 +48,7 @@ def enter_scope(
     _clear_stale(lane)
     hooks = saved_tensors_hooks(pack, unpack)
     hooks.__enter__()
-    lane.scopes.append(_Scope(hooks, frame))
+    lane.scopes.append(Scope(hooks, frame))
 
 
 def leave_scope(lane: Lane, frame: int = 0) -> None:
@@ -79,13 +81,15 @@ def _clear_stale(lane: Lane) -> None:
             pass  # whoever left out of order was told; here there is nothing to mend
 
 
-def _take_out(scope: _Scope) -> None:
+def _take_out(scope: Scope) -> None:
     above: list[tuple[Any, Any]] = []
     pack = scope.hooks.pack_hook
     try:
         while (top := _autograd._top_saved_tensors_default_hooks(True)) is not None:
             _autograd._pop_saved_tensors_default_hooks()
-            if getattr(top[0], "__wrapped__", top[0]) is pack:  # a wrapper may stand in for our pair
+            if (
+                getattr(top[0], "__wrapped__", top[0]) is pack
+            ):  # a wrapper may stand in for our pair
                 break
             above.append(top)
         else:

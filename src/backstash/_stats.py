@@ -54,7 +54,7 @@ class Stats:
     ahead_peak_bytes: int
     """The most that was read back and held at once."""
     written_bytes: int
-    """Bytes sent down so far."""
+    """Bytes sent down so far: handed to the disk, or copied into a segment that goes when it is full."""
     read_bytes: int
     """Bytes brought back so far."""
     pack_stall_seconds: float

@@ -22,7 +22,6 @@ from torch import Tensor
 from ._blocks import Block
 from ._entry import Entry
 from ._parcels import Parcel, Segment
-from .errors import StashError
 from .stores._memory import Pool
 
 __all__ = ["Up"]
@@ -119,7 +118,7 @@ class Up:
     def _hold(self, holder: Parcel | Block) -> None:
         holder.held = holder.nbytes
         self.ahead_bytes += holder.held
-        self._window.append(weakref.ref(holder))
+        self._window.append(weakref.ref(holder))  # type: ignore[arg-type]
 
     def _drop(self, holder: Parcel | Block) -> None:
         holder.let_go()

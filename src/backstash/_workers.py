@@ -34,7 +34,8 @@ class Workers:
                 self.note = f"no worker thread ({error}): moves run on the computing thread"
         done: Future[None] = Future()
         try:
-            done.set_result(function(*args))
+            function(*args)
+            done.set_result(None)
         except BaseException as error:
             done.set_exception(error)
         return done

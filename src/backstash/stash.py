@@ -41,7 +41,7 @@ from .units import parse_bytes, parse_limit
 __all__ = ["Stash"]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
-_IDLE_BYTES = 64 << 20
+_IDLE_BYTES = 32 << 20
 
 
 class Stash:
@@ -303,7 +303,7 @@ class Stash:
         else:
             self._deduplicated_bytes += tensor.nbytes
         block.entries += 1
-        return Entry(block, tensor, tensor.storage_offset() * tensor.element_size())
+        return Entry(block, tensor, int(tensor.storage_offset()) * tensor.element_size())
 
     def _pack_part(
         self, tensor: Tensor, lane: Lane, modules: list[nn.Module], at_once: bool, needed: int
@@ -446,11 +446,12 @@ class Stash:
                 kept, held = item
                 self._down.keep_bytes -= kept
             else:
-                store, slot, writing, held = item
+                store, slot, writing, held, flown = item
                 if writing is not None and not (writing.done() or writing.cancel()):
                     running.append(item)  # its slot is written to until then
                     continue
                 store.release(slot)
+                self._down.inflight_bytes -= flown
             self._up.ahead_bytes -= held
         self._grave.extend(running)
 
@@ -563,7 +564,7 @@ def _nbytes_of(tensor: Tensor) -> int:
 
 
 def _changed(shape: Any, dtype: torch.dtype, module: str, versions: str) -> InplaceError:
-    node = torch._C._current_autograd_node()  # type: ignore[attr-defined]
+    node = torch._C._current_autograd_node()
     where = module or "a module that is not known for tensors below min_bytes (min_bytes=0 tells)"
     return InplaceError(
         "one of the variables needed for gradient computation has been modified by an inplace operation: "

@@ -69,12 +69,11 @@ def format_bytes(nbytes: int) -> str:
     ('0 B', '1.50 KiB', '128 MiB')
     """
     size = float(nbytes)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(size) < 1024:
-            break
+    units = ["TiB", "GiB", "MiB", "KiB", "B"]
+    while abs(size) >= 1024 and len(units) > 1:
         size /= 1024
-    else:
-        unit = "TiB"
+        units.pop()
+    unit = units[-1]
     if unit == "B":
         return f"{nbytes} B"
     return (

@@ -43,15 +43,21 @@ class Store(ABC):
 
     @abstractmethod
     def reserve(self, nbytes: int) -> Slot:
-        """Return a slot for ``nbytes``. Raises ``StashFullError`` when there is no room; nothing changes then."""
+        """Return a slot for ``nbytes``. Raises ``StashFullError`` when there is no room."""
 
     @abstractmethod
     def write(self, slot: Slot, address: int) -> None:
-        """Copy ``slot.nbytes`` bytes from ``address``. Raises ``StashIOError``; the slot may be released or retried."""
+        """Copy ``slot.nbytes`` bytes from ``address``.
+
+        Raises ``StashIOError``; the slot may then be released or written again.
+        """
 
     @abstractmethod
     def read(self, slot: Slot, address: int) -> None:
-        """Copy the slot's bytes to ``address``. Raises ``StashIOError``; the slot is unchanged and may be read again."""
+        """Copy the slot's bytes to ``address``.
+
+        Raises ``StashIOError``; the slot is unchanged and may be read again.
+        """
 
     @abstractmethod
     def release(self, slot: Slot) -> None:

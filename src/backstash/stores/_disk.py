@@ -73,7 +73,8 @@ class Disk(Store):
         except OSError as error:
             raise StashIOError(
                 error.errno,
-                f"{self.name} cannot hold a file ({error.strerror}); it must be an existing, writable directory",
+                f"{self.name} cannot hold a file ({error.strerror}): "
+                "it must be an existing, writable directory",
             ) from error
         self._closer = weakref.finalize(self, self._file.close)
         self.notes = tuple(filter(None, (self._file.note, _memory_note(self.directory))))

@@ -76,7 +76,7 @@ class UnnamedFile:
         return False
 
     def grow(self, nbytes: int) -> None:
-        """Allocate the file's blocks up to ``nbytes``. Raises ``OSError`` with ``ENOSPC`` when they are not there."""
+        """Allocate the file's blocks up to ``nbytes``; ``OSError`` says that they are not there."""
         size = os.fstat(self.fd).st_size
         if nbytes <= size:
             return
