@@ -73,7 +73,7 @@ def main() -> None:
     parser.add_argument("--disk", default=tempfile.gettempdir(), help="a directory on a disk")
     parser.add_argument("--tiny", action="store_true", help="a toy of the same, for tests")
     options = parser.parse_args()
-    sites = make_sites(4, 96) if options.tiny else make_sites(16, 320)
+    sites = make_sites(4, 256) if options.tiny else make_sites(16, 320)
 
     plain = derivatives(sites, square_root)
     stash = Stash(disk=options.disk)

@@ -73,10 +73,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=16, help="texts a step (default: 16)")
     parser.add_argument("--seq", type=int, default=512, help="bytes a text (default: 512)")
     parser.add_argument("--tiny", action="store_true", help="a toy of the same, for tests")
+    if parser.parse_known_args()[0].tiny:
+        parser.set_defaults(steps=4, layers=2, width=64, batch=8, seq=128)
     options = parser.parse_args()
-    if options.tiny:
-        options.steps, options.layers, options.width = 4, 2, 64
-        options.batch, options.seq = 8, 128
     if options.width % 32:
         parser.error(f"--width must be a multiple of 32, not {options.width}")
     return options
