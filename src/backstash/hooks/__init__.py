@@ -1,0 +1,65 @@
+"""Look at and change activations and gradients, and leave nothing behind.
+
+Every function that registers hooks registers all of them or none, and returns one handle: a context
+manager whose ``remove()`` takes back its own hooks and no others, and may be called again.
+
+They are built on forward hooks, tensor hooks and post-accumulate hooks. ``register_full_backward_hook``
+is not used: it fails with in-place modules, never fires for modules that return dicts or dataclasses,
+and gives no gradients for keyword inputs. Neither is ``register_multi_grad_hook``, which keeps a buffer
+for every backward that raises; the gradients of one value are gathered from its tensors' hooks.
+"""
+
+from __future__ import annotations
+
+from ._calls import Captured, CapturedCall
+from ._capture import Capture, capture
+from ._clip import clip_gradients
+from ._edit import edit_gradients
+from ._errors import HookWarning, NoMatchError, NonFiniteError, NotCapturedError
+from ._finding import Finding
+from ._gradient_hooks import GradientHooks
+from ._handle import Handle
+from ._hook_info import HookInfo, Inventory
+from ._inventory import hooks_on
+from ._nonfinite import NonFiniteSearch, find_nonfinite
+from ._report import GradientReport
+from ._stats import Stats
+from ._step import StepInBackward, step_in_backward
+from ._stopwatch import ModuleCall
+from ._summary import summary
+from ._table import Summary, SummaryRow
+from ._trace import CallTrace, trace
+from ._watch import GradientWatch, watch_gradients
+
+__all__ = [
+    "CallTrace",
+    "Capture",
+    "Captured",
+    "CapturedCall",
+    "Finding",
+    "GradientHooks",
+    "GradientReport",
+    "GradientWatch",
+    "Handle",
+    "HookInfo",
+    "HookWarning",
+    "Inventory",
+    "ModuleCall",
+    "NoMatchError",
+    "NonFiniteError",
+    "NonFiniteSearch",
+    "NotCapturedError",
+    "Stats",
+    "StepInBackward",
+    "Summary",
+    "SummaryRow",
+    "capture",
+    "clip_gradients",
+    "edit_gradients",
+    "find_nonfinite",
+    "hooks_on",
+    "step_in_backward",
+    "summary",
+    "trace",
+    "watch_gradients",
+]

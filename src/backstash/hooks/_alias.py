@@ -1,0 +1,92 @@
+"""Where a gradient hook must sit so that it sees this use of a tensor, and only this one.
+
+On a leaf, a hook would see the gradient from every use, stay after the graph is gone, and be registered
+again by every call. On an input, it would see every use too. A view of the tensor belongs to one use.
+But an in-place operation on a view takes that view out of the graph, with its hooks; for a module that
+changes its input in place, the hook on the tensor as it was before the call is the one that fires.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ._autograd import version_of
+from ._registration import Registration
+from ._tree import map_leaves
+
+__all__ = ["InputUses", "own_output"]
+
+GradHook = Callable[[torch.Tensor], Any]
+
+
+def own_output(output: Any) -> Any:
+    """The output with a view in place of each leaf that requires a gradient."""
+    if not torch.is_grad_enabled():
+        return output
+
+    def view(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.view_as(tensor) if tensor.requires_grad and tensor.is_leaf else tensor
+
+    return map_leaves(view, output)
+
+
+class _Use:
+    """One tensor as the input of one call."""
+
+    __slots__ = ("changed", "tensor", "version")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor: torch.Tensor | None = tensor
+        self.version = version_of(tensor)
+        self.changed = False
+
+    def hook(self, hook: GradHook, *, if_changed: bool) -> GradHook:
+        """``hook``, called only if the module did, or did not, change the tensor in place."""
+
+        def chosen(gradient: torch.Tensor) -> Any:
+            return hook(gradient) if self.changed is if_changed else None
+
+        return chosen
+
+
+class InputUses:
+    """The tensors that one call takes, hooked for the gradient through that call."""
+
+    __slots__ = ("_registration", "_uses")
+
+    def __init__(self, registration: Registration) -> None:
+        self._registration = registration
+        self._uses: list[_Use] = []
+
+    def begin(self, inputs: Any, hook_of: Callable[[int], GradHook]) -> Any:
+        """The inputs that the call shall have; ``hook_of(i)`` is the hook of their i-th tensor."""
+        index = -1
+
+        def view(tensor: torch.Tensor) -> torch.Tensor:
+            nonlocal index
+            index += 1
+            if not (tensor.requires_grad and torch.is_grad_enabled()):
+                return tensor
+            return self._hooked(tensor, hook_of(index))
+
+        return map_leaves(view, inputs)
+
+    def _hooked(self, tensor: torch.Tensor, hook: GradHook) -> torch.Tensor:
+        use = _Use(tensor)
+        self._uses.append(use)
+        if not tensor.is_leaf:
+            self._registration.activation(tensor, use.hook(hook, if_changed=True))
+        alias = tensor.view_as(tensor)
+        self._registration.activation(alias, use.hook(hook, if_changed=False))
+        return alias
+
+    def end(self) -> None:
+        """The call returned: what it changed in place is known now."""
+        for use in self._uses:
+            if use.tensor is not None:
+                use.changed = version_of(use.tensor) != use.version
+                use.tensor = None
+        self._uses.clear()

@@ -1,0 +1,223 @@
+"""Look at activations and their gradients, change them, and leave nothing behind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import UsageError
+from ._calls import Captured
+from ._capture_hooks import attach
+from ._cell import Calls, Cell, Wanted
+from ._compiled import warn_if_compiled
+from ._errors import NoMatchError, NotCapturedError
+from ._handle import Handle
+from ._names import Names, Selector, near, select
+from ._paths import Site, walk
+from ._registration import HookRecord, Registration
+from ._snapshot import Keep
+from ._stop import StopForward, Stopper
+
+__all__ = ["Capture", "capture"]
+
+OutputEdit = Callable[[Any], Any]
+
+
+class Capture(Handle, Mapping[str, Captured]):
+    """What :func:`capture` returns: the captured modules that were called, by path."""
+
+    __slots__ = ("_aliases", "_cells", "_model", "_stopper")
+
+    def __init__(
+        self,
+        registration: Registration,
+        model: nn.Module,
+        cells: dict[int, Cell],
+        stopper: Stopper | None,
+    ) -> None:
+        super().__init__(registration)
+        self._model = model
+        self._cells = {cell.path: cell for cell in cells.values()}
+        self._aliases = _aliases(model, cells)
+        self._stopper = stopper
+
+    def __enter__(self) -> Capture:
+        super().__enter__()
+        if self._stopper is not None:
+            self._stopper.arm()
+        return self
+
+    def run(self, *args: Any, **kwargs: Any) -> Capture:
+        """Forgets what was captured, then calls the model; with ``stop=True`` only as far as needed.
+
+        One handle serves a whole loop this way: the ``with`` block need not end for a forward to stop.
+        """
+        self.clear()
+        if self._stopper is None:
+            self._model(*args, **kwargs)
+            return self
+        self._stopper.arm()
+        try:
+            self._model(*args, **kwargs)
+        except StopForward as error:
+            if not self._stopper.raised(error):
+                raise
+        return self
+
+    def clear(self) -> None:
+        """Forgets what was captured, and with it the memory; the hooks stay."""
+        for cell in self._cells.values():
+            cell.clear()
+
+    def __getitem__(self, path: str) -> Captured:
+        cell = self._aliases.get(path)
+        if cell is None:
+            raise NotCapturedError(f"{path!r} is not captured; {near(path, self._cells)}")
+        captured = cell.captured
+        if captured is None:
+            raise NotCapturedError(f"{path!r} was not called; run the model inside the with block")
+        return captured
+
+    def __iter__(self) -> Iterator[str]:
+        return (path for path, cell in self._cells.items() if cell.captured is not None)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def _finish(self, error: BaseException | None) -> None:
+        if self._stopper is not None:
+            self._stopper.disarm()
+
+    def _swallows(self, error: BaseException | None) -> bool:
+        return self._stopper is not None and self._stopper.raised(error)
+
+    def _expected(self) -> list[HookRecord]:
+        return [record for record in self._registration.records if not record.fired]
+
+
+def _aliases(model: nn.Module, cells: dict[int, Cell]) -> dict[str, Cell]:
+    """The captured modules by every path they have: shared ones by each, and as wrappers spell them."""
+    found: dict[str, Cell] = {}
+    for raw, site in walk(model):
+        cell = cells.get(id(site.module))
+        if cell is not None:
+            found[raw] = found[site.path] = cell
+    return found
+
+
+def capture(
+    model: nn.Module,
+    names: Names,
+    *,
+    inputs: bool = False,
+    outputs: bool = True,
+    grads: bool = False,
+    detach: bool = True,
+    clone: bool = False,
+    device: torch.device | str | None = None,
+    calls: Calls = "last",
+    stop: bool = False,
+    edit: OutputEdit | Mapping[Selector, OutputEdit] | None = None,
+) -> Capture:
+    """Keeps what modules take, return and get as gradients, while the handle lives.
+
+    ``got[path]`` has ``.output``, ``.input`` (the first input; ``.args`` and ``.kwargs`` are all),
+    ``.grad`` (of the output), ``.input_grad`` and ``.calls``. Values have the structure that the module
+    gave them: tuples, dicts, dataclasses. What was changed in place after its capture (by an in-place
+    ReLU, say) is refused with ``InplaceError``, not shown changed; ``clone=True`` keeps a copy instead.
+    An activation checkpoint's recomputation is not a second call.
+
+    Args:
+        model: the model; wrappers (compiled, DDP, FSDP) are looked through.
+        names: what to capture: a path (``"layer4"``), a glob (``"layer3.*"``; ``*`` also crosses dots), a
+            module class, a module, ``callable(path, module)``, or a list of these. May be ``[]`` with ``edit``.
+        inputs: keep the inputs, as they were before the call.
+        outputs: keep the outputs.
+        grads: keep the gradients of the outputs, and with ``inputs`` those of the inputs through this module
+            alone. Backward must run while the handle lives.
+        detach: keep tensors without their graph.
+        clone: keep copies.
+        device: keep tensors on this device (``"cpu"``); ``None`` is where they are.
+        calls: of a module that is called several times keep the ``"last"`` call, the ``"first"``, or ``"all"``.
+        stop: end the forward once every captured module was called, skipping the rest. The rest of the
+            ``with`` block is skipped as well; in a loop use ``got.run(x)``, which comes back.
+        edit: replaces outputs: ``callable(output)`` for the captured modules, or a dict from names to
+            callables for any. ``None`` returned means unchanged. What is captured is what was put in.
+
+    Returns:
+        A :class:`Capture`, a handle and a mapping by module path.
+
+    Raises:
+        NoMatchError: a name matches nothing; nothing is registered then.
+        UsageError: arguments that contradict each other.
+
+    An exception in the model passes through and leaves the model without our hooks; what was captured
+    stays readable. At exit a :class:`HookWarning` names what was never called.
+
+    The idea of features by hook is torchvision's ``IntermediateLayerGetter`` and the PyTorch forum's; the
+    one of stopping by an exception is from baukit's ``Trace``.
+
+    >>> import torch
+    >>> from torch import nn
+    >>> from backstash.hooks import capture
+    >>> model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(inplace=True), nn.Linear(4, 2))
+    >>> with capture(model, [nn.ReLU, "2"], grads=True) as got:
+    ...     model(torch.ones(5, 3)).sum().backward()
+    >>> got["1"].output.shape, got["2"].grad.shape
+    (torch.Size([5, 4]), torch.Size([5, 2]))
+    """
+    wanted = _wanted(inputs, outputs, grads, detach, clone, device, calls, stop, edit)
+    sites = select(model, names)
+    edits = _edits(model, sites, edit)
+    if not sites and not edits:
+        raise NoMatchError("names=[] selects nothing; name a module, or pass edit=")
+    registration = Registration("capture")
+    cells = {id(site.module): Cell(site.path, wanted, registration) for site in sites}
+    stopper = Stopper(site.path for site in sites) if stop and sites else None
+    targets = list({id(s.module): s for s in (*sites, *(s for s, _ in edits))}.values())
+    with registration.all_or_none():
+        for site in targets:
+            functions = [fn for edited, fn in edits if edited.module is site.module]
+            attach(registration, site, cells.get(id(site.module)), wanted, stopper, functions)
+        warn_if_compiled(model, targets, owner="capture")
+    return Capture(registration, model, cells, stopper)
+
+
+def _wanted(
+    inputs: bool,
+    outputs: bool,
+    grads: bool,
+    detach: bool,
+    clone: bool,
+    device: torch.device | str | None,
+    calls: Calls,
+    stop: bool,
+    edit: object,
+) -> Wanted:
+    if not (inputs or outputs or grads or edit):
+        raise UsageError(
+            "inputs, outputs and grads are all False; ask for one of them, or for edit="
+        )
+    if calls not in ("last", "first", "all"):
+        raise UsageError(f'calls={calls!r} is not known; allowed: "last", "first", "all"')
+    if stop and calls == "all":
+        raise UsageError(
+            'stop=True ends the forward at the first calls; use calls="last" or stop=False'
+        )
+    keep = Keep(detach, clone, None if device is None else torch.device(device))
+    return Wanted(inputs, outputs, grads, calls, keep)
+
+
+def _edits(
+    model: nn.Module, sites: list[Site], edit: OutputEdit | Mapping[Selector, OutputEdit] | None
+) -> list[tuple[Site, OutputEdit]]:
+    if edit is None:
+        return []
+    if not isinstance(edit, Mapping):
+        return [(site, edit) for site in sites]
+    return [
+        (site, fn) for name, fn in edit.items() for site in select(model, name, argument="edit")
+    ]

@@ -1,0 +1,119 @@
+"""Clip each gradient inside backward."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+
+import torch
+
+from ..errors import UsageError
+from ._distributed import fsdp2_parameters, reduction_of, replicated
+from ._gradient_hooks import GradientHooks
+from ._on_gradient import on_tensor
+from ._parameters import Target, select_tensors
+from ._registration import HookRecord, Make, Registration
+
+__all__ = ["clip_gradients"]
+
+Clip = Callable[[torch.Tensor], torch.Tensor]
+
+
+def clip_gradients(
+    model: Target,
+    *,
+    value: float | tuple[float, float] | None = None,
+    norm: float | None = None,
+    names: str | Iterable[str] | None = None,
+) -> GradientHooks:
+    """Clips the gradient of every parameter by itself, as backward computes it.
+
+    This is not global-norm clipping. ``torch.nn.utils.clip_grad_norm_`` scales all gradients by one factor,
+    after backward, and keeps their direction; ``norm`` here scales each tensor by its own factor, and
+    ``value`` clamps each element: both change the direction. ``repr()`` of the handle says so.
+
+    The gradient is replaced, not changed in place: autograd may share its memory. Under DDP each process's
+    gradient is clipped before the reduction (``.reduction`` says so); under FSDP2 ``.grad`` is clipped after
+    the reduction and accumulation, ``norm`` being the whole parameter's. With a ``GradScaler`` it is the
+    scaled gradient that is clipped.
+
+    Args:
+        model: a module, or a dict of tensors by name: ``{"y": y}`` clips what flows back through ``y``.
+        value: clamp the elements to [-value, value], or to a pair (least, greatest).
+        norm: scale a tensor whose Euclidean norm is greater down to this norm.
+        names: which parameters, by path or glob. Default: all that require a gradient.
+
+    Returns:
+        A handle.
+
+    Raises:
+        UsageError: not exactly one of ``value`` and ``norm``, or a bound that is not one.
+        NoMatchError: a name matches nothing; nothing is registered then.
+
+    At exit a :class:`HookWarning` names what never got a gradient.
+
+    >>> import torch
+    >>> from backstash.hooks import clip_gradients
+    >>> model = torch.nn.Linear(2, 1)
+    >>> with clip_gradients(model, value=1.0):
+    ...     model(torch.tensor([[3.0, -4.0]])).sum().backward()
+    >>> model.weight.grad
+    tensor([[ 1., -1.]])
+    """
+    if (value is None) == (norm is None):
+        raise UsageError(f"value={value!r}, norm={norm!r}: give exactly one of them")
+    clip, note = _by_norm(norm) if norm is not None else _by_value(value)
+    tensors = select_tensors(model, names)
+    sharded = fsdp2_parameters(model)
+    registration = Registration("clip_gradients")
+    with registration.all_or_none():
+        for name, tensor in tensors.items():
+            on_tensor(registration, name, tensor, _make(clip), sharded=id(tensor) in sharded)
+    reduction = reduction_of(model, at_end=False)
+    return GradientHooks(registration, reduction=reduction, note=note)
+
+
+def _make(clip: Clip) -> Make:
+    def make(record: HookRecord) -> Clip:
+        def hook(gradient: torch.Tensor) -> torch.Tensor:
+            record.fired += 1
+            return _on_values(gradient, clip)
+
+        return hook
+
+    return make
+
+
+def _on_values(gradient: torch.Tensor, clip: Clip) -> torch.Tensor:
+    if not gradient.is_sparse:
+        return clip(gradient)
+    gradient = gradient.coalesce()
+    return torch.sparse_coo_tensor(
+        gradient.indices(), clip(gradient.values()), gradient.shape, is_coalesced=True
+    )
+
+
+def _by_value(value: float | tuple[float, float] | None) -> tuple[Clip, str]:
+    low, high = value if isinstance(value, tuple) else (-(value or 0.0), value or 0.0)
+    if not (isinstance(low, (int, float)) and isinstance(high, (int, float)) and low < high):
+        raise UsageError(
+            f"value={value!r} is no bound; allowed: a positive number, or (least, greatest)"
+        )
+
+    def clip(gradient: torch.Tensor) -> torch.Tensor:
+        return gradient.clamp(low, high)
+
+    return clip, f"each element clamped to [{low}, {high}]; not global-norm clipping"
+
+
+def _by_norm(norm: float) -> tuple[Clip, str]:
+    if not (isinstance(norm, (int, float)) and 0 < norm < math.inf):
+        raise UsageError(f"norm={norm!r} is no norm; allowed: a positive finite number")
+
+    def clip(gradient: torch.Tensor) -> torch.Tensor:
+        # The factor stays on the device: a float would wait for it. NaN stays NaN, to be seen.
+        half = gradient.dtype in (torch.float16, torch.bfloat16)
+        whole = torch.linalg.vector_norm(gradient, dtype=torch.float32 if half else None)
+        return gradient * (norm / replicated(whole)).clamp(max=1.0).to(gradient.dtype)
+
+    return clip, f"each tensor scaled to its own norm of at most {norm}; not global-norm clipping"

@@ -1,0 +1,72 @@
+"""When a backward begins and ends, told by the hooks that fire in it."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+
+from ._autograd import queue_callback
+
+__all__ = ["BackwardClock"]
+
+
+class _End:
+    """The engine's last call of one backward; dies uncalled if that backward raises."""
+
+    __slots__ = ("__weakref__", "_again", "_run")
+
+    def __init__(self, run: Callable[[], None]) -> None:
+        self._run = run
+        self._again = True
+
+    def __call__(self) -> None:
+        # Queued again once: DDP and FSDP finish their gradients in callbacks of this same backward, which
+        # may be behind the first turn of this one.
+        if self._again:
+            self._again = False
+            queue_callback(self)
+        else:
+            self._run()
+
+
+class BackwardClock:
+    """``begin()`` from any hook opens the running backward; ``on_end`` is called when it ends.
+
+    A backward that raises ends too, without ``on_end``: the engine drops its callback, and with that the
+    clock is closed. A backward inside another one (reentrant checkpointing) belongs to the outer one.
+    """
+
+    __slots__ = ("_end", "_lock", "_on_begin", "_on_end", "backwards", "running")
+
+    def __init__(self, *, on_begin: Callable[[], None], on_end: Callable[[], None]) -> None:
+        self._on_begin = on_begin
+        self._on_end = on_end
+        self._end: weakref.ref[_End] | None = None
+        # The engine has a thread for each device, and their hooks may be the first at the same time.
+        self._lock = threading.Lock()
+        self.backwards = 0
+        """How many backwards have begun."""
+        self.running = False
+        """Whether a backward that began here runs; hooks look here before they call ``begin``."""
+
+    def begin(self) -> None:
+        """Opens the running backward, if no hook has done so yet."""
+        with self._lock:
+            if self.running:
+                return
+            self._on_begin()
+            end = _End(self._closed)
+            queue_callback(end)
+            self.backwards += 1
+            self.running = True
+            self._end = weakref.ref(end, self._dropped)
+
+    def _dropped(self, _: weakref.ref[_End]) -> None:
+        # On whatever thread lets go of a failed backward: an assignment, and nothing else.
+        self.running = False
+
+    def _closed(self) -> None:
+        self._end = None
+        self.running = False
+        self._on_end()

@@ -1,0 +1,46 @@
+"""What ``torch.compile`` does to hooks.
+
+A compiled graph takes over the hooks that are there when it is traced. Hooks registered later are ignored
+without a word (torch skips the guards on them), so here a word is said.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from ._errors import HookWarning
+from ._paths import Site
+
+__all__ = ["warn_if_compiled"]
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    return (
+        "_orig_mod" in module._modules or getattr(module, "_compiled_call_impl", None) is not None
+    )
+
+
+def _compiled_regions(model: nn.Module) -> list[nn.Module]:
+    return [module for module in model.modules() if _is_compiled(module)]
+
+
+def warn_if_compiled(model: nn.Module, sites: Iterable[Site], *, owner: str) -> None:
+    """Warns with the remedy if any of ``sites`` runs inside a compiled region of ``model``."""
+    if torch.compiler.is_compiling():
+        return
+    inside = {id(m) for region in _compiled_regions(model) for m in region.modules()}
+    caught = [site.label for site in sites if id(site.module) in inside]
+    if not caught:
+        return
+    more = f" and {len(caught) - 4} more" if len(caught) > 4 else ""
+    warnings.warn(
+        f"{owner}: {', '.join(caught[:4])}{more} runs inside torch.compile, and a graph compiled before "
+        "this call ignores its hooks; call torch.compiler.reset() after registering, or hook and run the "
+        "model that was given to torch.compile",
+        HookWarning,
+        stacklevel=4,
+    )

@@ -1,0 +1,74 @@
+"""What DDP and FSDP2 mean for a gradient that a hook sees."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+__all__ = ["Reduction", "fsdp2_parameters", "is_ddp", "is_dtensor", "reduction_of", "replicated"]
+
+Reduction = Literal["none", "before", "after", "unknown"]
+"""Whether a gradient is averaged over the processes: not at all, not yet, already, or who knows."""
+
+
+def is_ddp(model: object) -> bool:
+    """Whether the model is, or contains, a ``DistributedDataParallel``."""
+    return isinstance(model, nn.Module) and any(
+        isinstance(module, nn.parallel.DistributedDataParallel) for module in model.modules()
+    )
+
+
+def _syncs(model: nn.Module) -> bool:
+    """Whether DDP averages in this backward: not so under its ``no_sync()``."""
+    ddp = nn.parallel.DistributedDataParallel
+    return all(m.require_backward_grad_sync for m in model.modules() if isinstance(m, ddp))
+
+
+def _fsdp_module() -> type | None:
+    # Looked up, not imported: a model cannot be sharded unless its program imported this.
+    found = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
+    return found if isinstance(found, type) else None
+
+
+def fsdp2_parameters(model: object) -> frozenset[int]:
+    """The ids of the parameters that FSDP2 shards: their tensor hooks never fire."""
+    kind = _fsdp_module()
+    if kind is None or not isinstance(model, nn.Module):
+        return frozenset()
+    shards = (m for m in model.modules() if isinstance(m, kind))
+    return frozenset(id(p) for m in shards for p in m.parameters() if is_dtensor(p))
+
+
+def is_dtensor(tensor: torch.Tensor) -> bool:
+    """Whether the tensor is a part of one that is spread over processes."""
+    kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+    return kind is not None and isinstance(tensor, kind)
+
+
+def replicated(tensor: torch.Tensor) -> torch.Tensor:
+    """A value that every process has: of a ``DTensor`` the whole, of a plain tensor the tensor."""
+    if not is_dtensor(tensor):
+        return tensor
+    spread: Any = tensor
+    whole = sys.modules["torch.distributed.tensor"].Replicate()
+    return spread.redistribute(placements=[whole] * spread.device_mesh.ndim)  # type: ignore[no-any-return]
+
+
+def reduction_of(model: object, *, at_end: bool) -> Reduction:
+    """What holds for the gradients of ``model``'s parameters.
+
+    Args:
+        model: the module that the caller gave us.
+        at_end: whether the gradients are read when backward has ended, rather than in it.
+    """
+    distributed: Any = torch.distributed
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return "none"
+    if distributed.get_world_size() == 1:
+        return "none"
+    if is_ddp(model):
+        return "after" if at_end and isinstance(model, nn.Module) and _syncs(model) else "before"
+    return "after" if fsdp2_parameters(model) else "unknown"

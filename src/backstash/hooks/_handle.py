@@ -1,0 +1,94 @@
+"""The one thing that every registration returns."""
+
+from __future__ import annotations
+
+import warnings
+from abc import ABC, abstractmethod
+from types import TracebackType
+from typing import TypeVar
+
+from ..errors import UsageError
+from ._errors import HookWarning
+from ._registration import HookRecord, Registration
+
+__all__ = ["Handle"]
+
+_SHOWN = 8
+_H = TypeVar("_H", bound="Handle")
+
+
+class Handle(ABC):
+    """Hooks that are attached now, until ``remove()`` or the end of the ``with`` block.
+
+    The hooks are registered by the call that returns the handle, all of them or none. ``remove()`` takes
+    back its own and no others, and may be called again. Unless an exception is passing, what never
+    fired is said by a :class:`HookWarning` when the hooks are removed.
+    """
+
+    __slots__ = ("_registration", "_removed")
+
+    def __init__(self, registration: Registration) -> None:
+        self._registration = registration
+        self._removed = False
+
+    @property
+    def removed(self) -> bool:
+        """Whether the hooks were taken back."""
+        return self._removed
+
+    @property
+    def never_fired(self) -> tuple[str, ...]:
+        """The paths whose hooks have not fired yet."""
+        records = self._registration.records
+        return tuple(dict.fromkeys(r.path or "(model)" for r in records if not r.fired))
+
+    def remove(self) -> None:
+        """Takes the hooks back. Never fails because it was called before."""
+        self._remove(None)
+
+    def __enter__(self: _H) -> _H:
+        if self._removed:
+            owner = self._registration.owner
+            raise UsageError(f"this {owner} handle was removed; call {owner}(...) again")
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> bool:
+        self._remove(error)
+        return self._swallows(error)
+
+    def _remove(self, error: BaseException | None) -> None:
+        if self._removed:
+            return
+        self._removed = True
+        self._registration.remove()
+        self._finish(error)
+        if error is None:
+            silent = self._expected()
+            if silent:
+                warnings.warn(self._complaint(silent), HookWarning, stacklevel=3)
+
+    @abstractmethod
+    def _finish(self, error: BaseException | None) -> None:
+        """Ends what is not a hook (files, patches); ``error`` is the exception that passes."""
+
+    @abstractmethod
+    def _swallows(self, error: BaseException | None) -> bool:
+        """Whether the end of the ``with`` block ends ``error``."""
+
+    @abstractmethod
+    def _expected(self) -> list[HookRecord]:
+        """The records that should have fired and did not."""
+
+    def _complaint(self, silent: list[HookRecord]) -> str:
+        names = list(dict.fromkeys(f"{r.path or '(model)'} ({r.kind})" for r in silent))
+        more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+        return (
+            f"{self._registration.owner}: never fired: {', '.join(names[:_SHOWN])}{more}. Was the model "
+            "called, and backward run, inside the with block? Modules inside a graph compiled before "
+            "ignore hooks: call torch.compiler.reset() after registering"
+        )

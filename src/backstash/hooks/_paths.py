@@ -1,0 +1,82 @@
+"""Every module by the path that its user knows.
+
+A module's path is the one of ``named_modules()`` without the wrappers: ``torch.compile`` adds
+``_orig_mod``, DDP and ``DataParallel`` add ``module``, FSDP and activation-checkpoint wrappers theirs.
+A path therefore means the same module before and after the model is wrapped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import nn
+
+__all__ = ["Site", "join", "unwrap", "walk"]
+
+_WRAPPED_AS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+_MODULE_WRAPPERS = ("DataParallel", "DistributedDataParallel", "AveragedModel")
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """A module, and the path by which the caller knows it."""
+
+    path: str
+    """Dotted, without wrappers' prefixes; the model itself is ``""``."""
+    module: nn.Module
+    """The module inside its wrappers."""
+
+    @property
+    def label(self) -> str:
+        """The path as messages print it."""
+        return self.path or "(model)"
+
+    @property
+    def callable(self) -> bool:
+        """Whether the module has a forward; containers such as ``ModuleList`` have none."""
+        own = "forward" in vars(self.module)
+        return own or type(self.module).forward is not nn.Module.forward
+
+
+def _inner(module: nn.Module) -> tuple[str, nn.Module] | None:
+    names: tuple[str, ...] = _WRAPPED_AS
+    if any(base.__name__ in _MODULE_WRAPPERS for base in type(module).__mro__):
+        names = (*names, "module")
+    for name in names:
+        child = module._modules.get(name)
+        if child is not None:
+            return name, child
+    return None
+
+
+def unwrap(module: nn.Module) -> nn.Module:
+    """The module inside ``torch.compile``'s, DDP's, FSDP1's and checkpoint's wrappers."""
+    while (inner := _inner(module)) is not None:
+        module = inner[1]
+    return module
+
+
+def walk(model: nn.Module) -> Iterator[tuple[str, Site]]:
+    """Every path of every module, a shared module once per path: pairs (path as wrapped, site)."""
+    return _walk(model, "", "", ())
+
+
+def join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def _walk(
+    module: nn.Module, raw: str, path: str, above: tuple[int, ...]
+) -> Iterator[tuple[str, Site]]:
+    if id(module) in above:
+        return
+    above = (*above, id(module))
+    inner = _inner(module)
+    if inner is not None:
+        yield from _walk(inner[1], join(raw, inner[0]), path, above)
+        return
+    yield raw, Site(path, module)
+    for name, child in module._modules.items():
+        if child is not None:
+            yield from _walk(child, join(raw, name), join(path, name), above)

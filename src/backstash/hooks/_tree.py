@@ -1,0 +1,78 @@
+"""Tensors inside what modules take and return: tuples, dicts, dataclasses, and any nesting of them.
+
+Own code rather than ``torch.utils._pytree``: that one is private, sees a dataclass as a leaf unless
+somebody registered it, and the walk here is on every hook's path.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+__all__ = ["map_leaves", "tensors_in"]
+
+
+def tensors_in(value: object) -> Iterator[torch.Tensor]:
+    """Every tensor in ``value``, in the order in which :func:`map_leaves` visits them."""
+    if isinstance(value, torch.Tensor):
+        yield value
+        return
+    for item in _items(value):
+        yield from tensors_in(item)
+
+
+def map_leaves(fn: Callable[[Any], Any], value: Any, *, kind: type = torch.Tensor) -> Any:
+    """``value`` with ``fn`` applied to every leaf of class ``kind``.
+
+    A container in which nothing changes is returned itself, so what is not understood (a cache object,
+    a string, ``None``) keeps its identity. A changed one is a new object of the same class: frozen
+    dataclasses and mappings with extra fields too; their ``__init__`` is not run again.
+    """
+    if isinstance(value, kind):
+        return fn(value)
+    old = list(_items(value))
+    if not old:
+        return value
+    new = [map_leaves(fn, item, kind=kind) for item in old]
+    return value if all(a is b for a, b in zip(old, new, strict=True)) else _rebuild(value, new)
+
+
+def _items(value: object) -> Iterator[Any]:
+    if isinstance(value, Mapping):
+        yield from value.values()
+    elif isinstance(value, (tuple, list)):
+        yield from value
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield getattr(value, field.name, None)
+
+
+def _rebuild(value: Any, items: list[Any]) -> Any:
+    if isinstance(value, Mapping):
+        return _rebuild_mapping(value, items)
+    if isinstance(value, list):
+        new = copy.copy(value)
+        new[:] = items
+        return new
+    if isinstance(value, tuple):
+        if hasattr(value, "_fields"):
+            return type(value)(*items)
+        return type(value)(items)
+    new = copy.copy(value)
+    for field, item in zip(dataclasses.fields(value), items, strict=True):
+        object.__setattr__(new, field.name, item)
+    return new
+
+
+def _rebuild_mapping(value: Mapping[Any, Any], items: list[Any]) -> Any:
+    pairs = zip(value, items, strict=True)
+    if not hasattr(value, "__setitem__"):
+        return dict(pairs)
+    new: Any = copy.copy(value)
+    for key, item in pairs:
+        new[key] = item
+    return new
