@@ -1,0 +1,75 @@
+"""Everything in ``torch.autograd.graph``, and what it lacks.
+
+A program that imports ``backstash.graph`` instead of ``torch.autograd.graph`` keeps its meaning: every
+name there is here. Where torch's own is right it is handed on; where it is not, ours takes its place.
+
+====================  ============================================================================
+torch's own           ``Node``, ``GradientEdge``, ``get_gradient_edge``, ``increment_version``,
+                      ``disable_saved_tensors_hooks``, and whatever else the installed torch has
+ours, same meaning    ``saved_tensors_hooks``, ``save_on_cpu``, ``register_multi_grad_hook``,
+                      ``allow_mutation_on_saved_tensors``
+to disk               ``save_on_disk``, ``SaveOnCpu``, ``SaveOnDisk``
+scopes                ``saved_tensors_hooks(compose=True)``, ``only``, ``skip``
+a function, a call    ``saved_on``, ``save_for_backward``, ``saved_tensors``
+looking               ``iter_graph``, ``saved``, ``label_modules``, ``log_backward``
+====================  ============================================================================
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.autograd import graph as _stock
+from torch.autograd.graph import (
+    GradientEdge,
+    Node,
+    disable_saved_tensors_hooks,
+    get_gradient_edge,
+    increment_version,
+)
+
+from ._faces import save_on_cpu, save_on_disk
+from ._functions import save_for_backward, saved_on, saved_tensors
+from ._hooks import saved_tensors_hooks
+from ._iterate import iter_graph
+from ._labels import label_modules
+from ._log import BackwardLog, NodeRun, log_backward
+from ._modules import SaveOnCpu, SaveOnDisk
+from ._multi import register_multi_grad_hook
+from ._mutation import allow_mutation_on_saved_tensors
+from ._saved import SavedValue, saved
+from ._scopes import only, skip
+
+__all__ = [
+    "BackwardLog",
+    "GradientEdge",
+    "Node",
+    "NodeRun",
+    "SaveOnCpu",
+    "SaveOnDisk",
+    "SavedValue",
+    "allow_mutation_on_saved_tensors",
+    "disable_saved_tensors_hooks",
+    "get_gradient_edge",
+    "increment_version",
+    "iter_graph",
+    "label_modules",
+    "log_backward",
+    "only",
+    "register_multi_grad_hook",
+    "save_for_backward",
+    "save_on_cpu",
+    "save_on_disk",
+    "saved",
+    "saved_on",
+    "saved_tensors",
+    "saved_tensors_hooks",
+    "skip",
+]
+
+# What differs between the versions of torch is handed on as it is.
+_handed_on: dict[str, Any] = {
+    name: getattr(_stock, name) for name in _stock.__all__ if name not in __all__
+}
+globals().update(_handed_on)
+__all__ += list(_handed_on)

@@ -1,0 +1,219 @@
+"""Saving to a stash for one function, or for one call of ``save_for_backward``."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from ..errors import UsageError
+from ..stash import Stash
+from ..stores import Store
+from ._held import Held
+from ._mutation import guard_new_pair
+from ._pairs import Pair, current_pair, own_pack, pop_owned, push, replace_current
+
+__all__ = ["HookPair", "Routed", "save_for_backward", "saved_on", "saved_tensors"]
+
+_F = TypeVar("_F")
+
+
+class HookPair(Protocol):
+    """Anything that packs and unpacks: a ``Stash``."""
+
+    def pack(self, tensor: Tensor) -> Any:
+        """What autograd holds in place of ``tensor``."""
+
+    def unpack(self, packed: Any) -> Tensor:
+        """The tensor that was packed."""
+
+
+def saved_on(target: Stash | Store | AbstractContextManager[Any]) -> Callable[[_F], _F]:
+    """Let what a function saves for backward go to ``target``, whoever calls it. A decorator.
+
+    Args:
+        target: a ``Stash``, or a store (``Disk(directory)``) that gets a stash of its own with
+            ``min_bytes=0``; any re-enterable context of hooks works too.
+
+    Returns:
+        A decorator for a subclass of ``torch.autograd.Function`` (gives a subclass whose ``apply`` saves
+        to ``target``) or for a callable, a built-in one too (gives a callable).
+
+    Raises:
+        UsageError: ``target`` or what is decorated is something else.
+
+    The idea is from the request for a keyword argument of ``save_for_backward`` in PyTorch's tracker;
+    double backward works, since autograd keeps the history itself.
+
+    >>> import tempfile
+    >>> x = torch.eye(3, dtype=torch.float64, requires_grad=True)
+    >>> with tempfile.TemporaryDirectory() as directory, Stash(disk=directory, min_bytes=0) as stash:
+    ...     inverse = saved_on(stash)(torch.linalg.inv)(x * 2)
+    ...     inverse.sum().backward()
+    >>> x.grad.diagonal()
+    tensor([-0.5000, -0.5000, -0.5000], dtype=torch.float64)
+    """
+    context = Stash(disk=target, min_bytes=0) if isinstance(target, Store) else target
+    if not hasattr(context, "__enter__"):
+        raise UsageError(
+            f"saved_on({target!r}): allowed are a Stash, a store, and a context of hooks"
+        )
+
+    def decorate(function: Any) -> Any:
+        if isinstance(function, type) and issubclass(function, Function):
+            return _saving_class(function, context)
+        if not callable(function) or isinstance(function, type):
+            raise UsageError(f"saved_on(...)({function!r}): allowed are a Function and a callable")
+
+        @functools.wraps(function)
+        def saving(*args: Any, **kwargs: Any) -> Any:
+            with context:
+                return function(*args, **kwargs)
+
+        return saving
+
+    return decorate
+
+
+def _saving_class(function: Any, context: AbstractContextManager[Any]) -> Any:
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        with context:
+            return function.apply.__func__(cls, *args, **kwargs)
+
+    body: dict[str, Any] = {"apply": classmethod(apply), "__doc__": function.__doc__}
+    body["__module__"] = function.__module__
+    return type(function)(function.__name__, (function,), body)
+
+
+def save_for_backward(ctx: Any, *tensors: Tensor | None, to: HookPair | None = None) -> None:
+    """``ctx.save_for_backward(*tensors)``, with a place for them to go.
+
+    Args:
+        ctx: the context that ``forward`` or ``setup_context`` of a ``torch.autograd.Function`` got.
+        tensors: inputs, outputs or intermediates; ``None`` is allowed. Read them in ``backward`` by
+            :func:`saved_tensors`. As in torch, the last call counts.
+        to: a ``Stash`` or another pair with ``pack`` and ``unpack``; it goes before the hooks that are
+            active around the call. Default ``None``: those, if any.
+
+    Raises:
+        UsageError: ``to`` is no pair. What ``to.pack`` raises comes out of ``apply``.
+        RuntimeError: hooks are disabled where ``apply`` is called.
+
+    >>> import tempfile
+    >>> class Exp(Function):
+    ...     @staticmethod
+    ...     def forward(ctx, x):
+    ...         y = x.exp()
+    ...         save_for_backward(ctx, y, to=stash)
+    ...         return y
+    ...     @staticmethod
+    ...     def backward(ctx, grad):
+    ...         (y,) = saved_tensors(ctx)
+    ...         return grad * y
+    >>> x = torch.zeros(2, requires_grad=True)
+    >>> with tempfile.TemporaryDirectory() as directory:
+    ...     stash = Stash(disk=directory, min_bytes=0)
+    ...     Exp.apply(x).sum().backward()
+    >>> x.grad
+    tensor([1., 1.])
+    """
+    ctx.save_for_backward(*tensors)
+    if to is None:
+        return
+    if not callable(getattr(to, "pack", None)) or not callable(getattr(to, "unpack", None)):
+        raise UsageError(
+            f"save_for_backward(to={to!r}): allowed are a Stash, or a pair with pack and unpack"
+        )
+    given = [tensor for tensor in tensors if tensor is not None]
+    if given:
+        ctx.to_save = _ToSave(tensors)
+        ctx.to_save.prepare(ctx, given, to)
+
+
+def saved_tensors(ctx: Any) -> tuple[Tensor | None, ...]:
+    """The tensors that :func:`save_for_backward` saved: ``ctx.saved_tensors``, unpacked at every call."""
+    found: tuple[Tensor | None, ...] = ctx.saved_tensors
+    return found
+
+
+class _ToSave(tuple[Any, ...]):
+    """The saved tensors on their way from ``forward`` to the node, which says when they are saved.
+
+    After ``forward`` torch restores the caller's grad mode, reads the tensors, drops this tuple, and then
+    saves them, if there is to be a graph. So when the tuple is dropped the pair for the saves is pushed,
+    and its last save pops it. When ``forward`` failed, its context is gone first, and nothing is pushed.
+    """
+
+    def prepare(self, ctx: Any, tensors: list[Tensor], to: HookPair) -> None:
+        self.ctx = weakref.ref(ctx)
+        self.ids = [id(tensor) for tensor in tensors]
+        self.to = to
+
+    def __del__(self) -> None:
+        ctx = self.ctx() if hasattr(self, "ctx") else None
+        if ctx is not None and torch.is_grad_enabled() and any(ctx.needs_input_grad):
+            _SavesOfOneCall(self.ids, self.to).activate()
+
+
+class Routed:
+    """What autograd holds: a packed object, and the hook that reads it."""
+
+    __slots__ = ("unpack", "value")
+
+    def __init__(self, unpack: Callable[[Any], Tensor], value: Any) -> None:
+        self.unpack = unpack
+        self.value = value
+
+
+class _SavesOfOneCall:
+    """The pair that takes the saves of one ``apply``, in the place of the current one, and then goes."""
+
+    __slots__ = ("__weakref__", "ids", "left", "owner", "to", "under")
+
+    def __init__(self, ids: list[int], to: HookPair) -> None:
+        self.owner = self
+        self.ids = ids
+        self.to = to
+        self.under: Pair | None = None
+
+    def activate(self) -> None:
+        self.under = current_pair()
+        if self.under is None:
+            push(self.pack, self.unpack)
+        else:
+            pack: Any = functools.partial(self.pack)
+            pack.__wrapped__ = own_pack(self.under)
+            replace_current(Pair(pack, self.unpack))
+        guard_new_pair()
+
+    def pack(self, tensor: Tensor) -> Any:
+        # A call that failed between forward and its saves leaves this pair behind until the next save.
+        is_ours = bool(self.ids) and self.ids.pop(0) == id(tensor)
+        try:
+            if is_ours:
+                return Routed(self.to.unpack, self.to.pack(tensor))
+            self.ids.clear()
+            if self.under is not None:
+                return Routed(self.under.unpack, self.under.pack(tensor))
+            return Routed(Held.get, Held(tensor))
+        except BaseException:
+            self.ids.clear()
+            raise
+        finally:
+            if not self.ids:
+                self._finish()
+
+    def unpack(self, packed: Routed) -> Tensor:
+        return packed.unpack(packed.value)
+
+    def _finish(self) -> None:
+        if self.under is None:
+            pop_owned(self, "save_for_backward(to=...)")
+        else:
+            replace_current(self.under)

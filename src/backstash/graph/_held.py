@@ -1,0 +1,50 @@
+"""Holding a tensor where it is, with the version check that autograd leaves out under hooks."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..errors import InplaceError
+
+__all__ = ["Held", "changed_in_place", "running_node", "version_of"]
+
+
+def version_of(value: object) -> int | None:
+    """A tensor's version; ``None`` for what has none (another object, or made in inference mode)."""
+    if not isinstance(value, Tensor) or value.is_inference():
+        return None
+    return value._version
+
+
+def running_node() -> str:
+    """``" for MulBackward0"`` while a node of a graph is running on this thread, else ``""``."""
+    current = getattr(torch._C, "_current_autograd_node", None)
+    node = current() if current is not None else None
+    return f" for {node.name()}" if node is not None else ""
+
+
+def changed_in_place(tensor: Tensor, version: int | None) -> InplaceError:
+    """The error for a saved tensor whose value is no longer what was saved."""
+    return InplaceError(
+        "one of the variables needed for gradient computation has been modified by an inplace operation: "
+        f"a saved {str(tensor.dtype).removeprefix('torch.')} tensor of shape {tuple(tensor.shape)}"
+        f"{running_node()} is at version {version_of(tensor)}; expected version {version} instead. "
+        "Change a clone, or use allow_mutation_on_saved_tensors."
+    )
+
+
+class Held:
+    """A saved tensor left in place: an alias without its graph, and the version it must still have."""
+
+    __slots__ = ("alias", "version")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.alias = tensor.detach()  # an operation's own output would hold itself through its node
+        self.version = version_of(tensor)
+
+    def get(self) -> Tensor:
+        """The tensor. Raises ``InplaceError`` when it was changed since."""
+        if self.version is not None and self.alias._version != self.version:
+            raise changed_in_place(self.alias, self.version)
+        return self.alias

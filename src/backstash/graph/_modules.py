@@ -1,0 +1,97 @@
+"""Modules whose forward saves to host memory or to disk: the tutorial's wrappers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+from torch import nn
+
+from ._faces import save_on_cpu, save_on_disk
+
+__all__ = ["SaveOnCpu", "SaveOnDisk"]
+
+_INNER = "module."
+
+
+class _Saving(nn.Module):
+    """Runs ``module`` under a context. Parameter names and state-dict keys are those of ``module``."""
+
+    def __init__(self, module: nn.Module, context: AbstractContextManager[Any]) -> None:
+        super().__init__()
+        self.module = module
+        self.context = context
+        register: Any = self.register_state_dict_post_hook
+        register(_without_inner)
+        register = self.register_load_state_dict_pre_hook
+        register(_with_inner)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """``module``'s forward; what it saves goes where the class says."""
+        with self.context:
+            return self.module(*args, **kwargs)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """As ``module``'s own."""
+        for name, parameter in super().named_parameters(*args, **kwargs):
+            yield name.replace(_INNER, "", 1), parameter
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("module"), name)
+
+
+class SaveOnCpu(_Saving):
+    """A module that runs ``module`` under :class:`save_on_cpu`.
+
+    Args:
+        module: any module; its state-dict keys do not change.
+        options: the arguments of :class:`save_on_cpu`.
+
+    >>> model = nn.Sequential(nn.Linear(2, 2), SaveOnCpu(nn.Linear(2, 2), pin_memory=True))
+    >>> list(model.state_dict())
+    ['0.weight', '0.bias', '1.weight', '1.bias']
+    """
+
+    def __init__(self, module: nn.Module, **options: Any) -> None:
+        super().__init__(module, save_on_cpu(**options))
+
+
+class SaveOnDisk(_Saving):
+    """A module that runs ``module`` under :func:`save_on_disk`. Copies and replicas share its stash.
+
+    Args:
+        module: any module; its state-dict keys do not change.
+        directory: where; ``None`` is the system's temporary directory.
+        options: the other arguments of :func:`save_on_disk`: ``min_bytes``, ``min_elements``, ….
+
+    >>> import torch
+    >>> model = nn.Sequential(nn.Linear(2, 2), SaveOnDisk(nn.Tanh(), min_elements=1000))
+    >>> model(torch.ones(500, 2)).sum().backward()
+    >>> model[1].context.stats().written_bytes
+    4000
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        directory: str | os.PathLike[str] | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(module, save_on_disk(directory, **options))
+
+
+def _without_inner(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    for key in [key for key in state if key.startswith(prefix + _INNER)]:
+        state[prefix + key[len(prefix + _INNER) :]] = state.pop(key)
+
+
+def _with_inner(
+    module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any, *rest: Any
+) -> None:
+    for key in [key for key in state if key.startswith(prefix)]:
+        state[prefix + _INNER + key[len(prefix) :]] = state.pop(key)

@@ -1,0 +1,248 @@
+"""``register_multi_grad_hook``: one call for the gradients of several tensors.
+
+What one backward has gathered is owned by that backward: the engine holds it among its final callbacks and
+lets go of them when the backward ends, also when it raises. This table only refers to it weakly.
+
+The hook of one tensor must know which of the other tensors the running backward will reach, and so
+their graph nodes. If the hooks of ``a`` and ``b`` held each other's nodes, and ``b`` was computed from
+``a``, the two nodes would keep each other alive for ever, since the garbage collector cannot look into
+a C++ node that another one refers to. A node is made after the nodes it leads to, and has a greater
+sequence number: so each hook holds the nodes of smaller number only, in a chain. Leaves are held
+weakly. Where that does not tell (a tensor that was dropped, a leaf under ``autograd.grad``), the call
+waits for the end of the backward.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.autograd import graph as stock
+from torch.autograd.variable import Variable
+from torch.utils.hooks import RemovableHandle
+
+__all__ = ["register_multi_grad_hook"]
+
+
+class MultiHandle(RemovableHandle):
+    """Removes the hook from all its tensors; a context manager too, and may be removed twice."""
+
+    def __init__(self, handles: Sequence[RemovableHandle]) -> None:
+        self.handles = tuple(handles)
+
+    def remove(self) -> None:
+        """Take the hook off. A call that is being gathered by a running backward still comes."""
+        for handle in self.handles:
+            handle.remove()
+
+    def __enter__(self) -> MultiHandle:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.remove()
+
+    def __getstate__(self) -> Any:
+        return self.handles
+
+    def __setstate__(self, state: Any) -> None:
+        self.handles = state
+
+
+def register_multi_grad_hook(
+    tensors: Sequence[Tensor],
+    fn: Callable[..., None],
+    *,
+    mode: Literal["all", "any"] = "all",
+) -> RemovableHandle:
+    """Call ``fn`` once per backward with the gradients of ``tensors``.
+
+    Args:
+        tensors: any number; those that need no gradient have ``None`` in their place.
+        fn: with ``"all"``, called with a list, one gradient or ``None`` for each tensor, as soon as every
+            gradient that this backward computes is there; with ``"any"``, called with the first one.
+            It must not change them.
+        mode: ``"all"`` (default) or ``"any"``.
+
+    Returns:
+        A handle with ``remove()``, also a context manager.
+
+    Raises:
+        ValueError: another mode. What ``fn`` raises comes out of backward; a backward that raises before
+            all gradients are there does not call ``fn`` and leaves nothing behind.
+
+    >>> a, b = torch.ones(2, requires_grad=True), torch.ones(2)
+    >>> c = a * 2
+    >>> handle = register_multi_grad_hook([a, b, c], lambda grads: print([g is not None for g in grads]))
+    >>> c.sum().backward()
+    [True, False, True]
+    >>> handle.remove()
+    """
+    if mode not in ("all", "any"):
+        raise ValueError(f"Expects mode to be one of ('all', 'any') but got {mode}")
+    wanted = [(index, t) for index, t in enumerate(tensors) if t.requires_grad]
+    if mode == "any":
+        first = _First(fn)
+        return MultiHandle([_register(tensor, first) for _, tensor in wanted])
+    group = _Group(fn, len(tensors), {index: weakref.ref(t) for index, t in wanted})
+    handles = [_register(t, _Arrival(group, index, None)) for index, t in wanted if t.is_leaf]
+    made = [(index, t, stock.get_gradient_edge(t)) for index, t in wanted if not t.is_leaf]
+    below: _Below | None = None
+    for index, tensor, edge in sorted(made, key=lambda item: _number(item[2].node)):
+        handles.append(_register(tensor, _Arrival(group, index, below)))
+        below = _Below(index, edge, below)
+    return MultiHandle(handles)
+
+
+def _register(tensor: Tensor, hook: Callable[[Tensor], None]) -> RemovableHandle:
+    return tensor.register_hook(hook)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _number(node: Any) -> int:
+    number = getattr(node, "_sequence_nr", None)
+    return number() if number is not None else 0
+
+
+@dataclass(slots=True)
+class _Below:
+    """A tensor whose node was made before the holder's, and the next one further down."""
+
+    index: int
+    edge: stock.GradientEdge
+    next: _Below | None
+
+
+class _Group:
+    """What the hooks of one registration share. It refers to no node and to no tensor."""
+
+    __slots__ = ("count", "fn", "lock", "running", "tensors")
+
+    def __init__(
+        self, fn: Callable[..., None], count: int, tensors: dict[int, weakref.ref[Tensor]]
+    ) -> None:
+        self.fn = fn
+        self.count = count
+        self.tensors = tensors
+        self.lock = threading.Lock()
+        self.running: weakref.WeakValueDictionary[int, _Gathering] = weakref.WeakValueDictionary()
+
+
+class _Gathering:
+    """What one backward has gathered so far. The engine owns it, as a callback for the backward's end."""
+
+    __slots__ = ("__weakref__", "called", "grads", "group", "waiting_for")
+
+    def __init__(self, group: _Group, waiting_for: set[int]) -> None:
+        self.group = group
+        self.grads: list[Tensor | None] = [None] * group.count
+        self.waiting_for = waiting_for
+        self.called = False
+
+    def __call__(self) -> None:
+        if not self.called:
+            self.called = True
+            self.group.fn(self.grads)
+
+
+class _Arrival:
+    """The hook of one tensor."""
+
+    __slots__ = ("below", "group", "index")
+
+    def __init__(self, group: _Group, index: int, below: _Below | None) -> None:
+        self.group = group
+        self.index = index
+        self.below = below
+
+    def __call__(self, grad: Tensor) -> None:
+        task = _running_task()
+        group = self.group
+        with group.lock:
+            gathering = group.running.get(task)
+            if gathering is None:
+                gathering = _Gathering(group, self._expected())
+                group.running[task] = gathering
+                _at_the_end(gathering)
+            gathering.grads[self.index] = grad
+            gathering.waiting_for.discard(self.index)
+            is_complete = not gathering.waiting_for
+        if is_complete:
+            gathering()
+
+    def _expected(self) -> set[int]:
+        """The tensors that this backward reaches, or may reach."""
+        edges: dict[int, Any] = {}
+        below = self.below
+        while below is not None:
+            edges[below.index] = below.edge
+            below = below.next
+        for index, reference in self.group.tensors.items():
+            if index not in edges:
+                tensor = _alive(reference)
+                edges[index] = None if tensor is None else stock.get_gradient_edge(tensor)
+        return {index for index, edge in edges.items() if edge is None or _may_run(edge.node)}
+
+
+def _alive(reference: weakref.ref[Tensor]) -> Tensor | None:
+    tensor = reference()
+    if tensor is not None and hasattr(tensor, "_fix_weakref"):
+        tensor._fix_weakref()  # the graph alone may have kept it
+    return tensor
+
+
+def _may_run(node: Any) -> bool:
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:  # a leaf under autograd.grad: the engine does not tell
+        return True
+
+
+class _First:
+    """The hook of every tensor under ``"any"``."""
+
+    __slots__ = ("fn", "lock", "running")
+
+    def __init__(self, fn: Callable[..., None]) -> None:
+        self.fn = fn
+        self.lock = threading.Lock()
+        self.running: weakref.WeakValueDictionary[int, _Ran] = weakref.WeakValueDictionary()
+
+    def __call__(self, grad: Tensor) -> None:
+        task = _running_task()
+        with self.lock:
+            if task in self.running:
+                return
+            ran = self.running[task] = _Ran()
+            _at_the_end(ran)
+        self.fn(grad)
+
+
+class _Ran:
+    """Says that a backward has made its call; the engine owns it until the backward ends."""
+
+    __slots__ = ("__weakref__",)
+
+    def __call__(self) -> None:
+        pass
+
+
+def _running_task() -> int:
+    task = int(torch._C._current_graph_task_id())
+    if task == -1:
+        raise AssertionError("expected this hook to be called inside a backward call")
+    return task
+
+
+def _at_the_end(callback: Callable[[], None]) -> None:
+    """Give ``callback`` to the running backward: called when it succeeds, let go of when it ends."""
+    Variable._execution_engine.queue_callback(callback)

@@ -1,0 +1,231 @@
+"""``allow_mutation_on_saved_tensors``: what was saved keeps its value while the program changes the tensor.
+
+Two views of the program are needed: every save, and every write. Saves are seen by a *guard* around each
+hook pair, the context's own and those of contexts entered inside it (a torch-function mode finds a new
+pair before the next operation saves anything). Writes are seen by a dispatch mode, which reads from an
+operator's schema which arguments it writes: ``out=``, lists of tensors and fused operators included.
+
+A pair that is entered inside keeps doing its work. Only when a tensor it packed is about to change does
+the guard take a clone, which backward then gets instead: whatever the pair holds by then may have changed
+with the tensor.
+
+The idea of cloning before a write is from ``torch.autograd.graph``, whose version knows a saved tensor by
+its address and version, and so misses writes through a view that begins elsewhere.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..errors import UsageError
+from ._pairs import Pair, current_pair, own_pack, pop_owned, push, replace_current
+from ._watch import Saved, WatchTable
+
+__all__ = [
+    "Guarded",
+    "MutationContext",
+    "OutsideContextError",
+    "allow_mutation_on_saved_tensors",
+    "guard_in_place",
+    "guard_new_pair",
+    "is_guard",
+]
+
+_local = threading.local()
+_written: dict[
+    Any, tuple[tuple[int, str, bool], ...]
+] = {}  # by operator: position, name, keyword only
+
+
+class OutsideContextError(UsageError, AssertionError):
+    """Backward needs a context that has ended. An ``AssertionError`` too, as torch's own is."""
+
+
+class MutationContext:
+    """What :func:`allow_mutation_on_saved_tensors` yields: its state, for looking at."""
+
+    __slots__ = ("_table",)
+
+    def __init__(self) -> None:
+        self._table = WatchTable()
+
+    @property
+    def cloned(self) -> dict[Saved, Tensor]:
+        """The clones that are alive, by the saved tensor they stand for."""
+        return self._table.cloned()
+
+    @property
+    def tid_to_weakhandle(self) -> dict[object, Saved]:
+        """The saved tensors that are alive; torch's name for it."""
+        return self._table.alive()
+
+
+@contextmanager
+def allow_mutation_on_saved_tensors() -> Iterator[MutationContext]:
+    """Within it, a tensor that was saved for backward may be changed in place, through any alias.
+
+    What was saved is cloned just before it changes, and backward gets the value that was saved. Forward
+    and backward both run inside. A context around or inside it, a stash or any hook pair, keeps working.
+
+    Yields:
+        The state: ``cloned``, the clones that are alive. It shrinks as graphs are freed.
+
+    Raises:
+        RuntimeError: it is active on this thread already; the outer one goes on working.
+        AssertionError: from backward, outside the context in which the graph was recorded.
+        InplaceError: from backward, after a change that could not be seen: on another thread, or by code
+            that only calls ``increment_version``.
+
+    >>> with allow_mutation_on_saved_tensors() as context:
+    ...     x = torch.ones(3, requires_grad=True)
+    ...     y = x.clone()
+    ...     loss = (y**2).sum()
+    ...     _ = y[1:].zero_()  # y was saved
+    ...     clones = len(context.cloned)
+    ...     loss.backward()
+    >>> x.grad, clones, len(context.cloned)
+    (tensor([2., 2., 2.]), 1, 0)
+    """
+    if getattr(_local, "context", None) is not None:
+        raise UsageError(
+            "allow_mutation_on_saved_tensors contexts cannot be nested: one is active on this thread; "
+            "it already covers what is inside"
+        )
+    context = MutationContext()
+    guard = Guard(context, context._table, current_pair())
+    push(guard.pack, guard.unpack)
+    _local.context = context
+    try:
+        with _FindNewPairs(context._table), _CloneBeforeWrite(context._table):
+            yield context
+    finally:
+        _local.context = None
+        context._table.close()
+        pop_owned(context, "allow_mutation_on_saved_tensors()")
+
+
+def guard_in_place() -> None:
+    """Where the context is active on this thread, push its guard for tensors that no pair packs."""
+    context = getattr(_local, "context", None)
+    if context is not None:
+        guard = Guard(context, context._table, None)
+        push(guard.pack, guard.unpack)
+
+
+def guard_new_pair() -> None:
+    """Where the context is active on this thread, guard a pair that was just pushed."""
+    context = getattr(_local, "context", None)
+    if context is not None:
+        _guard_current(context._table)
+
+
+class Guarded:
+    """What autograd holds: the saved tensor's record, and what the guarded pair packed."""
+
+    __slots__ = ("packed", "saved")
+
+    def __init__(self, saved: Saved, packed: Any) -> None:
+        self.saved = saved
+        self.packed = packed
+
+
+class Guard:
+    """A pair that watches what it saves. With an inner pair, that one packs; without, the tensor stays."""
+
+    __slots__ = ("inner", "left", "owner", "table")
+
+    def __init__(self, owner: object, table: WatchTable, inner: Pair | None) -> None:
+        self.owner = owner
+        self.table = table
+        self.inner = inner
+
+    def pack(self, tensor: Tensor) -> Guarded:
+        packed = self.inner.pack(tensor) if self.inner is not None else None
+        return Guarded(self.table.add(tensor, hold=self.inner is None), packed)
+
+    def unpack(self, guarded: Guarded) -> Tensor:
+        saved = guarded.saved
+        if self.inner is not None and not saved.cloned:
+            return self.inner.unpack(guarded.packed)
+        if self.table.closed:
+            raise OutsideContextError(
+                "Trying to backward outside of the 'allow_mutation_on_saved_tensors' context in which "
+                "the graph was originally recorded: run backward inside the with block of its forward"
+            )
+        return saved.get()
+
+
+def is_guard(pair: Pair) -> bool:
+    """Whether a pair is a guard, or stands in for one that was guarded."""
+    return isinstance(getattr(pair.pack, "__self__", None), Guard) or hasattr(pair.pack, "guard")
+
+
+def _guard_current(table: WatchTable) -> None:
+    pair = current_pair()
+    if pair is not None and not is_guard(pair):
+        guard = Guard(None, table, pair)
+
+        def pack(tensor: Tensor) -> Guarded:
+            return guard.pack(tensor)
+
+        stand_in: Any = pack
+        stand_in.guard = guard
+        stand_in.__wrapped__ = own_pack(pair)
+        replace_current(Pair(pack, guard.unpack))
+
+
+class _FindNewPairs(TorchFunctionMode):
+    """Guards a pair that was entered inside the context, before an operation saves through it."""
+
+    def __init__(self, table: WatchTable) -> None:
+        super().__init__()
+        self.table = table
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        _guard_current(self.table)
+        return func(*args, **(kwargs or {}))
+
+
+class _CloneBeforeWrite(TorchDispatchMode):
+    """Clones what was saved and an operator is about to write."""
+
+    def __init__(self, table: WatchTable) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.table = table
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        _guard_current(self.table)
+        for position, name, keyword_only in _written_arguments(func):
+            if keyword_only or position >= len(args):
+                value = kwargs.get(name)
+            else:
+                value = args[position]
+            for tensor in value if isinstance(value, (list, tuple)) else (value,):
+                if isinstance(tensor, Tensor):
+                    moves_only = torch.Tag.inplace_view in func.tags
+                    self.table.before_write(tensor, moves_only=moves_only)
+        return func(*args, **kwargs)
+
+
+def _written_arguments(func: Any) -> tuple[tuple[int, str, bool], ...]:
+    found = _written.get(func)
+    if found is None:
+        schema = getattr(func, "_schema", None)
+        found = tuple(
+            (position, argument.name, argument.kwarg_only)
+            for position, argument in enumerate(schema.arguments if schema is not None else ())
+            if argument.alias_info is not None and argument.alias_info.is_write
+        )
+        _written[func] = found
+    return found

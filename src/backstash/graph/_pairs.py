@@ -1,0 +1,104 @@
+"""The thread's stack of hook pairs: looking at it, and taking out a pair that is not on top.
+
+The only file that names torch's private calls for default hooks. A pair is found again by its *owner*, an
+attribute of the object whose method was pushed; a wrapper that stands in for a pair names it as
+``__wrapped__``.
+
+A hook that leaves a context during backward leaves it in the engine's copy of the stack only: afterwards
+the pair is back. Such a pair is marked ``left``, and what encloses it may be left without an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..errors import UsageError
+
+__all__ = ["Pair", "current_pair", "own_pack", "pop_owned", "push", "replace_current", "take_all"]
+
+_autograd: Any = torch._C._autograd
+_top: Any = getattr(_autograd, "_top_saved_tensors_default_hooks", None)
+
+
+class Pair(NamedTuple):
+    """A pack hook and its unpack hook."""
+
+    pack: Callable[[Tensor], Any]
+    unpack: Callable[[Any], Tensor]
+
+
+def push(pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> None:
+    """Make a pair the current one. Raises ``RuntimeError`` where hooks are disabled."""
+    _autograd._push_saved_tensors_default_hooks(pack, unpack)
+
+
+def current_pair() -> Pair | None:
+    """The pair that a save on this thread would go through now."""
+    if _top is None:
+        raise UsageError(
+            f"torch {torch.__version__} does not tell which saved-tensors hooks are active "
+            "(torch._C._autograd._top_saved_tensors_default_hooks); use torch 2.11 to 2.13, or plain "
+            "saved_tensors_hooks without compose, only, skip or allow_mutation_on_saved_tensors"
+        )
+    top = _top(True)
+    return None if top is None else Pair(*top)
+
+
+def own_pack(pair: Pair) -> Callable[[Tensor], Any]:
+    """The pack hook that its context pushed, also when a wrapper stands in for it."""
+    return getattr(pair.pack, "__wrapped__", pair.pack)
+
+
+def _entered(pair: Pair) -> Any:
+    return getattr(own_pack(pair), "__self__", None)
+
+
+def pop_owned(owner: object, what: str) -> None:
+    """Take out the newest pair of ``owner``.
+
+    Raises:
+        UsageError: it is not on top (it is taken out all the same and those above it stay), or it is not
+            on this thread's stack (nothing changes).
+    """
+    if _top is None:
+        _autograd._pop_saved_tensors_default_hooks()
+        return
+    above: list[Pair] = []
+    while (pair := current_pair()) is not None:
+        _autograd._pop_saved_tensors_default_hooks()
+        if getattr(_entered(pair), "owner", None) is owner:
+            _entered(pair).left = True
+            break
+        above.append(pair)
+    for other in reversed(above):
+        push(*other)
+    if pair is None:
+        raise UsageError(
+            f"{what} was left where it is not active: left more often than entered, left on another "
+            "thread, or popped by another context; the hooks that are active stay as they were"
+        )
+    still_entered = [other for other in above if not getattr(_entered(other), "left", False)]
+    if still_entered:
+        raise UsageError(
+            f"{what} was left before {len(still_entered)} context(s) entered inside it: leave contexts "
+            "in the reverse order (its hooks were taken out, the others stay active)"
+        )
+
+
+def replace_current(pair: Pair) -> None:
+    """Put ``pair`` in the place of the current one, so that the context that pushed that one pops this."""
+    _autograd._pop_saved_tensors_default_hooks()
+    push(*pair)
+
+
+def take_all() -> list[Pair]:
+    """Empty this thread's stack; the newest pair comes first."""
+    pairs = []
+    while (pair := current_pair()) is not None:
+        _autograd._pop_saved_tensors_default_hooks()
+        pairs.append(pair)
+    return pairs

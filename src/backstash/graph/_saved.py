@@ -1,0 +1,119 @@
+"""What a node saved, described without bringing it back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import graph as stock
+
+from ._faces import InPlace
+from ._functions import Routed
+from ._held import Held
+from ._hooks import Outer, Packed
+from ._mutation import Guarded
+
+__all__ = ["SavedValue", "saved"]
+
+_PREFIX = "_raw_saved_"
+_FREED = "freed"
+_IN_PLACE = "in place"
+_names: dict[type, tuple[str, ...]] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class SavedValue:
+    """One tensor that a node saved for its backward."""
+
+    name: str
+    """The operation's name for it: ``"self"``, ``"result"``, ``"tensors[0]"``."""
+    shape: tuple[int, ...] | None
+    """Its sizes; ``None`` where what the hooks packed does not tell."""
+    dtype: torch.dtype | None
+    """Its element type, or ``None`` likewise."""
+    device: torch.device | None
+    """The device it is unpacked to, or ``None`` likewise."""
+    nbytes: int | None
+    """The bytes of its elements, or ``None`` likewise."""
+    where: str
+    """``"in place"``; a stash's ``"keep"``, ``"host"`` or ``"disk"``; ``"hooks"`` for an object that only
+    its hooks can read; ``"freed"`` after a backward without ``retain_graph``."""
+
+
+def saved(node: stock.Node) -> tuple[SavedValue, ...]:
+    """Describe what ``node`` saved, in its own order. Nothing is unpacked and no hook is called.
+
+    Args:
+        node: a tensor's ``grad_fn``, or a node from :func:`iter_graph`.
+
+    Returns:
+        A record for each saved tensor; empty for a node that saved none, and where this torch does not
+        show what is packed.
+
+    >>> x = torch.ones(2, 3, requires_grad=True)
+    >>> (found,) = saved(x.exp().grad_fn)
+    >>> found.name, found.shape, found.nbytes, found.where
+    ('result', (2, 3), 24, 'in place')
+    """
+    found: list[SavedValue] = []
+    for attribute in _attributes(type(node), node):
+        name = attribute.removeprefix(_PREFIX)
+        raw = _read(node, attribute)
+        if isinstance(raw, (tuple, list)):
+            several = [_describe(f"{name}[{i}]", each) for i, each in enumerate(raw)]
+            kept = [each for each in several if each.where != _FREED]
+            found += kept or several  # beside others, an empty place is a saved None
+        elif raw is not None:
+            found.append(_describe(name, raw))
+    return tuple(found)
+
+
+def _attributes(kind: type, node: Any) -> tuple[str, ...]:
+    if kind not in _names:
+        _names[kind] = tuple(name for name in dir(node) if name.startswith(_PREFIX))
+    return _names[kind]
+
+
+def _read(node: Any, attribute: str) -> Any:
+    try:
+        return getattr(node, attribute)
+    except RuntimeError:  # lists say by an error that they were freed
+        return None
+
+
+def _describe(name: str, raw: Any) -> SavedValue:
+    try:
+        packed = raw.data
+    except (AttributeError, RuntimeError):
+        return SavedValue(name, None, None, None, None, "hooks")
+    if packed is None:
+        return SavedValue(name, None, None, None, None, _FREED)
+    described, where = _look(packed)
+    if described is None:
+        return SavedValue(name, None, None, None, None, where)
+    shape, dtype = tuple(described.shape), described.dtype
+    nbytes = dtype.itemsize
+    for size in shape:
+        nbytes *= size
+    return SavedValue(name, shape, dtype, described.device, nbytes, where)
+
+
+def _look(packed: Any) -> tuple[Any, str]:
+    """Something with the tensor's shape, dtype and device, and where its bytes are."""
+    if isinstance(packed, Tensor):
+        return packed, _IN_PLACE
+    if isinstance(packed, Held):
+        return packed.alias, _IN_PLACE
+    if isinstance(packed, Guarded):
+        inside = packed.saved.alias if packed.saved.alias is not None else packed.packed
+        return (None, _FREED) if inside is None else _look(inside)
+    if isinstance(packed, (Packed, Outer, Routed, InPlace)):
+        inner, where = _look(packed.value)
+        return (packed if isinstance(packed, Packed) and packed.shape is not None else inner), where
+    if hasattr(packed, "where") and hasattr(packed, "shape"):
+        return packed, str(packed.where)
+    if isinstance(packed, tuple) and len(packed) in (1, 2):
+        return _look(packed[0])
+    return None, "hooks"

@@ -1,0 +1,119 @@
+"""Regions inside a context whose saves are left alone, all of them or by a predicate."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+
+from ..errors import UsageError
+from ._held import Held
+from ._mutation import guard_in_place, is_guard
+from ._pairs import Pair, current_pair, pop_owned, push, take_all
+
+__all__ = ["only", "skip"]
+
+
+@contextmanager
+def skip() -> Iterator[None]:
+    """A region whose saves are left alone: inside it, no hook pair is active, as if there were none around.
+
+    torch itself holds the tensors, with its own version check. Contexts entered inside work as usual.
+    Also a decorator.
+
+    Raises:
+        UsageError: a context entered inside is still active at the end; the outer ones are active again
+            all the same.
+
+    >>> import torch
+    >>> from backstash.graph import saved_tensors_hooks
+    >>> packed = []
+    >>> x = torch.ones(2, requires_grad=True)
+    >>> with saved_tensors_hooks(lambda t: packed.append(1) or t.clone(), lambda t: t):
+    ...     y = x.exp()
+    ...     with skip():
+    ...         y = y.exp()
+    >>> len(packed)
+    1
+    """
+    outer = take_all()
+    guard_in_place()
+    try:
+        yield
+    finally:
+        left = [pair for pair in take_all() if not is_guard(pair)]
+        for pair in reversed(left + outer):
+            push(*pair)
+        if left:
+            raise UsageError(
+                f"skip() was left before {len(left)} context(s) entered inside it: leave contexts in "
+                "the reverse order (the contexts around skip() are active again, and so are these)"
+            )
+
+
+def only(predicate: Callable[[Tensor], bool]) -> _Only:
+    """A region in which only tensors that satisfy ``predicate`` go to the pair around it.
+
+    The others are left in place, and a change in place is caught when backward needs them. With no pair
+    around it, all are left in place.
+
+    Args:
+        predicate: ``callable(Tensor) -> bool``; is called with every saved tensor and must not change it.
+
+    Raises:
+        InplaceError: from backward, for a tensor left in place that was changed since.
+        UsageError: from ``__exit__``, when contexts are left in the wrong order.
+
+    >>> import torch
+    >>> from backstash.graph import saved_tensors_hooks
+    >>> packed = []
+    >>> x = torch.ones(2, requires_grad=True)
+    >>> with saved_tensors_hooks(lambda t: packed.append(t.numel()) or t.clone(), lambda t: t):
+    ...     with only(lambda t: t.numel() > 2):
+    ...         y = x.exp().repeat(2).exp()
+    >>> packed
+    [4]
+    """
+    if not callable(predicate):
+        raise UsageError(f"only({predicate!r}): allowed is a callable that takes a Tensor")
+    return _Only(predicate)
+
+
+class _Only:
+    __slots__ = ("predicate",)
+
+    def __init__(self, predicate: Callable[[Tensor], bool]) -> None:
+        self.predicate = predicate
+
+    def __enter__(self) -> None:
+        entered = _Chosen(self, self.predicate, current_pair())
+        push(entered.pack, entered.unpack)
+
+    def __exit__(self, *args: object) -> None:
+        pop_owned(self, "only(...)")
+
+
+class _Chosen:
+    """One entry of ``only``: what the outer pair packed goes back to it, the rest is held."""
+
+    __slots__ = ("left", "outer", "owner", "predicate")
+
+    def __init__(
+        self, owner: object, predicate: Callable[[Tensor], bool], outer: Pair | None
+    ) -> None:
+        self.owner = owner
+        self.predicate = predicate
+        self.outer = outer
+
+    def pack(self, tensor: Tensor) -> Any:
+        if self.outer is not None and self.predicate(tensor):
+            return (self.outer.pack(tensor),)
+        return Held(tensor)
+
+    def unpack(self, packed: Any) -> Tensor:
+        if isinstance(packed, Held):
+            return packed.get()
+        assert self.outer is not None
+        return self.outer.unpack(packed[0])

@@ -1,0 +1,266 @@
+"""Which saved tensors lie in which storage, so that they are cloned before the storage is written.
+
+A storage is known by its ``_cdata`` while the table owns a weak reference to it: the identity of a storage
+that is weakly referenced is not given to another one. Every alias of a saved tensor has the same storage,
+whatever its address, shape or dtype, so a write through any of them is found here.
+
+Nothing is kept for a saved tensor that died: its weak reference's callback, which may run on any thread in
+the middle of anything, only appends to a queue that the next call drains.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from ._held import changed_in_place, version_of
+
+__all__ = ["Saved", "WatchTable"]
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+class Region(NamedTuple):
+    """Bytes ``low`` to ``high`` of a storage."""
+
+    storage: torch.UntypedStorage
+    low: int
+    high: int
+
+
+class Saved:
+    """A saved tensor: where it lies, and an alias of it, or its clone once it was about to change."""
+
+    __slots__ = (
+        "__weakref__",
+        "alias",
+        "cloned",
+        "conj",
+        "dtype",
+        "neg",
+        "offset",
+        "size",
+        "stride",
+        "version",
+        "where",
+    )
+
+    def __init__(self, tensor: Tensor, *, hold: bool) -> None:
+        plain = type(tensor) in _PLAIN and tensor.layout is torch.strided and not tensor.is_nested
+        self.alias = tensor.detach() if hold or not plain else None
+        self.version = version_of(tensor)
+        self.cloned = False
+        self.where: list[tuple[int, object]] = []  # in the table: storage and key
+        self.dtype = tensor.dtype
+        if plain:
+            self.size, self.stride = tensor.size(), tensor.stride()
+            self.offset = tensor.storage_offset()
+            self.conj, self.neg = tensor.is_conj(), tensor.is_neg()
+
+    def get(self) -> Tensor:
+        """The tensor as it was saved. Raises ``InplaceError`` after a change that the table did not see."""
+        alias = self.alias
+        assert alias is not None
+        if self.version is not None and version_of(alias) != self.version:
+            raise changed_in_place(alias, self.version)
+        return alias
+
+    def clone_from(self, storage: torch.UntypedStorage) -> None:
+        """Make the value safe from a coming write to ``storage``, in which the saved tensor lies."""
+        source = self.alias
+        if source is None:
+            source = torch.empty(0, dtype=self.dtype, device=storage.device)
+            source.set_(storage, self.offset, self.size, self.stride)
+            source = torch._neg_view(source) if self.neg else source
+            source = source.conj() if self.conj else source
+        self.alias = _copy(source)
+        self.version = version_of(self.alias)
+        self.cloned = True
+
+
+class _Storage(NamedTuple):
+    keep_identity: StorageWeakRef
+    saved: dict[object, tuple[weakref.ref[Saved], int, int]]
+
+
+class WatchTable:
+    """The saved tensors of one context. Safe to use from several threads."""
+
+    def __init__(self) -> None:
+        self._storages: dict[int, _Storage] = {}
+        self._dead: deque[tuple[int, object]] = deque()
+        self._clones: weakref.WeakSet[Saved] = weakref.WeakSet()
+        self._lock = threading.RLock()
+        self.closed = False
+
+    def add(self, tensor: Tensor, *, hold: bool) -> Saved:
+        """Watch ``tensor``; with ``hold``, keep it alive too. The same tensor saved again is one record."""
+        regions = _regions(tensor)
+        with self._lock, torch.no_grad():
+            self._drain()
+            key: object = object()
+            if regions and type(tensor) in _PLAIN and tensor.layout is torch.strided:
+                key = _identity(tensor, hold)
+                known = self._storages.get(regions[0].storage._cdata)
+                entry = known.saved.get(key) if known is not None else None
+                saved = entry[0]() if entry is not None else None
+                if saved is not None:
+                    return saved
+            saved = Saved(tensor, hold=hold)
+            if regions is None:  # no storage to watch: it must be safe from the start
+                assert saved.alias is not None
+                saved.alias = saved.alias.clone()
+                saved.version = None
+            self._register(saved, regions or [], key)
+            return saved
+
+    def before_write(self, tensor: Tensor, *, moves_only: bool) -> None:
+        """Clone what was saved and ``tensor`` is about to change; ``moves_only``: no byte will change."""
+        with self._lock, torch.no_grad():
+            self._drain()
+            for storage, low, high in _regions(tensor) or ():
+                for saved, saved_low, saved_high in self._in(storage):
+                    untouched = moves_only or high <= saved_low or saved_high <= low
+                    if untouched and saved.alias is not None and not saved.cloned:
+                        # The write raises the version that an alias shares, though its bytes stay.
+                        saved.version = None
+                    else:
+                        self._clone(saved, storage)
+
+    def cloned(self) -> dict[Saved, Tensor]:
+        """What is alive and had to be cloned."""
+        with self._lock:
+            return {saved: saved.alias for saved in self._clones if saved.alias is not None}
+
+    def alive(self) -> dict[object, Saved]:
+        """What is alive, cloned or not."""
+        with self._lock:
+            self._drain()
+            return {id(saved): saved for saved in self._everything()}
+
+    def close(self) -> None:
+        """Let go of every tensor. What is still saved cannot be had again."""
+        with self._lock:
+            self.closed = True
+            for saved in list(self._everything()):
+                saved.alias = None
+            self._storages.clear()
+            self._clones.clear()
+            self._dead.clear()
+
+    def _everything(self) -> Iterator[Saved]:
+        for storage in self._storages.values():
+            for reference, _, _ in storage.saved.values():
+                saved = reference()
+                if saved is not None:
+                    yield saved
+
+    def _in(self, storage: torch.UntypedStorage) -> list[tuple[Saved, int, int]]:
+        known = self._storages.get(storage._cdata)
+        found = [(ref(), low, high) for ref, low, high in known.saved.values()] if known else []
+        return [(saved, low, high) for saved, low, high in found if saved is not None]
+
+    def _register(self, saved: Saved, regions: list[Region], key: object) -> None:
+        dead = self._dead
+        for storage, low, high in regions:
+            where = (storage._cdata, key)
+            record = self._storages.get(storage._cdata)
+            if record is None:
+                record = _Storage(StorageWeakRef(storage), {})  # type: ignore[no-untyped-call]
+                self._storages[storage._cdata] = record
+            reference = weakref.ref(saved, lambda _, where=where: dead.append(where))  # type: ignore[misc]
+            record.saved[key] = (reference, low, high)
+            saved.where.append(where)
+
+    def _clone(self, saved: Saved, storage: torch.UntypedStorage) -> None:
+        saved.clone_from(storage)
+        for where in saved.where:
+            self._forget(*where)
+        saved.where.clear()
+        assert saved.alias is not None
+        # A clone that was unpacked may be written too: it is watched in turn.
+        self._register(saved, _regions(saved.alias) or [], object())
+        self._clones.add(saved)
+
+    def _drain(self) -> None:
+        while self._dead:
+            cdata, key = self._dead.popleft()
+            record = self._storages.get(cdata)
+            if record is not None and key in record.saved and record.saved[key][0]() is None:
+                self._forget(cdata, key)
+
+    def _forget(self, cdata: int, key: object) -> None:
+        record = self._storages.get(cdata)
+        if record is not None:
+            record.saved.pop(key, None)
+            if not record.saved:
+                del self._storages[cdata]
+
+
+def _identity(tensor: Tensor, hold: bool) -> object:
+    return (
+        tensor.dtype,
+        tensor.size(),
+        tensor.stride(),
+        tensor.storage_offset(),
+        tensor.is_conj(),
+        tensor.is_neg(),
+        version_of(tensor),
+        hold,
+    )
+
+
+def _regions(tensor: Tensor) -> list[Region] | None:
+    """Where the bytes of ``tensor`` lie; ``None`` when it does not tell."""
+    if is_traceable_wrapper_subclass(tensor):
+        names, _ = tensor.__tensor_flatten__()
+        return _joined(getattr(tensor, name) for name in names)
+    if tensor.layout is torch.sparse_coo:
+        return _joined((tensor._indices(), tensor._values()))
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return _joined((tensor.crow_indices(), tensor.col_indices(), tensor.values()))
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return _joined((tensor.ccol_indices(), tensor.row_indices(), tensor.values()))
+    try:
+        storage = tensor.untyped_storage()
+    except (NotImplementedError, RuntimeError):
+        return None
+    if tensor.is_nested:
+        return [Region(storage, 0, storage.nbytes())]
+    if tensor.numel() == 0:
+        return []
+    low = int(tensor.storage_offset()) * tensor.element_size()
+    return [Region(storage, low, low + int(_extent(tensor)) * tensor.element_size())]
+
+
+def _joined(parts: Any) -> list[Region] | None:
+    regions: list[Region] = []
+    for part in parts:
+        found = _regions(part)
+        if found is None:
+            return None
+        regions += found
+    return regions
+
+
+def _extent(tensor: Tensor) -> int:
+    """Elements of the storage from the tensor's first to its last."""
+    steps = zip(tensor.size(), tensor.stride(), strict=True)
+    return 1 + sum((size - 1) * stride for size, stride in steps)
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    """A clone; an expanded tensor stays as small as it is."""
+    plain = type(tensor) in _PLAIN and tensor.layout is torch.strided and not tensor.is_nested
+    if not plain or tensor.is_conj() or tensor.is_neg() or _extent(tensor) >= tensor.numel():
+        return tensor.clone()
+    flat = tensor.as_strided((_extent(tensor),), (1,), tensor.storage_offset()).clone()
+    return flat.as_strided(tensor.size(), tensor.stride(), 0)
