@@ -17,7 +17,7 @@ from ._errors import NoMatchError, NotCapturedError
 from ._handle import Handle
 from ._names import Names, Selector, near, select
 from ._paths import Site, walk
-from ._registration import HookRecord, Registration
+from ._registration import Registration
 from ._snapshot import Keep
 from ._stop import StopForward, Stopper
 
@@ -87,15 +87,11 @@ class Capture(Handle, Mapping[str, Captured]):
     def __len__(self) -> int:
         return sum(1 for _ in self)
 
-    def _finish(self, error: BaseException | None) -> None:
-        if self._stopper is not None:
-            self._stopper.disarm()
-
-    def _swallows(self, error: BaseException | None) -> bool:
-        return self._stopper is not None and self._stopper.raised(error)
-
-    def _expected(self) -> list[HookRecord]:
-        return [record for record in self._registration.records if not record.fired]
+    def _finish(self, error: BaseException | None) -> bool:
+        if self._stopper is None:
+            return False
+        self._stopper.disarm()
+        return self._stopper.raised(error)
 
 
 def _aliases(model: nn.Module, cells: dict[int, Cell]) -> dict[str, Cell]:
@@ -207,6 +203,8 @@ def _wanted(
         raise UsageError(
             'stop=True ends the forward at the first calls; use calls="last" or stop=False'
         )
+    if stop and grads:
+        raise UsageError("stop=True leaves no output to run backward from; use grads=False or stop=False")
     keep = Keep(detach, clone, None if device is None else torch.device(device))
     return Wanted(inputs, outputs, grads, calls, keep)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ._distributed import Reduction
 from ._handle import Handle
-from ._registration import HookRecord, Registration
+from ._registration import Registration
 
 __all__ = ["GradientHooks"]
 
@@ -26,11 +26,5 @@ class GradientHooks(Handle):
         reduced = "" if self.reduction == "none" else f"; reduction: {self.reduction}"
         return f"<{self._registration.owner}: {self.note}{reduced}>"
 
-    def _finish(self, error: BaseException | None) -> None:
-        pass
-
-    def _swallows(self, error: BaseException | None) -> bool:
+    def _finish(self, error: BaseException | None) -> bool:
         return False
-
-    def _expected(self) -> list[HookRecord]:
-        return [record for record in self._registration.records if not record.fired]

@@ -33,7 +33,8 @@ def select(model: nn.Module, names: Names, *, argument: str = "names") -> list[S
     every = list(walk(model))
     chosen: dict[int, Site] = {}
     for selector in _as_selectors(names, argument):
-        found = [site for raw, site in every if _matches(selector, raw, site)]
+        found = [site for _, site in every if _matches(selector, site)]
+        found = found or [site for raw, site in every if raw == selector]
         usable = [site for site in found if site.callable]
         if not usable:
             raise NoMatchError(_explain(selector, found, every, model, argument))
@@ -54,9 +55,9 @@ def _as_selectors(names: Names, argument: str) -> list[Selector]:
     )
 
 
-def _matches(selector: Selector, raw: str, site: Site) -> bool:
+def _matches(selector: Selector, site: Site) -> bool:
     if isinstance(selector, str):
-        return selector in (site.path, raw) or fnmatchcase(site.path, selector)
+        return selector == site.path or fnmatchcase(site.path, selector)
     if isinstance(selector, type):
         return isinstance(site.module, selector)
     if isinstance(selector, nn.Module):

@@ -10,7 +10,7 @@ from ._compiled import warn_if_compiled
 from ._finding import Finding
 from ._handle import Handle
 from ._names import Names, select
-from ._registration import HookRecord, Registration
+from ._registration import Registration
 from ._search import Search
 from ._sinks import open_sink
 
@@ -23,7 +23,7 @@ class NonFiniteSearch(Handle):
     __slots__ = ("_search",)
 
     def __init__(self, registration: Registration, search: Search) -> None:
-        super().__init__(registration)
+        super().__init__(registration, each=False)
         self._search = search
 
     @property
@@ -31,16 +31,9 @@ class NonFiniteSearch(Handle):
         """The first finding; ``None`` while everything was finite."""
         return self._search.found
 
-    def _finish(self, error: BaseException | None) -> None:
+    def _finish(self, error: BaseException | None) -> bool:
         self._search.end(raising=error is None)
-
-    def _swallows(self, error: BaseException | None) -> bool:
         return False
-
-    def _expected(self) -> list[HookRecord]:
-        # A model has modules that one forward does not call: only a search that saw nothing is a mistake.
-        records = self._registration.records
-        return records[:1] if not any(record.fired for record in records) else []
 
 
 def find_nonfinite(

@@ -13,7 +13,7 @@ from ..errors import UsageError
 from ._distributed import is_ddp
 from ._handle import Handle
 from ._parameters import select_tensors
-from ._registration import HookRecord, Registration
+from ._registration import Registration
 from ._step_guards import ALLOWED, ClipGuard, refuse_leftover, refuse_scaler
 from ._stepper import Stepper
 
@@ -74,15 +74,10 @@ class StepInBackward(Handle):
         for path, optimizer in self._stepper.optimizers.items():
             optimizer.load_state_dict(state[path])
 
-    def _finish(self, error: BaseException | None) -> None:
+    def _finish(self, error: BaseException | None) -> bool:
         if self._guard is not None:
             self._guard.remove()
-
-    def _swallows(self, error: BaseException | None) -> bool:
         return False
-
-    def _expected(self) -> list[HookRecord]:
-        return [record for record in self._registration.records if not record.fired]
 
 
 def step_in_backward(

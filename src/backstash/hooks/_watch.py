@@ -13,7 +13,7 @@ from ._compiled import warn_if_compiled
 from ._handle import Handle
 from ._names import Names, select
 from ._parameters import Target, select_tensors
-from ._registration import HookRecord, Registration
+from ._registration import Registration
 from ._report import GradientReport
 from ._sinks import open_sink
 
@@ -39,14 +39,9 @@ class GradientWatch(Handle):
         """How many backwards have begun."""
         return self._collector.backwards
 
-    def _finish(self, error: BaseException | None) -> None:
+    def _finish(self, error: BaseException | None) -> bool:
         self._collector.close()
-
-    def _swallows(self, error: BaseException | None) -> bool:
         return False
-
-    def _expected(self) -> list[HookRecord]:
-        return [record for record in self._registration.records if not record.fired]
 
 
 def watch_gradients(

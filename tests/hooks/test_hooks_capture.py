@@ -1,0 +1,203 @@
+"""capture: values, structures, calls, edits."""
+
+import pytest
+import torch
+from torch import nn
+
+from backstash.errors import InplaceError, UsageError
+from backstash.hooks import HookWarning, NoMatchError, NotCapturedError, capture
+
+
+def test_outputs_by_path_glob_class_and_callable(chain: nn.Sequential) -> None:
+    x = torch.randn(5, 4)
+    for names in ("2", ["2"], "[2]", [nn.Linear], [chain[2]], [lambda path, module: path == "2"]):
+        with capture(chain, names, clone=True) as got:
+            out = chain(x)
+        assert torch.equal(got["2"].output, out)
+        assert not got["2"].output.requires_grad
+
+
+def test_the_model_itself_has_the_empty_path(chain: nn.Sequential) -> None:
+    with capture(chain, "") as got:
+        out = chain(torch.randn(5, 4))
+    assert list(got) == [""] and torch.equal(got[""].output, out)
+
+
+def test_structures_keep_their_kind(structured: nn.Module) -> None:
+    with capture(structured, ["tuple", "dict", "record"], inputs=True) as got:
+        structured(torch.ones(2, 3))
+    first, none, second = got["tuple"].output
+    assert none is None and torch.equal(first / 2 + 1, second)
+    assert torch.equal(got["dict"].output["y"], first * 3)
+    assert torch.equal(got["dict"].output["inner"]["z"][0], first + 2)
+    record = got["record"].output
+    assert type(record).__name__ == "Out" and record.note == "kept"
+    assert not record.logits.requires_grad and torch.equal(record.logits, first * 3 + second)
+
+
+def test_keyword_inputs(structured: nn.Module) -> None:
+    with capture(structured, ["dict", "record"], inputs=True, outputs=False) as got:
+        structured(torch.ones(2, 3))
+    assert got["dict"].args == () and set(got["dict"].kwargs) == {"x", "scale"}
+    assert got["dict"].input is got["dict"].kwargs["x"]
+    assert len(got["record"].args) == 1 and set(got["record"].kwargs) == {"bias"}
+    with pytest.raises(NotCapturedError, match="outputs=True"):
+        _ = got["record"].output
+
+
+def test_what_changed_in_place_is_refused(chain: nn.Sequential) -> None:
+    with capture(chain, ["0", "1"]) as got:
+        chain(torch.randn(5, 4))
+    with pytest.raises(InplaceError, match=r"output of '0'.*clone=True"):
+        _ = got["0"].output
+    assert (got["1"].output >= 0).all()
+
+
+def test_input_of_an_inplace_module(chain: nn.Sequential) -> None:
+    x = torch.randn(5, 4)
+    with capture(chain, "1", inputs=True) as got:
+        chain(x)
+    with pytest.raises(InplaceError, match="input of '1'"):
+        _ = got["1"].input
+    with capture(chain, "1", inputs=True, clone=True) as got:
+        chain(x)
+    assert torch.equal(got["1"].input, chain[0](x))
+
+
+def test_a_clone_is_the_callers_to_change(chain: nn.Sequential) -> None:
+    with capture(chain, "0", clone=True) as got:
+        chain(torch.randn(5, 4))
+    got["0"].output.zero_()
+    assert not got["0"].output.any()
+
+
+def test_residual_sum_in_place(residual: nn.Module) -> None:
+    x = torch.randn(2, 4)
+    with capture(residual, "fc*", clone=True) as got:
+        residual(x)
+    hidden = torch.relu(residual.fc1(x))
+    assert torch.equal(got["fc2"].output, residual.fc2(hidden))
+
+
+def test_calls_of_a_reused_module(residual: nn.Module) -> None:
+    x = torch.randn(2, 4)
+    values = {}
+    for calls in ("first", "last", "all"):
+        with capture(residual, "relu", calls=calls, clone=True) as got:
+            out = residual(x)
+        values[calls] = [call.output for call in got["relu"].calls]
+    assert len(values["all"]) == 2
+    assert torch.equal(values["first"][0], values["all"][0])
+    assert torch.equal(values["last"][0], values["all"][1])
+    assert torch.equal(values["last"][0], out)
+    assert not torch.equal(values["all"][0], values["all"][1])
+
+
+def test_a_shared_module_has_each_of_its_paths() -> None:
+    shared = nn.Linear(3, 3)
+    model = nn.ModuleDict({"a": shared, "b": shared})
+    with capture(model, "b") as got:
+        model["a"](torch.ones(1, 3))
+    assert got["a"].output is got["b"].output and list(got) == ["b"]
+
+
+def test_detach_false_keeps_the_graph(chain: nn.Sequential) -> None:
+    with capture(chain, "2", detach=False) as got:
+        out = chain(torch.randn(5, 4))
+    assert got["2"].output is out
+    got["2"].output.sum().backward()
+    assert chain[0].weight.grad is not None
+
+
+def test_device(chain: nn.Sequential) -> None:
+    with capture(chain, "2", device="meta") as got:
+        chain(torch.randn(5, 4))
+    assert got["2"].output.device.type == "meta"
+
+
+def test_inference_mode(chain: nn.Sequential) -> None:
+    with torch.inference_mode(), capture(chain, ["2"], inputs=True) as got:
+        out = chain(torch.randn(5, 4))
+    assert torch.equal(got["2"].output, out)
+    with torch.inference_mode(), capture(chain, "2") as got:
+        out = chain(torch.randn(5, 4))
+    assert torch.equal(got["2"].output, out)
+
+
+def test_nested_captures_see_the_same(chain: nn.Sequential) -> None:
+    x = torch.randn(5, 4)
+    with capture(chain, "*", clone=True) as outer:
+        chain(x)
+        with capture(chain, "0", clone=True) as inner:
+            out = chain(x)
+        with pytest.warns(HookWarning), capture(chain, "0"):
+            pass
+        chain(x + 1)
+    assert torch.equal(inner["0"].output, chain[0](x))
+    assert torch.equal(outer["0"].output, chain[0](x + 1))
+    assert not torch.equal(outer[""].output, out)
+
+
+def test_removing_the_outer_first_leaves_the_inner(chain: nn.Sequential) -> None:
+    outer, inner = capture(chain, "0"), capture(chain, "2")
+    chain(torch.randn(5, 4))
+    outer.remove()
+    outer.remove()
+    inner.clear()
+    out = chain(torch.randn(5, 4))
+    assert torch.equal(inner["2"].output, out)
+    inner.remove()
+    with pytest.raises(UsageError, match="was removed"), inner:
+        pass
+
+
+def test_edit_replaces_outputs(chain: nn.Sequential) -> None:
+    x = torch.randn(5, 4)
+    with capture(chain, "2", edit={"0": torch.zeros_like, "2": lambda y: y + 1}) as got:
+        out = chain(x)
+    assert torch.equal(out, chain[2].bias.expand(5, 2) + 1)
+    assert torch.equal(got["2"].output, out)
+    with capture(chain, "2", edit=lambda y: None) as got:
+        assert torch.equal(chain(x), got["2"].output)
+    with capture(chain, [], edit={nn.ReLU: torch.neg}) as got:
+        assert torch.equal(chain(x), chain[2](-torch.relu(chain[0](x))))
+    assert len(got) == 0
+
+
+def test_edits_of_one_module_follow_the_dict(chain: nn.Sequential) -> None:
+    with capture(chain, "", edit={"2": lambda y: y * 0 + 3, nn.Linear: lambda y: y + 1}) as got:
+        chain(torch.randn(5, 4))
+    assert (got[""].output == 4).all()
+
+
+def test_asking_for_what_is_not_there(chain: nn.Sequential) -> None:
+    got = capture(chain, ["0", "2"])
+    with pytest.raises(NotCapturedError, match="'0' was not called"):
+        _ = got["0"]
+    with pytest.raises(KeyError, match=r"'1' is not captured; there are: '0', '2'"):
+        _ = got["1"]
+    assert list(got) == [] and len(got) == 0
+    with pytest.warns(HookWarning, match=r"never fired: 0 \(forward\), 2 \(forward\)"):
+        got.remove()
+    got.remove()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"outputs": False}, "all False"),
+        ({"calls": "every"}, '"last", "first", "all"'),
+        ({"calls": "all", "stop": True}, "stop=True"),
+        ({"grads": True, "stop": True}, "stop=True"),
+    ],
+)
+def test_contradictions_register_nothing(chain, state_of, arguments, message) -> None:
+    before = state_of(chain)
+    with pytest.raises(UsageError, match=message):
+        capture(chain, "0", **arguments)
+    assert state_of(chain) == before
+
+
+def test_no_names_and_no_edit(chain: nn.Sequential) -> None:
+    with pytest.raises(NoMatchError, match="selects nothing"):
+        capture(chain, [])
