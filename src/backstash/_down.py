@@ -24,7 +24,7 @@ from typing import Any
 from ._blocks import Block
 from ._lanes import Lane
 from ._parcels import Parcel, Segment
-from .errors import StashError, StashFullError, StashWarning
+from .errors import StashError, StashFullError, StashIOError, StashWarning
 from .stores import Store
 from .stores._memory import Pool
 
@@ -76,7 +76,9 @@ class Down:
         self._flights: deque[_Flight] = deque()  # oldest first
         self._open: weakref.ref[Segment] | None = None  # being filled; dies with its blocks
         self._full_at: int | None = None  # bytes used when the store last had no room
-        self._broken: StashError | None = None  # a write that failed: nothing more is sent down
+        self._broken: Callable[[], StashError] | None = (
+            None  # after a failed write nothing more goes
+        )
         self.keep_bytes = self.keep_peak_bytes = 0
         self.inflight_bytes = self.inflight_peak_bytes = 0
         self.written_bytes = self.disk_peak_bytes = 0
@@ -137,7 +139,7 @@ class Down:
     def _refuses(self, store: Store) -> bool:
         if self._broken is not None:
             if self._raises:
-                raise self._broken
+                raise self._broken()
             return True
         return self._full_at is not None and store.used_bytes >= self._full_at and not self._raises
 
@@ -287,13 +289,13 @@ class Down:
         self.keep_bytes += block.nbytes
 
     def _break(self, failure: BaseException) -> None:
-        full = isinstance(failure, OSError) and failure.errno == errno.ENOSPC
-        text = f"{failure}; nothing more is sent there"
-        error = (StashFullError if full else StashError)(text)
-        error.__cause__ = failure
-        self._broken = error
+        number = getattr(failure, "errno", None) or errno.EIO
+        kind = StashFullError if number == errno.ENOSPC else StashIOError
+        text = str(failure)
+        # Made anew each time: a kept exception would keep the frames that it passed through.
+        self._broken = lambda: kind(number, f"{text}; nothing more is sent there")
         if not self._raises:
-            self._tell(error)
+            self._tell(self._broken())
 
 
 def _judged_by(lane: Lane, flight: _Flight) -> bool:

@@ -13,7 +13,7 @@ from types import FrameType
 
 from torch import Tensor, nn
 
-__all__ = ["call_frame_id", "is_buffer", "module_path", "running_frames", "running_modules"]
+__all__ = ["call_frame", "is_buffer", "is_running", "module_path", "running_modules"]
 
 _CALL_CODE = nn.Module._call_impl.__code__
 
@@ -30,25 +30,20 @@ def running_modules(frame: FrameType | None = None) -> list[nn.Module]:
     return modules
 
 
-def running_frames() -> set[int]:
-    """The ids of the frames that run a module's forward on this thread."""
-    found = set()
+def call_frame() -> FrameType | None:
+    """The innermost frame on this thread that runs a module's forward."""
     current: FrameType | None = sys._getframe(1)
-    while current is not None:
-        if current.f_code is _CALL_CODE:
-            found.add(id(current))
+    while current is not None and current.f_code is not _CALL_CODE:
         current = current.f_back
-    return found
+    return current
 
 
-def call_frame_id() -> int:
-    """The id of the innermost frame that runs a module's forward, or 0."""
+def is_running(frame: FrameType) -> bool:
+    """Whether ``frame`` is on this thread's stack."""
     current: FrameType | None = sys._getframe(1)
-    while current is not None:
-        if current.f_code is _CALL_CODE:
-            return id(current)
+    while current is not None and current is not frame:
         current = current.f_back
-    return 0
+    return current is frame
 
 
 def module_path(modules: list[nn.Module]) -> str:

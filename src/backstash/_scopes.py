@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from ._lanes import Lane
-from ._modules import call_frame_id, running_frames
+from ._modules import call_frame, is_running
 from .errors import UsageError
 
 if TYPE_CHECKING:
@@ -35,14 +35,14 @@ class Scope:
     """A pushed hook pair."""
 
     hooks: saved_tensors_hooks
-    frame: int  # the id of the frame of the module call that it covers; 0 for a ``with``
+    frame: FrameType | None  # of the module call that it covers; None for a ``with``
 
 
 def enter_scope(
     lane: Lane,
     pack: Callable[[Tensor], object],
     unpack: Callable[[Any], Tensor],
-    frame: int = 0,
+    frame: FrameType | None = None,
 ) -> None:
     """Push a hook pair for this thread. Raises ``RuntimeError`` where hooks are disabled."""
     _clear_stale(lane)
@@ -51,7 +51,7 @@ def enter_scope(
     lane.scopes.append(Scope(hooks, frame))
 
 
-def leave_scope(lane: Lane, frame: int = 0) -> None:
+def leave_scope(lane: Lane, frame: FrameType | None = None) -> None:
     """Pop the newest pair of this thread's lane.
 
     Raises:
@@ -61,8 +61,8 @@ def leave_scope(lane: Lane, frame: int = 0) -> None:
     if not lane.scopes:
         raise UsageError("this thread left a stash more often than it entered it")
     scope = lane.scopes[-1]
-    if scope.frame != frame:
-        if frame:  # a module's forward failed before our hook could push anything
+    if scope.frame is not frame:
+        if frame is not None:  # a module's forward failed before our hook could push anything
             return
         raise UsageError("a stash was left inside the forward of a module it is attached to")
     lane.scopes.pop()
@@ -70,11 +70,7 @@ def leave_scope(lane: Lane, frame: int = 0) -> None:
 
 
 def _clear_stale(lane: Lane) -> None:
-    running: set[int] | None = None
-    while lane.scopes and lane.scopes[-1].frame:
-        running = running_frames() if running is None else running
-        if lane.scopes[-1].frame in running:
-            return
+    while lane.scopes and (frame := lane.scopes[-1].frame) is not None and not is_running(frame):
         try:
             _take_out(lane.scopes.pop())
         except UsageError:
@@ -107,6 +103,17 @@ def _take_out(scope: Scope) -> None:
         )
 
 
+class _Hook:
+    """A module hook; an object, so that a model that is saved with it fails by the stash's own words."""
+
+    def __init__(self, act: Callable[[FrameType | None], None]) -> None:
+        self._act = act
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __call__(self, *_: object) -> None:
+        self._act(call_frame())
+
+
 class Attachment:
     """A stash on a module: what its forward saves is held. Returned by :meth:`Stash.attach`.
 
@@ -115,16 +122,9 @@ class Attachment:
     """
 
     def __init__(self, stash: Stash, module: nn.Module) -> None:
-        def before(module: nn.Module, args: Any) -> None:
-            stash._enter(call_frame_id())
-
-        def after(module: nn.Module, args: Any, output: Any) -> None:
-            stash._leave(call_frame_id())
-
-        disable: Any = torch.compiler.disable
         self._handles = (
-            module.register_forward_pre_hook(disable(before), prepend=True),
-            module.register_forward_hook(disable(after), always_call=True),
+            module.register_forward_pre_hook(_Hook(stash._enter), prepend=True),
+            module.register_forward_hook(_Hook(stash._leave), always_call=True),
         )
 
     def remove(self) -> None:

@@ -15,7 +15,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -108,7 +108,7 @@ class Stash:
         self._owns_store = not isinstance(disk, Store)
         self._store = disk if isinstance(disk, Store) or disk is None else Disk(disk)
         self._closed = False
-        self._pid = os.getpid()
+        self._pid = self._forked_pid = os.getpid()
         # Re-entrant: the garbage collector may run a finalizer that uses this stash while it is held.
         self._lock = threading.RLock()
         self._grave: deque[Any] = deque()
@@ -140,7 +140,7 @@ class Stash:
     # Entering and leaving.
 
     def __enter__(self) -> Stash:
-        self._enter(0)
+        self._enter(None)
         return self
 
     def __exit__(
@@ -149,14 +149,14 @@ class Stash:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._leave(0)
+        self._leave(None)
         if isinstance(error, RuntimeError) and "support saved tensor hooks" in str(error):
             raise UsageError(
                 "torch.func.grad, vjp, jacrev and hessian refuse to run inside a stash, as inside any "
                 "saved-tensors hooks: call them outside of it, or use torch.autograd.grad, which works"
             ) from error
 
-    def _enter(self, frame: int) -> None:
+    def _enter(self, frame: FrameType | None) -> None:
         if self._closed:
             raise StashClosedError(
                 f"stash {self.name or ''} is closed: make a new one".replace("  ", " ")
@@ -164,7 +164,7 @@ class Stash:
         lane = self._lane()
         enter_scope(lane, _pack_for(self, lane), self.unpack, frame)
 
-    def _leave(self, frame: int) -> None:
+    def _leave(self, frame: FrameType | None) -> None:
         lane = self._lane()
         leave_scope(lane, frame)
         with self._lock:
@@ -243,12 +243,13 @@ class Stash:
         lane.saves += 1
         if self._closed:
             raise StashClosedError("a closed stash was asked to hold a tensor")
+        forked = self._is_forked()
         if type(tensor) is not Tensor:
             return self._pack_other(tensor, lane)
         reason = reason_to_stay(tensor)
         if not reason and self._store is None:
             reason = "no tier below: give disk="
-        if not reason and os.getpid() != self._pid:
+        if not reason and forked:
             reason = "a forked process: make a stash in it"
         if reason:
             return self._stay(tensor, reason)
@@ -409,8 +410,7 @@ class Stash:
     def _unpack_entry(self, entry: Entry) -> Tensor:
         block = entry.block
         view = None
-        if os.getpid() != self._pid:
-            self._after_fork()
+        self._is_forked()
         lane = self._lane()
         with self._lock:
             self._drain()
@@ -429,12 +429,14 @@ class Stash:
             self._up.ahead(block)
         return view
 
-    def _after_fork(self) -> None:
-        """In a child process: the threads are gone, and whoever held the lock with them."""
-        self._pid = os.getpid()
-        self._lock = threading.RLock()
-        self._up.forked(self._lock)
-        self._closed = True
+    def _is_forked(self) -> bool:
+        """Whether this is a child process; there the threads are gone, and whoever held the lock."""
+        pid = os.getpid()
+        if pid != self._forked_pid:
+            self._forked_pid = pid
+            self._lock = threading.RLock()
+            self._up.forked(self._lock)
+        return pid != self._pid
 
     def _drain(self) -> None:
         """Settle what died since the last call."""
