@@ -6,10 +6,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+
+ENDING = {signal.SIGINT, signal.SIGTERM}
 
 
 @dataclass(frozen=True)
@@ -17,9 +19,11 @@ class Outcome:
     """How a program ended."""
 
     how: str
-    """``finished``, ``killed by the kernel`` or ``refused: `` and the last line on stderr."""
+    """``finished``, ``killed by the kernel``, or ``refused: `` and the last line on stderr."""
     output: str
     """What it printed."""
+    limited_by: str
+    """``a control group`` or ``RLIMIT_DATA``."""
 
     @property
     def finished(self) -> bool:
@@ -28,33 +32,50 @@ class Outcome:
 
 def run_limited(command: list[str], limit_bytes: int) -> Outcome:
     """Run ``command`` to its end, with at most ``limit_bytes`` of memory and no swap."""
-    with terminable(), control_group(limit_bytes) as enter:
-        process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=enter
-        )
-        try:
-            output, errors = process.communicate()
-        finally:
-            process.kill()
-            process.wait()
+    # A signal waits until there is something that it may interrupt, and all of it is cleaned up.
+    with signals_raise(), signals_wait(True), control_group(limit_bytes) as group:
+        with start(command, group, limit_bytes) as process:
+            try:
+                with signals_wait(False):
+                    output, errors = process.communicate()
+            finally:
+                process.kill()
+    how = "finished"
     if process.returncode == -signal.SIGKILL:
-        return Outcome("killed by the kernel", output)
-    if process.returncode != 0:
-        return Outcome("refused: " + errors.strip().rpartition("\n")[2], output)
-    return Outcome("finished", output)
+        how = "killed by the kernel"
+    elif process.returncode != 0:
+        how = "refused: " + errors.strip().rpartition("\n")[2]
+    return Outcome(how, output, "a control group" if group else "RLIMIT_DATA")
+
+
+def start(command: list[str], group: Path | None, limit_bytes: int) -> subprocess.Popen[str]:
+    """Start this file as a program, which limits itself and then becomes ``command``."""
+    # glibc: a tensor of 1 MiB goes back to the system as soon as it is freed.
+    environ = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
+    limited = [sys.executable, __file__, str(group or ""), str(limit_bytes), *command]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(limited, stdout=pipe, stderr=pipe, text=True, env=environ)
+
+
+def become(group: str, limit_bytes: str, *command: str) -> None:
+    """Limit this process, then replace it by ``command``."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
+    if group:
+        Path(group, "cgroup.procs").write_text(str(os.getpid()))
+    else:
+        resource.setrlimit(resource.RLIMIT_DATA, (int(limit_bytes), int(limit_bytes)))
+    os.execv(command[0], command)
 
 
 @contextmanager
-def control_group(limit_bytes: int) -> Iterator[Callable[[], None]]:
-    """What a child calls to be limited. The group, if one could be made, is removed at the end."""
+def control_group(limit_bytes: int) -> Iterator[Path | None]:
+    """A control group with that limit, or ``None`` where none can be made. Removed at the end."""
     group = next(filter(None, (make_group(*kind, limit_bytes) for kind in memory_groups())), None)
-    if group is None:
-        yield lambda: resource.setrlimit(resource.RLIMIT_DATA, (limit_bytes, limit_bytes))
-        return
     try:
-        yield lambda: (group / "cgroup.procs").write_text("0") and None
+        yield group
     finally:
-        remove_group(group)
+        if group is not None:
+            remove_group(group)
 
 
 def memory_groups() -> Iterator[tuple[Path, str, str, str]]:
@@ -63,14 +84,13 @@ def memory_groups() -> Iterator[tuple[Path, str, str, str]]:
     with suppress(OSError):
         for line in Path("/proc/self/cgroup").read_text().splitlines():
             _, controllers, path = line.split(":", 2)
+            own = root / ("memory" if controllers else ".") / path.lstrip("/")
             if "memory" in controllers.split(","):
-                for parent in (root / "memory" / path.lstrip("/"), root / "memory"):
-                    yield parent, "memory.limit_in_bytes", "memory.memsw.limit_in_bytes", "limit"
+                for parent in (own, root / "memory"):
+                    yield parent, "memory.limit_in_bytes", "memory.memsw.limit_in_bytes", "{}"
             elif not controllers:
-                own = root / path.lstrip("/")
-                for parent in (own.parent, own):
-                    if parent.is_relative_to(root):
-                        yield parent, "memory.max", "memory.swap.max", "0"
+                for parent in (own.parent, own) if own != root else (own,):
+                    yield parent, "memory.max", "memory.swap.max", "0"
 
 
 def make_group(parent: Path, limit: str, swap: str, no_swap: str, limit_bytes: int) -> Path | None:
@@ -81,19 +101,18 @@ def make_group(parent: Path, limit: str, swap: str, no_swap: str, limit_bytes: i
     except OSError:
         return None
     try:
-        if not (group / limit).exists() or not os.access(group / "cgroup.procs", os.W_OK):
-            raise PermissionError(group)
-        (group / limit).write_text(str(limit_bytes))
+        with open(group / limit, "r+") as file:  # Never makes the file: it exists in a real group.
+            file.write(str(limit_bytes))
     except OSError:
         remove_group(group)
         return None
     with suppress(OSError):  # Not every kernel counts swap.
-        (group / swap).write_text(no_swap.replace("limit", str(limit_bytes)))
+        (group / swap).write_text(no_swap.format(limit_bytes))
     return group
 
 
 def remove_group(group: Path) -> None:
-    """Remove a group whose processes have ended. The kernel may take a moment to notice."""
+    """Remove a group whose processes have ended; the kernel may take a moment to notice."""
     for _ in range(100):
         with suppress(OSError):
             group.rmdir()
@@ -103,10 +122,24 @@ def remove_group(group: Path) -> None:
 
 
 @contextmanager
-def terminable() -> Iterator[None]:
+def signals_raise() -> Iterator[None]:
     """Within it SIGTERM raises, as SIGINT does, so that what was made is removed."""
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
+def signals_wait(wait: bool) -> Iterator[None]:
+    """Within it SIGINT and SIGTERM wait, or do not."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK if wait else signal.SIG_UNBLOCK, ENDING)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+if __name__ == "__main__":
+    become(*sys.argv[1:])

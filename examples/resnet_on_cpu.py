@@ -13,11 +13,11 @@ import tempfile
 from contextlib import nullcontext
 
 import torch
-from memory_limit import run_limited
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from backstash import Stash
+from memory_limit import run_limited
 
 MIB = 1 << 20
 CLASSES = 10
@@ -62,8 +62,9 @@ def make_resnet(depths: tuple[int, ...]) -> nn.Sequential:
 def train(options: argparse.Namespace) -> None:
     """A few steps on one batch of noise, whose labels the network learns by heart."""
     torch.manual_seed(0)
-    model = make_resnet((2, 2, 4, 2) if options.tiny else (3, 8, 36, 3))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    torch.set_num_threads(min(4, torch.get_num_threads()))  # each has memory of its own
+    model = make_resnet((6, 4, 1, 1) if options.tiny else (3, 8, 36, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.003)
     images = torch.randn(options.batch, 3, options.size, options.size)
     labels = torch.randint(CLASSES, (options.batch,))
     stash = Stash(disk=options.disk, inflight="32MiB", prefetch="32MiB")
@@ -80,13 +81,15 @@ def train(options: argparse.Namespace) -> None:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--limit", type=int, default=1024, help="the limit in MiB")
-    parser.add_argument("--batch", type=int, default=64, help="images a step")
+    parser.add_argument("--limit", type=int, default=1280, help="the limit in MiB")
+    parser.add_argument("--batch", type=int, default=96, help="images a step")
     parser.add_argument("--size", type=int, default=64, help="an image's height and width")
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--disk", default=tempfile.gettempdir(), help="a directory on a disk")
     parser.add_argument("--tiny", action="store_true", help="a shallower one, for tests")
     parser.add_argument("--child", choices=("plain", "stash"), help=argparse.SUPPRESS)
+    if parser.parse_known_args()[0].tiny:
+        parser.set_defaults(limit=600, batch=48)
     return parser.parse_args()
 
 
@@ -95,13 +98,12 @@ def main() -> int:
     if options.child:
         train(options)
         return 0
-    print(f"a limit of {options.limit} MiB", flush=True)
     outcomes = {}
     for child in ("plain", "stash"):
         command = [sys.executable, *sys.argv, "--child", child]
-        outcomes[child] = run_limited(command, options.limit * MIB)
-        print(f"{child}: {outcomes[child].how}", flush=True)
-        print(outcomes[child].output, end="", flush=True)
+        outcome = outcomes[child] = run_limited(command, options.limit * MIB)
+        print(f"{child}, {options.limit} MiB by {outcome.limited_by}: {outcome.how}")
+        print(outcome.output, end="", flush=True)
     return 0 if outcomes["stash"].finished and not outcomes["plain"].finished else 1
 
 

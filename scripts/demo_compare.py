@@ -121,7 +121,7 @@ def compare(directory: str, arguments: list[str]) -> int:
     report = Path(directory) / f"backstash-demo-{os.getpid()}.json"
     options = ["--keep", "32MiB", "--disk", directory]
     plainly = [sys.executable, SCRIPT]
-    backstash = [str(Path(sys.executable).with_name("backstash")), "run", *options]
+    backstash = [sys.executable, "-m", "backstash", "run", *options]
     print(f"python {' '.join([SCRIPT, *arguments])}", flush=True)
     plain = run("plain", [*plainly, *arguments])
     print(f"backstash run {' '.join([*options, SCRIPT, *arguments])}", flush=True)

@@ -1,0 +1,150 @@
+"""Each example runs as a program, in its tiny mode, and says what it should."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+EXAMPLES = ROOT / "examples"
+# One thread each: two programs that spin on the same cores are slower than one.
+ENVIRON = {
+    **os.environ,
+    "OMP_NUM_THREADS": "1",
+    "PYTHONPATH": str(ROOT / "src"),
+    "PYTHONWARNINGS": "error,ignore:Failed to initialize NumPy:UserWarning",
+}
+
+
+@pytest.fixture
+def importable(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The examples and the demo as modules."""
+    for folder in (EXAMPLES, ROOT / "scripts"):
+        monkeypatch.syspath_prepend(str(folder))
+    before = set(sys.modules)
+    yield
+    for name in set(sys.modules) - before:
+        if str(getattr(sys.modules[name], "__file__", "")).startswith(str(EXAMPLES)):
+            del sys.modules[name]
+
+
+def run(*command: str | Path, cwd: Path) -> str:
+    """What ``python COMMAND`` printed, run somewhere else; it must succeed."""
+    ended = subprocess.run(
+        [sys.executable, *map(str, command)], cwd=cwd, env=ENVIRON, capture_output=True, text=True
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return ended.stdout
+
+
+def losses(output: str) -> list[str]:
+    return re.findall(r"^step \d+ loss (\S+) \d+\.\d+ s$", output, re.M)
+
+
+def test_train_gpt_learns(tmp_path: Path) -> None:
+    found = losses(run(EXAMPLES / "train_gpt.py", "--tiny", cwd=tmp_path))
+    assert len(found) == 4
+    assert float(found[-1]) < float(found[0])
+    assert all(repr(float(loss)) == loss for loss in found)
+
+
+def test_train_gpt_is_plain_pytorch() -> None:
+    imports = re.findall(
+        r"^\s*(?:import|from) (\w+)", (EXAMPLES / "train_gpt.py").read_text(), re.M
+    )
+    assert "torch" in imports and "backstash" not in imports
+
+
+def test_train_gpt_tiny_options_can_be_changed(tmp_path: Path) -> None:
+    assert len(losses(run(EXAMPLES / "train_gpt.py", "--tiny", "--steps", "2", cwd=tmp_path))) == 2
+
+
+def test_custom_function_is_exact_on_disk(tmp_path: Path) -> None:
+    output = run(EXAMPLES / "custom_function.py", "--tiny", "--disk", tmp_path, cwd=tmp_path)
+    assert "equal to the last bit" in output
+    assert f"{4 * 256 * 256 * 8:,} bytes went to disk" in output
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.usefixtures("importable")
+def test_custom_function_has_true_derivatives() -> None:
+    from custom_function import energy, make_sites, square_root
+
+    sites = make_sites(3, 5)
+
+    def function(*each: torch.Tensor) -> torch.Tensor:
+        return energy(list(each), square_root)
+
+    assert torch.autograd.gradcheck(function, sites)
+    assert torch.autograd.gradgradcheck(function, sites)
+
+
+def control_groups() -> list[Path]:
+    """The examples' control groups that exist now."""
+    return list(Path("/sys/fs/cgroup").rglob("backstash-example-*"))
+
+
+def test_resnet_finishes_only_with_a_stash(tmp_path: Path) -> None:
+    output = run(EXAMPLES / "resnet_on_cpu.py", "--tiny", "--disk", tmp_path, cwd=tmp_path)
+    plain, stash, *rest = output.splitlines()
+    assert re.fullmatch(r"plain, 600 MiB by .*: (killed by the kernel|refused: .*memory.*)", plain)
+    assert re.fullmatch(r"stash, 600 MiB by .*: finished", stash)
+    first, last, moved = (re.findall(r"[\d.,]+", line)[0] for line in rest)
+    assert float(last) < float(first)
+    assert int(moved) > 500
+    assert list(tmp_path.iterdir()) == [] and control_groups() == []
+
+
+def test_resnet_leaves_no_control_group_when_terminated(tmp_path: Path) -> None:
+    command = [sys.executable, str(EXAMPLES / "resnet_on_cpu.py"), "--tiny"]
+    with subprocess.Popen(command, cwd=tmp_path, env=ENVIRON, stdout=subprocess.DEVNULL) as process:
+        while not control_groups() and process.poll() is None:
+            time.sleep(0.05)
+        if not control_groups():
+            pytest.skip("no control group can be made here")
+        process.terminate()
+        assert process.wait() == 128 + signal.SIGTERM
+    assert control_groups() == []
+
+
+@pytest.mark.usefixtures("importable")
+def test_memory_limit_falls_back_to_rlimit(monkeypatch: pytest.MonkeyPatch) -> None:
+    import memory_limit
+
+    monkeypatch.setattr(memory_limit, "memory_groups", lambda: iter(()))
+    greedy = [
+        sys.executable,
+        "-c",
+        "print('before', flush=True); bytearray(1 << 30); print('after')",
+    ]
+    refused = memory_limit.run_limited(greedy, 256 << 20)
+    assert (refused.how, refused.output) == ("refused: MemoryError", "before\n")
+    assert refused.limited_by == "RLIMIT_DATA"
+    assert memory_limit.run_limited(greedy, 4 << 30).finished
+
+
+def test_demo_compares_the_two_runs(tmp_path: Path) -> None:
+    output = run(ROOT / "scripts/demo_compare.py", "--tiny", "--disk", tmp_path, cwd=tmp_path)
+    assert "The losses of all 4 steps are equal to the last bit." in output
+    assert re.search(r"^resident memory at its peak +\d+ MiB +\d+ MiB", output, re.M)
+    assert re.search(r"^written to disk +0 MiB +\d+ MiB", output, re.M)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.usefixtures("importable")
+def test_demo_tells_losses_apart_by_one_bit() -> None:
+    from demo_compare import Run, differing
+
+    plain = Run([2.5, 1.5], [0.1, 0.1], 0)
+    assert differing(plain, Run([2.5, 1.5], [0.2, 0.2], 0)) == []
+    (last,) = differing(plain, Run([2.5, 1.5000000000000002], [0.1, 0.1], 0))
+    assert last.startswith("step 2: ")
+    (count,) = differing(plain, Run([2.5], [0.1], 0))
+    assert "plain took 2 steps, backstash 1" in count
