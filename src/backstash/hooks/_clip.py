@@ -89,16 +89,22 @@ def _on_values(gradient: torch.Tensor, clip: Clip) -> torch.Tensor:
         return clip(gradient)
     gradient = gradient.coalesce()
     return torch.sparse_coo_tensor(
-        gradient.indices(), clip(gradient.values()), gradient.shape, is_coalesced=True
+        gradient.indices(),
+        clip(gradient.values()),
+        gradient.shape,
+        check_invariants=True,
+        is_coalesced=True,
     )
 
 
 def _by_value(value: float | tuple[float, float] | None) -> tuple[Clip, str]:
-    low, high = value if isinstance(value, tuple) else (-(value or 0.0), value or 0.0)
-    if not (isinstance(low, (int, float)) and isinstance(high, (int, float)) and low < high):
+    pair = value if isinstance(value, tuple) else (0, value)
+    numbers = len(pair) == 2 and all(isinstance(bound, (int, float)) for bound in pair)
+    if not numbers or not pair[0] < pair[1]:
         raise UsageError(
             f"value={value!r} is no bound; allowed: a positive number, or (least, greatest)"
         )
+    low, high = pair if isinstance(value, tuple) else (-pair[1], pair[1])
 
     def clip(gradient: torch.Tensor) -> torch.Tensor:
         return gradient.clamp(low, high)

@@ -57,13 +57,15 @@ def on_outputs(registration: Registration, site: Site, make: Make) -> None:
 
         return hook
 
-    registration.forward(site, make_forward)
+    registration.forward(site, make_forward, counts="output gradient")
 
 
 def on_inputs(registration: Registration, site: Site, make: Make) -> None:
     """On the gradients of the tensors that a module takes, as they come through this module."""
     open_calls: dict[int, list[InputUses]] = {}
-    registration.forward_pre(site, _begin_call(registration, make, open_calls))
+    registration.forward_pre(
+        site, _begin_call(registration, make, open_calls), counts="input gradient"
+    )
     registration.forward(site, _end_call(open_calls))
 
 

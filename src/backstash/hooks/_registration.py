@@ -98,19 +98,15 @@ class Registration:
         return hook
 
     def forward(
-        self, site: Site, make: Make, *, with_kwargs: bool = False, always_call: bool = False
+        self, site: Site, make: Make, *, counts: str = "forward", always_call: bool = False
     ) -> None:
-        """A forward hook on a module."""
-        hook = self._made("forward", site.path, make)
-        self._hooks.append(
-            site.module.register_forward_hook(
-                hook, with_kwargs=with_kwargs, always_call=always_call
-            )
-        )
+        """A forward hook on a module; ``counts`` is what its record counts, in words."""
+        hook = self._made(counts, site.path, make)
+        self._hooks.append(site.module.register_forward_hook(hook, always_call=always_call))
 
-    def forward_pre(self, site: Site, make: Make) -> None:
+    def forward_pre(self, site: Site, make: Make, *, counts: str = "forward pre") -> None:
         """A forward pre-hook on a module, given the keyword inputs too."""
-        hook = self._made("forward pre", site.path, make)
+        hook = self._made(counts, site.path, make)
         self._hooks.append(site.module.register_forward_pre_hook(hook, with_kwargs=True))
 
     def gradient(self, name: str, tensor: torch.Tensor, make: Make) -> None:

@@ -37,7 +37,8 @@ class ModuleCall:
     inputs: str
     """The shapes of the inputs."""
     output: str
-    """The shapes of the output; ``raised`` if the module raised an exception."""
+    """The shapes of the output; ``raised`` if the module raised an exception, ``ended early`` if
+    a checkpoint's recomputation needed no more of it."""
     dtype: str
     """The dtype of the output's first tensor."""
     device: str
@@ -126,17 +127,20 @@ class Stopwatch:
             return
         call = begun.pop()
         raised = output is None and sys.exc_info()[1] is not call.handling
+        again = in_backward()
+        # torch leaves a recomputation by an exception as soon as it has what it needs.
+        unfinished = "ended early" if again else "raised"
         report = ModuleCall(
             step=self._count,
             path=site.path,
             kind=type(site.module).__name__,
             depth=depth_of(site.path),
             inputs=call.inputs,
-            output="raised" if raised else shapes_of(output),
+            output=unfinished if raised else shapes_of(output),
             dtype=dtype_of(output),
             device=device_of(output),
             seconds=now - call.began,
-            recomputed=in_backward(),
+            recomputed=again,
         )
         self._count += 1
         self._sink.emit(report)
