@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 __all__ = [
     "Block",
     "Source",
-    "copy_of_part",
     "extent_bytes",
     "raw_alias",
     "reason_to_stay",
@@ -57,7 +56,16 @@ def same_counter(one: Tensor, other: Tensor) -> bool:
 class Source:
     """One storage at one version; its blocks own it."""
 
-    __slots__ = ("__weakref__", "block", "cdata", "guard", "slices", "version", "weak")
+    __slots__ = (
+        "__weakref__",
+        "block",
+        "cdata",
+        "copied_bytes",
+        "guard",
+        "slices",
+        "version",
+        "weak",
+    )
 
     def __init__(self, tensor: Tensor, storage: torch.UntypedStorage) -> None:
         self.weak = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
@@ -66,7 +74,8 @@ class Source:
         self.guard = tensor.detach()
         self.guard.data = _NOTHING  # drops the memory, keeps the counter
         self.block: weakref.ref[Block] | None = None  # of the whole storage
-        self.slices: dict[object, weakref.ref[Block]] = {}  # copies of small parts, by geometry
+        self.slices: dict[object, weakref.ref[Block]] = {}  # copies of small parts, by Part.key
+        self.copied_bytes = 0  # of small parts so far
 
     @property
     def changed(self) -> bool:
@@ -157,16 +166,6 @@ def raw_alias(tensor: Tensor) -> Tensor:
     return torch._neg_view(alias) if alias.is_neg() else alias
 
 
-def copy_of_part(tensor: Tensor) -> tuple[Tensor, bool]:
-    """A copy of the bytes that ``tensor`` needs, in a storage of its own, and whether gaps were left out."""
-    alias = raw_alias(tensor)
-    low, high = extent_bytes(tensor)
-    if tensor.nbytes < high - low:
-        return torch.empty(alias.shape, dtype=alias.dtype, device="cpu").copy_(alias), True
-    count = (high - low) // tensor.element_size()
-    return alias.as_strided((count,), (1,), tensor.storage_offset()).clone(), False
-
-
 def extent_bytes(tensor: Tensor) -> tuple[int, int]:
     """The first byte of the storage that ``tensor`` needs, and one past the last."""
     itemsize = tensor.element_size()
@@ -191,6 +190,8 @@ def reason_to_stay(tensor: Tensor) -> str:
         return "a quantized tensor"
     if any(getattr(tensor, "names", ())):  # torch 2.13 has none any more
         return "a named tensor"
+    if tensor._is_zerotensor():
+        return "a tensor of zeros without memory"
     storage = tensor.untyped_storage()
     if tensor.numel() == 0 or storage.data_ptr() == 0:
         return "no bytes"

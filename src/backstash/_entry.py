@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ._blocks import Block
+from ._parts import Part
 
 __all__ = ["Entry", "WrapperEntry"]
 
@@ -17,24 +18,24 @@ __all__ = ["Entry", "WrapperEntry"]
 class Entry:
     """One saved view: a block, and how to rebuild the view from the block's bytes.
 
-    ``compact`` is set when the block holds the elements densely although the view had gaps: then the
-    view is made anew with its own strides and filled.
+    ``part`` is set when the block holds the elements densely although the view had gaps: then they are
+    spread out again.
     """
 
     __slots__ = (
         "block",
-        "compact",
         "conj",
         "dtype",
         "neg",
         "offset_bytes",
+        "part",
         "shape",
         "stride",
         "turn",
     )
 
     def __init__(
-        self, block: Block, tensor: Tensor, offset_bytes: int, compact: bool = False
+        self, block: Block, tensor: Tensor, offset_bytes: int, part: Part | None = None
     ) -> None:
         self.block = block
         self.dtype = tensor.dtype
@@ -43,7 +44,7 @@ class Entry:
         self.offset_bytes = offset_bytes  # of its first element from the block's first byte
         self.conj = tensor.is_conj()
         self.neg = tensor.is_neg()
-        self.compact = compact
+        self.part = part
         self.turn = 0
 
     @property
@@ -64,7 +65,7 @@ class Entry:
     def view_of(self, base: Tensor, base_bytes: int) -> Tensor:
         """The saved view, cut from ``base`` whose storage has the block's first byte at ``base_bytes``.
 
-        A view of ``base``, so that both share one version counter; only a compact block is copied.
+        A view of ``base``, so that both share one version counter; only a part with gaps is copied.
         """
         itemsize = self.dtype.itemsize
         if base.dtype != self.dtype:
@@ -72,12 +73,10 @@ class Entry:
         first, odd = divmod(base_bytes + self.offset_bytes, itemsize)
         if odd:
             raise AssertionError(f"a view at byte {base_bytes + self.offset_bytes} of {self.dtype}")
-        if self.compact:
-            dense = base.as_strided(self.shape, _dense_stride(self.shape), first)
-            out = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="cpu")
-            out.copy_(dense)
-        else:
-            out = base.as_strided(self.shape, self.stride, first)
+        if self.part is not None:
+            dense = base.as_strided((self.part.count,), (1,), first)
+            base, first = self.part.spread(dense, self.dtype), self.part.residue
+        out = base.as_strided(self.shape, self.stride, first)
         if self.neg:
             out = torch._neg_view(out)
         return out.conj() if self.conj else out
@@ -111,11 +110,3 @@ def _flat(base: Tensor, itemsize: int) -> Tensor:
     storage_bytes = base.untyped_storage().nbytes()
     flat = base.as_strided((storage_bytes // base.element_size(),), (1,), 0).view(torch.uint8)
     return flat[: flat.numel() // itemsize * itemsize]
-
-
-def _dense_stride(shape: torch.Size) -> tuple[int, ...]:
-    strides, step = [], 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(strides))

@@ -22,12 +22,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ._blocks import Block, Source, copy_of_part, extent_bytes, raw_alias, reason_to_stay
+from ._blocks import Block, Source, raw_alias, reason_to_stay
 from ._down import Down
 from ._entry import Entry, WrapperEntry
 from ._lanes import Lane
 from ._modules import is_buffer, module_path, running_modules
 from ._order import Order
+from ._parts import Part
 from ._scopes import Attachment, enter_scope, leave_scope
 from ._stats import Left, Stats
 from ._up import Up
@@ -291,13 +292,14 @@ class Stash:
         self, tensor: Tensor, lane: Lane, modules: list[nn.Module], at_once: bool
     ) -> Entry:
         storage = tensor.untyped_storage()
-        low, high = extent_bytes(tensor)
-        needed = min(high - low, tensor.nbytes)
-        if needed * 4 < storage.nbytes():
-            return self._pack_part(tensor, lane, modules, at_once, needed)
         source = self._source_of(tensor, storage)
         block = source.block() if source.block is not None else None
         if block is None:
+            part = Part(tensor)
+            if part.nbytes * 4 < storage.nbytes():
+                entry = self._pack_part(tensor, lane, modules, at_once, source, part)
+                if entry is not None:
+                    return entry
             block = Block(source, raw_alias(tensor), self._grave)
             source.block = weakref.ref(block)
             self._admit(block, tensor, lane, modules, at_once)
@@ -307,31 +309,42 @@ class Stash:
         return Entry(block, tensor, int(tensor.storage_offset()) * tensor.element_size())
 
     def _pack_part(
-        self, tensor: Tensor, lane: Lane, modules: list[nn.Module], at_once: bool, needed: int
-    ) -> Entry:
-        """A small part of a storage is copied, so that the rest is not held for its sake."""
-        origin = self._source_of(tensor, tensor.untyped_storage())
-        geometry = (tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset())
-        known = origin.slices.get(geometry)
+        self,
+        tensor: Tensor,
+        lane: Lane,
+        modules: list[nn.Module],
+        at_once: bool,
+        origin: Source,
+        part: Part,
+    ) -> Entry | None:
+        """A small part of a storage is copied, so that the rest is not held for its sake.
+
+        ``None`` when the parts that overlap have come to cost what the whole does.
+        """
+        known = origin.slices.get(part.key)
         block = known() if known is not None else None
         if block is None:
-            copy, compact = copy_of_part(tensor)
+            if origin.copied_bytes + part.nbytes > tensor.untyped_storage().nbytes():
+                return None
+            copy = part.copy(tensor)
             block = Block(Source(copy, copy.untyped_storage()), copy, self._grave)
             block.origin = origin
-            origin.slices[geometry] = weakref.ref(block)
-            if needed >= self._min_bytes or at_once:
+            origin.slices[part.key] = weakref.ref(block)
+            origin.copied_bytes += part.nbytes
+            if part.nbytes >= self._min_bytes or at_once:
                 self._admit(block, tensor, lane, modules, at_once)
             else:
                 self._blocks_alive += 1
                 self._order.add(block)
                 self._count_left(
-                    "smaller than min_bytes: copied, so that its large storage is not held", needed
+                    "smaller than min_bytes: copied, so that its large storage is not held",
+                    part.nbytes,
                 )
         else:
-            self._deduplicated_bytes += needed
+            self._deduplicated_bytes += part.nbytes
         block.entries += 1
-        compact = tensor.nbytes < extent_bytes(tensor)[1] - extent_bytes(tensor)[0]
-        return Entry(block, tensor, 0, compact)
+        skipped = part.residue * part.itemsize
+        return Entry(block, tensor, skipped, None if part.is_dense else part)
 
     def _source_of(self, tensor: Tensor, storage: torch.UntypedStorage) -> Source:
         source = self._sources.get(storage._cdata)
@@ -364,10 +377,16 @@ class Stash:
         if known is not None and known.tensor() is tensor and known.version == tensor._version:
             return known
         # Inner tensors are copied: what changes them in place need not raise their own version.
-        inner = _pack_for(self, lane)
-        entry = WrapperEntry(tensor, lambda part: inner(part.detach().clone()))
+        entry = WrapperEntry(tensor, lambda part: self._pack_inner(tensor, part, lane))
         self._wrappers[id(tensor)] = entry
         return entry
+
+    def _pack_inner(self, wrapper: Tensor, part: Tensor, lane: Lane) -> object:
+        """One of the tensors that ``wrapper`` is made of."""
+        if wrapper.is_nested and not (part.is_floating_point() or part.is_complex()):
+            # Two nested tensors are of one shape only if they have the very same tensor of offsets.
+            return self._stay(part, "the offsets of a nested tensor")
+        return _pack_for(self, lane)(part.detach().clone())
 
     def _stay(self, tensor: Tensor, reason: str) -> object:
         """Leave ``tensor`` where it is, with its version, for a stated reason."""
@@ -396,6 +415,9 @@ class Stash:
             StashIOError: the store cannot give the bytes back; a later call may.
         """
         kind = type(packed)
+        if kind is not Tensor and torch.is_inference_mode_enabled():
+            with torch.inference_mode(False):  # what is made in that mode has no version to check
+                return self.unpack(packed)
         if kind is Entry:
             return self._unpack_entry(packed)
         if kind is WrapperEntry:

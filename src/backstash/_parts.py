@@ -1,0 +1,104 @@
+"""Parts: which elements of its storage a view needs, in one form for all views of the same elements.
+
+A small part of a large storage is copied, so that the rest is not held for its sake. The copy holds the
+elements densely, in the order of their addresses; on the way back they are spread out again. Elements are
+moved as integers of their size, since some dtypes (``uint4``, ``bits8``) have no copy of their own.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ._blocks import raw_alias
+
+__all__ = ["Part"]
+
+_CARRIERS = {
+    1: torch.uint8,
+    2: torch.int16,
+    4: torch.int32,
+    8: torch.int64,
+    16: torch.complex128,
+}
+_ALIGNMENT_BYTES = 64  # what results of vector code may depend on
+
+
+class Part:
+    """The elements that a view needs. Sizes and strides are in elements, the largest stride first.
+
+    An expanded dimension needs its elements once. A view whose elements overlap in any other way needs
+    everything from its first to its last.
+    """
+
+    __slots__ = ("carrier", "count", "extent", "first", "itemsize", "residue", "sizes", "strides")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.itemsize = tensor.element_size()
+        self.carrier = _CARRIERS.get(self.itemsize, torch.uint8)
+        self.first = int(tensor.storage_offset())
+        runs = _runs(tensor)
+        self.extent = 1 + sum((size - 1) * stride for stride, size in runs)
+        if _overlap(runs):
+            runs = [(1, self.extent)]
+        self.sizes = tuple(size for _, size in reversed(runs))
+        self.strides = tuple(stride for stride, _ in reversed(runs))
+        self.count = 1
+        for size in self.sizes:
+            self.count *= size
+        # Elements from an aligned address to the first, kept so that vector code meets what it met.
+        self.residue = tensor.data_ptr() % _ALIGNMENT_BYTES // self.itemsize
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of its elements, each counted once."""
+        return self.count * self.itemsize
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether it has no gaps."""
+        return self.count == self.extent
+
+    @property
+    def key(self) -> object:
+        """Equal for two views of one storage that need the same elements."""
+        return self.itemsize, self.first, self.sizes, self.strides
+
+    def copy(self, tensor: Tensor) -> Tensor:
+        """The elements, dense, after ``residue`` others, in a storage of their own."""
+        source = raw_alias(tensor).view(self.carrier)
+        copy = torch.empty(self.residue + self.count, dtype=self.carrier, device="cpu")
+        copy[self.residue :].view(self.sizes).copy_(
+            source.as_strided(self.sizes, self.strides, self.first)
+        )
+        return copy
+
+    def spread(self, dense: Tensor, dtype: torch.dtype) -> Tensor:
+        """A flat tensor in which the elements of ``dense`` lie as in the storage they came from."""
+        out = torch.empty(self.residue + self.extent, dtype=self.carrier, device="cpu")
+        place = out.as_strided(self.sizes, self.strides, self.residue)
+        place.copy_(dense.view(self.carrier).view(self.sizes))
+        return out.view(dtype)
+
+
+def _runs(tensor: Tensor) -> list[tuple[int, int]]:
+    """Strides and sizes, the smallest stride first; what lies end to end is joined."""
+    runs: list[tuple[int, int]] = []
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size == 1 or stride == 0:
+            continue
+        if runs and runs[-1][0] * runs[-1][1] == stride:
+            runs[-1] = runs[-1][0], runs[-1][1] * size
+        else:
+            runs.append((stride, size))
+    return runs
+
+
+def _overlap(runs: list[tuple[int, int]]) -> bool:
+    """Whether two indices may mean one element; a rare "yes" that is wrong costs bytes, not exactness."""
+    reach = 0
+    for stride, size in runs:
+        if stride <= reach:
+            return True
+        reach += (size - 1) * stride
+    return False
