@@ -168,6 +168,8 @@ class Up:
             parcel = following.parcel
             if following.alias is not None or parcel is None or parcel.memory is not None:
                 continue
+            if following.root is not None or following.turn >= max(block.turn, 1):
+                continue  # at hand, or used in this pass: the node that runs now holds it still
             if isinstance(parcel, Segment) and parcel.buffer is not None:
                 continue
             if self.ahead_bytes + parcel.nbytes > self._prefetch:
