@@ -9,6 +9,8 @@ from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
 
+from .. import __version__
+
 __all__ = ["Machine", "file_system", "machine", "versions"]
 
 
@@ -56,9 +58,9 @@ def machine() -> Machine:
 
 
 def versions() -> dict[str, str]:
-    """Versions of backstash, torch and python; empty where a package is not installed as one."""
+    """Versions of backstash, torch and python."""
     return {
-        "backstash": _version("backstash"),
+        "backstash": __version__,
         "torch": _version("torch"),
         "python": platform.python_version(),
     }

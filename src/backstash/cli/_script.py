@@ -139,10 +139,14 @@ def _execute(plan: dict[str, Any]) -> BaseException | None:
         exec(code, main.__dict__)
     except BaseException as error:
         traceback = error.__traceback__
-        while traceback is not None and traceback.tb_frame.f_code.co_filename == __file__:
+        while traceback is not None and _is_before_the_script(traceback.tb_frame.f_code):
             traceback = traceback.tb_next
         return error.with_traceback(traceback)
     return None
+
+
+def _is_before_the_script(code: types.CodeType) -> bool:
+    return code.co_filename == __file__ or code.co_filename.startswith("<frozen ")
 
 
 def _report(error: BaseException | None) -> None:
@@ -166,7 +170,7 @@ def _prepare(target: str, is_module: bool) -> tuple[types.CodeType, types.Module
         return _module(target)
     sys.argv[0] = target
     if os.path.isdir(target) or target.endswith((".zip", ".pyz")):
-        sys.path.insert(0, target)
+        sys.path.insert(0, os.path.abspath(target))
         return _module("__main__")
     if not safe:
         sys.path.insert(0, os.path.dirname(os.path.realpath(target)))
@@ -185,9 +189,9 @@ def _file(path: str) -> tuple[types.CodeType, types.ModuleType]:
 
 
 def _module(name: str) -> tuple[types.CodeType, types.ModuleType]:
-    spec = importlib.util.find_spec(name) if name != "__main__" else _find_main()
+    spec = _find(name)
     if spec is not None and spec.submodule_search_locations is not None:
-        spec = importlib.util.find_spec(f"{name}.__main__")
+        spec = _find(f"{name}.__main__")
     loader: Any = None if spec is None else spec.loader
     if spec is None or loader is None or not hasattr(loader, "get_code"):
         print(
@@ -200,9 +204,15 @@ def _module(name: str) -> tuple[types.CodeType, types.ModuleType]:
     return loader.get_code(spec.name), _main_module(spec, loader, spec.origin)
 
 
-def _find_main() -> ModuleSpec | None:
-    """``__main__`` of the directory or archive that is first on the path, not this file."""
-    return PathFinder.find_spec("__main__", sys.path[:1])
+def _find(name: str) -> ModuleSpec | None:
+    if name == "__main__":  # of the directory or archive that is first on the path, not this file
+        return PathFinder.find_spec(name, sys.path[:1])
+    try:
+        return importlib.util.find_spec(name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and f"{name}.".startswith(f"{error.name}."):
+            return None
+        raise
 
 
 def _main_module(spec: ModuleSpec | None, loader: Any, path: str | None) -> types.ModuleType:

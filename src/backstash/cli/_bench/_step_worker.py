@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import json
+import resource
 import sys
 import time
 from typing import Any
@@ -36,9 +37,9 @@ def measure(task: dict[str, Any]) -> dict[str, Any]:
             ``directory`` and ``min_bytes`` (for the ways that use a disk).
 
     Returns:
-        Seconds of each timed step and of its forward and backward; resident bytes before the first
-        step and at most; the loss of every step, exact, as hexadecimal; a digest of all gradients
-        of the last step; the stash's figures where the way is a stash.
+        Seconds of each timed step and of its forward and backward, its processor seconds and page
+        faults; resident bytes before the first step and at most; the loss of every step, exact, as
+        hexadecimal; a digest of the last step's gradients; the stash's figures where there is one.
     """
     torch.manual_seed(0)
     workload = WORKLOADS[task["workload"]]()
@@ -56,6 +57,9 @@ def measure(task: dict[str, Any]) -> dict[str, Any]:
         "forward_seconds": [step["forward"] for step in timed],
         "backward_seconds": [step["backward"] for step in timed],
         "step_seconds": [step["step"] for step in timed],
+        "user_seconds": [step["user"] for step in timed],
+        "system_seconds": [step["system"] for step in timed],
+        "page_faults": [step["faults"] for step in timed],
         "losses": [step["loss"] for step in steps],
         "gradients": digest(workload.model),
         "resident_start_bytes": start_bytes,
@@ -68,6 +72,7 @@ def measure(task: dict[str, Any]) -> dict[str, Any]:
 def _step(
     workload: Workload, optimizer: torch.optim.Optimizer, hold: Any, around: Any
 ) -> dict[str, Any]:
+    before = resource.getrusage(resource.RUSAGE_SELF)
     started = time.perf_counter()
     optimizer.zero_grad()
     with hold():
@@ -77,10 +82,14 @@ def _step(
     backward = time.perf_counter()
     optimizer.step()
     ended = time.perf_counter()
+    after = resource.getrusage(resource.RUSAGE_SELF)
     return {
         "forward": forward - started,
         "backward": backward - forward,
         "step": ended - started,
+        "user": after.ru_utime - before.ru_utime,
+        "system": after.ru_stime - before.ru_stime,
+        "faults": after.ru_minflt - before.ru_minflt,
         "loss": loss.item().hex(),
     }
 

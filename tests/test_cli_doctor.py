@@ -1,0 +1,101 @@
+"""`backstash doctor`: the figures are there, the line it gives can be pasted, nothing is left."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from backstash import Stash
+from backstash.cli import main
+from backstash.cli._disk_speed import has_unnamed_files, measure
+from backstash.cli.doctor import advise
+
+GIB = 1 << 30
+
+
+def facts(**changed: Any) -> dict[str, Any]:
+    return {
+        "directory": "/scratch",
+        "file_system": "ext4",
+        "machine": {"available_bytes": 8 * GIB, "huge_pages": "madvise"},
+        "spare_bytes": None,
+        "accelerator": "",
+        "allocator": {"kind": "tcmalloc"},
+        "disk": {"write_bytes_per_second": 3e9, "read_bytes_per_second": 3e9, "notes": ()},
+    } | changed
+
+
+def test_it_measures_and_leaves_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", str(tmp_path), "--bytes", "32MiB"]) == 0
+    output = capsys.readouterr().out
+    for word in ("write", "read", "direct I/O", "memory", "versions", "allocator", "GB/s"):
+        assert word in output
+    line = next(line for line in output.splitlines() if line.startswith("Stash("))
+    eval(line, {"Stash": Stash}).close()
+    assert "backstash run --keep" in output
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_json_has_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", str(tmp_path), "--bytes", "16MiB", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["disk"]["nbytes"] == 16 << 20
+    assert found["disk"]["read_bytes_per_second"] > 0
+    assert found["advice"].startswith("Stash(keep=")
+    assert found["machine"]["memory_bytes"] > 0
+
+
+def test_progress_is_told_and_small_sizes_are_rounded_up(tmp_path: Path) -> None:
+    said: list[str] = []
+    speed = measure(str(tmp_path), 1, said.append)
+    assert speed.nbytes == 16 << 20
+    assert [line.partition(":")[0] for line in said] == ["writing", "writing over it", "reading"]
+    assert speed.unnamed == has_unnamed_files(str(tmp_path))
+    assert not has_unnamed_files(str(tmp_path / "missing"))
+
+
+@pytest.mark.parametrize("where", ["missing", "file"])
+def test_a_directory_that_is_none_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], where: str
+) -> None:
+    (tmp_path / "file").touch()
+    assert main(["doctor", str(tmp_path / where)]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert "allowed: an existing, writable directory" in error
+
+
+def test_a_quarter_of_the_memory_that_is_left_may_stay_in_place() -> None:
+    assert advise(facts()).line == 'Stash(keep="2GiB", disk="/scratch")'
+    assert advise(facts(spare_bytes=GIB)).line == 'Stash(keep="256MiB", disk="/scratch")'
+    assert advise(facts(spare_bytes=0)).line == 'Stash(keep="0", disk="/scratch")'
+    assert advise(facts()).command == "backstash run --keep 2GiB --disk /scratch SCRIPT"
+    assert 'host="4GiB"' in advise(facts(accelerator="1 x cuda")).line
+    assert advise(facts()).remarks == ()
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"file_system": "tmpfs"}, "give a directory on a disk"),
+        ({"allocator": {"kind": "glibc"}}, "libtcmalloc-minimal4"),
+        ({"machine": {"available_bytes": GIB, "huge_pages": "never"}}, "huge pages are off"),
+        (
+            {"disk": {"write_bytes_per_second": 1e8, "read_bytes_per_second": 3e9, "notes": ()}},
+            "this disk moves 0.10 GB/s",
+        ),
+        (
+            {
+                "disk": {
+                    "write_bytes_per_second": 3e9,
+                    "read_bytes_per_second": 3e9,
+                    "notes": ("x",),
+                }
+            },
+            "x",
+        ),
+    ],
+)
+def test_it_remarks_what_would_help(changed: dict[str, Any], words: str) -> None:
+    assert any(words in remark for remark in advise(facts(**changed)).remarks)

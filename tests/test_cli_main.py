@@ -1,0 +1,101 @@
+"""The command line as a whole: help, version, and what happens to a word it does not know."""
+
+import io
+import subprocess
+import sys
+
+import pytest
+
+import backstash
+from backstash.cli import main
+from backstash.cli._progress import Progress
+from backstash.cli._summary import outcome, summary
+
+
+@pytest.mark.parametrize("command", [[], ["run"], ["doctor"], ["bench"]])
+def test_help_has_examples(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*command, "--help"]) == 0
+    text = capsys.readouterr().out
+    assert "examples:" in text
+    assert text.count("backstash") > 2
+
+
+def test_without_a_command_help_is_printed_and_the_status_says_so(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main([]) == 2
+    assert "commands:" in capsys.readouterr().out
+
+
+def test_an_unknown_command_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["rum"]) == 2
+    error = capsys.readouterr().err
+    assert error == "backstash: unknown command 'rum'; allowed: run, doctor, bench\n"
+
+
+def test_version_is_the_package_s(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith(f"backstash {backstash.__version__}, torch ")
+
+
+def test_python_m_backstash_is_the_command() -> None:
+    command = [sys.executable, "-m", "backstash", "nonsense"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_progress_is_one_line_on_a_terminal_and_nothing_elsewhere() -> None:
+    terminal, file, log = Terminal(), io.StringIO(), io.StringIO()
+    for stream, lines in ((terminal, False), (file, False), (log, True)):
+        with Progress(stream, lines=lines) as progress:
+            progress.say("one")
+            progress.say("two")
+    assert "\n" not in terminal.getvalue()
+    assert terminal.getvalue().endswith("two\r\x1b[K")
+    assert file.getvalue() == ""
+    assert log.getvalue() == "one\ntwo\n"
+
+
+def test_outcome_names_how_a_script_ended() -> None:
+    ends = [None, SystemExit(), SystemExit(3), SystemExit("no"), KeyboardInterrupt(), OSError()]
+    assert [outcome(end) for end in ends] == [
+        "finished",
+        "exit 0",
+        "exit 3",
+        "exit 1",
+        "SIGINT",
+        "OSError",
+    ]
+
+
+def test_summary_is_drawn_from_the_figures() -> None:
+    with backstash.Stash() as stash:
+        stats = stash.stats().as_dict()
+    stats |= {"written_bytes": 1 << 20, "eligible_bytes": 2 << 20, "deduplicated_bytes": 3 << 20}
+    stats |= {"left": {"small": {"count": 2, "nbytes": 64}}, "notes": ("no direct I/O",)}
+    text = summary(
+        {
+            "stats": stats,
+            "resident": {"peak_bytes": 5 << 20, "start_bytes": 0, "over_start_bytes": 4 << 20},
+            "seconds": 1.5,
+            "outcome": "finished",
+            "allocator": {"kind": "none", "library": "", "reason": "asked to"},
+            "notes": ["a note"],
+        }
+    )
+    for words in (
+        "1.00 MiB, 50% of the 2.00 MiB that could move",
+        "3.00 MiB saved again",
+        "64 B in 2 saves: small",
+        "5.00 MiB at most, 4.00 MiB over the start; 1.5 s, finished",
+        "none: asked to",
+        "note       a note",
+        "note       no direct I/O",
+    ):
+        assert words in text
+    assert all(line.startswith("backstash: ") for line in text.splitlines())

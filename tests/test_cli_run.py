@@ -1,0 +1,338 @@
+"""`backstash run`: a script is what it is under plain Python; the stash is around it."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from backstash.cli import main
+
+TRAIN = """
+import torch
+torch.manual_seed(0)
+x = torch.randn(256, 256, requires_grad=True)
+y = x
+for _ in range(6):
+    y = y.sin().exp().tanh()
+loss = y.sum()
+loss.backward()
+print(loss.item().hex(), x.grad.double().sum().item().hex())
+"""
+
+
+def start(
+    arguments: Sequence[str], directory: Path, stdin: str = "", **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """Python with ``arguments``, in ``directory``."""
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=directory,
+        input=stdin,
+        env=os.environ | variables,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+
+
+def under_stash(
+    arguments: Sequence[str], directory: Path, *options: str, stdin: str = "", **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """The same under ``backstash run``, with a disk tier in the directory and no summary."""
+    options = options or ("--disk", str(directory), "--quiet")
+    run = ["-m", "backstash", "run", *options, *arguments]
+    return start(run, directory, stdin, **variables)
+
+
+def write(path: Path, source: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(textwrap.dedent(source))
+    return path
+
+
+def same_as_plain(
+    arguments: Sequence[str], directory: Path, stdin: str = ""
+) -> subprocess.CompletedProcess[str]:
+    """Run both ways; status and output must agree. Frames of runpy are not a script's own."""
+    plain = start(arguments, directory, stdin)
+    stashed = under_stash(arguments, directory, stdin=stdin)
+    assert stashed.stdout == plain.stdout
+    runpy_frame = r'  File "<frozen runpy>", line \d+, in \w+\n'
+    assert stashed.stderr == re.sub(runpy_frame, "", plain.stderr)
+    assert stashed.returncode == plain.returncode
+    return stashed
+
+
+def test_script_sees_what_plain_python_shows(tmp_path: Path) -> None:
+    write(
+        tmp_path / "work/script.py",
+        """
+        import os, pickle, sys, threading
+        import neighbour
+
+        class Local: ...
+
+        print(__name__, __file__, __spec__, __package__, type(__loader__).__name__, sys.argv)
+        print(sys.path[0], neighbour.__file__, sys.stdin.read(), threading.active_count())
+        print(sys.modules["__main__"].Local is Local, type(pickle.loads(pickle.dumps(Local()))))
+        print(sorted(name for name in os.environ if name.startswith(("LD_", "MALLOC", "BACKSTASH", "THP"))))
+        print(os.getcwd(), sys.flags, sys.warnoptions)
+        """,
+    )
+    write(tmp_path / "work/neighbour.py", "")
+    same_as_plain(["work/script.py", "--keep", "a b", "-m"], tmp_path, stdin="input")
+    (tmp_path / "link.py").symlink_to(tmp_path / "work/script.py")
+    same_as_plain(["link.py"], tmp_path)
+
+
+def test_module_sees_what_plain_python_shows(tmp_path: Path) -> None:
+    source = """
+        import sys
+        print(__name__, __file__, __spec__.name, __package__, sys.argv, sys.path[0])
+        """
+    write(tmp_path / "package/__init__.py", "import sys\nprint(sys.argv)")
+    write(tmp_path / "package/part.py", source)
+    write(tmp_path / "package/__main__.py", source)
+    same_as_plain(["-m", "package.part", "x", "--quiet"], tmp_path)
+    same_as_plain(["-m", "package"], tmp_path)
+    same_as_plain(["package"], tmp_path)
+
+
+@pytest.mark.parametrize(
+    "last",
+    [
+        "sys.exit(3)",
+        "sys.exit()",
+        "sys.exit('a message')",
+        "raise SystemExit(True)",
+        "raise KeyboardInterrupt",
+        "os.kill(os.getpid(), signal.SIGTERM)",
+        "os.kill(os.getpid(), signal.SIGINT); signal.pause()",
+        "os._exit(7)",
+        "atexit.register(print, 'at exit'); 1 / 0",
+        "sys.excepthook = lambda *error: print('hook', *error[:2]); 1 / 0",
+    ],
+)
+def test_script_ends_as_in_plain_python(tmp_path: Path, last: str) -> None:
+    head = "import atexit, os, signal, sys\nprint('before', flush=True)\n"
+    (tmp_path / "script.py").write_text(head + last + "\n")
+    same_as_plain(["script.py"], tmp_path)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        """
+        def inner():
+            raise ValueError("inner")
+
+        def outer():
+            try:
+                inner()
+            except ValueError as error:
+                raise RuntimeError("outer") from error
+
+        outer()
+        """,
+        "if True print()\n",
+        "import no_such_module_anywhere\n",
+    ],
+    ids=["chained", "syntax", "import"],
+)
+def test_tracebacks_are_those_of_plain_python(tmp_path: Path, source: str) -> None:
+    write(tmp_path / "script.py", source)
+    assert "Error" in same_as_plain(["script.py"], tmp_path).stderr
+
+
+def test_traceback_of_a_module_is_that_of_plain_python(tmp_path: Path) -> None:
+    write(tmp_path / "package/__init__.py", "")
+    write(tmp_path / "package/part.py", "def inner():\n    return 1 / 0\n\ninner()\n")
+    assert "in inner" in same_as_plain(["-m", "package.part"], tmp_path).stderr
+    write(tmp_path / "package/__init__.py", "import no_such_module_anywhere")
+    assert "__init__.py" in under_stash(["-m", "package.part"], tmp_path).stderr
+
+
+def test_keyboard_interrupt_from_outside_is_a_death_by_signal(tmp_path: Path) -> None:
+    write(tmp_path / "script.py", "import time\nprint('ready', flush=True)\ntime.sleep(60)\n")
+    run = ["-m", "backstash", "run", "--disk", str(tmp_path), "script.py"]
+    for number in (signal.SIGINT, signal.SIGTERM):
+        with subprocess.Popen(
+            [sys.executable, *run],
+            cwd=tmp_path,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        ) as process:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "ready\n"
+            process.send_signal(number)
+            assert process.wait(30) == -number
+
+
+def test_children_of_the_script_get_the_environment_back(tmp_path: Path) -> None:
+    write(
+        tmp_path / "script.py",
+        """
+        import os, subprocess, sys
+        import torch
+        if os.fork() == 0:
+            sys.exit(0)
+        os.wait()
+        # torch itself adds some, once more of it is imported.
+        show = "import os; print(sorted(i for i in os.environ.items() if i[0][:5] != 'TORCH'))"
+        print(subprocess.run([sys.executable, "-c", show], capture_output=True, text=True).stdout)
+        """,
+    )
+    plain = start(["script.py"], tmp_path)
+    for malloc in ("auto", "glibc", "none"):
+        options = ("--disk", str(tmp_path), "--malloc", malloc)
+        stashed = under_stash(["script.py"], tmp_path, *options)
+        assert stashed.stdout == plain.stdout
+        assert stashed.stderr.count("backstash: resident") == 1, "a forked child printed it too"
+
+
+def test_processes_that_spawn_import_the_script(tmp_path: Path) -> None:
+    write(
+        tmp_path / "script.py",
+        """
+        import multiprocessing
+
+        def square(x):
+            return x * x
+
+        if __name__ == "__main__":
+            with multiprocessing.get_context("spawn").Pool(1) as pool:
+                print(pool.map(square, [2, 3]))
+        """,
+    )
+    assert same_as_plain(["script.py"], tmp_path).stdout == "[4, 9]\n"
+
+
+def test_script_may_set_up_torch_before_importing_it(tmp_path: Path) -> None:
+    write(
+        tmp_path / "script.py",
+        """
+        import importlib.util, os
+        assert importlib.util.find_spec("torch") is not None
+        os.environ["OMP_NUM_THREADS"] = "1"
+        import torch
+        print(torch.get_num_threads(), type(torch.__loader__), torch.__spec__.loader is torch.__loader__)
+        """,
+    )
+    assert same_as_plain(["script.py"], tmp_path).stdout.startswith("1 ")
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        "import torch",
+        "import backstash",
+        "import importlib.util; importlib.util.find_spec('torch')",
+    ],
+)
+def test_gradients_are_exact_and_the_figures_are_there(tmp_path: Path, first: str) -> None:
+    write(tmp_path / "train.py", first + TRAIN)
+    figures = tmp_path / "figures.json"
+    options = ("--keep", "256KiB", "--disk", str(tmp_path), "--json", str(figures))
+    stashed = under_stash(["train.py"], tmp_path, *options)
+    assert stashed.returncode == 0, stashed.stderr
+    assert stashed.stdout == start(["train.py"], tmp_path).stdout
+    found = json.loads(figures.read_text())
+    assert found["outcome"] == "finished"
+    assert 0 < found["stats"]["keep_peak_bytes"] <= 256 << 10
+    assert found["stats"]["written_bytes"] > 0
+    assert found["resident"]["peak_bytes"] >= found["resident"]["start_bytes"] > 0
+    assert found["allocator"]["reason"]
+    assert found["versions"]["torch"]
+    for line in ("to disk", "at most", "waited", "left", "resident", "allocator"):
+        assert f"backstash: {line}" in stashed.stderr
+
+
+@pytest.mark.parametrize(
+    ("last", "outcome"),
+    [
+        ("1 / 0", "ZeroDivisionError"),
+        ("import sys; sys.exit(4)", "exit 4"),
+        ("raise KeyboardInterrupt", "SIGINT"),
+    ],
+)
+def test_summary_comes_after_an_error_too(tmp_path: Path, last: str, outcome: str) -> None:
+    write(tmp_path / "train.py", TRAIN + last + "\n")
+    plain = start(["train.py"], tmp_path)
+    stashed = under_stash(["train.py"], tmp_path, "--disk", str(tmp_path))
+    assert stashed.returncode == plain.returncode
+    assert stashed.stderr.startswith(plain.stderr)
+    assert f", {outcome}\n" in stashed.stderr
+
+
+def test_script_without_torch_says_so(tmp_path: Path) -> None:
+    write(tmp_path / "script.py", "print(1)")
+    stashed = under_stash(["script.py"], tmp_path, "--disk", str(tmp_path))
+    assert stashed.stdout == "1\n"
+    assert stashed.stderr == "backstash: the script did not import torch, nothing was held\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--disk", ".", "--keep", "2G", "s.py"], '"2GiB" or "2GB"'),
+        (["--disk", ".", "--min-bytes", "-1", "s.py"], "--min-bytes"),
+        (
+            ["--disk", ".", "--kep", "2GiB", "s.py"],
+            "unknown argument '--kep'; options: --help, --keep",
+        ),
+        (
+            ["--disk", ".", "missing.py"],
+            "no script 'missing.py'; allowed: a Python file, or -m MODULE",
+        ),
+        (
+            ["--disk", "missing", "s.py"],
+            "'missing' is not a directory; allowed: an existing, writable",
+        ),
+        (["--disk", "."], "no script given"),
+        (["--disk"], "expected one argument"),
+        (["s.py"], "give --disk DIR"),
+        (["--keep", "1GiB", "--max-bytes", "1GiB", "s.py"], "give --disk DIR as well"),
+        (["--disk", ".", "--malloc", "fast", "s.py"], "tcmalloc"),
+        (["--disk", ".", "--json", "missing/x.json", "s.py"], "a file in an existing directory"),
+    ],
+)
+def test_a_mistake_is_one_line_that_says_what_is_allowed(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    words: str,
+) -> None:
+    write(tmp_path / "s.py", "print('ran')")
+    monkeypatch.chdir(tmp_path)
+    assert main(["run", *arguments]) == 2
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert output.err.count("\n") == 1
+    assert output.err.startswith("backstash run: ")
+    assert words in output.err
+
+
+def test_a_module_that_is_not_there_is_one_line(tmp_path: Path) -> None:
+    done = under_stash(["-m", "no.such.module"], tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == (
+        "backstash run: 'no.such.module' is nothing to run; allowed: what `python -m` takes\n"
+    )
+
+
+def test_nothing_is_left_in_the_directory(tmp_path: Path) -> None:
+    write(tmp_path / "train.py", TRAIN)
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    under_stash(["train.py"], tmp_path, "--disk", str(scratch))
+    assert list(scratch.iterdir()) == []
