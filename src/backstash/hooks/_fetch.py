@@ -62,10 +62,13 @@ def fetch(rows: Mapping[str, list[Row]]) -> tuple[dict[str, Stats], Stats]:
 
 def _gather(rows: torch.Tensor, groups: tuple[Any, ...]) -> torch.Tensor:
     """Rows (n, 9) of this process to (n, parts, 9): those of every process that holds a part."""
+    distributed: Any = torch.distributed
+    # The second name is what torch called it before 2.13.
+    gather = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
     gathered = rows.unsqueeze(0)
     for group in groups:
-        size = torch.distributed.get_world_size(group)
+        size = distributed.get_world_size(group)
         out = gathered.new_empty((size * gathered.shape[0], *gathered.shape[1:]))
-        torch.distributed.all_gather_into_tensor(out, gathered.contiguous(), group=group)
+        gather(out, gathered.contiguous(), group=group)
         gathered = out
     return gathered.transpose(0, 1)
