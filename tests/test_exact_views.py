@@ -1,0 +1,280 @@
+"""Views: exact whatever they overlap, their bytes moved once, and one storage again when they come back."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from backstash import Stash
+from oracle import check, gradients, on_disk
+
+SIDE = 256
+SMALL_READS = 64 << 10  # small blocks are read in units of 4096 bytes
+
+
+def leaf(*shape, seed=1, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, dtype=dtype, generator=generator).requires_grad_()
+
+
+class Saves(torch.autograd.Function):
+    """Saves exactly the views it is given; backward mixes them all into the gradient."""
+
+    @staticmethod
+    def forward(ctx, x, *views):
+        ctx.save_for_backward(*views)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        views = ctx.saved_tensors
+        total = sum((view * 1.5).abs().sum() for view in views)
+        return grad * total, *(None for _ in views)
+
+
+def saving(make, *shape):
+    """A program whose one operation saves the views that ``make`` cuts from one large result."""
+
+    def program():
+        x = leaf(*shape or (SIDE, SIDE, 4))
+        loss = Saves.apply(x, *make(x.detach() * 2))
+        return lambda: gradients(loss, x)
+
+    return program
+
+
+def windows(x, count, length):
+    flat = x.flatten()
+    return [flat[i * 1000 : i * 1000 + length] for i in range(count)]
+
+
+VIEWS = {
+    "the same twice": lambda h: (h, h),
+    "transposed": lambda h: (h, h.transpose(0, 1), h.permute(2, 0, 1)),
+    "viewed": lambda h: (h.view(-1), h.view(SIDE, -1), h.unflatten(0, (2, -1))),
+    "chunks": lambda h: h.chunk(4, dim=1),
+    "q, k, v": lambda h: h.view(SIDE, 4 * SIDE)[:, : 3 * SIDE].chunk(3, dim=-1),
+    "heads of q, k, v": lambda h: [
+        part.unflatten(-1, (8, -1)).transpose(0, 1).transpose(-1, -2)
+        for part in h.view(SIDE, 4 * SIDE)[:, : 3 * SIDE].chunk(3, dim=-1)
+    ],
+    "expanded": lambda h: (h[:1].expand(3, SIDE, SIDE, 4), h[..., :1].expand(-1, -1, 7)),
+    "expanded column": lambda h: (h.view(SIDE * SIDE, 4)[:, :1].expand(-1, 5),),
+    "expanded number": lambda h: (h[3, 4, 1].expand(100, 100),),
+    "unfolded": lambda h: (h.view(-1).unfold(0, 7, 3),),
+    "unfolded with gaps": lambda h: (h.view(-1)[::50].unfold(0, 3, 1),),
+    "patches": lambda h: (h[..., 0].unfold(0, 5, 2).unfold(1, 5, 2),),
+    "sliding windows": lambda h: windows(h, 8, 200_000),
+    "short windows": lambda h: windows(h, 8, 3_000),
+    "overlapping rows": lambda h: (h.as_strided((100, 3, 300), (1000, 1, 2), 17),),
+    "as_strided": lambda h: (h.as_strided((10, 20), (3, 40), 5), h.as_strided((2, 2), (9, 1), 99)),
+    "rows": lambda h: (h[3], h[5:9], h[-1]),
+    "columns": lambda h: (h[:, 3], h[:, 5:9], h[..., -1]),
+    "steps": lambda h: (h[::16], h[:, ::16], h[::7, ::5, ::3]),
+    "diagonal": lambda h: (h[..., 0].diagonal(), h[..., 1].diagonal(3)),
+    "one number": lambda h: (h[3, 4, 1], h[-1, -1, -1]),
+    "part, then whole": lambda h: (h[3], h, h[4]),
+    "detached": lambda h: (h, h.detach(), h.detach().t_() if h.dim() == 2 else h.detach()),
+    "as other dtypes": lambda h: (
+        h,
+        h.view(torch.int32),
+        h.view(torch.uint8),
+        h[:4].view(torch.int16),
+    ),
+    "as complex": lambda h: (torch.view_as_complex(h.view(SIDE, -1, 2)), h),
+    "real and imaginary": lambda h: (
+        c := torch.view_as_complex(h.view(SIDE, -1, 2)),
+        c.real,
+        c.imag,
+        c.conj(),
+        c.conj().imag,
+        c[:5].conj(),
+    ),
+    "flipped strides": lambda h: (h.permute(2, 1, 0)[1:3, 5:200:3], h.transpose(0, 2)[..., 7]),
+}
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_views_are_exact(tmp_path, name):
+    check(saving(VIEWS[name]), tmp_path)
+
+
+WHOLE = SIDE * SIDE * 4 * 4
+ONE_STORAGE = [
+    "the same twice",
+    "transposed",
+    "viewed",
+    "q, k, v",
+    "heads of q, k, v",
+    "chunks",
+    "unfolded",
+    "sliding windows",
+    "detached",
+    "as other dtypes",
+    "as complex",
+    "real and imaginary",
+]
+
+
+@pytest.mark.parametrize("name", ONE_STORAGE)
+def test_views_of_one_storage_move_its_bytes_once_each_way(tmp_path, name):
+    stats = on_disk(saving(VIEWS[name]), tmp_path).stats()
+    assert stats.written_bytes <= WHOLE
+    assert stats.read_bytes <= WHOLE + SMALL_READS
+    assert stats.eligible_bytes == WHOLE
+
+
+@pytest.mark.parametrize(
+    ("cut", "nbytes"),
+    [
+        (lambda h: h[3], SIDE * 16),
+        (lambda h: h[:, 3], SIDE * 16),
+        (lambda h: h[5:9, :, 1], 4 * SIDE * 4),
+        (lambda h: h[:99, :, :1].expand(-1, -1, 9), 99 * SIDE * 4),
+        (lambda h: h[:9, :9, :1].expand(9, 9, 1000), 81 * 4),
+        (lambda h: h.view(-1)[::50].unfold(0, 3, 1)[:9], 501 * 4),
+        (lambda h: h[-1, -1, -1], 4),
+    ],
+    ids=["row", "column", "block", "expanded column", "expanded corner", "windows", "number"],
+)
+def test_a_small_part_moves_only_what_it_needs(tmp_path, cut, nbytes):
+    part_written = on_disk(saving(lambda h: (cut(h),)), tmp_path).stats().written_bytes
+    assert nbytes <= part_written <= nbytes + 64
+
+
+def test_a_small_part_does_not_hold_its_storage(tmp_path):
+    with Stash(disk=tmp_path, keep=None, min_bytes=0) as stash:
+        x = leaf(SIDE, SIDE, 4)
+        loss = Saves.apply(x, (x.detach() * 2)[:, 3])
+    assert stash.stats().keep_bytes <= SIDE * 16 + 64
+    del loss
+
+
+def test_the_same_part_seen_in_two_ways_moves_once(tmp_path):
+    views = saving(lambda h: (h[:8], h[:8].transpose(0, 1), h[:8].view(-1), h[:8].unsqueeze(2)))
+    assert on_disk(views, tmp_path).stats().written_bytes <= 8 * SIDE * 16 + 64
+    columns = saving(lambda h: (h[:, :8], h[:, :8].transpose(0, 1), h[:, :8].expand(2, -1, -1, -1)))
+    assert on_disk(columns, tmp_path).stats().written_bytes <= 8 * SIDE * 16 + 64
+
+
+def test_parts_that_overlap_never_move_more_than_twice_the_storage(tmp_path):
+    many = saving(lambda h: windows(h, 200, 50_000))
+    assert on_disk(many, tmp_path).stats().written_bytes <= 2 * WHOLE
+
+
+def test_parts_of_what_is_held_whole_cost_nothing(tmp_path):
+    whole = saving(lambda h: (h, h[3], h[:, 5], h[..., :1].expand(-1, -1, 9)))
+    assert on_disk(whole, tmp_path).stats().written_bytes == WHOLE
+
+
+@pytest.mark.parametrize("options", [{}, {"inflight": 0}, {"keep": None}], ids=str)
+def test_views_come_back_with_one_storage(tmp_path, options):
+    class Looks(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, h):
+            ctx.save_for_backward(h, h.t(), h[3:], h.detach(), h.view(torch.int32))
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            saved = ctx.saved_tensors
+            storages.extend(t.untyped_storage() for t in saved)
+            offsets.extend(t.storage_offset() for t in saved)
+            strides.extend(t.stride() for t in saved)
+            saved[0][0, 0] = 7.0
+            seen.extend(t.flatten()[0].item() for t in saved[:2])
+            return grad, None
+
+    storages, offsets, strides, seen = [], [], [], []
+    x = leaf(SIDE, SIDE)
+    with Stash(disk=tmp_path, **options):
+        loss = Looks.apply(x, x.detach() * 2).sum()
+    loss.backward()
+    assert len({storage.data_ptr() for storage in storages}) == 1
+    assert len({storage._cdata for storage in storages}) == 1
+    assert [offset - offsets[0] for offset in offsets] == [0, 0, 3 * SIDE, 0, 0]
+    assert strides == [(SIDE, 1), (1, SIDE), (SIDE, 1), (SIDE, 1), (SIDE, 1)]
+    assert seen == [7.0, 7.0]
+
+
+@pytest.mark.parametrize("offset", [0, 1, 3, 16])
+def test_vector_code_meets_the_alignment_it_met(tmp_path, offset):
+    """Results of matrix libraries may depend on where in a cache line their operands begin."""
+    lines = []
+
+    class Looks(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, *views):
+            lines.append([view.data_ptr() % 64 for view in views])
+            ctx.save_for_backward(*views)
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            lines.append([view.data_ptr() % 64 for view in ctx.saved_tensors])
+            return grad, None, None, None
+
+    x = leaf(SIDE, SIDE)
+    with Stash(disk=tmp_path, min_bytes=0, inflight=0):
+        flat = (x.detach() * 2).view(-1)
+        views = flat[offset:], flat[offset : offset + 90], flat[offset + 5 :: 64][:90]
+        Looks.apply(x, *views).sum().backward()
+    assert lines[0] == lines[1]
+
+
+def test_a_data_alias_is_not_taken_for_its_origin(tmp_path):
+    """``.data`` has the same storage and version, and another counter, which its origin's save ignores."""
+
+    def program():
+        x = leaf(SIDE, SIDE)
+        h = x * 2
+        alias = h.data
+        held = x * alias
+        alias.mul_(3)  # of h's bytes, unseen by h's counter
+        loss = h.sin()
+        return lambda: (*gradients(loss, x), held)
+
+    check(program, tmp_path)
+
+
+def test_data_aliases_saved_at_different_times_are_different_bytes(tmp_path):
+    def program():
+        x = leaf(SIDE, SIDE)
+        h = x.detach() * 2
+        first = x * h
+        alias = h.data
+        second = x * alias
+        return lambda: gradients(first + second, x)
+
+    stats = on_disk(program, tmp_path).stats()
+    assert stats.written_bytes == 2 * SIDE * SIDE * 4
+
+
+def test_freed_addresses_do_not_confuse(tmp_path):
+    """A storage's address is handed out again as soon as it has gone down."""
+
+    def program():
+        x = h = leaf(SIDE, SIDE)
+        for _ in range(50):
+            h = h.tanh()
+        return lambda: gradients(h, x)
+
+    check(program, tmp_path, ["all on disk", "in flight", "keep some"])
+
+
+def test_attention_moves_each_storage_once(tmp_path):
+    weight = leaf(SIDE, 3 * SIDE)
+
+    def program():
+        x = leaf(2, 64, SIDE)
+        h = x * 2
+        q, k, v = (
+            part.unflatten(-1, (8, -1)).transpose(1, 2) for part in (h @ weight).chunk(3, -1)
+        )
+        scores = F.softmax(q @ k.transpose(-1, -2), dim=-1)
+        loss = (scores @ v).transpose(1, 2).flatten(-2).sin()
+        return lambda: gradients(loss, x, weight)
+
+    check(program, tmp_path)
+    stats = on_disk(program, tmp_path).stats()
+    assert stats.written_bytes == stats.eligible_bytes
+    assert stats.read_bytes <= stats.eligible_bytes + SMALL_READS
