@@ -1,0 +1,233 @@
+"""The benchmarks run, small; README's tables are what the committed results give."""
+
+import importlib.util
+import json
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from backstash.cli import main
+from backstash.cli._bench._step_table import step_rows
+from backstash.cli._bench._step_worker import measure
+from backstash.cli._bench._table import table
+from backstash.cli._bench._variants import DEFAULT, VARIANTS
+from backstash.cli._bench._ways import WAYS, recipe
+from backstash.cli._bench._workloads import WORKLOADS
+from backstash.cli.bench import _command
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = sorted((ROOT / "benchmarks/results").glob("*.json"))
+
+
+def load(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+update_readme = load(ROOT / "benchmarks/update_readme.py")
+
+
+def bench(tmp_path: Path, *arguments: str) -> dict[str, Any]:
+    """The results of a tiny benchmark."""
+    out = tmp_path / "out.json"
+    options = ["--tiny", "--repeats", "1", "--steps", "1", "--disk", str(tmp_path)]
+    assert main(["bench", *arguments, *options, "--out", str(out)]) == 0
+    assert sorted(tmp_path.iterdir()) == [out], "something was left in the directory"
+    results: dict[str, Any] = json.loads(out.read_text())
+    return results
+
+
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+def test_a_stash_and_backstash_run_have_plain_s_gradients(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    results = bench(tmp_path, "gpt", "--only", "plain,stash,run")
+    (section,) = results["sections"]
+    rows = {row.title: row for row in step_rows(section)}
+    assert len(rows) == 3
+    assert all(row.exact for row in rows.values())
+    for key in ("stash", "run"):
+        on_disk = rows[VARIANTS[key].title].on_disk
+        assert on_disk is not None and on_disk > 0.5
+    assert table(results) in capsys.readouterr().out
+
+
+def test_small_benchmarks_run(tmp_path: Path) -> None:
+    overhead, alive = bench(tmp_path, "overhead", "alive")["sections"]
+    assert not any("failed" in run for run in overhead["runs"] + alive["runs"])
+    assert {run["mode"] for run in alive["runs"]} == {"small", "keep", "disk"}
+
+
+def test_limit_runs_or_says_why_not(tmp_path: Path) -> None:
+    (section,) = bench(tmp_path, "limit")["sections"]
+    if section["skipped"]:
+        pytest.skip(section["skipped"])
+    ends = {(run["variant"], run["inside"]): run for run in section["runs"]}
+    assert ends["plain", True]["status"] == -9, "killed for its memory"
+    assert ends["run", True]["status"] == 0
+    assert ends["run", True]["losses"] == ends["plain", False]["losses"]
+
+
+@pytest.mark.parametrize("workload", ["gpt-tiny", "resnet-tiny"])
+def test_every_way_has_the_same_gradients(tmp_path: Path, workload: str) -> None:
+    task = {
+        "workload": workload,
+        "steps": 1,
+        "warmup": 1,
+        "directory": str(tmp_path),
+        "min_bytes": 4096,
+    }
+    figures = {way: measure(task | {"way": way}) for way in WAYS}
+    expected = figures["nothing"]
+    for way, found in figures.items():
+        assert found["gradients"] == expected["gradients"], way
+        assert found["losses"] == expected["losses"], way
+    assert figures["stash"]["stats"]["written_bytes"] > 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_recipe_s_files_live_as_long_as_the_graph(tmp_path: Path) -> None:
+    x = torch.randn(2000, requires_grad=True)
+    with recipe(str(tmp_path)):
+        y = x.sin().exp()
+    assert len(list(tmp_path.iterdir())) == 2
+    y.sum().backward()
+    expected = x.detach().clone().requires_grad_()
+    expected.sin().exp().sum().backward()
+    assert torch.equal(x.grad, expected.grad)  # type: ignore[arg-type]
+    del y
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_default_variants_have_ways_and_workloads() -> None:
+    assert set(DEFAULT) <= set(VARIANTS)
+    assert {variant.way for variant in VARIANTS.values()} <= set(WAYS)
+    assert {"gpt", "resnet", "gpt-tiny", "resnet-tiny"} <= set(WORKLOADS)
+
+
+def step_section(**changed: Any) -> dict[str, Any]:
+    run = {
+        "repeat": 0,
+        "step_seconds": [2.0, 4.0, 3.0],
+        "losses": ["0x1p0"],
+        "gradients": "ab",
+        "resident_start_bytes": 100,
+        "resident_peak_bytes": 300,
+        "allocator": "none",
+        "stats": None,
+    }
+    runs = [
+        run | {"variant": "plain"},
+        run | {"variant": "plain-tcmalloc", "allocator": "tcmalloc", "step_seconds": [2.5]},
+        run | {"variant": "run", "allocator": "tcmalloc", "step_seconds": [3.3]} | changed,
+    ]
+    return {
+        "kind": "step",
+        "description": "a model",
+        "steps": 3,
+        "repeats": 1,
+        "runs": runs,
+        "skipped": {},
+    }
+
+
+def test_ratios_are_to_plain_and_to_plain_under_the_same_allocator() -> None:
+    stats = {"written_bytes": 30, "eligible_bytes": 40}
+    row = step_rows(step_section(resident_peak_bytes=150, stats=stats))[-1]
+    assert row.ratio.median == pytest.approx(1.1)
+    assert row.same_allocator is not None
+    assert row.same_allocator.median == pytest.approx(1.32)
+    assert (row.peak_bytes, row.peak_share, row.on_disk, row.exact) == (50, 0.25, 0.75, True)
+
+
+@pytest.mark.parametrize("changed", [{"gradients": "cd"}, {"losses": ["0x1p1"]}])
+def test_a_run_that_differs_is_told(changed: dict[str, Any]) -> None:
+    assert not step_rows(step_section(**changed))[-1].exact
+
+
+def test_the_table_names_what_failed_and_what_was_skipped() -> None:
+    section = step_section(failed="status 1: no room")
+    section["skipped"] = {"run-jemalloc": "not installed"}
+    limit = {"kind": "limit", "skipped": "no control groups", "runs": []}
+    about: dict[str, Any] = {
+        "machine": {"processor": "p", "cores": 2, "memory_bytes": 1, "kernel": "k", "libc": "l"},
+        "versions": {"torch": "t"},
+        "file_system": "ext4",
+        "command": "backstash bench",
+    }
+    text = table(about | {"sections": [section, limit]})
+    assert "`run` failed: status 1: no room" in text
+    assert "`run-jemalloc` skipped: not installed" in text
+    assert "skipped, no control groups" in text
+
+
+def test_without_plain_there_is_nothing_to_compare_with() -> None:
+    section = step_section()
+    section["runs"] = section["runs"][1:]
+    with pytest.raises(LookupError, match="no run of 'plain'"):
+        step_rows(section)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["nothing"], "unknown benchmark 'nothing'; allowed: gpt, resnet"),
+        (["--only", "plain,fast"], "'fast'; allowed: plain, "),
+        (["--repeats", "0"], "a whole number of at least 1"),
+        (["--table", "missing.json"], "a file that --out wrote"),
+    ],
+)
+def test_a_mistake_is_one_line(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], words: str
+) -> None:
+    assert main(["bench", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert words in error
+
+
+def test_the_command_that_is_kept_names_no_directory() -> None:
+    given = ["gpt", "--disk", "/home/me", "--out=/home/me/x.json", "--repeats", "5"]
+    assert _command(given) == "backstash bench gpt --disk DIR --out x.json --repeats 5"
+
+
+@pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.name)
+def test_committed_results_are_real_and_can_be_drawn(path: Path) -> None:
+    results = json.loads(path.read_text())
+    assert not any(section["tiny"] for section in results["sections"])
+    assert table(results).startswith(results["sections"][0].get("description", ""))
+
+
+def test_readme_has_the_tables_that_the_results_give() -> None:
+    readme = ROOT / "README.md"
+    text = readme.read_text() if readme.exists() else ""
+    assert update_readme.updated(text) == text, "run python benchmarks/update_readme.py"
+
+
+def test_a_table_is_drawn_between_its_markers(tmp_path: Path) -> None:
+    results = {
+        "sections": [{"kind": "limit", "skipped": "why", "runs": []}],
+        "machine": {"processor": "p", "cores": 2, "memory_bytes": 1, "kernel": "k", "libc": "l"},
+        "versions": {"torch": "t"},
+        "file_system": "ext4",
+        "command": "backstash bench limit",
+    }
+    (tmp_path / "r.json").write_text(json.dumps(results))
+    text = "a\n<!-- table: r.json -->\nold\n<!-- end of table -->\nb\n"
+    drawn = update_readme.updated(text, tmp_path)
+    assert "old" not in drawn
+    assert drawn.startswith(
+        "a\n<!-- table: r.json -->\nWork larger than its memory: skipped, why\n"
+    )
+    assert drawn.endswith("<!-- end of table -->\nb\n")
+    assert update_readme.updated(drawn, tmp_path) == drawn
