@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ._blocks import Block
 from ._parts import Part
@@ -85,16 +86,23 @@ class Entry:
 class WrapperEntry:
     """A saved tensor subclass that is made of others (``__tensor_flatten__``): its parts, each packed."""
 
-    __slots__ = ("__weakref__", "context", "kind", "parts", "shape", "stride", "tensor", "version")
+    __slots__ = ("__weakref__", "context", "kind", "parts", "seen", "shape", "stride")
 
     def __init__(self, tensor: Any, pack: Callable[[Tensor], object]) -> None:
         names, self.context = tensor.__tensor_flatten__()
         self.kind = type(tensor)
         self.shape = tensor.shape
         self.stride = tensor.stride()
-        self.tensor = weakref.ref(tensor)  # with the version: whether it is saved a second time
-        self.version = tensor._version
+        self.seen = [(weakref.ref(each), each._version) for each in _with_inner(tensor)]
         self.parts = {name: pack(getattr(tensor, name)) for name in names}
+
+    def is_of(self, tensor: Tensor) -> bool:
+        """Whether ``tensor`` is what was packed, and neither it nor what it is made of has changed."""
+        now = list(_with_inner(tensor))
+        return len(now) == len(self.seen) and all(
+            seen() is each and version == each._version
+            for each, (seen, version) in zip(now, self.seen, strict=True)
+        )
 
     def rebuild(self, unpack: Callable[[object], Tensor]) -> Tensor:
         """The wrapper around its unpacked parts."""
@@ -103,6 +111,13 @@ class WrapperEntry:
             parts, self.context, self.shape, self.stride
         )
         return rebuilt
+
+
+def _with_inner(tensor: Any) -> Iterator[Tensor]:
+    yield tensor
+    if is_traceable_wrapper_subclass(tensor):
+        for name in tensor.__tensor_flatten__()[0]:
+            yield from _with_inner(getattr(tensor, name))
 
 
 def _flat(base: Tensor, itemsize: int) -> Tensor:

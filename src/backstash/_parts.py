@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ._blocks import raw_alias
 
-__all__ = ["Part"]
+__all__ = ["Part", "snapshot"]
 
 _CARRIERS = {
     1: torch.uint8,
@@ -79,6 +79,21 @@ class Part:
         place = out.as_strided(self.sizes, self.strides, self.residue)
         place.copy_(dense.view(self.carrier).view(self.sizes))
         return out.view(dtype)
+
+
+def snapshot(tensor: Tensor) -> Tensor:
+    """A copy of a plain CPU tensor with the same strides, alignment, and conj and neg bits."""
+    part = Part(tensor)
+    flat = part.copy(tensor)
+    flat = (
+        flat.view(tensor.dtype)
+        if part.is_dense
+        else part.spread(flat[part.residue :], tensor.dtype)
+    )
+    out = flat.as_strided(tensor.shape, tensor.stride(), part.residue)
+    if tensor.is_neg():
+        out = torch._neg_view(out)
+    return out.conj() if tensor.is_conj() else out
 
 
 def _runs(tensor: Tensor) -> list[tuple[int, int]]:

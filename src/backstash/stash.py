@@ -28,7 +28,7 @@ from ._entry import Entry, WrapperEntry
 from ._lanes import Lane
 from ._modules import is_buffer, module_path, running_modules
 from ._order import Order
-from ._parts import Part
+from ._parts import Part, snapshot
 from ._scopes import Attachment, enter_scope, leave_scope
 from ._stats import Left, Stats
 from ._up import Up
@@ -249,7 +249,7 @@ class Stash:
             return self._pack_other(tensor, lane)
         reason = reason_to_stay(tensor)
         if not reason and self._store is None:
-            reason = "no tier below: give disk="
+            reason = _NO_TIER
         if not reason and forked:
             reason = "a forked process: make a stash in it"
         if reason:
@@ -369,12 +369,14 @@ class Stash:
         if isinstance(tensor, nn.Parameter):
             return self._stay(tensor, _PARAMETER)
         name = type(tensor).__name__
-        if self._store is None or not is_traceable_wrapper_subclass(tensor):
+        if not is_traceable_wrapper_subclass(tensor):
             return self._stay(tensor, f"a {name}, which does not say how it is made up")
+        if self._store is None:
+            return self._stay(tensor, _NO_TIER)
         if _is_parameter(tensor):
             return self._stay(tensor, _PARAMETER)
         known = self._wrappers.get(id(tensor))
-        if known is not None and known.tensor() is tensor and known.version == tensor._version:
+        if known is not None and known.is_of(tensor):
             return known
         # Inner tensors are copied: what changes them in place need not raise their own version.
         entry = WrapperEntry(tensor, lambda part: self._pack_inner(tensor, part, lane))
@@ -386,7 +388,9 @@ class Stash:
         if wrapper.is_nested and not (part.is_floating_point() or part.is_complex()):
             # Two nested tensors are of one shape only if they have the very same tensor of offsets.
             return self._stay(part, "the offsets of a nested tensor")
-        return _pack_for(self, lane)(part.detach().clone())
+        if type(part) is not Tensor or reason_to_stay(part):
+            return _pack_for(self, lane)(part.detach().clone())
+        return _pack_for(self, lane)(snapshot(part))
 
     def _stay(self, tensor: Tensor, reason: str) -> object:
         """Leave ``tensor`` where it is, with its version, for a stated reason."""
@@ -541,6 +545,7 @@ class Stash:
         return f"Stash(name={self.name!r}, store={self._store!r}, blocks={self._blocks_alive})"
 
 
+_NO_TIER = "no tier below: give disk="
 _PARAMETER = "a parameter or another leaf that requires a gradient, or a view of one"
 
 
