@@ -50,6 +50,7 @@ class Down:
     Args:
         store: where blocks go, or ``None`` when everything stays in place.
         submit: runs ``function(*args)`` on a worker and returns its future.
+        freed: is told of bytes that were let go.
         keep, inflight: budgets in bytes; ``keep=None`` is no limit.
         on_full: ``"keep"`` or ``"raise"``.
     """
@@ -60,6 +61,7 @@ class Down:
         submit: Callable[..., Future[None]],
         pool: Pool,
         grave: deque[Any],
+        freed: Callable[[int], None],
         *,
         keep: int | None,
         inflight: int,
@@ -69,6 +71,7 @@ class Down:
         self._submit = submit
         self._pool = pool
         self._grave = grave
+        self._freed = freed
         self._keep = keep
         self._inflight = inflight
         self._raises = on_full == "raise"
@@ -250,6 +253,7 @@ class Down:
                 flights.append(flight)
                 continue
             self.inflight_bytes -= flight.nbytes
+            self._freed(flight.nbytes)
             cargo = flight.cargo()
             if cargo is not None:
                 self._touch_down(cargo, flight)

@@ -35,12 +35,14 @@ class Up:
         submit: Callable[..., Future[None]],
         pool: Pool,
         lock: Any,
+        freed: Callable[[int], None],
         *,
         prefetch: int,
     ) -> None:
         self._submit = submit
         self._pool = pool
         self._lock = lock
+        self._freed = freed
         self._prefetch = prefetch
         self._window: deque[weakref.ref[Parcel] | weakref.ref[Block]] = deque()  # oldest first
         self.ahead_bytes = self.ahead_peak_bytes = 0
@@ -123,6 +125,7 @@ class Up:
     def _drop(self, holder: Parcel | Block) -> None:
         holder.let_go()
         self.ahead_bytes -= holder.held
+        self._freed(holder.held)
         holder.held = 0
 
     def _begin(self, parcel: Parcel) -> tuple[Tensor, Future[None]]:

@@ -31,6 +31,7 @@ from ._order import Order
 from ._parts import Part, snapshot
 from ._scopes import Attachment, enter_scope, leave_scope
 from ._stats import Left, Stats
+from ._trim import Trimmer
 from ._up import Up
 from ._workers import Workers
 from .errors import InplaceError, StashClosedError, UsageError
@@ -116,16 +117,18 @@ class Stash:
         self._workers = Workers(self._store.threads if self._store is not None else 1)
         self._order = Order()
         pool = Pool(idle_bytes=_IDLE_BYTES)
+        freed = Trimmer(self._workers.submit).freed
         self._down = Down(
             self._store,
             self._workers.submit,
             pool,
             self._grave,
+            freed,
             keep=keep_bytes,
             inflight=inflight_bytes,
             on_full=on_full,
         )
-        self._up = Up(self._workers.submit, pool, self._lock, prefetch=prefetch_bytes)
+        self._up = Up(self._workers.submit, pool, self._lock, freed, prefetch=prefetch_bytes)
         self._pool = pool
         self._sources: weakref.WeakValueDictionary[int, Source] = weakref.WeakValueDictionary()
         self._wrappers: weakref.WeakValueDictionary[int, WrapperEntry] = (

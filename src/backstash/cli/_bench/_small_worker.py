@@ -91,7 +91,7 @@ def alive(mode: str, count: int, directory: str) -> dict[str, Any]:
     """
     options: dict[str, dict[str, Any]] = {
         "small": {"disk": directory},
-        "keep": {"keep": None, "min_bytes": 1},
+        "keep": {"keep": None, "disk": directory, "min_bytes": 1},
         "disk": {"disk": directory, "min_bytes": 1},
     }
     stash = Stash(name=f"alive {mode}", **options[mode])
