@@ -201,3 +201,31 @@ def test_contradictions_register_nothing(chain, state_of, arguments, message) ->
 def test_no_names_and_no_edit(chain: nn.Sequential) -> None:
     with pytest.raises(NoMatchError, match="selects nothing"):
         capture(chain, [])
+
+
+def test_edit_inputs_and_outputs_with_the_input() -> None:
+    layer = nn.Linear(3, 3)
+    x = torch.randn(2, 3)
+    with capture(layer, "", inputs=True, edit_inputs=lambda v: v + 1, edit=lambda y, v: y + v) as got:
+        out = layer(x)
+    assert torch.equal(got[""].input, x + 1)
+    assert torch.equal(out, layer(x + 1) + (x + 1))
+    with capture(layer, [], edit_inputs={"": lambda v: None}):
+        assert torch.equal(layer(x), torch.nn.functional.linear(x, layer.weight, layer.bias))
+
+
+def test_edit_inputs_by_keyword(structured: nn.Module) -> None:
+    x = torch.ones(2, 3)
+    with capture(structured, "dict", inputs=True, edit_inputs={"dict": torch.zeros_like}) as got:
+        structured(x)
+    assert not got["dict"].kwargs["x"].any() and got["dict"].kwargs["scale"] == 3.0
+    assert not got["dict"].output["y"].any()
+
+
+def test_what_cannot_be_an_edit(chain: nn.Sequential, state_of) -> None:
+    before = state_of(chain)
+    with pytest.raises(UsageError, match=r"edit_inputs\['0'\]=1 is not callable"):
+        capture(chain, [], edit={"2": torch.zeros_like}, edit_inputs={"0": 1})
+    with pytest.raises(NoMatchError, match="edit: 'x' matches no module"):
+        capture(chain, "0", edit={"x": torch.zeros_like})
+    assert state_of(chain) == before

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ._alias import InputUses
+from ._edits import first_of
 from ._errors import NotCapturedError
 from ._gradients import Gradients
 from ._snapshot import Snapshot
@@ -45,7 +46,7 @@ class CapturedCall:
     @property
     def input(self) -> Any:
         """The first input: the first positional one or, without any, the first keyword one."""
-        return _first(*self._value(self._inputs, "input", "inputs=True"))
+        return first_of(*self._value(self._inputs, "input", "inputs=True"))
 
     @property
     def grad(self) -> Any:
@@ -56,7 +57,7 @@ class CapturedCall:
     def input_grad(self) -> Any:
         """The gradient of the first input, through this module alone."""
         remedy = "inputs=True, grads=True"
-        return _first(*self._gradient(self._input_grads, "input_grad", remedy))
+        return first_of(*self._gradient(self._input_grads, "input_grad", remedy))
 
     def _value(self, kept: Snapshot | None, what: str, remedy: str) -> Any:
         if kept is None:
@@ -72,10 +73,6 @@ class CapturedCall:
                 "the loss depends on it and that it requires a gradient"
             )
         return grads.get(f"the {what} of {self._path!r}")
-
-
-def _first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return args[0] if args else next(iter(kwargs.values()), None)
 
 
 class Captured:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -10,20 +10,19 @@ from torch import nn
 
 from ..errors import UsageError
 from ._calls import Captured
-from ._capture_hooks import attach
+from ._capture_hooks import Plan, attach
 from ._cell import Calls, Cell, Wanted
 from ._compiled import warn_if_compiled
+from ._edits import Edit, changes
 from ._errors import NoMatchError, NotCapturedError
 from ._handle import Handle
-from ._names import Names, Selector, near, select
-from ._paths import Site, walk
+from ._names import Names, near, select
+from ._paths import walk
 from ._registration import Registration
 from ._snapshot import Keep
 from ._stop import StopForward, Stopper
 
 __all__ = ["Capture", "capture"]
-
-OutputEdit = Callable[[Any], Any]
 
 
 class Capture(Handle, Mapping[str, Captured]):
@@ -116,7 +115,8 @@ def capture(
     device: torch.device | str | None = None,
     calls: Calls = "last",
     stop: bool = False,
-    edit: OutputEdit | Mapping[Selector, OutputEdit] | None = None,
+    edit: Edit | None = None,
+    edit_inputs: Edit | None = None,
 ) -> Capture:
     """Keeps what modules take, return and get as gradients, while the handle lives.
 
@@ -140,8 +140,10 @@ def capture(
         calls: of a module that is called several times keep the ``"last"`` call, the ``"first"``, or ``"all"``.
         stop: end the forward once every captured module was called, skipping the rest. The rest of the
             ``with`` block is skipped as well; in a loop use ``got.run(x)``, which comes back.
-        edit: replaces outputs: ``callable(output)`` for the captured modules, or a dict from names to
-            callables for any. ``None`` returned means unchanged. What is captured is what was put in.
+        edit: replaces outputs: ``callable(output)`` or ``callable(output, input)`` for the captured modules,
+            or a dict from names to such callables for any modules. ``None`` returned means unchanged. What
+            is captured is what was put in.
+        edit_inputs: replaces the first input of modules in the same way: ``callable(input)``.
 
     Returns:
         A :class:`Capture`, a handle and a mapping by module path.
@@ -165,20 +167,24 @@ def capture(
     >>> got["1"].output.shape, got["2"].grad.shape
     (torch.Size([5, 4]), torch.Size([5, 2]))
     """
-    wanted = _wanted(inputs, outputs, grads, detach, clone, device, calls, stop, edit)
+    edited = edit is not None or edit_inputs is not None
+    wanted = _wanted(inputs, outputs, grads, detach, clone, device, calls, stop, edited)
     sites = select(model, names)
-    edits = _edits(model, sites, edit)
-    if not sites and not edits:
-        raise NoMatchError("names=[] selects nothing; name a module, or pass edit=")
+    outward = changes(model, sites, edit, "edit")
+    inward = changes(model, sites, edit_inputs, "edit_inputs")
     registration = Registration("capture")
     cells = {id(site.module): Cell(site.path, wanted, registration) for site in sites}
     stopper = Stopper(site.path for site in sites) if stop and sites else None
-    targets = list({id(s.module): s for s in (*sites, *(s for s, _ in edits))}.values())
+    targets = {id(s.module): s for s in (*sites, *(s for s, _ in (*outward, *inward)))}
+    if not targets:
+        raise NoMatchError("names=[] selects nothing; name a module, or pass edit=")
     with registration.all_or_none():
-        for site in targets:
-            functions = [fn for edited, fn in edits if edited.module is site.module]
-            attach(registration, site, cells.get(id(site.module)), wanted, stopper, functions)
-        warn_if_compiled(model, targets, owner="capture")
+        for key, site in targets.items():
+            outs, ins = (
+                [c for s, c in found if id(s.module) == key] for found in (outward, inward)
+            )
+            attach(registration, site, Plan(cells.get(key), outs, ins, stopper), wanted)
+        warn_if_compiled(model, targets.values(), owner="capture")
     return Capture(registration, model, cells, stopper)
 
 
@@ -191,9 +197,9 @@ def _wanted(
     device: torch.device | str | None,
     calls: Calls,
     stop: bool,
-    edit: object,
+    edited: bool,
 ) -> Wanted:
-    if not (inputs or outputs or grads or edit):
+    if not (inputs or outputs or grads or edited):
         raise UsageError(
             "inputs, outputs and grads are all False; ask for one of them, or for edit="
         )
@@ -204,18 +210,8 @@ def _wanted(
             'stop=True ends the forward at the first calls; use calls="last" or stop=False'
         )
     if stop and grads:
-        raise UsageError("stop=True leaves no output to run backward from; use grads=False or stop=False")
+        raise UsageError(
+            "stop=True leaves no output to run backward from; use grads=False or stop=False"
+        )
     keep = Keep(detach, clone, None if device is None else torch.device(device))
     return Wanted(inputs, outputs, grads, calls, keep)
-
-
-def _edits(
-    model: nn.Module, sites: list[Site], edit: OutputEdit | Mapping[Selector, OutputEdit] | None
-) -> list[tuple[Site, OutputEdit]]:
-    if edit is None:
-        return []
-    if not isinstance(edit, Mapping):
-        return [(site, edit) for site in sites]
-    return [
-        (site, fn) for name, fn in edit.items() for site in select(model, name, argument="edit")
-    ]

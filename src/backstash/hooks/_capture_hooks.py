@@ -3,37 +3,46 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 
 from ._cell import Cell, Wanted
+from ._edits import Change, first_of, with_first
 from ._paths import Site
 from ._registration import HookRecord, Make, Registration
 from ._stop import Stopper
 
-__all__ = ["attach"]
-
-OutputEdit = Callable[[Any], Any]
+__all__ = ["Plan", "attach"]
 
 
-def attach(
-    registration: Registration,
-    site: Site,
-    cell: Cell | None,
-    wanted: Wanted,
-    stopper: Stopper | None,
-    edits: Sequence[OutputEdit],
-) -> None:
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is done at one module."""
+
+    cell: Cell | None
+    """Where its calls gather, if it is captured."""
+    outputs: Sequence[Change]
+    """What is done to its outputs, in order."""
+    inputs: Sequence[Change]
+    """What is done to its first input, in order."""
+    stopper: Stopper | None
+    """What ends the forward, if something does."""
+
+
+def attach(registration: Registration, site: Site, plan: Plan, wanted: Wanted) -> None:
     """Registers what capturing and editing one module needs, and no more."""
-    only_last_output = not (wanted.inputs or wanted.grads) and wanted.outputs
+    cell = plan.cell
+    only_last_output = wanted.outputs and not (wanted.inputs or wanted.grads)
     plain = only_last_output and wanted.calls == "last" and wanted.keep.plain
-    if cell is not None and plain and stopper is None and not edits:
+    if cell is not None and plain and not (plan.stopper or plan.outputs or plan.inputs):
         registration.forward(site, _last_output(cell))
         return
-    if cell is not None and wanted.inputs:
-        registration.forward_pre(site, _inputs(cell))
-    registration.forward(site, _output(cell, edits, stopper))
+    if plan.inputs or (cell is not None and wanted.inputs):
+        registration.forward_pre(site, _inputs(cell if wanted.inputs else None, plan.inputs))
+    if cell is not None or plan.outputs:
+        registration.forward(site, _outputs(plan), with_kwargs=True)
 
 
 def _last_output(cell: Cell) -> Make:
@@ -55,25 +64,32 @@ def _last_output(cell: Cell) -> Make:
     return make
 
 
-def _inputs(cell: Cell) -> Make:
+def _inputs(cell: Cell | None, edits: Sequence[Change]) -> Make:
     def make(record: HookRecord) -> Callable[..., tuple[Any, Any]]:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
             record.fired += 1
-            return cell.enter(args, kwargs)
+            for edit in edits:
+                value = first_of(args, kwargs)
+                new = edit(value, value)
+                if new is not None:
+                    args, kwargs = with_first(new, args, kwargs)
+            return (args, kwargs) if cell is None else cell.enter(args, kwargs)
 
         return hook
 
     return make
 
 
-def _output(cell: Cell | None, edits: Sequence[OutputEdit], stopper: Stopper | None) -> Make:
+def _outputs(plan: Plan) -> Make:
+    cell, edits, stopper = plan.cell, plan.outputs, plan.stopper
+
     def make(record: HookRecord) -> Callable[..., Any]:
-        def hook(module: nn.Module, args: Any, output: Any) -> Any:
+        def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
             record.fired += 1
             given = output
             for edit in edits:
-                replaced = edit(output)
-                output = output if replaced is None else replaced
+                new = edit(output, first_of(args, kwargs))
+                output = output if new is None else new
             if cell is not None:
                 output = cell.leave(output)
                 if stopper is not None:

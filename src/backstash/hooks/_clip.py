@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 
@@ -98,7 +99,7 @@ def _on_values(gradient: torch.Tensor, clip: Clip) -> torch.Tensor:
 
 
 def _by_value(value: float | tuple[float, float] | None) -> tuple[Clip, str]:
-    pair = value if isinstance(value, tuple) else (0, value)
+    pair: Any = value if isinstance(value, tuple) else (0, value)
     numbers = len(pair) == 2 and all(isinstance(bound, (int, float)) for bound in pair)
     if not numbers or not pair[0] < pair[1]:
         raise UsageError(

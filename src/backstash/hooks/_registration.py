@@ -98,11 +98,21 @@ class Registration:
         return hook
 
     def forward(
-        self, site: Site, make: Make, *, counts: str = "forward", always_call: bool = False
+        self,
+        site: Site,
+        make: Make,
+        *,
+        counts: str = "forward",
+        with_kwargs: bool = False,
+        always_call: bool = False,
     ) -> None:
         """A forward hook on a module; ``counts`` is what its record counts, in words."""
         hook = self._made(counts, site.path, make)
-        self._hooks.append(site.module.register_forward_hook(hook, always_call=always_call))
+        self._hooks.append(
+            site.module.register_forward_hook(
+                hook, with_kwargs=with_kwargs, always_call=always_call
+            )
+        )
 
     def forward_pre(self, site: Site, make: Make, *, counts: str = "forward pre") -> None:
         """A forward pre-hook on a module, given the keyword inputs too."""

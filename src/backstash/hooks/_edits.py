@@ -1,0 +1,69 @@
+"""What a capture changes: the outputs and inputs of modules."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
+
+from torch import nn
+
+from ..errors import UsageError
+from ._names import Selector, select
+from ._paths import Site
+
+__all__ = ["Change", "Edit", "changes", "first_of", "with_first"]
+
+Change: TypeAlias = Callable[..., Any]
+Edit: TypeAlias = Change | Mapping[Selector, Change]
+
+
+def changes(
+    model: nn.Module, sites: list[Site], edit: Edit | None, argument: str
+) -> list[tuple[Site, Change]]:
+    """Each edited module with its change: of all captured modules, or of those that a dict names.
+
+    Raises:
+        UsageError: a change is not callable.
+        NoMatchError: a name of the dict matches nothing.
+    """
+    if edit is None:
+        return []
+    named = edit.items() if isinstance(edit, Mapping) else [(sites, edit)]
+    found: list[tuple[Site, Change]] = []
+    for name, change in named:
+        if not callable(change):
+            raise UsageError(
+                f"{argument}[{name!r}]={change!r} is not callable; give callable(value)"
+            )
+        chosen = sites if name is sites else select(model, name, argument=argument)  # type: ignore[arg-type]
+        found += [(site, _with_input(change)) for site in chosen]
+    return found
+
+
+def _with_input(change: Change) -> Change:
+    """``change(value, input)`` of a function that may take the value alone."""
+    return change if _required(change) >= 2 else lambda value, _: change(value)
+
+
+def _required(change: Change) -> int:
+    try:
+        parameters = inspect.signature(change).parameters.values()
+    except (TypeError, ValueError):
+        return 1  # a builtin, such as torch.zeros_like
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return sum(p.kind in positional and p.default is p.empty for p in parameters)
+
+
+def first_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """The first input: the first positional one or, without any, the first keyword one."""
+    return args[0] if args else next(iter(kwargs.values()), None)
+
+
+def with_first(
+    value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The inputs with another first one."""
+    if args:
+        return (value, *args[1:]), kwargs
+    return args, {**kwargs, next(iter(kwargs)): value} if kwargs else kwargs
