@@ -30,6 +30,7 @@ from torch.autograd.graph import (
 
 from ._faces import save_on_cpu, save_on_disk
 from ._functions import save_for_backward, saved_on, saved_tensors
+from ._handle import Handle
 from ._hooks import saved_tensors_hooks
 from ._iterate import iter_graph
 from ._labels import label_modules
@@ -43,6 +44,7 @@ from ._scopes import only, skip
 __all__ = [
     "BackwardLog",
     "GradientEdge",
+    "Handle",
     "Node",
     "NodeRun",
     "SaveOnCpu",

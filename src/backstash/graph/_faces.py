@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import graph as stock
+from torch.autograd.graph import save_on_cpu as stock_save_on_cpu
 
 from ..policy import Action, Policy, SavedTensor
 from ..stash import Stash
@@ -49,7 +49,7 @@ class save_on_cpu(saved_tensors_hooks):
         self, pin_memory: bool = False, device_type: str = "cuda", *, parameters: bool = True
     ) -> None:
         self._in_place = Stash(min_bytes=0)
-        self._copied = stock.save_on_cpu(pin_memory, device_type)
+        self._copied = stock_save_on_cpu(pin_memory, device_type)
         self._parameters = parameters
         super().__init__(self._pack, self._unpack)
 

@@ -12,6 +12,8 @@ from ..errors import UsageError
 
 __all__ = ["Outputs", "iter_graph", "roots_of"]
 
+_DEEP = 10_000
+_KEY = "backstash.nodes"
 _Output: TypeAlias = "Tensor | stock.Node | stock.GradientEdge"
 Outputs: TypeAlias = "_Output | Iterable[_Output]"
 
@@ -20,8 +22,8 @@ def iter_graph(outputs: Outputs) -> Iterator[stock.Node]:
     """Yield every node that backward from ``outputs`` would reach, each after all nodes that feed it.
 
     The order is topological: a node comes before its ``next_functions``, so a leaf's ``AccumulateGrad``
-    comes after everything that uses the leaf. Walking is done with a list, not by recursion, and visits
-    every node and edge twice.
+    comes after everything that uses the leaf. Walking is done with lists, not by recursion, and visits
+    every node and edge twice. A graph of more than 10,000 nodes is also made safe to free.
 
     Args:
         outputs: a tensor, a node or a ``GradientEdge``, or several of them. Tensors that need no gradient
@@ -36,16 +38,13 @@ def iter_graph(outputs: Outputs) -> Iterator[stock.Node]:
     ['SumBackward0', 'ExpBackward0', 'MulBackward0', 'torch::autograd::AccumulateGrad']
     """
     roots = roots_of(outputs)
-    uses = _count_uses(roots)
-    ready = [node for node in reversed(roots) if uses[node] == 0]
-    while ready:
-        node = ready.pop()
-        yield node
-        for following, _ in reversed(node.next_functions):
-            if following is not None:
-                uses[following] -= 1
-                if uses[following] == 0:
-                    ready.append(following)
+    order, sources = _topological(roots)
+    if len(order) > _DEEP:
+        for source in sources:
+            order_of_one = order if len(sources) == 1 else _topological([source])[0]
+            metadata: Any = source.metadata
+            metadata[_KEY] = _FreedInOrder(order_of_one[1:])
+    yield from order
 
 
 def roots_of(outputs: Outputs) -> list[stock.Node]:
@@ -77,6 +76,23 @@ def _is_node(value: Any) -> bool:
     return isinstance(value, stock.Node) or hasattr(value, "next_functions")
 
 
+def _topological(roots: list[stock.Node]) -> tuple[list[stock.Node], list[stock.Node]]:
+    """All nodes in order, and the roots that no other root reaches."""
+    uses = _count_uses(roots)
+    sources = [node for node in roots if uses[node] == 0]
+    ready = sources[::-1]
+    order = []
+    while ready:
+        node = ready.pop()
+        order.append(node)
+        for following, _ in reversed(node.next_functions):
+            if following is not None:
+                uses[following] -= 1
+                if uses[following] == 0:
+                    ready.append(following)
+    return order, sources
+
+
 def _count_uses(roots: list[stock.Node]) -> dict[stock.Node, int]:
     uses = dict.fromkeys(roots, 0)
     ahead = list(roots)
@@ -89,3 +105,22 @@ def _count_uses(roots: list[stock.Node]) -> dict[stock.Node, int]:
                 ahead.append(following)
             uses[following] += 1
     return uses
+
+
+class _FreedInOrder:
+    """The nodes below a node, owned by it, to be let go one by one when it goes.
+
+    torch frees a long graph step by step, but only where Python has not seen its nodes; else each node's
+    end frees the next inside it, and some tens of thousands of them overflow the stack. Here a node that
+    is let go has everything below it still held.
+    """
+
+    __slots__ = ("nodes",)
+
+    def __init__(self, nodes: list[stock.Node]) -> None:
+        self.nodes = nodes
+
+    def __del__(self) -> None:
+        self.nodes.reverse()
+        while self.nodes:
+            self.nodes.pop()

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import threading
-from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
+
+from ._handle import Handle
 
 __all__ = ["Labels", "label_modules", "module_of"]
 
@@ -16,15 +17,15 @@ _KEY = "backstash.module"
 _LEAF = 2**64 - 1  # the sequence number of every AccumulateGrad
 
 
-class Labels:
-    """The hooks of :func:`label_modules`; a context manager, ``remove()`` may be called twice."""
+class Labels(Handle):
+    """The hooks of :func:`label_modules`. After ``remove()``, labels stay on the nodes that have them."""
 
     def __init__(self, model: nn.Module) -> None:
+        super().__init__()
         self._local = threading.local()
-        self._handles: list[Any] = []
         for path, module in model.named_modules():
-            self._handles.append(module.register_forward_pre_hook(self._start))
-            self._handles.append(module.register_forward_hook(_Label(self, path), always_call=True))
+            self.handles.append(module.register_forward_pre_hook(self._start))
+            self.handles.append(module.register_forward_hook(_Label(self, path), always_call=True))
 
     def _start(self, module: nn.Module, args: Any) -> None:
         self.starts().append(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
@@ -35,22 +36,6 @@ class Labels:
         if found is None:
             found = self._local.starts = []
         return found
-
-    def remove(self) -> None:
-        """Take the hooks off the model. Labels stay on the nodes that have them."""
-        for handle in self._handles:
-            handle.remove()
-
-    def __enter__(self) -> Labels:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.remove()
 
 
 class _Label:

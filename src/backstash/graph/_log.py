@@ -8,13 +8,13 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..stash import Stash
+from ._handle import Handle
 from ._iterate import Outputs, iter_graph
 from ._labels import module_of
 from ._saved import SavedValue, saved
@@ -43,12 +43,13 @@ class NodeRun:
     """How much of it the stash kept it waiting; ``None`` without a stash."""
 
 
-class BackwardLog:
-    """The rows of the backwards that ran since :func:`log_backward`; a handle and a context manager."""
+class BackwardLog(Handle):
+    """The rows of the backwards that ran since :func:`log_backward`. ``remove()`` keeps the rows."""
 
     def __init__(
         self, *, norms: bool, stash: Stash | None, logger: logging.Logger, level: int
     ) -> None:
+        super().__init__()
         self._norms = norms
         self._stash = stash
         self._logger = logger
@@ -56,7 +57,6 @@ class BackwardLog:
         self._lock = threading.Lock()
         self._rows: list[NodeRun] = []
         self._running: dict[tuple[int, int], tuple[int, float, float]] = {}
-        self._handles: list[Any] = []
 
     @property
     def rows(self) -> tuple[NodeRun, ...]:
@@ -68,25 +68,8 @@ class BackwardLog:
         """Register the hooks of one node."""
         # The hooks must not hold the node, which holds them: they ask for it when it runs.
         before = functools.partial(self._before, id(node), node.name(), module)
-        self._handles.append(node.register_prehook(before))
-        self._handles.append(node.register_hook(functools.partial(self._after, id(node))))
-
-    def remove(self) -> None:
-        """Take the hooks off the graph; the rows stay. May be called twice."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-
-    def __enter__(self) -> BackwardLog:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.remove()
+        self.handles.append(node.register_prehook(before))
+        self.handles.append(node.register_hook(functools.partial(self._after, id(node))))
 
     def _waited(self) -> float:
         return self._stash.stats().unpack_stall_seconds if self._stash is not None else 0.0

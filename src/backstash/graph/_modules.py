@@ -38,6 +38,9 @@ class _Saving(nn.Module):
         for name, parameter in super().named_parameters(*args, **kwargs):
             yield name.replace(_INNER, "", 1), parameter
 
+    def __getitem__(self, index: Any) -> Any:
+        return self.module[index]  # type: ignore[index]
+
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)

@@ -18,7 +18,6 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Literal
 
 import torch
@@ -27,36 +26,9 @@ from torch.autograd import graph as stock
 from torch.autograd.variable import Variable
 from torch.utils.hooks import RemovableHandle
 
+from ._handle import Handle
+
 __all__ = ["register_multi_grad_hook"]
-
-
-class MultiHandle(RemovableHandle):
-    """Removes the hook from all its tensors; a context manager too, and may be removed twice."""
-
-    def __init__(self, handles: Sequence[RemovableHandle]) -> None:
-        self.handles = tuple(handles)
-
-    def remove(self) -> None:
-        """Take the hook off. A call that is being gathered by a running backward still comes."""
-        for handle in self.handles:
-            handle.remove()
-
-    def __enter__(self) -> MultiHandle:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.remove()
-
-    def __getstate__(self) -> Any:
-        return self.handles
-
-    def __setstate__(self, state: Any) -> None:
-        self.handles = state
 
 
 def register_multi_grad_hook(
@@ -64,7 +36,7 @@ def register_multi_grad_hook(
     fn: Callable[..., None],
     *,
     mode: Literal["all", "any"] = "all",
-) -> RemovableHandle:
+) -> Handle:
     """Call ``fn`` once per backward with the gradients of ``tensors``.
 
     Args:
@@ -93,7 +65,7 @@ def register_multi_grad_hook(
     wanted = [(index, t) for index, t in enumerate(tensors) if t.requires_grad]
     if mode == "any":
         first = _First(fn)
-        return MultiHandle([_register(tensor, first) for _, tensor in wanted])
+        return Handle([_register(tensor, first) for _, tensor in wanted])
     group = _Group(fn, len(tensors), {index: weakref.ref(t) for index, t in wanted})
     handles = [_register(t, _Arrival(group, index, None)) for index, t in wanted if t.is_leaf]
     made = [(index, t, stock.get_gradient_edge(t)) for index, t in wanted if not t.is_leaf]
@@ -101,7 +73,7 @@ def register_multi_grad_hook(
     for index, tensor, edge in sorted(made, key=lambda item: _number(item[2].node)):
         handles.append(_register(tensor, _Arrival(group, index, below)))
         below = _Below(index, edge, below)
-    return MultiHandle(handles)
+    return Handle(handles)
 
 
 def _register(tensor: Tensor, hook: Callable[[Tensor], None]) -> RemovableHandle:

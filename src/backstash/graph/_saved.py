@@ -20,7 +20,7 @@ __all__ = ["SavedValue", "saved"]
 _PREFIX = "_raw_saved_"
 _FREED = "freed"
 _IN_PLACE = "in place"
-_names: dict[type, tuple[str, ...]] = {}
+_names: dict[type, tuple[str, ...]] = {}  # of torch's own node types, which live for ever
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +71,8 @@ def saved(node: stock.Node) -> tuple[SavedValue, ...]:
 
 
 def _attributes(kind: type, node: Any) -> tuple[str, ...]:
+    if isinstance(node, torch.autograd.function.BackwardCFunction):
+        return (f"{_PREFIX}tensors",)
     if kind not in _names:
         _names[kind] = tuple(name for name in dir(node) if name.startswith(_PREFIX))
     return _names[kind]

@@ -1,0 +1,42 @@
+"""What a registration returns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, TypeVar
+
+from torch.utils.hooks import RemovableHandle
+
+__all__ = ["Handle"]
+
+_H = TypeVar("_H", bound="Handle")
+
+
+class Handle(RemovableHandle):
+    """Several hooks as one: ``remove()``, also twice, and a context manager that removes at its end."""
+
+    def __init__(self, handles: Sequence[RemovableHandle] = ()) -> None:
+        self.handles = list(handles)
+
+    def remove(self) -> None:
+        """Take these hooks off, and no others."""
+        for handle in self.handles:
+            handle.remove()
+        self.handles.clear()
+
+    def __enter__(self: _H) -> _H:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None = None,
+        error: BaseException | None = None,
+        trace: TracebackType | None = None,
+    ) -> None:
+        self.remove()
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "a handle of hooks cannot be pickled: hooks do not go with a tensor or model"
+        )
