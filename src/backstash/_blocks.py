@@ -153,6 +153,12 @@ class Block:
         self.root = None
 
     @property
+    def has_moved(self) -> bool:
+        """Whether its storage was resized, and so has other memory: that raises no version."""
+        alias = self.alias
+        return alias is not None and alias.untyped_storage().data_ptr() != self.address
+
+    @property
     def where(self) -> str:
         """The tier that has the bytes: ``"keep"`` until they have landed on ``"disk"``."""
         return "keep" if self.alias is not None or self.parcel is None else self.parcel.tier

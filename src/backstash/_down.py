@@ -106,14 +106,19 @@ class Down:
             block = self._kept.popleft()()
             if block is None or not block.kept:
                 continue
-            if block.lane is not lane and not self._has_room(block.nbytes):
-                # Only its own thread may land it, and that one may be waiting for us: move ours instead.
+            if not lane.may_land(block.lane) and not self._may_leave_unseen(block):
+                # Only its own thread may judge a copy of it, and that one may be waiting for us:
+                # move ours instead.
                 self._kept.appendleft(weakref.ref(block))
                 if not newest.kept or not self._send(newest, lane):
                     return
             elif not self._send(block, lane):
                 self._kept.appendleft(weakref.ref(block))
                 return
+
+    def _may_leave_unseen(self, block: Block) -> bool:
+        """Whether another thread's block may go: it is written, not copied, and need not be waited for."""
+        return block.nbytes >= SMALL_BYTES and self._has_room(block.nbytes)
 
     def _has_room(self, nbytes: int) -> bool:
         return self.inflight_bytes + nbytes <= self._inflight
@@ -126,6 +131,8 @@ class Down:
         if block.source.changed:
             self.lose(block)
             return True
+        if block.has_moved:
+            return True  # stays in place, wherever that is now: what was resized once may be again
         try:
             small = block.nbytes < SMALL_BYTES and block.nbytes + 128 <= _SEGMENT_BYTES
             if small:
@@ -265,7 +272,9 @@ class Down:
 
     def _touch_down(self, cargo: Block | Segment, flight: _Flight) -> None:
         failure = None if flight.writing.cancelled() else flight.writing.exception()
-        if isinstance(cargo, Segment):
+        if isinstance(cargo, Block) and cargo.has_moved:
+            self._return_to_place(cargo)  # whatever was written, or could not be
+        elif isinstance(cargo, Segment):
             if failure is None:
                 cargo.buffer = None
             else:

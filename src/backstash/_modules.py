@@ -7,6 +7,7 @@ large enough to move, and leaves nothing behind on any model.
 
 from __future__ import annotations
 
+import gc
 import sys
 from itertools import pairwise
 from types import FrameType
@@ -78,6 +79,23 @@ def is_buffer(cdata: int, modules: list[nn.Module]) -> bool:
                 if _cdata_of(tensor) == cdata:
                     return True
     return False
+
+
+def module_that_has(tensor: Tensor) -> str:
+    """The path of the module whose parameter or buffer ``tensor`` is, or a view of; ``""``: there is none.
+
+    Looks at every module there is, so it is for error messages only.
+    """
+    cdata = _cdata_of(tensor)
+    modules = [each for each in gc.get_objects() if issubclass(type(each), nn.Module)]
+    longest, found = -1, ""
+    for root in modules if cdata else ():
+        for path, module in root.named_modules():
+            for name, each in (*module._parameters.items(), *module._buffers.items()):
+                if _cdata_of(each) == cdata and len(path) > longest:
+                    longest = len(path)
+                    found = f"{path or f'({type(module).__name__})'}, whose {name} it is,"
+    return found
 
 
 def _cdata_of(tensor: Tensor | None) -> int:

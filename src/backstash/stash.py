@@ -26,7 +26,7 @@ from ._blocks import Block, Source, raw_alias, reason_to_stay
 from ._down import Down
 from ._entry import Entry, WrapperEntry
 from ._lanes import Lane
-from ._modules import is_buffer, module_path, running_modules
+from ._modules import is_buffer, module_path, module_that_has, running_modules
 from ._order import Order
 from ._parts import Part, snapshot
 from ._scopes import Attachment, enter_scope, leave_scope
@@ -405,6 +405,8 @@ class Stash:
             if type(alias) is type(tensor):
                 kept = alias
         version = tensor._version
+        if reason is not _PARAMETER:
+            return kept, version, module_path(running_modules())
         return kept if version == 0 else (kept, version)
 
     def _count_left(self, reason: str, nbytes: int) -> None:
@@ -430,10 +432,13 @@ class Stash:
         if kind is WrapperEntry:
             rebuilt: Tensor = packed.rebuild(self.unpack)
             return rebuilt
-        tensor, version = packed if kind is tuple else (packed, 0)
+        tensor, version, *where = packed if kind is tuple else (packed, 0)
         if tensor._version != version:
             versions = f"is at version {tensor._version}; expected version {version} instead"
-            raise _changed(tensor.shape, tensor.dtype, "", versions)
+            module = (
+                (where and where[0]) or module_that_has(tensor) or ("no module" if where else "")
+            )
+            raise _changed(tensor.shape, tensor.dtype, module, versions)
         return tensor  # type: ignore[no-any-return]
 
     def _unpack_entry(self, entry: Entry) -> Tensor:

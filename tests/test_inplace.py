@@ -1,0 +1,530 @@
+"""Changes in place: the error that PyTorch raises, or the true gradient; never a wrong one."""
+
+import threading
+from contextlib import nullcontext
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from backstash import Disk, Stash
+from backstash.errors import InplaceError
+from backstash.testing import Gated
+from oracle import WAYS, gradients, same_bits
+
+SIDE = 192  # of float32: above the default min_bytes
+PATIENCE_SECONDS = 30
+
+
+def leaf(*shape, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator).requires_grad_()
+
+
+def outcome(program, change, stash=None):
+    """The gradients of ``program``, or the error that its backward raises."""
+    torch.manual_seed(0)
+    with stash or nullcontext():
+        backward = program(change)
+    try:
+        return backward()
+    except RuntimeError as error:
+        return error
+
+
+def check(program, directory, *, must_raise=True):
+    """Where plain PyTorch raises, a stash raises its own error or gives what is true without the change."""
+    plain = outcome(program, True)
+    assert isinstance(plain, RuntimeError) == must_raise, plain
+    true = outcome(program, False)
+    raised = set()
+    for way in WAYS:
+        stash = Stash(**{"disk": directory, **WAYS[way]})
+        got = outcome(program, True, stash)
+        stash.close()
+        if isinstance(got, RuntimeError):
+            assert must_raise and isinstance(got, InplaceError), f"{way}: {got!r}"
+            assert "modified by an inplace operation" in str(got)
+            raised.add(way)
+        else:
+            assert all(same_bits(*pair) for pair in zip(got, true, strict=True)), way
+    return raised
+
+
+CHANGES = {
+    "mul_": lambda h: h.mul_(3),
+    "iadd": lambda h: h.__iadd__(1),
+    "setitem": lambda h: h.__setitem__((2, 3), 5.0),
+    "copy_": lambda h: h.copy_(torch.ones_like(h)),
+    "relu_": lambda h: F.relu_(h),
+    "no_grad": lambda h: torch.no_grad()(h.zero_)(),
+    "a row": lambda h: h[3].zero_(),
+    "columns": lambda h: h[:, 5:].zero_(),
+    "transposed": lambda h: h.t().add_(1),
+    "flat view": lambda h: h.view(-1)[7:9].fill_(1),
+    "expanded view": lambda h: h[:1].expand(1, SIDE).add_(1),
+    "view as bytes": lambda h: h.detach().view(torch.uint8).zero_(),
+    "detached": lambda h: h.detach().add_(1),
+    "view of detached": lambda h: h.detach()[2:].t().add_(1),
+    "out=": lambda h: torch.sin(torch.ones(SIDE, SIDE), out=h.detach()),
+    "masked": lambda h: h.masked_fill_(h > 0, 2.0),
+    "put": lambda h: h.detach().index_put_((torch.tensor([1, 5]),), torch.zeros(SIDE)),
+    "normal_": lambda h: h.detach().normal_(),
+    "foreach": lambda h: torch._foreach_mul_([h.detach()], 2.0),
+    "swapped rows": lambda h: h.detach().copy_(h.detach().flip(0)),
+}
+
+ALL_LANDED = {"all on disk", "no read ahead"}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_change_after_the_save(tmp_path, name):
+    def program(change):
+        x = leaf(SIDE, SIDE)
+        h = x * 2
+        loss = h.sin()
+        if change:
+            CHANGES[name](h)
+        return lambda: gradients(loss, x)
+
+    raised = check(program, tmp_path)
+    assert raised >= {"keep all", "no tier below"} and not raised & ALL_LANDED
+
+
+@pytest.mark.parametrize("kind", ["mask", "index", "buffer-like", "half"])
+def test_a_change_of_what_needs_no_gradient(tmp_path, kind):
+    def program(change):
+        x = leaf(SIDE, SIDE)
+        index = torch.arange(SIDE).expand(SIDE, SIDE).contiguous()
+        held = {
+            "mask": lambda: x.detach() > 0,
+            "index": lambda: index,
+            "buffer-like": lambda: x.detach() * 2,
+            "half": lambda: x.detach().half(),
+        }[kind]()
+        if kind == "mask":
+            loss = torch.where(held, x, 0.0)
+        elif kind == "index":
+            loss = x.gather(1, held)
+        else:
+            loss = x * held
+        if change:
+            held.zero_()
+        return lambda: gradients(loss, x)
+
+    raised = check(program, tmp_path)
+    assert raised >= {"keep all", "no tier below"} and not raised & ALL_LANDED
+
+
+def test_a_change_of_an_output_that_its_operation_saved(tmp_path):
+    def program(change):
+        x = leaf(SIDE, SIDE)
+        loss = x.exp()
+        if change:
+            loss.detach().add_(1)
+        return lambda: gradients(loss, x)
+
+    check(program, tmp_path)
+
+
+def test_a_small_tensor_that_is_left_is_watched(tmp_path):
+    def program(change):
+        x = leaf(9)
+        h = x * 2
+        loss = h.sin()
+        if change:
+            h[3:].zero_()
+        return lambda: gradients(loss, x)
+
+    raised = check(program, tmp_path)
+    assert "defaults" in raised
+
+
+@pytest.mark.parametrize("cut", [lambda h: h[3], lambda h: h[:, 3:9], lambda h: h[3, :1].expand(9)])
+def test_a_small_part_is_a_clean_copy(tmp_path, cut):
+    def program(change):
+        x = leaf(SIDE, SIDE)
+        h = x * 2
+        loss = cut(h).sin()
+        if change:
+            h.zero_()
+        return lambda: gradients(loss, x)
+
+    assert check(program, tmp_path) == {"no tier below"}
+
+
+def test_an_optimizer_that_steps_between_forward_and_backward(tmp_path):
+    def program(change):
+        torch.manual_seed(3)
+        model = nn.Sequential(nn.Linear(SIDE, SIDE), nn.Tanh(), nn.Linear(SIDE, SIDE))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        x = leaf(SIDE, SIDE)
+        loss = model(x)
+        if change:
+            optimizer.step()
+        return lambda: gradients(loss, x, *model.parameters())
+
+    assert check(program, tmp_path) == set(WAYS)  # parameters stay, so the error is certain
+
+
+def test_a_frozen_weight_that_changes(tmp_path):
+    def program(change):
+        weight = nn.Parameter(leaf(SIDE, SIDE).detach(), requires_grad=False)
+        x = leaf(4, SIDE)
+        loss = F.linear(x, weight)
+        if change:
+            weight.zero_()
+        return lambda: gradients(loss, x)
+
+    assert check(program, tmp_path) == set(WAYS)
+
+
+def test_legal_changes_in_place(tmp_path):
+    def program(change):
+        x = leaf(SIDE, SIDE)
+        h = x * 2
+        h.mul_(3).add_(1)
+        h[2:].mul_(0.5)
+        y = h.clone().add_(1)
+        y[:, 3:].tanh_()
+        h.t().add_(y)
+        y = y + 1
+        y.sigmoid_()
+        return lambda: gradients(h * y, x)
+
+    assert check(program, tmp_path, must_raise=False) == set()
+
+
+def test_a_save_after_a_change_is_of_the_changed_bytes(tmp_path):
+    def program(change):
+        x = leaf(SIDE, SIDE)
+        held = x.detach() * 2
+        first = x * held
+        held.mul_(4)
+        second = x * held
+        held.mul_(4)
+        third = x * held
+        grads = []
+
+        def backward():
+            for loss in (third, second, first):
+                try:
+                    grads.append(*gradients(loss, x))
+                except RuntimeError:
+                    grads.append(None)
+            return grads
+
+        return backward
+
+    plain = outcome(program, True)
+    assert [grad is None for grad in plain] == [False, True, True]
+    for way in WAYS:
+        with Stash(**{"disk": tmp_path, **WAYS[way]}) as stash:
+            got = outcome(program, True, stash)
+        stash.close()
+        held = leaf(SIDE, SIDE).detach() * 2
+        for grad, true in zip(got, (held * 16, held * 4, held), strict=True):
+            assert grad is None or same_bits(grad, true), way
+        assert got[0] is not None
+
+
+# When a write ends is for the test to say.
+
+
+@pytest.fixture
+def gated(tmp_path):
+    store = Gated(Disk(tmp_path))
+    yield store
+    store.writes.set()
+    store.close()
+
+
+def test_a_change_while_the_bytes_are_being_written(gated):
+    gated.writes.clear()
+    x = leaf(1024, 1024)
+    stash = Stash(disk=gated)
+    with stash:
+        h = x * 2
+        loss = h.sin()
+    assert gated.begun.acquire(timeout=PATIENCE_SECONDS)
+    h.zero_()
+    gated.writes.set()
+    with pytest.raises(InplaceError, match="modified by an inplace operation"):
+        gradients(loss, x)
+    stash.close()
+
+
+def test_a_change_after_the_write_and_before_anyone_has_looked(gated):
+    """The copy is clean, but no one can tell that it is: an error, as plain PyTorch raises."""
+    gated.writes.clear()
+    x = leaf(1024, 1024)
+    stash = Stash(disk=gated)
+    with stash:
+        h = x * 2
+        loss = h.sin()
+    gated.writes.set()
+    stash._workers.close()  # the write has ended, and this thread has not been back since
+    h.zero_()
+    with pytest.raises(InplaceError):
+        gradients(loss, x)
+    stash.close()
+
+
+def test_a_change_after_the_copy_was_seen_to_be_whole(gated):
+    x = leaf(1024, 1024)
+    stash = Stash(disk=gated)
+    with stash:
+        h = x * 2
+        loss = h.sin()
+    stash._workers.close()
+    stash.stats()  # lands it
+    h.zero_()
+    assert same_bits(*gradients(loss, x), (leaf(1024, 1024) * 2).cos().detach() * 2)
+    stash.close()
+
+
+def test_no_change_while_the_bytes_are_being_written(gated):
+    gated.writes.clear()
+    x = leaf(1024, 1024)
+    stash = Stash(disk=gated)
+    with stash:
+        loss = (x * 2).sin()
+    (grad,) = gradients(loss, x)  # in flight: from the memory that is being written
+    gated.writes.set()
+    assert same_bits(grad, (leaf(1024, 1024) * 2).cos().detach() * 2)
+    stash.close()
+
+
+class Slow(torch.autograd.Function):
+    """Changes its input in place, and its version only when the test says so, as any operation does."""
+
+    @staticmethod
+    def forward(ctx, x, changed, go_on):
+        x.data.zero_()
+        changed.set()
+        assert go_on.wait(PATIENCE_SECONDS)
+        ctx.mark_dirty(x)
+        return x
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None, None
+
+
+@pytest.mark.parametrize("side", [1024, 96], ids=["large", "small"])
+@pytest.mark.parametrize("keep", [0, "64KiB"])
+def test_only_its_own_thread_may_say_that_a_copy_is_whole(gated, side, keep):
+    """A change in place is seen late by other threads: the bytes differ before the version does."""
+    x = leaf(side, side)
+    nbytes = side * side * 4
+    stash = Stash(disk=gated, min_bytes=0, keep=0 if keep == 0 else nbytes)
+    changed, go_on, results = threading.Event(), threading.Event(), []
+
+    def work():
+        try:
+            with stash:
+                h = x * 2
+                loss = h.sin()
+                Slow.apply(h, changed, go_on)
+            results.append(gradients(loss, x))
+        except RuntimeError as error:
+            results.append(error)
+
+    gated.writes.clear()
+    thread = threading.Thread(target=work)
+    thread.start()
+    assert changed.wait(PATIENCE_SECONDS)
+    gated.writes.set()
+    with stash:  # this thread presses h out of its place, sees its write end, and lands what it may
+        other = leaf(side, side, seed=2)
+        mine = [(other * number).exp() for number in range(4)]
+    stash.stats()
+    stash._workers.submit(lambda: None).result(PATIENCE_SECONDS)
+    stash.stats()
+    go_on.set()
+    thread.join(PATIENCE_SECONDS)
+    (result,) = results
+    true = (leaf(side, side) * 2).cos().detach() * 2
+    assert isinstance(result, InplaceError) or same_bits(*result, true)
+    del mine
+    stash.close()
+
+
+def test_memory_that_moves_under_a_write(gated):
+    """A storage that is resized has other memory and no new version, which plain PyTorch allows."""
+    gated.writes.clear()
+    stash = Stash(disk=gated)
+    x = leaf(1024, 1024)
+    held = torch.ones(1024, 1024)
+    with stash:
+        loss = x * held
+    assert gated.begun.acquire(timeout=PATIENCE_SECONDS)
+    held.untyped_storage().resize_(64 << 20)
+    fill = [torch.full((1024, 1024), 7.0) for _ in range(4)]  # whoever gets the memory it had
+    gated.writes.set()
+    stash._workers.close()
+    stash.stats()
+    assert same_bits(*gradients(loss, x), torch.ones(1024, 1024))
+    del fill
+    stash.close()
+
+
+@pytest.mark.parametrize("side", [1024, 256], ids=["large", "small"])
+def test_memory_that_moves_before_it_goes(tmp_path, side):
+    stash = Stash(disk=tmp_path, keep=side * side * 4, inflight=0)
+    x = leaf(side, side)
+    held = torch.ones(side, side)
+    with stash:
+        loss = x * held
+        held.untyped_storage().resize_(64 << 20)
+        fill = [torch.full((side, side), 7.0) for _ in range(4)]
+        rest = [x * each for each in fill]
+    assert same_bits(*gradients(loss, x), torch.ones(side, side))
+    del fill, rest
+    stash.close()
+
+
+# What comes back may be changed too.
+
+
+class Doubles(torch.autograd.Function):
+    """Changes in place what it is given back: legal once, and the next unpack must not see it."""
+
+    @staticmethod
+    def forward(ctx, x, saved):
+        ctx.save_for_backward(saved)
+        return x * saved
+
+    @staticmethod
+    def backward(ctx, grad):
+        (saved,) = ctx.saved_tensors
+        return grad * saved.mul_(2), None
+
+
+@pytest.mark.parametrize(
+    "view", [lambda h: h, lambda h: h.t(), lambda h: h[1:], lambda h: h.detach()]
+)
+def test_backward_changes_what_it_was_given_and_another_node_wants_it(tmp_path, view):
+    def program(change):
+        x = leaf(SIDE, SIDE)
+        h = x.detach() * 2
+        first = (x * view(h)).sum() if view(h).shape == x.shape else (x[1:] * view(h)).sum()
+        second = Doubles.apply(x, h).sum() if change else (x * (h * 2)).sum()
+        return lambda: (*gradients(second, x), *gradients(first, x))
+
+    raised = check(program, tmp_path)
+    assert not raised & ALL_LANDED
+
+
+def test_backward_changes_what_it_was_given_and_runs_again(tmp_path):
+    def program(change):
+        x = leaf(SIDE, SIDE)
+        h = x.detach() * 2
+        loss = Doubles.apply(x, h) if change else x * (h * 2)
+        once = lambda: gradients(loss, x, retain_graph=True)  # noqa: E731
+        return lambda: (*once(), *once(), *once())
+
+    raised = check(program, tmp_path)
+    assert not raised & ALL_LANDED
+
+
+def test_a_gradient_that_is_the_saved_tensor_itself(tmp_path):
+    """Accumulating into such a gradient must not change what is saved."""
+
+    class Returns(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, saved):
+            ctx.save_for_backward(saved)
+            return x * saved
+
+        @staticmethod
+        def backward(ctx, grad):
+            return ctx.saved_tensors[0], None
+
+    for way in WAYS:
+        stash = Stash(**{"disk": tmp_path, **WAYS[way]})
+        x = leaf(SIDE, SIDE)
+        with stash:
+            held = torch.full((SIDE, SIDE), 2.0)
+            loss = Returns.apply(x, held).sum()
+        try:
+            for expected in (2.0, 4.0, 6.0):
+                loss.backward(retain_graph=True)
+                assert torch.all(x.grad == expected), way
+        except InplaceError:
+            pass  # the bytes in place were changed by the accumulation, as in plain PyTorch
+        stash.close()
+
+
+# What the error says.
+
+
+class Inner(nn.Module):
+    def forward(self, h):
+        self.saved = h * 2
+        return self.saved.sin()
+
+
+@pytest.mark.parametrize("options", [{"keep": None}, {}], ids=["kept", "in flight"])
+def test_the_error_names_module_shape_and_versions(gated, options):
+    gated.writes.clear()
+    model = nn.Sequential(nn.Identity(), nn.Sequential(nn.Identity(), Inner()))
+    x = leaf(SIDE, SIDE, 16)
+    stash = Stash(disk=gated, **options)
+    with stash:
+        loss = model(x)
+    model[1][1].saved.add_(1).add_(1)
+    with pytest.raises(InplaceError) as info:
+        gradients(loss, x)
+    gated.writes.set()
+    text = str(info.value)
+    assert "modified by an inplace operation" in text
+    assert f"shape ({SIDE}, {SIDE}, 16)" in text
+    assert "1.1 saved for SinBackward0" in text
+    assert "is at version 2; expected version 0" in text
+    stash.close()
+
+
+def error_of(stash, loss, x):
+    with pytest.raises(InplaceError) as info:
+        gradients(loss, x)
+    stash.close()
+    return str(info.value)
+
+
+def test_the_error_of_a_parameter_says_whose_it_is(tmp_path):
+    model = nn.Sequential(nn.Identity(), nn.Sequential(nn.LayerNorm(SIDE)))
+    x = leaf(SIDE, SIDE)
+    stash = Stash(disk=tmp_path, min_bytes=0)
+    norm = model[1][0]
+    with stash:
+        loss = F.layer_norm(model(x), (SIDE,), norm.weight, norm.bias)
+    with torch.no_grad():
+        norm.weight.zero_()
+    text = error_of(stash, loss, x)
+    assert f"shape ({SIDE},)" in text and "1.0, whose weight it is, saved" in text
+    assert f"version {norm.weight._version}; expected version {norm.weight._version - 1}" in text
+
+
+def test_the_error_without_a_tier_names_the_module_too():
+    model = nn.Sequential(nn.Identity(), nn.Sequential(nn.Identity(), Inner()))
+    x = leaf(SIDE, SIDE)
+    stash = Stash()
+    with stash:
+        loss = model(x)
+    model[1][1].saved.add_(1)
+    assert "1.1 saved for SinBackward0" in error_of(stash, loss, x)
+
+
+def test_the_error_of_a_small_tensor_says_how_to_learn_more(tmp_path):
+    x = leaf(9)
+    stash = Stash(disk=tmp_path)
+    with stash:
+        h = x * 2
+        loss = h.sin()
+    h.add_(1)
+    text = error_of(stash, loss, x)
+    assert "shape (9,)" in text and "min_bytes=0 tells" in text
