@@ -110,7 +110,9 @@ def check_fsdp2(rank: int) -> None:
     assert watch.last.reduction == "after"
     agree(watch.last, norms_of(batch(0), batch(1)))
     means = whole(model)
-    check_change(model, rank, lambda: clip_gradients(model, value=0.5), [g.clamp(-0.5, 0.5) for g in means])
+    check_change(
+        model, rank, lambda: clip_gradients(model, value=0.5), [g.clamp(-0.5, 0.5) for g in means]
+    )
     bound = sorted(g.norm().item() for g in means)[1] * 1.01
     scaled = [g * min(1.0, bound / g.norm().item()) for g in means]
     check_change(model, rank, lambda: clip_gradients(model, norm=bound), scaled)

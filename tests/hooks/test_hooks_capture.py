@@ -206,7 +206,9 @@ def test_no_names_and_no_edit(chain: nn.Sequential) -> None:
 def test_edit_inputs_and_outputs_with_the_input() -> None:
     layer = nn.Linear(3, 3)
     x = torch.randn(2, 3)
-    with capture(layer, "", inputs=True, edit_inputs=lambda v: v + 1, edit=lambda y, v: y + v) as got:
+    with capture(
+        layer, "", inputs=True, edit_inputs=lambda v: v + 1, edit=lambda y, v: y + v
+    ) as got:
         out = layer(x)
     assert torch.equal(got[""].input, x + 1)
     assert torch.equal(out, layer(x + 1) + (x + 1))

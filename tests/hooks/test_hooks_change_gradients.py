@@ -74,8 +74,16 @@ def test_a_shared_gradient_is_not_changed_in_place() -> None:
 
 @pytest.mark.parametrize(
     "arguments",
-    [{}, {"value": 1.0, "norm": 1.0}, {"value": 0}, {"value": -1.0}, {"value": (1.0, -1.0)}, {"norm": 0}]
-    + [{"value": "1"}, {"norm": float("inf")}],
+    [
+        {},
+        {"value": 1.0, "norm": 1.0},
+        {"value": 0},
+        {"value": -1.0},
+        {"value": (1.0, -1.0)},
+        {"value": "1"},
+        {"norm": 0},
+        {"norm": float("inf")},
+    ],
 )
 def test_clip_refuses_what_is_no_bound(chain: nn.Sequential, arguments: dict) -> None:
     with pytest.raises(UsageError, match=r"value=|norm="):
@@ -150,7 +158,10 @@ def test_an_output_that_is_a_parameter_is_edited_once_a_call() -> None:
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
-        (lambda g: g[0], r"'2.bias' returned torch.float32 \(\) on cpu; the gradient is torch.float32 \(2,\)"),
+        (
+            lambda g: g[0],
+            r"'2.bias' returned torch.float32 \(\) on cpu; the gradient is torch.float32 \(2,\)",
+        ),
         (lambda g: g.double(), "torch.zeros_like"),
         (lambda g: 3.0, "returned a float; allowed: a tensor, or None"),
     ],

@@ -20,7 +20,9 @@ from backstash.hooks import (
 # What the compiler warns of while it traces a hook; it then runs the hook as it is.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace:UserWarning"),
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
+    pytest.mark.filterwarnings(
+        "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
+    ),
 ]
 REMEDY = r"runs inside torch.compile, .*call torch\.compiler\.reset\(\) after registering"
 

@@ -44,6 +44,8 @@ def test_the_cookbook_runs() -> None:
 
 
 def test_a_wrong_page_is_noticed() -> None:
-    page = blocks("```python\nx = 1\nprint(x)\n```\n\n```text\n2\n```\n```python\nprint(x + 1)\n```\n")
+    page = blocks(
+        "```python\nx = 1\nprint(x)\n```\n\n```text\n2\n```\n```python\nprint(x + 1)\n```\n"
+    )
     assert [line for line, _, _ in page] == [1, 9]
     assert run(page, "page") == ["page:1: printed\n1\n", "page:9: printed\n2\n"]

@@ -20,11 +20,17 @@ from backstash.hooks import (
 )
 
 transformers = pytest.importorskip(
-    "transformers", reason="real models come from transformers: pip install 'backstash[test-models]'"
+    "transformers",
+    reason="real models come from transformers: pip install 'backstash[test-models]'",
 )
 
 Built = tuple[nn.Module, dict[str, Any]]
-SMALL = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+SMALL = {
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 32,
+}
 TOKENS = torch.arange(12).view(2, 6) % 7 + 1
 
 
@@ -40,7 +46,13 @@ def decoder() -> Built:
 
 def encoder_decoder() -> Built:
     config = transformers.T5Config(
-        vocab_size=30, d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2, decoder_start_token_id=0
+        vocab_size=30,
+        d_model=16,
+        d_kv=8,
+        d_ff=32,
+        num_layers=2,
+        num_heads=2,
+        decoder_start_token_id=0,
     )
     return transformers.T5ForConditionalGeneration(config), {"input_ids": TOKENS, "labels": TOKENS}
 

@@ -71,7 +71,9 @@ def test_state_and_groups(chain: nn.Sequential) -> None:
         twin(data()[1]).sum().backward()
         with pytest.raises(UsageError, match=r"0\.bias"):
             opt.load_state_dict({"0.weight": {}})
-    assert all(torch.equal(a, b) for a, b in zip(chain.parameters(), twin.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(chain.parameters(), twin.parameters(), strict=True)
+    )
 
 
 def test_frozen_and_unselected_parameters_stay(chain: nn.Sequential) -> None:
@@ -172,7 +174,9 @@ def test_what_else_it_refuses(chain: nn.Sequential, state_of) -> None:
         step_in_backward(adam, chain, allow=["everything"])
     with pytest.raises(UsageError, match="is a list"):
         step_in_backward(adam, chain, allow="scaler")
-    with pytest.raises(UsageError, match=r"returned a list; it must return a torch\.optim\.Optimizer"):
+    with pytest.raises(
+        UsageError, match=r"returned a list; it must return a torch\.optim\.Optimizer"
+    ):
         step_in_backward(lambda parameters: parameters, chain)
     assert state_of(chain) == before
 

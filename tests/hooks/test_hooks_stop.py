@@ -52,7 +52,9 @@ def test_run_comes_back() -> None:
 def test_run_without_stop_runs_all() -> None:
     model = Counting()
     with capture(model, "layers.0") as got:
-        assert torch.equal(got.run(torch.ones(1, 2))["layers.0"].output, model.layers[0](torch.ones(1, 2)))
+        assert torch.equal(
+            got.run(torch.ones(1, 2))["layers.0"].output, model.layers[0](torch.ones(1, 2))
+        )
     assert model.ran == [0, 1, 2]
 
 

@@ -110,7 +110,9 @@ def test_summary_counts(chain: nn.Sequential) -> None:
     assert "saved" in str(table).splitlines()[0]
 
 
-def test_summary_of_structures_reuse_and_containers(structured: nn.Module, residual: nn.Module) -> None:
+def test_summary_of_structures_reuse_and_containers(
+    structured: nn.Module, residual: nn.Module
+) -> None:
     rows = {row.path: row for row in summary(structured, torch.ones(2, 3)).rows}
     assert rows["tuple"].output == "[(2, 3), -, (2, 3)]" and rows[""].saved_bytes == 0
     rows = {row.path: row for row in summary(residual, x=torch.ones(2, 4)).rows}

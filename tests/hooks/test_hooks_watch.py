@@ -160,7 +160,12 @@ def test_json_lines_to_a_path_and_a_file(chain: nn.Sequential, tmp_path: Path) -
     assert not file.closed
     for text in (path.read_text(), file.getvalue()):
         lines = [json.loads(line) for line in text.splitlines()]
-        assert len(lines) == 2 and set(lines[0]["rows"]) == {"0.weight", "0.bias", "2.weight", "2.bias"}
+        assert len(lines) == 2 and set(lines[0]["rows"]) == {
+            "0.weight",
+            "0.bias",
+            "2.weight",
+            "2.bias",
+        }
         assert set(lines[0]["total"]) >= {"norm", "min", "max", "zeros", "nan", "inf"}
 
 
@@ -185,7 +190,13 @@ def test_print(chain: nn.Sequential, capsys: pytest.CaptureFixture[str]) -> None
         step(chain, torch.randn(5, 4))
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "gradients of backward 0, per parameter"
-    assert [line.split()[0] for line in lines[1:]] == ["0.weight", "0.bias", "2.weight", "2.bias", "total"]
+    assert [line.split()[0] for line in lines[1:]] == [
+        "0.weight",
+        "0.bias",
+        "2.weight",
+        "2.bias",
+        "total",
+    ]
 
 
 @pytest.mark.parametrize(
