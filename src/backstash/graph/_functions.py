@@ -15,11 +15,11 @@ from torch.autograd import Function
 from ..errors import UsageError
 from ..stash import Stash
 from ..stores import Store
-from ._held import Held
+from ._held import Held, Routed
 from ._mutation import guard_new_pair
 from ._pairs import Pair, current_pair, own_pack, pop_owned, push, replace_current
 
-__all__ = ["HookPair", "Routed", "save_for_backward", "saved_on", "saved_tensors"]
+__all__ = ["HookPair", "save_for_backward", "saved_on", "saved_tensors"]
 
 _F = TypeVar("_F")
 
@@ -161,16 +161,6 @@ class _ToSave(tuple[Any, ...]):
             _SavesOfOneCall(self.ids, self.to).activate()
 
 
-class Routed:
-    """What autograd holds: a packed object, and the hook that reads it."""
-
-    __slots__ = ("unpack", "value")
-
-    def __init__(self, unpack: Callable[[Any], Tensor], value: Any) -> None:
-        self.unpack = unpack
-        self.value = value
-
-
 class _SavesOfOneCall:
     """The pair that takes the saves of one ``apply``, in the place of the current one, and then goes."""
 
@@ -192,7 +182,7 @@ class _SavesOfOneCall:
             replace_current(Pair(pack, self.unpack))
         guard_new_pair()
 
-    def pack(self, tensor: Tensor) -> Any:
+    def pack(self, tensor: Tensor) -> Held | Routed:
         # A call that failed between forward and its saves leaves this pair behind until the next save.
         is_ours = bool(self.ids) and self.ids.pop(0) == id(tensor)
         try:
@@ -201,7 +191,7 @@ class _SavesOfOneCall:
             self.ids.clear()
             if self.under is not None:
                 return Routed(self.under.unpack, self.under.pack(tensor))
-            return Routed(Held.get, Held(tensor))
+            return Held(tensor)
         except BaseException:
             self.ids.clear()
             raise
@@ -209,8 +199,8 @@ class _SavesOfOneCall:
             if not self.ids:
                 self._finish()
 
-    def unpack(self, packed: Routed) -> Tensor:
-        return packed.unpack(packed.value)
+    def unpack(self, packed: Held | Routed) -> Tensor:
+        return packed.get()
 
     def _finish(self) -> None:
         if self.under is None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from ..errors import InplaceError
 
-__all__ = ["Held", "changed_in_place", "running_node", "version_of"]
+__all__ = ["Held", "Routed", "changed_in_place", "running_node", "version_of"]
 
 
 def version_of(value: object) -> int | None:
@@ -48,3 +51,17 @@ class Held:
         if self.version is not None and self.alias._version != self.version:
             raise changed_in_place(self.alias, self.version)
         return self.alias
+
+
+class Routed:
+    """What autograd holds: a packed object, and the hook that reads it."""
+
+    __slots__ = ("unpack", "value")
+
+    def __init__(self, unpack: Callable[[Any], Tensor], value: Any) -> None:
+        self.unpack = unpack
+        self.value = value
+
+    def get(self) -> Tensor:
+        """The tensor, from whichever hook has it."""
+        return self.unpack(self.value)

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import graph as stock
+from torch.utils._pytree import tree_leaves
 
 from ._faces import InPlace
-from ._functions import Routed
-from ._held import Held
+from ._held import Held, Routed
 from ._hooks import Outer, Packed
 from ._mutation import Guarded
 
@@ -111,11 +111,15 @@ def _look(packed: Any) -> tuple[Any, str]:
     if isinstance(packed, Guarded):
         inside = packed.saved.alias if packed.saved.alias is not None else packed.packed
         return (None, _FREED) if inside is None else _look(inside)
-    if isinstance(packed, (Packed, Outer, Routed, InPlace)):
-        inner, where = _look(packed.value)
-        return (packed if isinstance(packed, Packed) and packed.shape is not None else inner), where
+    if isinstance(packed, Packed):
+        leaves = tree_leaves(packed.value)
+        held = next((leaf for leaf in leaves if isinstance(leaf, (Tensor, Outer, InPlace))), None)
+        inner, where = _look(held)
+        return (packed if packed.shape is not None else inner), where
+    if isinstance(packed, (Outer, Routed, InPlace)):
+        return _look(packed.value)
     if hasattr(packed, "where") and hasattr(packed, "shape"):
         return packed, str(packed.where)
-    if isinstance(packed, tuple) and len(packed) in (1, 2):
-        return _look(packed[0])
+    if isinstance(packed, tuple) and [type(each) for each in packed[1:2]] == [int]:
+        return _look(packed[0])  # what a stash left in place, and its version
     return None, "hooks"

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from torch import Tensor
 
 from ..errors import UsageError
-from ._held import Held
+from ._held import Held, Routed
 from ._mutation import guard_in_place, is_guard
 from ._pairs import Pair, current_pair, pop_owned, push, take_all
 
@@ -107,13 +106,10 @@ class _Chosen:
         self.predicate = predicate
         self.outer = outer
 
-    def pack(self, tensor: Tensor) -> Any:
+    def pack(self, tensor: Tensor) -> Held | Routed:
         if self.outer is not None and self.predicate(tensor):
-            return (self.outer.pack(tensor),)
+            return Routed(self.outer.unpack, self.outer.pack(tensor))
         return Held(tensor)
 
-    def unpack(self, packed: Any) -> Tensor:
-        if isinstance(packed, Held):
-            return packed.get()
-        assert self.outer is not None
-        return self.outer.unpack(packed[0])
+    def unpack(self, packed: Held | Routed) -> Tensor:
+        return packed.get()
