@@ -51,3 +51,14 @@ def test_the_pool_may_die_before_its_memory():
     memory.fill_(7)
     del pool
     assert int(memory.sum()) == 7 * memory.numel()
+
+
+def test_where_the_heap_reuses_memory_it_is_asked_first(monkeypatch):
+    import backstash.stores._memory as memory
+
+    monkeypatch.setattr(memory, "preloaded_allocator", lambda: "tcmalloc")
+    pool = Pool(idle_bytes=1 << 20)
+    for nbytes in (100, 1 << 20, (8 << 20) + 64):
+        taken = pool.take(nbytes)
+        assert taken.data_ptr() % 4096 == 0
+        assert taken.numel() >= nbytes

@@ -16,12 +16,12 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+from .stores._memory import preloaded_allocator
 from .units import parse_bytes
 
 __all__ = ["Trimmer"]
 
 _EVERY_BYTES = 256 << 20
-_OTHER_ALLOCATORS = ("tcmalloc", "jemalloc", "mimalloc")
 
 
 class Trimmer:
@@ -56,13 +56,9 @@ class Trimmer:
 
 def _malloc_trim() -> Callable[[int], Any] | None:
     """glibc's ``malloc_trim``, where glibc is what allocates and gives nothing back by itself."""
-    if any(name.startswith("MALLOC_MMAP_THRESHOLD") for name in os.environ):
+    if preloaded_allocator() or "MALLOC_MMAP_THRESHOLD_" in os.environ:
         return None
     try:
-        with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
-            mapped = maps.read()
-        if any(name in mapped for name in _OTHER_ALLOCATORS):
-            return None
         trim: Callable[[int], Any] = ctypes.CDLL(None).malloc_trim
     except (OSError, AttributeError, TypeError):
         return None
