@@ -144,7 +144,8 @@ def test_a_pair_around_it_still_packs(disk_dir: Any) -> None:
     stash.close()
 
 
-def test_complex_and_conjugated_views() -> None:
+@pytest.mark.parametrize("name", ["none", "alias"])
+def test_complex_and_conjugated_views(name: str) -> None:
     def run(change: bool) -> Tensor:
         x = torch.tensor([1 + 2j, 3 - 1j], requires_grad=True)
         b = x * 1
@@ -152,6 +153,22 @@ def test_complex_and_conjugated_views() -> None:
         if change:
             b.detach().zero_()
         return torch.autograd.grad(out.abs(), x)[0]
+
+    with allow_mutation_on_saved_tensors(), PAIRS[name](""):
+        found = run(True)
+    assert torch.equal(found, run(False))
+
+
+@pytest.mark.parametrize("name", ["alias", "identity", "hidden", "save_on_cpu", "stash in place"])
+def test_a_pair_is_found_before_its_first_save(name: str) -> None:
+    def run(change: bool) -> Tensor:
+        x = torch.rand(3, generator=torch.Generator().manual_seed(0)).requires_grad_()
+        b = x * 1
+        with PAIRS[name](""):
+            out = b.square()
+        if change:
+            b.detach().zero_()
+        return torch.autograd.grad(out.sum(), x)[0]
 
     with allow_mutation_on_saved_tensors():
         found = run(True)
