@@ -163,6 +163,8 @@ def test_the_table_names_what_failed_and_what_was_skipped() -> None:
         "machine": {"processor": "p", "cores": 2, "memory_bytes": 1, "kernel": "k", "libc": "l"},
         "versions": {"torch": "t"},
         "file_system": "ext4",
+        "date": "2000-01-01",
+        "disk": {"write_bytes_per_second": 3e9, "read_bytes_per_second": 4e9},
         "command": "backstash bench",
     }
     text = table(about | {"sections": [section, limit]})
@@ -220,6 +222,8 @@ def test_a_table_is_drawn_between_its_markers(tmp_path: Path) -> None:
         "machine": {"processor": "p", "cores": 2, "memory_bytes": 1, "kernel": "k", "libc": "l"},
         "versions": {"torch": "t"},
         "file_system": "ext4",
+        "date": "2000-01-01",
+        "disk": {"write_bytes_per_second": 3e9, "read_bytes_per_second": 4e9},
         "command": "backstash bench limit",
     }
     (tmp_path / "r.json").write_text(json.dumps(results))

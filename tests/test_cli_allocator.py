@@ -42,9 +42,13 @@ def test_without_tcmalloc_auto_sets_glibc_up_and_says_what_would_help() -> None:
 
 
 def test_what_the_caller_set_for_glibc_is_kept() -> None:
-    allocator = choose("glibc", {"MALLOC_MMAP_THRESHOLD_": "4096"}, TCMALLOC, "glibc")
+    environ = {"MALLOC_MMAP_THRESHOLD_": "4096", "GLIBC_TUNABLES": "glibc.malloc.check=3"}
+    allocator = choose("glibc", environ, TCMALLOC, "glibc")
     assert "MALLOC_MMAP_THRESHOLD_" not in allocator.environment
-    assert allocator.environment
+    tunables = "glibc.malloc.check=3:glibc.malloc.hugetlb=1"
+    assert allocator.environment["GLIBC_TUNABLES"] == tunables
+    environ = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=2"}
+    assert "GLIBC_TUNABLES" not in choose("glibc", environ, TCMALLOC, "glibc").environment
 
 
 @pytest.mark.parametrize("asked", ["auto", "glibc", "tcmalloc"])

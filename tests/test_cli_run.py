@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from backstash.cli import main
+from backstash.cli.run import _interpreter_options
 
 TRAIN = """
 import torch
@@ -336,3 +337,21 @@ def test_nothing_is_left_in_the_directory(tmp_path: Path) -> None:
     scratch.mkdir()
     under_stash(["train.py"], tmp_path, "--disk", str(scratch))
     assert list(scratch.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("started_with", "options"),
+    [
+        (["-m", "backstash", "run", "s.py"], []),
+        (
+            ["-u", "-X", "dev", "-W", "error", "-m", "backstash", "run"],
+            ["-u", "-X", "dev", "-W", "error"],
+        ),
+        (["-Wignore", "-I", "/venv/bin/backstash", "run", "-u"], ["-Wignore", "-I"]),
+        (["-OO", "-c", "code", "run"], ["-OO"]),
+    ],
+)
+def test_the_interpreter_s_own_options_are_passed_on(
+    started_with: list[str], options: list[str]
+) -> None:
+    assert _interpreter_options(started_with) == options

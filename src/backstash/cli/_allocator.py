@@ -40,18 +40,18 @@ INSTALL_HINT = (
 )
 
 _AUTOMATIC = ("tcmalloc",)  # of those that can be preloaded, the ones that a measurement speaks for
+_MAP_FROM_BYTES = 1 << 20  # a freed block of this size or more goes back to the system at once
 _GLIBC = {
-    "MALLOC_MMAP_THRESHOLD_": str(
-        1 << 20
-    ),  # bytes; from here on a freed block goes back to the system
-    "MALLOC_TRIM_THRESHOLD_": str(64 << 20),  # bytes of free heap top that are kept
-    "THP_MEM_ALLOC_ENABLE": "1",  # torch: huge pages for large tensors, so that new pages cost less
+    "MALLOC_MMAP_THRESHOLD_": str(_MAP_FROM_BYTES),
+    "THP_MEM_ALLOC_ENABLE": "1",  # torch: huge pages for tensors of 2 MiB or more
 }
+_TUNABLES = "GLIBC_TUNABLES"
+_HUGE_PAGES = "glibc.malloc.hugetlb=1"  # glibc 2.35 and later: huge pages for the rest
 _WHY = {
-    "tcmalloc": "it hands freed tensors' memory out again instead of keeping it",
+    "tcmalloc": "it uses the memory of freed tensors again",
     "jemalloc": "asked for",
     "mimalloc": "asked for",
-    "glibc": "freed tensors go back to the system at once",
+    "glibc": "set up so that the memory of freed tensors goes back to the system",
 }
 
 
@@ -117,9 +117,12 @@ def _preload(kind: str, library: str, environ: Mapping[str, str]) -> Allocator:
 
 def _tuned_glibc(asked: str, environ: Mapping[str, str]) -> Allocator:
     settings = {name: value for name, value in _GLIBC.items() if name not in environ}
+    tunables = environ.get(_TUNABLES, "")
+    if "glibc.malloc.hugetlb" not in tunables:
+        settings[_TUNABLES] = f"{tunables}:{_HUGE_PAGES}" if tunables else _HUGE_PAGES
     reason = _WHY["glibc"]
     if asked == "auto":
-        reason += f"; faster with tcmalloc, which is not installed ({INSTALL_HINT})"
+        reason += f"; tcmalloc, which is faster, is not installed: {INSTALL_HINT}"
     return Allocator("glibc", reason, "", settings)
 
 
@@ -149,9 +152,8 @@ def find(directories: Iterable[str] | None = None) -> dict[str, str]:
     """Return the allocators that this interpreter's processes can preload, from kind to file.
 
     Args:
-        directories: where to look, in order; ``None``: the interpreter's own library directory
-            (where conda puts them), what ``ldconfig`` knows, the usual system directories, and
-            packages that are known to bring one (ray has jemalloc).
+        directories: where to look, in order; ``None``: the interpreter's own library directory (where
+            conda puts them), what ``ldconfig`` knows, and the usual system directories.
     """
     where = list(_directories() if directories is None else directories)
     mine = _elf_kind(sys.executable)
@@ -174,8 +176,7 @@ def _directories() -> list[str]:
         "/usr/local/lib",
         "/usr/lib",
     ]
-    bundled = [os.path.join(sysconfig.get_path("platlib"), "ray", "core")]
-    listed = [os.path.join(sys.prefix, "lib"), *_cached_by_the_loader(), *usual, *bundled]
+    listed = [os.path.join(sys.prefix, "lib"), *_cached_by_the_loader(), *usual]
     return list(dict.fromkeys(listed))
 
 

@@ -88,14 +88,17 @@ class _Run:
         except StashError as error:
             print(f"backstash run: {error}", file=sys.stderr)
             raise _NotRunnable(2) from None
-        _restore(self._plan["restore_after_torch"])
+        _restore(self._plan["restore_later"])
 
     def end(self, error: BaseException | None) -> None:
         """Leave the stash and print the summary; in a process that the script forked, neither."""
         if os.getpid() != self._pid or isinstance(error, _NotRunnable):
             return
         if self._session is not None:
-            self._session.end(error)
+            try:
+                self._session.end(error)
+            except Exception as problem:  # how the script ended must not depend on the summary
+                print(f"backstash: no summary: {problem!r}", file=sys.stderr)
         elif not self._plan["quiet"]:
             print("backstash: the script did not import torch, nothing was held", file=sys.stderr)
 

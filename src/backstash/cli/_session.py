@@ -53,11 +53,14 @@ class Session:
         """
         seconds = time.perf_counter() - self._started
         self._stash.__exit__(None, None, None)
+        stats = self._stash.stats()
+        if stats.saves == 0:
+            self._notes.append("nothing was saved for backward in the main thread")
         figures = {
             "command": self._plan["command"],
             "outcome": outcome(error),
             "seconds": seconds,
-            "stats": self._stash.stats().as_dict(),
+            "stats": stats.as_dict(),
             "resident": Resident(self._resident_start_bytes, resident_peak_bytes()).as_dict(),
             "allocator": self._plan["allocator"],
             "notes": self._notes,

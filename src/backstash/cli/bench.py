@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -17,12 +18,14 @@ from ._bench._small import alive, overhead
 from ._bench._step import step
 from ._bench._table import table
 from ._bench._variants import DEFAULT, VARIANTS
+from ._disk_speed import measure
 from ._machine import file_system, machine, versions
 from ._progress import Progress
 
 __all__ = ["main"]
 
 _KINDS = ("gpt", "resnet", "overhead", "alive", "limit")
+_DISK_BYTES = 256 << 20  # written and read to say how fast the disk is
 _USAGE = "backstash bench [OPTION ...] [WHAT ...]"
 _DESCRIPTION = """\
 Measure, side by side and in this order again and again, what training costs with a stash and with
@@ -37,31 +40,46 @@ WHAT is one or more of:
   limit     training in a control group with half the memory that a step saves
 Without it, all of them.
 """
+_VARIANTS = "\n".join(
+    f"  {variant.key:<20} {variant.title.replace('`', '')}" for variant in VARIANTS.values()
+)
 _EXAMPLES = f"""\
 examples:
   backstash bench gpt --disk /scratch --repeats 5 --out gpt.json
   backstash bench gpt --only plain,stash,run
   backstash bench --table gpt.json
 
-variants of gpt and resnet (--only): {", ".join(VARIANTS)}
+variants of gpt and resnet, for --only:
+{_VARIANTS}
 """
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Measure, or draw the table of an earlier measurement. Returns 0."""
+    """Measure, or draw the table of an earlier measurement.
+
+    Returns:
+        0; 1 where plain itself failed, so that there is nothing to compare with.
+    """
     parser = _parser()
     options = parser.read(arguments)
     if options.table is not None:
-        print(table(_read(parser, options.table)))
-        return 0
+        return _print(_read(parser, options.table))
     for what in options.what:
         if what not in _KINDS:
             parser.error(f"unknown benchmark {what!r}; allowed: {', '.join(_KINDS)}")
     with Progress(lines=True) as progress:
         results = _measure(options, list(arguments), progress.say)
-    print(table(results))
     if options.out is not None:
         options.out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    return _print(results)
+
+
+def _print(results: dict[str, Any]) -> int:
+    try:
+        print(table(results))
+    except LookupError as error:
+        print(f"backstash bench: {error.args[0]}", file=sys.stderr)
+        return 1
     return 0
 
 
@@ -72,7 +90,13 @@ def _parser() -> Parser:
     add("--disk", metavar="DIR", type=directory, help="where files go (default a temporary one)")
     add("--repeats", metavar="N", type=_count, default=3, help="processes of each variant (3)")
     add("--steps", metavar="N", type=_count, default=3, help="steps timed in each process (3)")
-    add("--only", metavar="KEY,...", type=words(tuple(VARIANTS)), default=DEFAULT, help="variants")
+    add(
+        "--only",
+        metavar="KEY,...",
+        type=words(tuple(VARIANTS)),
+        default=DEFAULT,
+        help="these variants, and plain (default those of README)",
+    )
     add("--tiny", action="store_true", help="seconds instead of minutes; the figures mean nothing")
     add("--out", metavar="FILE", type=Path, help="write all figures to FILE as JSON")
     add(
@@ -98,15 +122,16 @@ def _read(parser: Parser, path: Path) -> dict[str, Any]:
 def _measure(
     options: argparse.Namespace, arguments: list[str], say: Callable[[str], None]
 ) -> dict[str, Any]:
-    started = time.strftime("%Y-%m-%d")
+    date = time.strftime("%Y-%m-%d")
     with tempfile.TemporaryDirectory(prefix="backstash-bench-", dir=options.disk) as where:
         sections = [_section(what, options, where, say) for what in options.what or _KINDS]
-        kind = file_system(where)
+        kind, disk = file_system(where), measure(where, _DISK_BYTES, say)
     return {
         "command": _command(arguments),
-        "date": started,
+        "date": date,
         "machine": machine().as_dict(),
         "file_system": kind,
+        "disk": disk.as_dict(),
         "versions": versions(),
         "sections": sections,
     }
@@ -122,7 +147,10 @@ def _section(
         return alive(**common)
     if what == "limit":
         return limit(**common)
-    return step(what, options.only, repeats=options.repeats, steps=options.steps, **common)
+    keys = tuple(
+        dict.fromkeys(("plain", *options.only))
+    )  # plain is what the others are held against
+    return step(what, keys, repeats=options.repeats, steps=options.steps, **common)
 
 
 def _command(arguments: list[str]) -> str:

@@ -18,7 +18,8 @@ __all__ = ["main"]
 
 _SCRIPT = Path(__file__).with_name("_script.py")
 _PLAN_VARIABLE = "BACKSTASH_RUN"
-_READ_BY_TORCH = "THP_MEM_ALLOC_ENABLE"
+# torch reads the one at its first allocation; the stash sees by the other that it need not trim.
+_READ_LATER = ("THP_MEM_ALLOC_ENABLE", "MALLOC_MMAP_THRESHOLD_")
 _USAGE = "backstash run [OPTION ...] (SCRIPT | -m MODULE) [ARG ...]"
 _DESCRIPTION = """\
 Run a Python training script, unmodified, with what autograd saves for backward held within a memory
@@ -26,8 +27,8 @@ budget. Gradients are the same to the last bit. The script's arguments, exit sta
 tracebacks are its own; a summary follows on stderr.
 
 Options come before SCRIPT; all that follows SCRIPT belongs to it. A SIZE is bytes, or has a unit:
-512MiB, 2GB. What is held: saved tensors of the process's main thread. Processes that the script
-starts run as if started from plain Python.
+512MiB, 2GB. Held is what the main thread's forward passes save. Processes that the script starts run
+as if started from plain Python.
 """
 _EXAMPLES = """\
 examples:
@@ -39,11 +40,15 @@ examples:
       no summary; the figures as JSON
 
 questions:
-  How fast is my disk?      backstash doctor /scratch What is the allocator for?  Memory of tensors
-  that went to disk must be used again by the process. glibc
-      does so badly; tcmalloc well. `auto` preloads tcmalloc where it is installed and sets glibc
-      up as well as it can be where it is not; `none` changes nothing. The summary says what was
-      chosen.
+  Is my disk fast enough?  `backstash doctor /scratch` measures it.
+  What is left there?      Nothing: the file has no name and goes with the process, however it ends.
+  And when it is full?     What has no room stays in memory, and one warning says so.
+  How much to keep?        What you can spare. The newest tensors are needed first by backward, and
+                           those that stay in memory need not come back.
+  Why an allocator?        Memory of tensors that went to disk has to be used again. glibc keeps it in
+                           pieces; tcmalloc uses it again. `auto` preloads tcmalloc where it is
+                           installed, else sets glibc up as well as it can be. `none` changes nothing.
+                           The summary says what was chosen and why.
 """
 
 
@@ -162,10 +167,8 @@ def _plan(
         "json": options.json,
         "quiet": options.quiet,
         "allocator": allocator.as_dict(),
-        "restore": {name: value for name, value in before.items() if name != _READ_BY_TORCH},
-        "restore_after_torch": {
-            name: value for name, value in before.items() if name == _READ_BY_TORCH
-        },
+        "restore": {name: value for name, value in before.items() if name not in _READ_LATER},
+        "restore_later": {name: value for name, value in before.items() if name in _READ_LATER},
         "command": shlex.join(["backstash", "run", *arguments]),
         "root": str(Path(__file__).resolve().parents[2]),
     }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -79,7 +78,6 @@ def _run(variant: Variant, task: dict[str, Any], repeat: int) -> dict[str, Any]:
         "variant": variant.key,
         "repeat": repeat,
         "allocator": allocator,
-        "threads": os.environ.get("OMP_NUM_THREADS", ""),
         **_result(ended),
     }
 

@@ -59,7 +59,10 @@ def step_rows(section: dict[str, Any]) -> list[Row]:
         if "failed" not in run:
             good.setdefault(run["variant"], []).append(run)
     if _BASE not in good:
-        raise LookupError(f"these results have no run of {_BASE!r} to compare with")
+        why = [run["failed"] for run in section["runs"] if run["variant"] == _BASE]
+        raise LookupError(
+            f"no run of {_BASE!r} to compare with: {'; '.join(why) or 'none was made'}"
+        )
     return [_row(key, runs, good) for key, runs in good.items()]
 
 

@@ -54,6 +54,7 @@ def measure(task: dict[str, Any]) -> dict[str, Any]:
     held: Any = hold()
     return {
         "description": workload.description,
+        "threads": torch.get_num_threads(),
         "forward_seconds": [step["forward"] for step in timed],
         "backward_seconds": [step["backward"] for step in timed],
         "step_seconds": [step["step"] for step in timed],

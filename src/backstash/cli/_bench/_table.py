@@ -27,11 +27,13 @@ def table(results: dict[str, Any]) -> str:
     """The sections of a results file as markdown, each with what was run, and the machine below."""
     draw = {"step": _step, "overhead": _overhead, "alive": _alive, "limit": _limit}
     parts = [draw[section["kind"]](section) for section in results["sections"]]
-    machine, versions = results["machine"], results["versions"]
+    machine, disk = results["machine"], results["disk"]
     about = (
         f"{machine['processor']}, {machine['cores']} cores, "
-        f"{format_bytes(machine['memory_bytes'])}, {results['file_system']}, {machine['kernel']}, "
-        f"{machine['libc']}, torch {versions['torch']}; `{results['command']}`"
+        f"{format_bytes(machine['memory_bytes'])}; {results['file_system']} that writes "
+        f"{disk['write_bytes_per_second'] / 1e9:.1f} and reads "
+        f"{disk['read_bytes_per_second'] / 1e9:.1f} GB/s; {machine['kernel']}, {machine['libc']}, "
+        f"torch {results['versions']['torch']}; {results['date']}; `{results['command']}`"
     )
     return "\n\n".join([*parts, about])
 
