@@ -139,8 +139,9 @@ def test_to_goes_before_the_hooks_around_it_which_stay_as_they_were(directory: s
     stash.close()
 
 
-def test_under_allowed_mutation_it_stays_exact(directory: str) -> None:
-    stash = Stash(disk=directory, min_bytes=0)
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_under_allowed_mutation_it_stays_exact(directory: str, on_disk: bool) -> None:
+    stash = Stash(disk=directory if on_disk else None, min_bytes=0)
     function = product_function(stash)
     x, reference = double(), double()
     with allow_mutation_on_saved_tensors():

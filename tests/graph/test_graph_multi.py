@@ -61,7 +61,8 @@ def test_the_gradients_are_the_right_ones() -> None:
     assert torch.equal(got[0], torch.full((3,), 3.0)) and torch.equal(got[1], torch.full((3,), 6.0))
 
 
-def test_it_is_called_as_soon_as_all_are_there() -> None:
+@pytest.mark.parametrize("dropped", [False, True])
+def test_it_is_called_as_soon_as_all_are_there(dropped: bool) -> None:
     order: list[str] = []
     x = leaf()
     a = x * 1
@@ -70,7 +71,10 @@ def test_it_is_called_as_soon_as_all_are_there() -> None:
     b.register_hook(lambda g: order.append("b"))
     c.register_hook(lambda g: order.append("c"))
     register_multi_grad_hook((b, c), lambda grads: order.append("both"))
-    (b * c).sum().backward()
+    loss = (b * c).sum()
+    if dropped:
+        del b, c
+    loss.backward()
     assert order == ["c", "b", "both", "before the group"]
 
 
@@ -104,6 +108,24 @@ def test_tensors_that_were_dropped_still_count() -> None:
     del a, b, unused
     loss.backward()
     assert calls == [[True, False, True]]
+
+
+def test_a_graph_that_another_thread_went_on_with() -> None:
+    """Each thread numbers its nodes for itself, so the numbers do not tell the order."""
+    calls = Calls()
+    for _ in range(100):
+        late = leaf() * 1
+    made: list[Tensor] = []
+    thread = threading.Thread(target=lambda late: made.append(late.exp()), args=(late,))
+    thread.start()
+    thread.join()
+    early = made.pop()
+    register_multi_grad_hook([late, early], calls)
+    loss = early.sum()
+    assert late.grad_fn._sequence_nr() > early.grad_fn._sequence_nr()
+    del late, early, thread
+    loss.backward()
+    assert calls == [[True, True]]
 
 
 def test_outputs_of_one_node_of_which_one_is_not_used() -> None:

@@ -1,5 +1,7 @@
 """``only`` and ``skip``: regions whose saves are left alone."""
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -94,6 +96,15 @@ def test_what_only_leaves_in_place_is_checked_and_not_leaked() -> None:
         InplaceError, match=r"\(4,\) for ExpBackward0 is at version 1; expected version 0"
     ):
         y.sum().backward()
+
+
+def test_what_only_leaves_in_place_does_not_hold_itself() -> None:
+    with only(lambda t: True):
+        y = torch.ones(4, requires_grad=True).exp()
+    mark = weakref.ref(y)
+    del y
+    gc.collect()
+    assert mark() is None
 
 
 def test_only_names_what_it_allows() -> None:
