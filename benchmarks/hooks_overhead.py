@@ -3,8 +3,8 @@
     python benchmarks/hooks_overhead.py                     measure, and write results/hooks_overhead.json
     python benchmarks/hooks_overhead.py --tiny --out FILE   seconds; the figures mean nothing
 
-Times are medians of repeats in which the variants take turns, in microseconds; ratios are medians of the
-repeats' own ratios to the bare hook, so that a slow moment weighs on both sides. Memory is the resident
+Times are of the processor, in microseconds, on one thread: medians of repeats in which the variants take
+turns; ratios are medians of the repeats' own ratios to the bare hook, so that a slow moment weighs on both. Memory is the resident
 peak over the start, by the operating system's account, of a process of its own for each variant.
 """
 
@@ -112,11 +112,11 @@ def timed(
             with enter() as entered:
                 target = entered if callable(entered) else run
                 target()
-                begun = time.perf_counter()
+                begun = time.process_time()
                 for _ in range(calls):
                     target()
                 if repeat:  # the first round warms up
-                    times[name].append((time.perf_counter() - begun) / calls * 1e6)
+                    times[name].append((time.process_time() - begun) / calls * 1e6)
     return {
         name: {
             "microseconds": round(statistics.median(found), 2),
@@ -131,7 +131,7 @@ def timed(
 def forward_cases(tiny: bool) -> dict[str, Any]:
     """Forwards with an output hook on every leaf module."""
     cases = {}
-    count, few, repeats = (4, 2, 2) if tiny else (16, 20, 15)
+    count, few, repeats = (4, 2, 2) if tiny else (16, 10, 41)
     for label, model, x, calls in (
         ("convolutions", blocks(count), torch.randn(2, 16, 32, 32), few),
         ("identities", identities(10 * count), torch.randn(4), 20 * few),
@@ -160,7 +160,7 @@ def forward_cases(tiny: bool) -> dict[str, Any]:
 
 def backward_cases(tiny: bool) -> dict[str, Any]:
     """Steps of a chain of small layers with a hook on every parameter."""
-    count, calls, repeats = (4, 2, 2) if tiny else (64, 20, 15)
+    count, calls, repeats = (4, 2, 2) if tiny else (64, 10, 41)
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(count)))
     x = torch.randn(32, 64)
 

@@ -80,6 +80,15 @@ def test_each_capture_ends_only_its_own_stop() -> None:
     assert after and list(outer) == ["layers.1"] and list(watching) == ["layers.0"]
 
 
+def test_an_inner_stop_does_not_end_the_outers() -> None:
+    model = Counting()
+    with capture(model, "layers.0", stop=True) as outer:
+        with capture(model, "layers.2", stop=True) as inner:
+            model(torch.ones(1, 2))
+        pytest.fail("the outer's stop passes through the inner block")
+    assert list(outer) == ["layers.0"] and list(inner) == []
+
+
 def test_other_exceptions_pass() -> None:
     model = Counting()
     with pytest.raises(ZeroDivisionError), capture(model, "layers.0", stop=True):

@@ -78,16 +78,14 @@ def _make(clip: Clip) -> Make:
     def make(record: HookRecord) -> Clip:
         def hook(gradient: torch.Tensor) -> torch.Tensor:
             record.fired += 1
-            return _on_values(gradient, clip)
+            return _on_sparse(gradient, clip) if gradient.is_sparse else clip(gradient)
 
         return hook
 
     return make
 
 
-def _on_values(gradient: torch.Tensor, clip: Clip) -> torch.Tensor:
-    if not gradient.is_sparse:
-        return clip(gradient)
+def _on_sparse(gradient: torch.Tensor, clip: Clip) -> torch.Tensor:
     gradient = gradient.coalesce()
     return torch.sparse_coo_tensor(
         gradient.indices(),

@@ -50,7 +50,7 @@ class HookInfo:
         since = (
             "since ?"
             if self.since is None
-            else time.strftime("since %T", time.localtime(self.since))
+            else time.strftime("since %H:%M:%S", time.localtime(self.since))
         )
         fired = "fired: unknown" if self.fired is None else f"fired: {self.fired}"
         place = self.path or "(model)"
