@@ -154,11 +154,8 @@ class Stash:
         trace: TracebackType | None,
     ) -> None:
         self._leave(None)
-        if isinstance(error, RuntimeError) and "support saved tensor hooks" in str(error):
-            raise UsageError(
-                "torch.func.grad, vjp, jacrev and hessian refuse to run inside a stash, as inside any "
-                "saved-tensors hooks: call them outside of it, or use torch.autograd.grad, which works"
-            ) from error
+        if isinstance(error, RuntimeError) and _REFUSAL in str(error):
+            raise UsageError(_REMEDY) from error
 
     def _enter(self, frame: FrameType | None) -> None:
         if self._closed:
@@ -166,7 +163,12 @@ class Stash:
                 f"stash {self.name or ''} is closed: make a new one".replace("  ", " ")
             )
         lane = self._lane()
-        enter_scope(lane, _pack_for(self, lane), self.unpack, frame)
+        try:
+            enter_scope(lane, _pack_for(self, lane), self.unpack, frame)
+        except RuntimeError as error:
+            if _REFUSAL in str(error):
+                raise UsageError(_REMEDY) from error
+            raise
 
     def _leave(self, frame: FrameType | None) -> None:
         lane = self._lane()
@@ -553,6 +555,11 @@ class Stash:
         return f"Stash(name={self.name!r}, store={self._store!r}, blocks={self._blocks_alive})"
 
 
+_REFUSAL = "support saved tensor hooks"  # what torch.func says
+_REMEDY = (
+    "torch.func.grad, vjp, jacrev and hessian and a stash refuse to run inside one another, as with any "
+    "saved-tensors hooks: keep them apart, or use torch.autograd.grad, which works"
+)
 _NO_TIER = "no tier below: give disk="
 _PARAMETER = "a parameter or another leaf that requires a gradient, or a view of one"
 

@@ -1,0 +1,320 @@
+"""torch.func, fake tensors and torch.compile under a stash: they work, or the error says what to do."""
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from backstash import Stash
+from backstash.errors import InplaceError, UsageError
+from oracle import WAYS, check, gradients, run, same_bits
+
+SIDE = 192
+
+
+# torch registers what forward mode needs by a function that it has deprecated.
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+
+
+def leaf(*shape, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*(shape or (SIDE, SIDE)), generator=generator).requires_grad_()
+
+
+def f(x):
+    return (x.sin() * x.exp()).sum()
+
+
+def test_vmap(tmp_path):
+    def program():
+        x, w = leaf(8, SIDE, 32), leaf(32, SIDE, seed=2)
+        h = x * 2
+        loss = torch.func.vmap(lambda row: torch.tanh(row @ w).sin() * row.sum())(h)
+        return lambda: gradients(loss, x, w)
+
+    check(program, tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node")
+def test_jvp_and_linearize(tmp_path):
+    def program():
+        x, tangent = leaf(), leaf(seed=2)
+        value, slope = torch.func.jvp(f, (x * 2,), (tangent * 2,))
+        _, along = torch.func.linearize(f, x.detach())
+        return lambda: (*gradients(slope * value, x, tangent), along(tangent.detach()))
+
+    check(program, tmp_path)
+
+
+def test_jacfwd(tmp_path):
+    def program():
+        x = leaf(4, 300)
+        jacobian = torch.func.jacfwd(lambda t: (t.sin() @ t.t().exp()).sum(0))(x * 2)
+        return lambda: gradients(jacobian, x)
+
+    check(program, tmp_path)
+
+
+def test_vmap_over_autograd_grad(tmp_path):
+    def program():
+        x = leaf()
+        h = (x * 2).sin()
+        rows = torch.eye(SIDE)
+        return lambda: torch.autograd.grad(
+            h.sum(1), x, (rows,), is_grads_batched=True, retain_graph=True
+        )
+
+    check(program, tmp_path)
+
+
+def test_functional_jacobian_and_hessian(tmp_path):
+    """torch.autograd.functional is ordinary autograd, so it works where torch.func refuses."""
+
+    def program():
+        x = leaf(40, seed=3).detach()
+        jacobian = torch.autograd.functional.jacobian(lambda t: t.sin() * t.sum(), x)
+        hessian = torch.autograd.functional.hessian(lambda t: (t.sin() * t.exp()).sum(), x)
+        return lambda: (jacobian, hessian)
+
+    check(program, tmp_path)
+
+
+REVERSE = {
+    "grad": lambda: torch.func.grad(f)(leaf()),
+    "vjp": lambda: torch.func.vjp(f, leaf())[1](torch.ones(())),
+    "jacrev": lambda: torch.func.jacrev(f)(leaf()),
+    "hessian": lambda: torch.func.hessian(lambda t: t.sin().sum())(leaf(9)),
+    "vmap of grad": lambda: torch.func.vmap(torch.func.grad(f))(leaf()),
+}
+
+
+@pytest.mark.parametrize("name", REVERSE)
+@pytest.mark.parametrize("form", ["with", "decorator"])
+def test_reverse_mode_transforms_are_refused_with_a_remedy(tmp_path, name, form):
+    stash = Stash(disk=tmp_path)
+    with pytest.raises(UsageError, match=r"torch\.autograd\.grad, which works"):
+        if form == "with":
+            with stash:
+                REVERSE[name]()
+        else:
+            stash(REVERSE[name])()
+    stash.close()
+
+
+@pytest.mark.parametrize("name", REVERSE)
+def test_inside_an_attached_module_the_refusal_is_torch_s_own(tmp_path, name):
+    """No hook can change what a module's forward raises."""
+
+    class Transforms(nn.Module):
+        def forward(self, x):
+            return REVERSE[name]()
+
+    stash, module = Stash(disk=tmp_path), Transforms()
+    with stash.attach(module), pytest.raises(RuntimeError, match="support saved tensor hooks"):
+        module(leaf())
+    stash.close()
+
+
+def test_a_stash_inside_a_reverse_mode_transform_is_refused_with_a_remedy(tmp_path):
+    stash = Stash(disk=tmp_path)
+
+    def inside(x):
+        with stash:
+            return f(x)
+
+    with pytest.raises(UsageError, match=r"torch\.autograd\.grad, which works"):
+        torch.func.grad(inside)(leaf())
+    with stash:  # and nothing is left of it
+        loss = f(leaf())
+    assert loss.requires_grad
+    stash.close()
+
+
+def test_transforms_work_beside_a_stash(tmp_path):
+    stash = Stash(disk=tmp_path, min_bytes=0)
+    with stash:
+        x = leaf()
+        loss = f(x * 2)
+    outside = torch.func.grad(lambda t: f(t * 2))(leaf().detach())
+    assert torch.equal(outside, *gradients(loss, x))
+    stash.close()
+
+
+def test_where_hooks_are_disabled_the_error_is_torch_s_own(tmp_path):
+    stash = Stash(disk=tmp_path)
+    with (
+        torch.autograd.graph.disable_saved_tensors_hooks("not here, says the caller"),
+        pytest.raises(RuntimeError, match="not here, says the caller"),
+        stash,
+    ):
+        pass
+    stash.close()
+
+
+# Fake tensors.
+
+
+def test_fake_tensors_pass_through(tmp_path):
+    stash = Stash(disk=tmp_path, min_bytes=0)
+    with FakeTensorMode(), stash:
+        x = torch.randn(1 << 14, 1 << 14, requires_grad=True)
+        h = (x * 2).sin()
+        loss = (h * h.exp()).sum()
+        (grad,) = torch.autograd.grad(loss, x)
+    assert grad.shape == x.shape
+    stats = stash.stats()
+    assert stats.written_bytes == 0
+    assert "a FakeTensor, which does not say how it is made up" in stats.left
+    stash.close()
+
+
+def test_a_stash_made_within_fake_tensor_mode_and_used_without(tmp_path):
+    with FakeTensorMode():
+        stash = Stash(disk=tmp_path, min_bytes=0, inflight=0)
+    x = leaf()
+    with stash:
+        loss = (x * 2).sin()
+    assert same_bits(*gradients(loss, x), 2 * (leaf() * 2).cos().detach())
+    stash.close()
+
+
+def test_fake_mode_entered_between_forward_and_backward_of_real_tensors(tmp_path):
+    """A tool that estimates something in the middle of a step."""
+
+    def program():
+        x = leaf()
+        loss = (x * 2).sin().exp()
+        with FakeTensorMode():
+            (torch.randn(9, 9, requires_grad=True) * 2).sin().sum().backward()
+        return lambda: gradients(loss, x)
+
+    check(program, tmp_path)
+
+
+def test_a_dispatch_mode_around_everything(tmp_path):
+    def program():
+        x = leaf()
+        with FlopCounterMode(display=False) as flops:
+            loss = (x @ (x * 2)).sin()
+            grads = gradients(loss, x)
+        return lambda: (*grads, flops.get_total_flops())
+
+    check(program, tmp_path)
+
+
+def test_meta_tensors_stay(tmp_path):
+    stash = Stash(disk=tmp_path, min_bytes=0)
+    with stash, torch.device("meta"):
+        x = torch.empty(SIDE, SIDE, requires_grad=True)
+        loss = (x * 2).sin().sum()
+    loss.backward()
+    assert x.grad.device.type == "meta"
+    assert "device meta" in stash.stats().left
+    stash.close()
+
+
+# torch.compile.
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up = nn.LayerNorm(SIDE), nn.Linear(SIDE, 2 * SIDE)
+        self.down = nn.Linear(2 * SIDE, SIDE)
+
+    def forward(self, x):
+        return x + self.down(torch.tanh(self.up(self.norm(x))) * 2)
+
+
+@pytest.fixture
+def blocks():
+    torch._dynamo.reset()
+    torch.manual_seed(5)
+    yield nn.Sequential(Block(), Block())
+    torch._dynamo.reset()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("form", ["model", "blocks"])
+def test_compiled_inside_a_stash(tmp_path, blocks, backend, form):
+    if form == "model":
+        compiled = torch.compile(blocks, backend=backend)
+    else:
+        compiled = nn.Sequential(*(torch.compile(block, backend=backend) for block in blocks))
+
+    def program():
+        x = leaf()
+        loss = compiled(x * 2).sin()
+        return lambda: gradients(loss, x, *blocks.parameters())
+
+    want = run(program)
+    for way in WAYS:
+        stash = Stash(**{"disk": tmp_path, **WAYS[way]})
+        got = run(program, stash)
+        assert all(same_bits(*pair) for pair in zip(got, want, strict=True)), way
+        stats = stash.stats()
+        assert stats.saves > 0
+        if way == "all on disk":
+            assert stats.written_bytes > SIDE * SIDE * 4
+        stash.close()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("order", ["attached, then compiled", "compiled, then attached"])
+def test_compiled_and_attached(tmp_path, blocks, backend, order):
+    x = leaf()
+    want = gradients(blocks(x * 2).sin(), x, *blocks.parameters())
+    stash = Stash(disk=tmp_path, min_bytes=0, inflight=0)
+    if order == "attached, then compiled":
+        with stash.attach(blocks):
+            compiled = torch.compile(blocks, backend=backend)
+            got = gradients(compiled(x * 2).sin(), x, *blocks.parameters())
+    else:
+        compiled = torch.compile(blocks, backend=backend)
+        with stash.attach(compiled):
+            got = gradients(compiled(x * 2).sin(), x, *blocks.parameters())
+    assert stash.stats().written_bytes > SIDE * SIDE * 4
+    for one, other in zip(got, want, strict=True):
+        torch.testing.assert_close(one, other)  # a compiler may order sums in its own way
+    stash.close()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_change_in_place_of_what_a_compiled_graph_saved(tmp_path, blocks, backend):
+    compiled = torch.compile(lambda h: h.sin(), backend=backend)
+    for way in WAYS:
+        stash = Stash(**{"disk": tmp_path, **WAYS[way]})
+        x = leaf()
+        with stash:
+            h = x * 2
+            loss = compiled(h)
+        h.add_(1)
+        try:
+            (grad,) = gradients(loss, x)
+            assert same_bits(grad, 2 * (leaf() * 2).cos().detach()), way
+        except InplaceError as error:
+            assert "modified by an inplace operation" in str(error)
+        stash.close()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_context_inside_a_compiled_function_breaks_the_graph_and_works(tmp_path):
+    torch._dynamo.reset()
+    stash = Stash(disk=tmp_path, min_bytes=0)
+
+    def step(x):
+        h = x * 2
+        with stash:
+            h = h.sin() * h
+        return h.exp()
+
+    x = leaf()
+    want = gradients(step(x), x)
+    got = gradients(torch.compile(step, backend="aot_eager")(x), x)
+    assert same_bits(*got, *want)
+    stash.close()
+    torch._dynamo.reset()
