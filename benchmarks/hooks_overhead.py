@@ -4,8 +4,9 @@
     python benchmarks/hooks_overhead.py --tiny --out FILE   seconds; the figures mean nothing
 
 Times are of the processor, in microseconds, on one thread: medians of repeats in which the variants take
-turns; ratios are medians of the repeats' own ratios to the bare hook, so that a slow moment weighs on both. Memory is the resident
-peak over the start, by the operating system's account, of a process of its own for each variant.
+turns; ratios are medians of the repeats' own ratios to the bare hook, so that a slow moment weighs on both.
+Memory is the resident peak over the start, by the operating system's account, of a process of its own for
+each variant.
 """
 
 import argparse
