@@ -128,14 +128,13 @@ def wrap(request: pytest.FixtureRequest, disk_dir: Any) -> Any:
 def test_modules_change_no_gradient_no_name_and_no_key(wrap: Any) -> None:
     plain, wrapped = model(lambda m: m), model(wrap)
     assert list(plain.state_dict()) == list(wrapped.state_dict())
-    assert [n for n, _ in plain.named_parameters()] == [
-        n for n, _ in wrapped.named_parameters()
-    ] or True
     assert [n for n, _ in wrapped[1].named_parameters()] == [
         n for n, _ in plain[1].named_parameters()
     ]
     for mine, theirs in zip(gradients(wrapped), gradients(plain), strict=True):
         assert torch.equal(mine, theirs)
+    if isinstance(wrapped[1], SaveOnDisk):
+        assert wrapped[1].context.stats().written_bytes > 0
     close(wrapped)
 
 
@@ -164,6 +163,13 @@ def test_a_wrapped_modules_own_names_are_seen_through() -> None:
     with pytest.raises(AttributeError, match="nothing"):
         _ = wrapped.nothing
     assert wrapped.eval().module.training is False
+
+
+def test_a_module_on_the_cpu_catches_a_change_in_place() -> None:
+    y = SaveOnCpu(nn.Sigmoid())(torch.rand(3, requires_grad=True))
+    y.detach().zero_()
+    with pytest.raises(InplaceError):
+        y.sum().backward()
 
 
 def test_keyword_arguments_and_other_outputs_pass() -> None:
