@@ -285,3 +285,21 @@ def test_a_policy_may_pass_over_the_keep_budget(tmp_path):
     assert stats.written_bytes >= 4 * MIB
     (gradient,) = torch.autograd.grad(loss, x)
     assert torch.equal(gradient, plain_gradient(x, 4))
+
+
+def test_room_that_a_dead_block_s_write_still_takes_is_waited_for(tmp_path, monkeypatch):
+    store = Gated(Disk(tmp_path, max_bytes="2MiB"))
+    stash = Stash(disk=store, on_full="raise")
+    x = leaf(1)
+    store.writes.clear()
+    with stash:
+        chain(x, 2)  # dropped at once; both writes stand at the gate
+        for _ in range(2):
+            assert store.begun.acquire(timeout=30)
+        wait = stash._down._wait
+        monkeypatch.setattr(stash._down, "_wait", lambda w: (store.writes.set(), wait(w)))
+        loss = chain(x, 2)
+    (gradient,) = torch.autograd.grad(loss, x)
+    assert torch.equal(gradient, plain_gradient(x, 2))
+    monkeypatch.undo()
+    store.close()

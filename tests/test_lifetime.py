@@ -251,3 +251,18 @@ def test_an_interrupted_forward_leaves_no_hook_for_the_next_call(tmp_path):
     with stash.attach(linear):
         linear(torch.zeros(3))
     assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
+
+
+def test_a_closed_stash_with_no_graph_alive_has_no_file(tmp_path):
+    before = len(os.listdir("/proc/self/fd"))
+    stash = Stash(disk=tmp_path)
+    with stash:
+        forward(leaf()).backward()
+    stash.close()
+    assert len(os.listdir("/proc/self/fd")) == before
+    disk = Disk(tmp_path)
+    with Stash(disk=disk) as other:
+        forward(leaf()).backward()
+    other.close()
+    disk.reserve(1)  # the caller's own is the caller's to close
+    disk.close()

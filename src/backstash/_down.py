@@ -25,7 +25,7 @@ from ._blocks import Block
 from ._lanes import Lane
 from ._parcels import Parcel, Segment
 from .errors import StashError, StashFullError, StashIOError, StashWarning
-from .stores import Store
+from .stores import Slot, Store
 from .stores._memory import Pool
 
 __all__ = ["Down"]
@@ -162,11 +162,35 @@ class Down:
                 warnings.warn(note, StashWarning, stacklevel=5)
             self.notes[note] = None
 
+    def _reserve(self, store: Store, nbytes: int) -> Slot:
+        try:
+            return store.reserve(nbytes)
+        except StashFullError:
+            if not self._reclaim(store):
+                raise
+            return store.reserve(nbytes)
+
+    def _reclaim(self, store: Store) -> bool:
+        """Take back the slots of dead parcels, waiting for the writes that still run into them."""
+        found = False
+        for _ in range(len(self._grave)):
+            item = self._grave.popleft()
+            if len(item) == 5 and item[0] is store and item[1] is not None:
+                if item[2] is not None and not item[2].cancel():
+                    self._wait(item[2])
+                store.release(item[1])
+                item[1] = None
+                found = True
+            self._grave.append(item)
+        return found
+
     # Large blocks: written from the tensor's own memory.
 
     def _take_off(self, store: Store, block: Block, lane: Lane) -> None:
         self._make_room(block.nbytes, lane)
-        parcel = Parcel(store, store.reserve(block.nbytes), block.address % 4096, self._grave)
+        parcel = Parcel(
+            store, self._reserve(store, block.nbytes), block.address % 4096, self._grave
+        )
         # The worker owns the alias until it has written: the memory outlives the write, whoever dies.
         parcel.writing = self._submit(_write, store, parcel.slot, block.address, block.alias)
         block.parcel = parcel
@@ -204,7 +228,7 @@ class Down:
     def _open_segment(self, store: Store, at_least: int) -> Segment:
         nbytes = max(min(_SEGMENT_BYTES, self._inflight // 8), at_least)
         nbytes = -(-nbytes // 4096) * 4096
-        segment = Segment(store, store.reserve(nbytes), self._pool.take(nbytes), self._grave)
+        segment = Segment(store, self._reserve(store, nbytes), self._pool.take(nbytes), self._grave)
         self._open = weakref.ref(segment)
         return segment
 

@@ -59,7 +59,7 @@ class Parcel:
 
     def __del__(self) -> None:
         # May run on any thread in the middle of anything: it only appends.
-        self.grave.append((self.store, self.slot, self.writing, self.held, self.flown))
+        self.grave.append([self.store, self.slot, self.writing, self.held, self.flown])
 
     def let_go(self) -> None:
         """Drop the memory that was read back; the store still has the bytes."""

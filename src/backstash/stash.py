@@ -12,7 +12,6 @@ import functools
 import inspect
 import os
 import threading
-import weakref
 from collections import deque
 from collections.abc import Callable
 from types import FrameType, TracebackType
@@ -20,22 +19,20 @@ from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ._blocks import Block, Source, raw_alias, reason_to_stay
+from ._books import Books
 from ._down import Down
 from ._entry import Entry, WrapperEntry
+from ._intake import SMALL, Intake
 from ._lanes import Lane
-from ._modules import is_buffer, module_path, module_that_has, running_modules
-from ._order import Order
-from ._parts import Part, snapshot
+from ._modules import module_that_has
 from ._scopes import Attachment, enter_scope, leave_scope
 from ._stats import Left, Stats
 from ._trim import Trimmer
 from ._up import Up
 from ._workers import Workers
 from .errors import InplaceError, StashClosedError, UsageError
-from .policy import Policy, SavedTensor
+from .policy import Policy
 from .stores import Disk, Store
 from .stores._memory import Pool
 from .units import parse_bytes, parse_limit
@@ -103,42 +100,33 @@ class Stash:
         if on_full not in ("keep", "raise"):
             raise UsageError(f'on_full={on_full!r}: allowed are "keep" and "raise"')
         self.name = name
-        self._min_bytes = parse_bytes(min_bytes, name="min_bytes")
+        min_nbytes = parse_bytes(min_bytes, name="min_bytes")
         inflight_bytes = parse_bytes(inflight, name="inflight")
         prefetch_bytes = parse_bytes(prefetch, name="prefetch")
-        self._policy = policy
         self._owns_store = not isinstance(disk, Store)
         self._store = disk if isinstance(disk, Store) or disk is None else Disk(disk)
-        self._closed = False
-        self._pid = self._forked_pid = os.getpid()
-        # Re-entrant: the garbage collector may run a finalizer that uses this stash while it is held.
-        self._lock = threading.RLock()
-        self._grave: deque[Any] = deque()
         self._workers = Workers(self._store.threads if self._store is not None else 1)
-        self._order = Order()
-        pool = Pool(idle_bytes=_IDLE_BYTES)
-        freed = Trimmer(self._workers.submit).freed
+        submit, freed = self._workers.submit, Trimmer(self._workers.submit).freed
+        # Re-entrant: the garbage collector may run a finalizer that uses this stash while it is held.
+        lock, grave = threading.RLock(), deque[Any]()
+        self._pool = pool = Pool(idle_bytes=_IDLE_BYTES)
         self._down = Down(
             self._store,
-            self._workers.submit,
+            submit,
             pool,
-            self._grave,
+            grave,
             freed,
             keep=keep_bytes,
             inflight=inflight_bytes,
             on_full=on_full,
         )
-        self._up = Up(self._workers.submit, pool, self._lock, freed, prefetch=prefetch_bytes)
-        self._pool = pool
-        self._sources: weakref.WeakValueDictionary[int, Source] = weakref.WeakValueDictionary()
-        self._wrappers: weakref.WeakValueDictionary[int, WrapperEntry] = (
-            weakref.WeakValueDictionary()
+        self._up = Up(submit, pool, lock, freed, prefetch=prefetch_bytes)
+        self._books = Books(self._down, self._up, grave, lock)
+        self._intake = Intake(
+            self._books, has_tier=self._store is not None, policy=policy, min_bytes=min_nbytes
         )
-        self._blocks_alive = 0
         self._local = threading.local()
         self._lanes: list[Lane] = []
-        self._left: dict[str, list[int]] = {}
-        self._eligible_bytes = self._deduplicated_bytes = 0
         self._ended_saves = self._ended_small_saves = self._ended_small_bytes = 0
 
     # Entering and leaving.
@@ -158,13 +146,13 @@ class Stash:
             raise UsageError(_REMEDY) from error
 
     def _enter(self, frame: FrameType | None) -> None:
-        if self._closed:
+        if self._intake.closed:
             raise StashClosedError(
                 f"stash {self.name or ''} is closed: make a new one".replace("  ", " ")
             )
         lane = self._lane()
         try:
-            enter_scope(lane, _pack_for(self, lane), self.unpack, frame)
+            enter_scope(lane, self._intake.hook(lane), self.unpack, frame)
         except RuntimeError as error:
             if _REFUSAL in str(error):
                 raise UsageError(_REMEDY) from error
@@ -173,14 +161,14 @@ class Stash:
     def _leave(self, frame: FrameType | None) -> None:
         lane = self._lane()
         leave_scope(lane, frame)
-        with self._lock:
+        with self._books.lock:
             self._down.land(lane)
 
     def _lane(self) -> Lane:
         lane: Lane | None = getattr(self._local, "lane", None)
         if lane is None:
             lane = self._local.lane = Lane()
-            with self._lock:
+            with self._books.lock:
                 self._fold_lanes()
                 self._lanes.append(lane)
         return lane
@@ -243,178 +231,7 @@ class Stash:
 
     def pack(self, tensor: Tensor) -> object:
         """What autograd is to hold in place of ``tensor``; for use as a hook. See :meth:`unpack`."""
-        return _pack_for(self, self._lane())(tensor)
-
-    def _pack_large(self, tensor: Tensor, lane: Lane) -> object:
-        lane.saves += 1
-        if self._closed:
-            raise StashClosedError("a closed stash was asked to hold a tensor")
-        forked = self._is_forked()
-        if type(tensor) is not Tensor:
-            return self._pack_other(tensor, lane)
-        reason = reason_to_stay(tensor)
-        if not reason and self._store is None:
-            reason = _NO_TIER
-        if not reason and forked:
-            reason = "a forked process: make a stash in it"
-        if reason:
-            return self._stay(tensor, reason)
-        modules = running_modules()
-        reason, at_once = self._choose(tensor, modules, lane)
-        if reason:
-            return self._stay(tensor, reason)
-        with self._lock:
-            self._drain()
-            return self._pack_block(tensor, lane, modules, at_once)
-
-    def _choose(self, tensor: Tensor, modules: list[nn.Module], lane: Lane) -> tuple[str, bool]:
-        """Why it stays (``""``: it does not), and whether the keep budget is passed over."""
-        is_parameter = _is_parameter(tensor)
-        if self._policy is not None:
-            action = self._policy(
-                SavedTensor(
-                    shape=tuple(tensor.shape),
-                    dtype=tensor.dtype,
-                    device=tensor.device,
-                    nbytes=tensor.nbytes,
-                    is_parameter=is_parameter,
-                    is_leaf=tensor.is_leaf,
-                    module=module_path(modules),
-                    index=lane.saves + lane.small_saves - 1,
-                )
-            )
-            if action is not None:
-                return ("" if action.tier == "disk" else "the policy said so"), True
-        if is_parameter:
-            return _PARAMETER, False
-        if tensor.untyped_storage().nbytes() < self._min_bytes:
-            return "smaller than min_bytes", False
-        if is_buffer(tensor.untyped_storage()._cdata, modules):
-            return "a module's buffer, or a view of one", False
-        return "", False
-
-    def _pack_block(
-        self, tensor: Tensor, lane: Lane, modules: list[nn.Module], at_once: bool
-    ) -> Entry:
-        storage = tensor.untyped_storage()
-        source = self._source_of(tensor, storage)
-        block = source.block() if source.block is not None else None
-        if block is None:
-            part = Part(tensor)
-            if part.nbytes * 4 < storage.nbytes():
-                entry = self._pack_part(tensor, lane, modules, at_once, source, part)
-                if entry is not None:
-                    return entry
-            block = Block(source, raw_alias(tensor), self._grave)
-            source.block = weakref.ref(block)
-            self._admit(block, tensor, lane, modules, at_once)
-        else:
-            self._deduplicated_bytes += tensor.nbytes
-        block.entries += 1
-        return Entry(block, tensor, int(tensor.storage_offset()) * tensor.element_size())
-
-    def _pack_part(
-        self,
-        tensor: Tensor,
-        lane: Lane,
-        modules: list[nn.Module],
-        at_once: bool,
-        origin: Source,
-        part: Part,
-    ) -> Entry | None:
-        """A small part of a storage is copied, so that the rest is not held for its sake.
-
-        ``None`` when the parts that overlap have come to cost what the whole does.
-        """
-        known = origin.slices.get(part.key)
-        block = known() if known is not None else None
-        if block is None:
-            if origin.copied_bytes + part.nbytes > tensor.untyped_storage().nbytes():
-                return None
-            copy = part.copy(tensor)
-            block = Block(Source(copy, copy.untyped_storage()), copy, self._grave)
-            block.origin = origin
-            origin.slices[part.key] = weakref.ref(block)
-            origin.copied_bytes += part.nbytes
-            if part.nbytes >= self._min_bytes or at_once:
-                self._admit(block, tensor, lane, modules, at_once)
-            else:
-                self._blocks_alive += 1
-                self._order.add(block)
-                self._count_left(
-                    "smaller than min_bytes: copied, so that its large storage is not held",
-                    part.nbytes,
-                )
-        else:
-            self._deduplicated_bytes += part.nbytes
-        block.entries += 1
-        skipped = part.residue * part.itemsize
-        return Entry(block, tensor, skipped, None if part.is_dense else part)
-
-    def _source_of(self, tensor: Tensor, storage: torch.UntypedStorage) -> Source:
-        source = self._sources.get(storage._cdata)
-        if source is None or not source.is_of(tensor):
-            source = Source(tensor, storage)
-            self._sources[source.cdata] = source
-        return source
-
-    def _admit(
-        self, block: Block, tensor: Tensor, lane: Lane, modules: list[nn.Module], at_once: bool
-    ) -> None:
-        block.lane = lane
-        block.shape = tuple(tensor.shape)
-        block.module = module_path(modules)
-        self._blocks_alive += 1
-        self._eligible_bytes += block.nbytes
-        self._order.add(block)
-        self._down.admit(block, at_once=at_once)
-
-    def _pack_other(self, tensor: Tensor, lane: Lane) -> object:
-        """Parameters and other subclasses of ``torch.Tensor``."""
-        if isinstance(tensor, nn.Parameter):
-            return self._stay(tensor, _PARAMETER)
-        name = type(tensor).__name__
-        if not is_traceable_wrapper_subclass(tensor):
-            return self._stay(tensor, f"a {name}, which does not say how it is made up")
-        if self._store is None:
-            return self._stay(tensor, _NO_TIER)
-        if _is_parameter(tensor):
-            return self._stay(tensor, _PARAMETER)
-        known = self._wrappers.get(id(tensor))
-        if known is not None and known.is_of(tensor):
-            return known
-        # Inner tensors are copied: what changes them in place need not raise their own version.
-        entry = WrapperEntry(tensor, lambda part: self._pack_inner(tensor, part, lane))
-        self._wrappers[id(tensor)] = entry
-        return entry
-
-    def _pack_inner(self, wrapper: Tensor, part: Tensor, lane: Lane) -> object:
-        """One of the tensors that ``wrapper`` is made of."""
-        if wrapper.is_nested and not (part.is_floating_point() or part.is_complex()):
-            # Two nested tensors are of one shape only if they have the very same tensor of offsets.
-            return self._stay(part, "the offsets of a nested tensor")
-        if type(part) is not Tensor or reason_to_stay(part):
-            return _pack_for(self, lane)(part.detach().clone())
-        return _pack_for(self, lane)(snapshot(part))
-
-    def _stay(self, tensor: Tensor, reason: str) -> object:
-        """Leave ``tensor`` where it is, with its version, for a stated reason."""
-        with self._lock:
-            self._count_left(reason, _nbytes_of(tensor))
-        kept = tensor
-        if not tensor.is_leaf:  # an operation's own output would hold itself through its node
-            alias = tensor.detach()
-            if type(alias) is type(tensor):
-                kept = alias
-        version = tensor._version
-        if reason is not _PARAMETER:
-            return kept, version, module_path(running_modules())
-        return kept if version == 0 else (kept, version)
-
-    def _count_left(self, reason: str, nbytes: int) -> None:
-        left = self._left.setdefault(reason, [0, 0])
-        left[0] += 1
-        left[1] += nbytes
+        return self._intake.hook(self._lane())(tensor)
 
     # The way back.
 
@@ -446,10 +263,10 @@ class Stash:
     def _unpack_entry(self, entry: Entry) -> Tensor:
         block = entry.block
         view = None
-        self._is_forked()
+        self._books.is_forked()
         lane = self._lane()
-        with self._lock:
-            self._drain()
+        with self._books.lock:
+            self._books.drain()
             self._down.land(lane)
             if block.alias is not None:
                 if block.source.changed:
@@ -458,64 +275,36 @@ class Stash:
                     view = entry.view_of(block.alias, 0)
             if block.lost:
                 raise _changed(entry.shape, entry.dtype, block.module or "no module", block.lost)
-            self._order.use(block)
+            self._books.order.use(block)
         if view is None:
             view = self._up.view(entry)
-        with self._lock:
+        with self._books.lock:
             self._up.ahead(block)
         return view
-
-    def _is_forked(self) -> bool:
-        """Whether this is a child process; there the threads are gone, and whoever held the lock."""
-        pid = os.getpid()
-        if pid != self._forked_pid:
-            self._forked_pid = pid
-            self._lock = threading.RLock()
-            self._up.forked(self._lock)
-        return pid != self._pid
-
-    def _drain(self) -> None:
-        """Settle what died since the last call."""
-        running = []
-        while self._grave:
-            item = self._grave.popleft()
-            if len(item) == 2:
-                self._blocks_alive -= 1
-                kept, held = item
-                self._down.keep_bytes -= kept
-            else:
-                store, slot, writing, held, flown = item
-                if writing is not None and not (writing.done() or writing.cancel()):
-                    running.append(item)  # its slot is written to until then
-                    continue
-                store.release(slot)
-                self._down.inflight_bytes -= flown
-            self._up.ahead_bytes -= held
-        self._grave.extend(running)
 
     # Looking, and the end.
 
     def stats(self) -> Stats:
         """What the stash has done and holds, as one frozen record."""
         lane = self._lane()
-        with self._lock:
-            self._drain()
+        with self._books.lock:
+            self._books.drain()
             self._down.land(lane)
-            self._drain()
+            self._books.drain()
             down, up, store = self._down, self._up, self._store
             small = self._ended_small_saves + sum(each.small_saves for each in self._lanes)
-            left = {reason: Left(*counts) for reason, counts in self._left.items()}
+            left = {reason: Left(*counts) for reason, counts in self._intake.left.items()}
             if small:
                 nbytes = self._ended_small_bytes + sum(each.small_bytes for each in self._lanes)
-                slow = left.get("smaller than min_bytes", Left(0, 0))
-                left["smaller than min_bytes"] = Left(slow.count + small, slow.nbytes + nbytes)
+                slow = left.get(SMALL, Left(0, 0))
+                left[SMALL] = Left(slow.count + small, slow.nbytes + nbytes)
             notes = (*(store.notes if store is not None else ()), self._workers.note, *down.notes)
             return Stats(
                 name=self.name,
                 saves=self._ended_saves + small + sum(each.saves for each in self._lanes),
-                blocks=self._blocks_alive,
-                eligible_bytes=self._eligible_bytes,
-                deduplicated_bytes=self._deduplicated_bytes,
+                blocks=self._books.blocks_alive,
+                eligible_bytes=self._intake.eligible_bytes,
+                deduplicated_bytes=self._intake.deduplicated_bytes,
                 keep_bytes=down.keep_bytes,
                 keep_peak_bytes=down.keep_peak_bytes,
                 host_bytes=0,
@@ -541,18 +330,22 @@ class Stash:
         What live graphs hold stays readable; the file goes with the last of them. A :class:`Disk` that
         the caller made is the caller's to close.
         """
-        if self._closed:
+        if self._intake.closed:
             return
-        self._closed = True
+        self._intake.closed = True
         self._workers.close()
         lane = self._lane()
-        with self._lock:
+        with self._books.lock:
             self._down.land(lane)
-            self._drain()
+            self._books.drain()
             self._pool.trim()
+            if self._owns_store and self._store is not None and not self._books.blocks_alive:
+                self._store.close()
 
     def __repr__(self) -> str:
-        return f"Stash(name={self.name!r}, store={self._store!r}, blocks={self._blocks_alive})"
+        return (
+            f"Stash(name={self.name!r}, store={self._store!r}, blocks={self._books.blocks_alive})"
+        )
 
 
 _REFUSAL = "support saved tensor hooks"  # what torch.func says
@@ -560,51 +353,6 @@ _REMEDY = (
     "torch.func.grad, vjp, jacrev and hessian and a stash refuse to run inside one another, as with any "
     "saved-tensors hooks: keep them apart, or use torch.autograd.grad, which works"
 )
-_NO_TIER = "no tier below: give disk="
-_PARAMETER = "a parameter or another leaf that requires a gradient, or a view of one"
-
-
-def _pack_for(stash: Stash, lane: Lane) -> Callable[[Tensor], object]:
-    """The pack hook of one thread: the path for small tensors takes no lock and makes no object of ours."""
-    large = stash._pack_large
-    if stash._policy is not None:
-        return lambda tensor: large(tensor, lane)
-    min_bytes = stash._min_bytes
-
-    def pack(tensor: Tensor) -> object:
-        if type(tensor) is Tensor:
-            try:
-                nbytes = tensor.untyped_storage().nbytes()
-            except (
-                NotImplementedError,
-                RuntimeError,
-            ):  # sparse, and other tensors without a storage
-                return large(tensor, lane)
-            if nbytes < min_bytes:
-                lane.small_saves += 1
-                lane.small_bytes += nbytes
-                version = tensor._version
-                return tensor.detach() if version == 0 else (tensor.detach(), version)
-        return large(tensor, lane)
-
-    return pack
-
-
-def _is_parameter(tensor: Tensor) -> bool:
-    """Whether ``tensor`` is a leaf that gets a gradient, a parameter frozen or not, or a view of one."""
-    base = tensor._base
-    return _gets_gradient(tensor) or (base is not None and _gets_gradient(base))
-
-
-def _gets_gradient(tensor: Tensor) -> bool:
-    return isinstance(tensor, nn.Parameter) or (tensor.is_leaf and tensor.requires_grad)
-
-
-def _nbytes_of(tensor: Tensor) -> int:
-    try:
-        return int(tensor.nbytes)
-    except (RuntimeError, NotImplementedError, TypeError, AttributeError):
-        return 0
 
 
 def _changed(shape: Any, dtype: torch.dtype, module: str, versions: str) -> InplaceError:

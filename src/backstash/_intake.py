@@ -1,0 +1,257 @@
+"""The way in: telling apart what moves from what stays, and which block a tensor belongs to."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from ._blocks import Block, Source, raw_alias, reason_to_stay
+from ._books import Books
+from ._entry import Entry, WrapperEntry
+from ._lanes import Lane
+from ._modules import is_buffer, module_path, running_modules
+from ._parts import Part, snapshot
+from .errors import StashClosedError
+from .policy import Policy, SavedTensor
+
+__all__ = ["SMALL", "Intake"]
+
+SMALL = "smaller than min_bytes"
+_NO_TIER = "no tier below: give disk="
+_PARAMETER = "a parameter or another leaf that requires a gradient, or a view of one"
+
+
+class Intake:
+    """Makes of each saved tensor what autograd is to hold in its place, and counts what it leaves."""
+
+    def __init__(
+        self, books: Books, *, has_tier: bool, policy: Policy | None, min_bytes: int
+    ) -> None:
+        self._books = books
+        self._has_tier = has_tier
+        self._policy = policy
+        self._min_bytes = min_bytes
+        self._sources: weakref.WeakValueDictionary[int, Source] = weakref.WeakValueDictionary()
+        self._wrappers: weakref.WeakValueDictionary[int, WrapperEntry] = (
+            weakref.WeakValueDictionary()
+        )
+        self.closed = False
+        self.left: dict[str, list[int]] = {}  # reason: how many, how many bytes
+        self.eligible_bytes = self.deduplicated_bytes = 0
+
+    def hook(self, lane: Lane) -> Callable[[Tensor], object]:
+        """The pack hook of one thread.
+
+        Its path for small tensors takes no lock and makes no object of ours.
+        """
+        large = self._pack_large
+        if self._policy is not None:
+            return lambda tensor: large(tensor, lane)
+        min_bytes = self._min_bytes
+
+        def pack(tensor: Tensor) -> object:
+            if type(tensor) is Tensor:
+                try:
+                    nbytes = tensor.untyped_storage().nbytes()
+                except (NotImplementedError, RuntimeError):  # sparse tensors have no storage
+                    return large(tensor, lane)
+                if nbytes < min_bytes:
+                    lane.small_saves += 1
+                    lane.small_bytes += nbytes
+                    version = tensor._version
+                    return tensor.detach() if version == 0 else (tensor.detach(), version)
+            return large(tensor, lane)
+
+        return pack
+
+    def _pack_large(self, tensor: Tensor, lane: Lane) -> object:
+        lane.saves += 1
+        if self.closed:
+            raise StashClosedError("a closed stash was asked to hold a tensor")
+        forked = self._books.is_forked()
+        if type(tensor) is not Tensor:
+            return self._pack_other(tensor, lane)
+        reason = reason_to_stay(tensor)
+        if not reason and not self._has_tier:
+            reason = _NO_TIER
+        if not reason and forked:
+            reason = "a forked process: make a stash in it"
+        if reason:
+            return self._stay(tensor, reason)
+        modules = running_modules()
+        reason, at_once = self._choose(tensor, modules, lane)
+        if reason:
+            return self._stay(tensor, reason)
+        with self._books.lock:
+            self._books.drain()
+            return self._pack_block(tensor, lane, modules, at_once)
+
+    def _choose(self, tensor: Tensor, modules: list[nn.Module], lane: Lane) -> tuple[str, bool]:
+        """Why it stays (``""``: it does not), and whether the keep budget is passed over."""
+        is_parameter = _is_parameter(tensor)
+        if self._policy is not None:
+            action = self._policy(
+                SavedTensor(
+                    shape=tuple(tensor.shape),
+                    dtype=tensor.dtype,
+                    device=tensor.device,
+                    nbytes=tensor.nbytes,
+                    is_parameter=is_parameter,
+                    is_leaf=tensor.is_leaf,
+                    module=module_path(modules),
+                    index=lane.saves + lane.small_saves - 1,
+                )
+            )
+            if action is not None:
+                return ("" if action.tier == "disk" else "the policy said so"), True
+        if is_parameter:
+            return _PARAMETER, False
+        if tensor.untyped_storage().nbytes() < self._min_bytes:
+            return SMALL, False
+        if is_buffer(tensor.untyped_storage()._cdata, modules):
+            return "a module's buffer, or a view of one", False
+        return "", False
+
+    def _pack_block(
+        self, tensor: Tensor, lane: Lane, modules: list[nn.Module], at_once: bool
+    ) -> Entry:
+        storage = tensor.untyped_storage()
+        source = self._source_of(tensor, storage)
+        block = source.block() if source.block is not None else None
+        if block is None:
+            part = Part(tensor)
+            if part.nbytes * 4 < storage.nbytes():
+                entry = self._pack_part(tensor, lane, modules, at_once, source, part)
+                if entry is not None:
+                    return entry
+            block = Block(source, raw_alias(tensor), self._books.grave)
+            source.block = weakref.ref(block)
+            self._admit(block, tensor, lane, modules, at_once)
+        else:
+            self.deduplicated_bytes += tensor.nbytes
+        block.entries += 1
+        return Entry(block, tensor, int(tensor.storage_offset()) * tensor.element_size())
+
+    def _pack_part(
+        self,
+        tensor: Tensor,
+        lane: Lane,
+        modules: list[nn.Module],
+        at_once: bool,
+        origin: Source,
+        part: Part,
+    ) -> Entry | None:
+        """A small part of a storage is copied, so that the rest is not held for its sake.
+
+        ``None`` when the parts that overlap have come to cost what the whole does.
+        """
+        known = origin.slices.get(part.key)
+        block = known() if known is not None else None
+        if block is None:
+            if origin.copied_bytes + part.nbytes > tensor.untyped_storage().nbytes():
+                return None
+            copy = part.copy(tensor)
+            block = Block(Source(copy, copy.untyped_storage()), copy, self._books.grave)
+            block.origin = origin
+            origin.slices[part.key] = weakref.ref(block)
+            origin.copied_bytes += part.nbytes
+            if part.nbytes >= self._min_bytes or at_once:
+                self._admit(block, tensor, lane, modules, at_once)
+            else:
+                self._books.blocks_alive += 1
+                self._books.order.add(block)
+                self._count_left(
+                    "smaller than min_bytes: copied, so that its large storage is not held",
+                    part.nbytes,
+                )
+        else:
+            self.deduplicated_bytes += part.nbytes
+        block.entries += 1
+        skipped = part.residue * part.itemsize
+        return Entry(block, tensor, skipped, None if part.is_dense else part)
+
+    def _source_of(self, tensor: Tensor, storage: torch.UntypedStorage) -> Source:
+        source = self._sources.get(storage._cdata)
+        if source is None or not source.is_of(tensor):
+            source = Source(tensor, storage)
+            self._sources[source.cdata] = source
+        return source
+
+    def _admit(
+        self, block: Block, tensor: Tensor, lane: Lane, modules: list[nn.Module], at_once: bool
+    ) -> None:
+        block.lane = lane
+        block.shape = tuple(tensor.shape)
+        block.module = module_path(modules)
+        self._books.blocks_alive += 1
+        self.eligible_bytes += block.nbytes
+        self._books.order.add(block)
+        self._books.down.admit(block, at_once=at_once)
+
+    def _pack_other(self, tensor: Tensor, lane: Lane) -> object:
+        """Parameters and other subclasses of ``torch.Tensor``."""
+        if isinstance(tensor, nn.Parameter):
+            return self._stay(tensor, _PARAMETER)
+        name = type(tensor).__name__
+        if not is_traceable_wrapper_subclass(tensor):
+            return self._stay(tensor, f"a {name}, which does not say how it is made up")
+        if not self._has_tier:
+            return self._stay(tensor, _NO_TIER)
+        if _is_parameter(tensor):
+            return self._stay(tensor, _PARAMETER)
+        known = self._wrappers.get(id(tensor))
+        if known is not None and known.is_of(tensor):
+            return known
+        # Inner tensors are copied: what changes them in place need not raise their own version.
+        entry = WrapperEntry(tensor, lambda part: self._pack_inner(tensor, part, lane))
+        self._wrappers[id(tensor)] = entry
+        return entry
+
+    def _pack_inner(self, wrapper: Tensor, part: Tensor, lane: Lane) -> object:
+        """One of the tensors that ``wrapper`` is made of."""
+        if wrapper.is_nested and not (part.is_floating_point() or part.is_complex()):
+            # Two nested tensors are of one shape only if they have the very same tensor of offsets.
+            return self._stay(part, "the offsets of a nested tensor")
+        if type(part) is not Tensor or reason_to_stay(part):
+            return self.hook(lane)(part.detach().clone())
+        return self.hook(lane)(snapshot(part))
+
+    def _stay(self, tensor: Tensor, reason: str) -> object:
+        """Leave ``tensor`` where it is, with its version, for a stated reason."""
+        with self._books.lock:
+            self._count_left(reason, _nbytes_of(tensor))
+        kept = tensor
+        if not tensor.is_leaf:  # an operation's own output would hold itself through its node
+            alias = tensor.detach()
+            if type(alias) is type(tensor):
+                kept = alias
+        version = tensor._version
+        if reason is not _PARAMETER:
+            return kept, version, module_path(running_modules())
+        return kept if version == 0 else (kept, version)
+
+    def _count_left(self, reason: str, nbytes: int) -> None:
+        left = self.left.setdefault(reason, [0, 0])
+        left[0] += 1
+        left[1] += nbytes
+
+
+def _is_parameter(tensor: Tensor) -> bool:
+    """Whether ``tensor`` is a leaf that gets a gradient, a parameter frozen or not, or a view of one."""
+    base = tensor._base
+    return _gets_gradient(tensor) or (base is not None and _gets_gradient(base))
+
+
+def _gets_gradient(tensor: Tensor) -> bool:
+    return isinstance(tensor, nn.Parameter) or (tensor.is_leaf and tensor.requires_grad)
+
+
+def _nbytes_of(tensor: Tensor) -> int:
+    try:
+        return int(tensor.nbytes)
+    except (RuntimeError, NotImplementedError, TypeError, AttributeError):
+        return 0
