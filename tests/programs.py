@@ -116,6 +116,13 @@ LIFE = ("drop", "land", "hold", "let go", "leave and enter")
 OPERATIONS = (*PURE, *VIEWS, *CHANGES, *USES, *LIFE)
 
 
+def _look(x: Tensor) -> list[Tensor | None]:
+    node = x.grad_fn
+    if "_saved_result" not in dir(node):
+        return []
+    return [node._saved_result.detach().clone()]
+
+
 class Run:
     """One run of a program. ``gate`` is told "hold", "let go" and "land"; ``scope`` makes the hook context."""
 
@@ -176,10 +183,7 @@ class Run:
 
     def use(self, name: str, x: Tensor, y: Tensor) -> bool:
         if name == "look":
-            node = x.grad_fn
-            if node is None or not hasattr(node, "_saved_result"):
-                return True
-            return self.attempt(lambda: [node._saved_result.detach()])
+            return self.attempt(lambda: _look(x))
         if name == "of two":
             self.compute("add", x, y)
             return self.differentiate(self.values[-1], retain_graph=True)
@@ -203,7 +207,7 @@ class Run:
             self.results.append(grads())
         except RuntimeError as error:
             text = str(error)
-            if "modified by an inplace operation" in text:
+            if "modified by an inplace operation" in text or "has been modified inplace" in text:
                 self.results.append("changed")
                 return False
             self.results.append(text.split(":")[0][:60])

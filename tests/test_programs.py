@@ -72,7 +72,9 @@ def judge(steps, make_store, ways=WAYS):
         for number, (mine, theirs) in enumerate(zip(got, plain, strict=False)):
             where = f"{way}, result {number}"
             if theirs == "changed":
-                assert mine == "changed" or agree(mine, true[number]), where
+                # "unsupported": a later node's own error, where plain PyTorch stopped at an earlier one
+                raised = isinstance(mine, str) and mine in ("changed", "unsupported operation")
+                assert raised or agree(mine, true[number]), where
             elif isinstance(theirs, str):
                 assert mine == theirs, where
             else:
