@@ -19,7 +19,8 @@ from backstash.cli._bench._workloads import WORKLOADS
 from backstash.cli.bench import _command
 
 ROOT = Path(__file__).resolve().parent.parent
-RESULTS = sorted((ROOT / "benchmarks/results").glob("*.json"))
+FILES = sorted((ROOT / "benchmarks/results").glob("*.json"))
+RESULTS = [path for path in FILES if "sections" in json.loads(path.read_text())]
 
 
 def load(path: Path) -> ModuleType:

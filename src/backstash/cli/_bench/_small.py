@@ -12,7 +12,7 @@ __all__ = ["alive", "overhead"]
 
 _WORKER = "backstash.cli._bench._small_worker"
 _COUNTS = {"small": (3, 4, 5, 6), "keep": (3, 4, 5, 6), "disk": (3, 4, 5)}  # powers of ten
-_TINY_COUNTS = {"small": (2, 3), "keep": (2, 3), "disk": (2,)}
+_TINY_COUNTS = {"small": (3,), "keep": (3,), "disk": (2,)}
 
 
 def overhead(
