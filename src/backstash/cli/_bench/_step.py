@@ -44,13 +44,7 @@ def step(
     }
     skipped = {key: _why_not(VARIANTS[key]) for key in keys}
     able = [VARIANTS[key] for key in keys if not skipped[key]]
-    runs = []
-    for repeat in range(repeats):
-        turn = repeat % len(able) if able else 0
-        for at, variant in enumerate(able[turn:] + able[:turn]):
-            place = f"round {repeat + 1} of {repeats}, {at + 1} of {len(able)}"
-            say(f"{workload}: {place}: {variant.key}")
-            runs.append(_run(variant, task, repeat))
+    runs = _rounds(able, task, repeats, say)
     return {
         "kind": "step",
         "workload": workload,
@@ -61,6 +55,19 @@ def step(
         "runs": runs,
         "skipped": {key: reason for key, reason in skipped.items() if reason},
     }
+
+
+def _rounds(
+    able: list[Variant], task: dict[str, Any], repeats: int, say: Callable[[str], None]
+) -> list[dict[str, Any]]:
+    runs = []
+    for repeat in range(repeats):
+        turn = repeat % max(1, len(able))
+        for at, variant in enumerate(able[turn:] + able[:turn]):
+            place = f"round {repeat + 1} of {repeats}, {at + 1} of {len(able)}"
+            say(f"{task['workload']}: {place}: {variant.key}")
+            runs.append(_run(variant, task, repeat))
+    return runs
 
 
 def _why_not(variant: Variant) -> str:
