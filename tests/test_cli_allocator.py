@@ -14,7 +14,10 @@ TCMALLOC = {"tcmalloc": "/lib/libtcmalloc_minimal.so.4"}
 def test_auto_takes_tcmalloc_where_it_is_installed() -> None:
     allocator = choose("auto", {}, TCMALLOC, "glibc")
     assert (allocator.kind, allocator.library) == ("tcmalloc", TCMALLOC["tcmalloc"])
-    assert dict(allocator.environment) == {"LD_PRELOAD": TCMALLOC["tcmalloc"]}
+    assert dict(allocator.environment) == {
+        "LD_PRELOAD": TCMALLOC["tcmalloc"],
+        "THP_MEM_ALLOC_ENABLE": "1",
+    }
     assert allocator.reason
 
 

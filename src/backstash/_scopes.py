@@ -109,9 +109,11 @@ class _Hook:
     def __init__(self, act: Callable[[FrameType | None], None]) -> None:
         self._act = act
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, *_: object) -> None:
         self._act(call_frame())
+
+    # What torch.compiler.disable sets; calling that would import all of the compiler with backstash.
+    __call__._torchdynamo_disable = True  # type: ignore[attr-defined]
 
 
 class Attachment:

@@ -41,10 +41,8 @@ INSTALL_HINT = (
 
 _AUTOMATIC = ("tcmalloc",)  # of those that can be preloaded, the ones that a measurement speaks for
 _MAP_FROM_BYTES = 1 << 20  # a freed block of this size or more goes back to the system at once
-_GLIBC = {
-    "MALLOC_MMAP_THRESHOLD_": str(_MAP_FROM_BYTES),
-    "THP_MEM_ALLOC_ENABLE": "1",  # torch: huge pages for tensors of 2 MiB or more
-}
+_HUGE_TENSORS = {"THP_MEM_ALLOC_ENABLE": "1"}  # torch: huge pages for tensors of 2 MiB or more
+_GLIBC = {"MALLOC_MMAP_THRESHOLD_": str(_MAP_FROM_BYTES), **_HUGE_TENSORS}
 _TUNABLES = "GLIBC_TUNABLES"
 _HUGE_PAGES = "glibc.malloc.hugetlb=1"  # glibc 2.35 and later: huge pages for the rest
 _WHY = {
@@ -112,7 +110,8 @@ def choose(
 def _preload(kind: str, library: str, environ: Mapping[str, str]) -> Allocator:
     earlier = environ.get("LD_PRELOAD", "")
     value = f"{library}:{earlier}" if earlier else library
-    return Allocator(kind, _WHY[kind], library, {"LD_PRELOAD": value})
+    huge = {name: value for name, value in _HUGE_TENSORS.items() if name not in environ}
+    return Allocator(kind, _WHY[kind], library, {"LD_PRELOAD": value, **huge})
 
 
 def _tuned_glibc(asked: str, environ: Mapping[str, str]) -> Allocator:
