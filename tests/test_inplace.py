@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from backstash import Disk, Stash
+from backstash._up import Up
 from backstash.errors import InplaceError
 from backstash.testing import Gated
 from oracle import WAYS, gradients, same_bits
@@ -429,6 +430,63 @@ def test_backward_changes_what_it_was_given_and_runs_again(tmp_path):
 
     raised = check(program, tmp_path)
     assert not raised & ALL_LANDED
+
+
+def test_backward_changes_a_part_that_is_saved_again(tmp_path):
+    """The part in place is the stash's own copy, so its origin is what it was."""
+    for way in WAYS:
+        stash = Stash(**{"disk": tmp_path, **WAYS[way]})
+        x = leaf(SIDE)
+        with stash:
+            held = torch.full((SIDE, SIDE), 3.0)
+            first = Doubles.apply(x, held[3])
+            gradients(first, x, retain_graph=True)
+            second = x * held[3]
+        (grad,) = gradients(second, x)
+        assert torch.all(grad == held[3]), way
+        del first
+        stash.close()
+
+
+def test_two_threads_are_given_the_same_bytes_and_one_changes_them(tmp_path, monkeypatch):
+    """A thread that waited for another one's read must not take what that one has changed since."""
+    asked, other_changed = threading.Event(), threading.Event()
+    memory_of = Up._memory_of
+
+    def slow_memory_of(up, parcel):
+        waits = threading.current_thread().name == "waits"
+        if waits:
+            asked.set()
+        memory = memory_of(up, parcel)
+        if waits:
+            assert other_changed.wait(PATIENCE_SECONDS)
+        return memory
+
+    monkeypatch.setattr(Up, "_memory_of", slow_memory_of)
+    store = Gated(Disk(tmp_path))
+    stash, results = Stash(disk=store, inflight=0), {}
+    x = leaf(1024, 1024)
+    with stash:
+        held = torch.full((1024, 1024), 3.0)
+        loss = Doubles.apply(x, held).sum()
+    store.reads.clear()
+
+    def work():
+        name = threading.current_thread().name
+        results[name] = gradients(loss, x, retain_graph=True)[0]
+
+    threads = {name: threading.Thread(target=work, name=name) for name in ("changes", "waits")}
+    for thread in threads.values():
+        thread.start()
+    assert asked.wait(PATIENCE_SECONDS)
+    store.reads.set()
+    threads["changes"].join(PATIENCE_SECONDS)
+    other_changed.set()
+    threads["waits"].join(PATIENCE_SECONDS)
+    assert torch.all(results["changes"] == 6.0)
+    assert torch.all(results["waits"] == 6.0)
+    stash.close()
+    store.close()
 
 
 def test_a_gradient_that_is_the_saved_tensor_itself(tmp_path):

@@ -62,13 +62,15 @@ class Up:
             return ready
         parcel = block.parcel
         assert parcel is not None
-        memory = self._memory_of(parcel)
-        with self._lock:
-            ready = self._at_hand(entry)  # another thread may have served the block meanwhile
-            if ready is not None:
-                return ready
-            self._root(block, parcel, memory)
-            return self._serve(entry)
+        while True:
+            memory = self._memory_of(parcel)
+            with self._lock:
+                ready = self._at_hand(entry)  # another thread may have served the block meanwhile
+                if ready is not None:
+                    return ready
+                if memory._version == 0:  # else that thread's backward changed what it was given
+                    self._root(block, parcel, memory)
+                    return self._serve(entry)
 
     def _at_hand(self, entry: Entry) -> Tensor | None:
         block, parcel = entry.block, entry.block.parcel
