@@ -329,6 +329,23 @@ def test_an_inner_tensor_changed_between_two_saves_is_saved_anew(tmp_path):
     check(program, tmp_path)
 
 
+@pytest.mark.parametrize(
+    "change", [lambda w: w.mul_(3), lambda w: w.a.mul_(3)], ids=["whole", "inner"]
+)
+def test_a_wrapper_that_changes_after_its_save_is_held_as_it_was(tmp_path, change):
+    want = run(keeping(lambda: (two().detach(),)))
+    for way in set(WAYS) - {"no tier below"}:
+        stash = Stash(**{"disk": tmp_path, **WAYS[way]})
+        x, wrapped = leaf(2), two().detach()
+        with stash:
+            loss = Keeps.apply(x, wrapped).sum()
+        change(wrapped)
+        loss.backward()
+        (seen,), Keeps.seen = Keeps.seen, None
+        assert same_bits(seen.a, want[0].a) and same_bits(seen.b, want[0].b), way
+        stash.close()
+
+
 class Named(torch.Tensor):
     """A subclass that does not say what it is made of."""
 

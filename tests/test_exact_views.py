@@ -70,6 +70,7 @@ VIEWS = {
     "rows": lambda h: (h[3], h[5:9], h[-1]),
     "columns": lambda h: (h[:, 3], h[:, 5:9], h[..., -1]),
     "steps": lambda h: (h[::16], h[:, ::16], h[::7, ::5, ::3]),
+    "steps of equal length": lambda h: [h.view(-1)[: 90 * step : step] for step in (1, 2, 3)],
     "diagonal": lambda h: (h[..., 0].diagonal(), h[..., 1].diagonal(3)),
     "one number": lambda h: (h[3, 4, 1], h[-1, -1, -1]),
     "part, then whole": lambda h: (h[3], h, h[4]),
@@ -211,12 +212,12 @@ def test_vector_code_meets_the_alignment_it_met(tmp_path, offset):
         @staticmethod
         def backward(ctx, grad):
             lines.append([view.data_ptr() % 64 for view in ctx.saved_tensors])
-            return grad, None, None, None
+            return grad, *(None for _ in lines[0])
 
     x = leaf(SIDE, SIDE)
     with Stash(disk=tmp_path, min_bytes=0, inflight=0):
-        flat = (x.detach() * 2).view(-1)
-        views = flat[offset:], flat[offset : offset + 90], flat[offset + 5 :: 64][:90]
+        flat, other = (x.detach() * 2).view(-1), (x.detach() * 3).view(-1)
+        views = flat[offset:], other[offset : offset + 90], other[offset + 5 :: 64][:90]
         Looks.apply(x, *views).sum().backward()
     assert lines[0] == lines[1]
 
