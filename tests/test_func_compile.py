@@ -56,6 +56,20 @@ def test_jacfwd(tmp_path):
     check(program, tmp_path)
 
 
+def test_a_transform_s_own_tensor_stays(tmp_path):
+    """It has the storage of another tensor and shapes that are only true inside the transform."""
+    stash, back = Stash(disk=tmp_path, min_bytes=0, inflight=0), []
+
+    def inside(row):
+        back.append(stash.unpack(stash.pack(row)).shape)
+        return row
+
+    torch.func.vmap(inside)(leaf().detach())
+    assert back == [(SIDE,)]
+    assert stash.stats().left["a functorch transform's tensor"].count == 1
+    stash.close()
+
+
 def test_vmap_over_autograd_grad(tmp_path):
     def program():
         x = leaf()
