@@ -180,7 +180,10 @@ def print_table(found: list[dict[str, float]]) -> None:
 
 def plot(found: list[dict[str, float]], path: str) -> None:
     """The three quantities against temperature, over the exact curves."""
-    import matplotlib
+    try:
+        import matplotlib
+    except ImportError:
+        raise SystemExit("--plot needs matplotlib: pip install 'backstash[plot]'") from None
 
     matplotlib.use("Agg")
     from matplotlib import pyplot

@@ -65,6 +65,14 @@ def test_the_network_gives_the_exact_values_on_both_sides(ising: Any) -> None:
             assert getattr(point, name) == pytest.approx(getattr(exact, name), abs=error), name
 
 
+def test_the_error_falls_with_the_bond_dimension(ising: Any) -> None:
+    exact = ising.onsager(0.42)
+    found = [ising.solve(0.42, chi, 16, None) for chi in (3, 6, 12)]
+    for name in ("log_z", "energy"):
+        errors = [abs(getattr(point, name) - getattr(exact, name)) for point in found]
+        assert errors == sorted(errors, reverse=True), name
+
+
 def test_a_small_lattice_is_summed_exactly(ising: Any) -> None:
     """Four sites with periodic bounds, by all their sixteen states."""
     beta = torch.tensor(0.4, dtype=torch.float64)
@@ -133,6 +141,21 @@ def test_the_program_compares(tmp_path: Path) -> None:
     output = run("--tiny", "--compare", "--json", "out.json", cwd=tmp_path)
     assert "equal to the last bit" in output
     assert set(json.loads((tmp_path / "out.json").read_text())["runs"]) == {"plain", "stash"}
+
+
+def test_the_page_has_the_numbers_that_are_committed(
+    ising: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = (ROOT / "docs" / "ising-trg.md").read_text(encoding="utf-8")
+    results = ROOT / "examples" / "results"
+    ising.print_table(json.loads((results / "ising_trg.json").read_text())["points"])
+    assert capsys.readouterr().out in page
+    runs = json.loads((results / "ising_trg_compare.json").read_text())["runs"]
+    assert runs["plain"]["points"] == runs["stash"]["points"]
+    for how, run in (("in memory", runs["plain"]), ("on disk", runs["stash"])):
+        written = f"{run['written_bytes'] / 1e9:.2f} GB |" if run["written_bytes"] else "|"
+        cells = f"{run['peak_bytes'] / 1e9:.2f} GB | {run['seconds']:.1f} s"
+        assert f"| {how} | {cells} | {run['cpu_seconds']:.1f} s | {written}" in page
 
 
 def test_the_plot(ising: Any, tmp_path: Path) -> None:
