@@ -158,6 +158,7 @@ for _ in range(20):
 FORKS = """
 import os, sys, torch
 from backstash import Stash
+torch.set_num_threads(1)  # GNU OpenMP's threads do not survive a fork, and who asks for them hangs
 x = torch.zeros(1 << 20, requires_grad=True)
 stash = Stash(disk=sys.argv[1])
 def forward():
