@@ -32,7 +32,8 @@ def ising(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 def run(*options: str, cwd: Path) -> str:
-    environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")}
+    paths = os.pathsep.join(filter(None, (str(ROOT / "src"), os.environ.get("PYTHONPATH"))))
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
     ended = subprocess.run(
         [sys.executable, "-W", "error", str(EXAMPLE), *options],
         cwd=cwd, env=environ, capture_output=True, text=True,
@@ -158,7 +159,7 @@ def test_the_page_has_the_numbers_that_are_committed(
         assert f"| {how} | {cells} | {run['cpu_seconds']:.1f} s | {written}" in page
 
 
-def test_the_plot(ising: Any, tmp_path: Path) -> None:
+def test_the_plot(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    ising.plot(ising.rows([ising.solve(0.3, 4, 8, None)]), str(tmp_path / "out.svg"))
+    run("--tiny", "--betas", "0.3", "--plot", "out.svg", cwd=tmp_path)
     assert (tmp_path / "out.svg").read_text().startswith("<?xml")

@@ -104,7 +104,7 @@ class WatchTable:
     def add(self, tensor: Tensor, *, hold: bool) -> Saved:
         """Watch ``tensor``; with ``hold``, keep it alive too. The same tensor saved again is one record."""
         regions = _regions(tensor)
-        with self._lock, torch.no_grad():
+        with self._lock:  # a pack hook calls this, and gradients are disabled there
             self._drain()
             key: object = object()
             if regions and type(tensor) in _PLAIN and tensor.layout is torch.strided:
@@ -220,7 +220,7 @@ def _identity(tensor: Tensor, hold: bool) -> object:
 
 def _regions(tensor: Tensor) -> list[Region] | None:
     """Where the bytes of ``tensor`` lie; ``None`` when it does not tell."""
-    if is_traceable_wrapper_subclass(tensor):
+    if type(tensor) not in _PLAIN and is_traceable_wrapper_subclass(tensor):
         names, _ = tensor.__tensor_flatten__()
         return _joined(getattr(tensor, name) for name in names)
     if tensor.layout is torch.sparse_coo:
