@@ -20,20 +20,20 @@ Step = tuple[str, int, int]
 
 
 class Mutates(torch.autograd.Function):
-    """Saves its input and its output; backward changes in place what it is given."""
+    """Backward changes in place what it is given: a tensor of its own, since plain PyTorch gives no copy."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        out = x * x.detach()
-        ctx.save_for_backward(x, out)
-        return out
+        own = x.detach() * 2
+        ctx.save_for_backward(own, own[..., :1])
+        return x * own
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
-        x, _ = ctx.saved_tensors
-        if torch.is_grad_enabled():
-            return grad * x * 2
-        return grad * x.mul_(2)
+        own, part = ctx.saved_tensors
+        part = part + 1  # before, since in plain PyTorch it is the same memory
+        own.mul_(2)
+        return grad * own + part
 
 
 class Scales(torch.autograd.Function):
