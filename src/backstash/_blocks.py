@@ -112,6 +112,7 @@ class Block:
         "root_low",
         "root_version",
         "round",
+        "serial",
         "served",
         "shape",
         "source",
@@ -133,6 +134,7 @@ class Block:
         self.lane: Lane
         self.round: Round
         self.index = 0  # in its round
+        self.serial = -1  # among all blocks of the stash
         self.parcel: Parcel | None = None  # what carries it below
         self.offset = 0  # of its first byte in the parcel
         self.entries = 0  # how many saves it stands for
@@ -146,7 +148,7 @@ class Block:
 
     def __del__(self) -> None:
         # May run on any thread in the middle of anything: it only appends.
-        self.grave.append((self.kept, self.held))
+        self.grave.append((self.kept, self.held, self.nbytes, self.serial, self.module))
 
     def let_go(self) -> None:
         """Drop the storage that was read back; the parcel still has the bytes."""

@@ -8,6 +8,7 @@ from collections import deque
 from typing import Any
 
 from ._down import Down
+from ._events import Tape
 from ._order import Order
 from ._up import Up
 
@@ -17,12 +18,13 @@ __all__ = ["Books"]
 class Books:
     """The lock, the budgets and the queue of what died. Everything but ``is_forked`` wants the lock held."""
 
-    def __init__(self, down: Down, up: Up, grave: deque[Any], lock: Any) -> None:
+    def __init__(self, down: Down, up: Up, grave: deque[Any], lock: Any, tape: Tape) -> None:
         self.down = down
         self.up = up
         self.grave = grave
         self.lock = lock
         self.order = Order()
+        self._tape = tape
         self.blocks_alive = 0
         self._pid = self._forked_pid = os.getpid()
 
@@ -40,10 +42,12 @@ class Books:
         running = []
         while self.grave:
             item = self.grave.popleft()
-            if len(item) == 2:
+            if type(item) is tuple:
+                kept, held, *what = item
                 self.blocks_alive -= 1
-                kept, held = item
                 self.down.keep_bytes -= kept
+                if self._tape.on:
+                    self._tape.tell("free", *what)
             else:
                 store, slot, writing, held, flown = item
                 if writing is not None and not (writing.done() or writing.cancel()):

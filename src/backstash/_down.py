@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import functools
 import time
 import warnings
 import weakref
@@ -19,9 +20,10 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from ._blocks import Block
+from ._events import Tape
 from ._lanes import Lane
 from ._parcels import Parcel, Segment
 from .errors import StashError, StashFullError, StashIOError, StashWarning
@@ -51,6 +53,7 @@ class Down:
         store: where blocks go, or ``None`` when everything stays in place.
         submit: runs ``function(*args)`` on a worker and returns its future.
         freed: is told of bytes that were let go.
+        tape: is told of everything, where somebody records.
         keep, inflight: budgets in bytes; ``keep=None`` is no limit.
         on_full: ``"keep"`` or ``"raise"``.
     """
@@ -62,6 +65,7 @@ class Down:
         pool: Pool,
         grave: deque[Any],
         freed: Callable[[int], None],
+        tape: Tape,
         *,
         keep: int | None,
         inflight: int,
@@ -72,6 +76,7 @@ class Down:
         self._pool = pool
         self._grave = grave
         self._freed = freed
+        self._tape = tape
         self._keep = keep
         self._inflight = inflight
         self._raises = on_full == "raise"
@@ -94,6 +99,8 @@ class Down:
         self.land(lane)
         block.kept = block.nbytes
         self.keep_bytes += block.nbytes
+        if self._tape.on:
+            self._tape.tell("save", block.nbytes, block.serial, block.module)
         if not (at_once and self._send(block, lane)):
             self._kept.append(weakref.ref(block))
             self._press(lane, block)
@@ -175,7 +182,7 @@ class Down:
         found = False
         for _ in range(len(self._grave)):
             item = self._grave.popleft()
-            if len(item) == 5 and item[0] is store and item[1] is not None:
+            if type(item) is list and item[0] is store and item[1] is not None:
                 if item[2] is not None and not item[2].cancel():
                     self._wait(item[2])
                 store.release(item[1])
@@ -192,7 +199,9 @@ class Down:
             store, self._reserve(store, block.nbytes), block.address % 4096, self._grave
         )
         # The worker owns the alias until it has written: the memory outlives the write, whoever dies.
-        parcel.writing = self._submit(_write, store, parcel.slot, block.address, block.alias)
+        parcel.writing = self._submit(
+            self._writer(block), store, parcel.slot, block.address, block.alias
+        )
         block.parcel = parcel
         self._leave_place(block)
         self._fly(_Flight(weakref.ref(block), block.nbytes, block.lane, parcel.writing))
@@ -221,6 +230,7 @@ class Down:
         self._leave_place(block)
         self.inflight_bytes += block.nbytes
         self.written_bytes += block.nbytes
+        self._tell_of("land", block)
         if self.inflight_bytes > self._inflight:
             self._close_segment()
             self._make_room(0, lane)
@@ -239,7 +249,7 @@ class Down:
         if segment is None:
             return
         segment.writing = self._submit(
-            _write, segment.store, segment.slot, segment.address, segment.buffer
+            self._writer(None), segment.store, segment.slot, segment.address, segment.buffer
         )
         self._flights.append(_Flight(weakref.ref(segment), segment.flown, None, segment.writing))
         segment.flown = 0  # the flight counts them now
@@ -272,6 +282,8 @@ class Down:
             writing.exception()
         finally:
             self.stall_seconds += time.perf_counter() - began
+            if self._tape.on:
+                self._tape.tell("stall", 0, cause="pack", began=began)
 
     def land(self, lane: Lane) -> None:
         """Let go of the memory of every write that has ended, as far as this thread may judge it."""
@@ -310,6 +322,17 @@ class Down:
             self.lose(cargo)
         else:
             cargo.alias = None
+            self._tell_of("land", cargo)
+
+    def _tell_of(self, kind: Literal["land", "lose", "return"], block: Block) -> None:
+        if self._tape.on:
+            self._tape.tell(kind, block.nbytes, block.serial, block.module)
+
+    def _writer(self, block: Block | None) -> Callable[..., None]:
+        if not self._tape.on:
+            return _write
+        what = (block.nbytes, block.serial, block.module) if block is not None else None
+        return functools.partial(_write_and_tell, self._tape, what)
 
     def lose(self, block: Block) -> None:
         """Its bytes were changed before a whole copy was known to exist: backward will be told."""
@@ -319,11 +342,13 @@ class Down:
         )
         block.alias = block.parcel = None
         self._leave_place(block)
+        self._tell_of("lose", block)
 
     def _return_to_place(self, block: Block) -> None:
         block.parcel = None
         block.kept = block.nbytes
         self.keep_bytes += block.nbytes
+        self._tell_of("return", block)
 
     def _break(self, failure: BaseException) -> None:
         number = getattr(failure, "errno", None) or errno.EIO
@@ -342,3 +367,16 @@ def _judged_by(lane: Lane, flight: _Flight) -> bool:
 def _write(store: Store, slot: Any, address: int, owner: object) -> None:
     """On a worker: ``owner`` keeps the memory at ``address`` alive until the write has ended."""
     store.write(slot, address)
+
+
+def _write_and_tell(
+    tape: Tape,
+    what: tuple[int, int, str] | None,
+    store: Store,
+    slot: Slot,
+    address: int,
+    owner: object,
+) -> None:
+    began = time.perf_counter()
+    _write(store, slot, address, owner)
+    tape.tell("write", *(what or (slot.nbytes,)), began=began)

@@ -63,6 +63,7 @@ class Order:
 
     def __init__(self) -> None:
         self._current = Round(None)
+        self._blocks = 0  # so far
         self._taught: OrderedDict[int, tuple[list[int], dict[int, int]]] = OrderedDict()
 
     def add(self, block: Block) -> None:
@@ -70,6 +71,8 @@ class Order:
         if self._current.wanted:
             self._conclude(self._current)
             self._current = Round(self._current)
+        block.serial = self._blocks
+        self._blocks += 1
         block.round = self._current
         block.index = len(self._current.blocks)
         self._current.blocks.append(weakref.ref(block))

@@ -9,6 +9,7 @@ is never dropped, so that q, k and v cut from one projection come from one read 
 from __future__ import annotations
 
 import ctypes
+import functools
 import time
 import weakref
 from collections import deque
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from ._blocks import Block
 from ._entry import Entry
+from ._events import Tape
 from ._parcels import Parcel, Segment
 from .stores._memory import Pool
 
@@ -36,6 +38,7 @@ class Up:
         pool: Pool,
         lock: Any,
         freed: Callable[[int], None],
+        tape: Tape,
         *,
         prefetch: int,
     ) -> None:
@@ -43,6 +46,7 @@ class Up:
         self._pool = pool
         self._lock = lock
         self._freed = freed
+        self._tape = tape
         self._prefetch = prefetch
         self._window: deque[weakref.ref[Parcel] | weakref.ref[Block]] = deque()  # oldest first
         self.ahead_bytes = self.ahead_peak_bytes = 0
@@ -63,7 +67,7 @@ class Up:
         parcel = block.parcel
         assert parcel is not None
         while True:
-            memory = self._memory_of(parcel)
+            memory = self._memory_of(parcel, block)
             with self._lock:
                 ready = self._at_hand(entry)  # another thread may have served the block meanwhile
                 if ready is not None:
@@ -139,7 +143,7 @@ class Up:
         self.read_bytes += parcel.nbytes
         return memory, reading
 
-    def _memory_of(self, parcel: Parcel) -> Tensor:
+    def _memory_of(self, parcel: Parcel, block: Block) -> Tensor:
         """The parcel's bytes in memory, read by this thread unless they are there or coming."""
         with self._lock:
             memory, reading = parcel.memory, parcel.reading
@@ -153,10 +157,12 @@ class Up:
         began = time.perf_counter()
         try:
             if mine:
-                _read(parcel, memory, reading)
+                self._reader(block, "demand")(parcel, memory, reading)
             error = reading.exception()
         finally:
             self.stall_seconds += time.perf_counter() - began
+            if self._tape.on:
+                self._tape.tell("stall", 0, block.serial, block.module, cause="unpack", began=began)
         if error is None:
             return memory
         with self._lock:
@@ -164,7 +170,7 @@ class Up:
                 self._drop(parcel)
         if mine:
             raise error
-        return self._memory_of(parcel)  # a read ahead of need failed: ask again, and be told
+        return self._memory_of(parcel, block)  # a read ahead of need failed: ask again, and be told
 
     def ahead(self, block: Block) -> None:
         """After ``block`` was used: ask for what comes next, as far as the window goes."""
@@ -184,8 +190,14 @@ class Up:
             except MemoryError:
                 break
             parcel.ahead = True
-            self._submit(_read, parcel, memory, reading)
+            self._submit(self._reader(following, "ahead"), parcel, memory, reading)
         self.ahead_peak_bytes = max(self.ahead_peak_bytes, self.ahead_bytes)
+
+    def _reader(self, block: Block, cause: str) -> Callable[[Parcel, Tensor, Future[None]], None]:
+        if not self._tape.on:
+            return _read
+        what = (-1, "") if isinstance(block.parcel, Segment) else (block.serial, block.module)
+        return functools.partial(_read_and_tell, self._tape, what, cause)
 
     def _shrink(self) -> None:
         """Bring what is held back under the budget, the longest held first; the newest is in use."""
@@ -213,3 +225,16 @@ def _read(parcel: Parcel, memory: Tensor, reading: Future[None]) -> None:
         reading.set_exception(error)
     else:
         reading.set_result(None)
+
+
+def _read_and_tell(
+    tape: Tape,
+    what: tuple[int, str],
+    cause: str,
+    parcel: Parcel,
+    memory: Tensor,
+    reading: Future[None],
+) -> None:
+    began = time.perf_counter()
+    _read(parcel, memory, reading)
+    tape.tell("read", parcel.nbytes, *what, cause=cause, began=began)

@@ -1,0 +1,100 @@
+"""Recording: what a stash did, event by event, adds up to what it counted."""
+
+import pytest
+import torch
+from torch import nn
+
+from backstash import Stash
+from backstash.testing import Failing, Gated, MemoryStore
+
+
+def chain(x, steps=6):
+    for _ in range(steps):
+        x = torch.tanh(x)
+    return x.sum()
+
+
+def of_kind(events, kind):
+    return [event for event in events if event.kind == kind]
+
+
+@pytest.mark.parametrize(
+    "side, sent", [(200, "land"), (600, "write")], ids=["in segments", "alone"]
+)
+def test_events_add_up_to_the_stats(side, sent):
+    x = torch.randn(side, side, requires_grad=True)
+    with Stash(disk=MemoryStore()) as stash, stash.record() as recording:
+        chain(x).backward()
+        stash.close()  # waits for what is still being written
+        stats = stash.stats()
+    events = recording.events
+    assert sum(event.nbytes for event in of_kind(events, "save")) == stats.eligible_bytes
+    assert sum(event.nbytes for event in of_kind(events, sent)) == stats.written_bytes
+    assert sum(event.nbytes for event in of_kind(events, "read")) == stats.read_bytes
+    assert len(of_kind(events, "use")) == len(of_kind(events, "free")) == 6
+    assert {event.block for event in of_kind(events, "use")} == set(range(6))
+    assert of_kind(events, "free")[-1].keep_bytes == stats.keep_bytes == 0
+    stalls = of_kind(events, "stall")
+    assert sum(event.duration_seconds for event in stalls) == pytest.approx(
+        stats.stall_seconds, abs=0.01
+    )
+
+
+def test_each_block_lives_from_its_save_to_its_end():
+    x = torch.randn(400, 400, requires_grad=True)
+    with Stash(disk=MemoryStore(), keep="1MiB") as stash, stash.record() as recording:
+        chain(x).backward()
+        stash.stats()
+    for block in range(6):
+        kinds = [event.kind for event in recording.events if event.block == block]
+        assert kinds[0] == "save" and kinds[-1] == "free"
+        assert "use" in kinds
+
+
+def test_the_levels_are_those_of_the_moment():
+    x = torch.randn(400, 400, requires_grad=True)
+    gated = Gated(MemoryStore())
+    gated.writes.clear()
+    with Stash(disk=gated) as stash, stash.record() as recording:
+        loss = chain(x, steps=2)
+        assert recording.take()[-1].inflight_bytes == 640_000
+        gated.writes.set()
+        loss.backward()
+        stash.stats()
+    assert recording.events[-1].inflight_bytes == 0
+    assert of_kind(recording.events, "land")
+
+
+def test_modules_are_named_and_nothing_is_told_after_the_end():
+    model = nn.Sequential(nn.Linear(300, 300), nn.Tanh())
+    x = torch.randn(300, 300)
+    with Stash(disk=MemoryStore()) as stash:
+        with stash.record() as recording:
+            loss = model(x).sum()
+        loss.backward()
+    assert {event.module for event in of_kind(recording.events, "save")} == {"0", "1"}
+    assert not of_kind(recording.events, "use")
+    recording.remove()
+    assert not stash._tape.on
+
+
+def test_a_write_that_failed_and_a_change_on_the_way_are_told():
+    x = torch.randn(400, 400, requires_grad=True)
+    failing = Failing(MemoryStore())
+    failing.on_write = OSError(5, "broken")
+    with Stash(disk=failing) as stash, stash.record() as recording:
+        with pytest.warns(UserWarning, match="left in place"):
+            loss = chain(x, steps=2)
+            stash._workers.close()
+            stash.stats()
+        loss.backward()
+    assert of_kind(recording.events, "return")
+    gated = Gated(MemoryStore())
+    gated.writes.clear()
+    with Stash(disk=gated) as stash, stash.record() as recording:
+        y = torch.tanh(x)
+        y.add_(1)
+        gated.writes.set()
+        stash._workers.close()
+        stash.stats()
+    assert [event.nbytes for event in of_kind(recording.events, "lose")] == [640_000]
