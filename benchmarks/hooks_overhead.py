@@ -1,12 +1,10 @@
-"""What hooks cost: ours beside torch's bare ones and beside a traced graph; what stepping in backward saves.
+"""What hooks cost: ours beside torch's bare ones and beside a traced graph.
 
     python benchmarks/hooks_overhead.py                     measure, and write results/hooks_overhead.json
     python benchmarks/hooks_overhead.py --tiny --out FILE   seconds; the figures mean nothing
 
 Times are of the processor, in microseconds, on one thread: medians of repeats in which the variants take
 turns; ratios are medians of the repeats' own ratios to the bare hook, so that a slow moment weighs on both.
-Memory is the resident peak over the start, by the operating system's account, of a process of its own for
-each variant.
 """
 
 import argparse
@@ -14,9 +12,7 @@ import contextlib
 import json
 import os
 import platform
-import resource
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -27,7 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from backstash.hooks import capture, clip_gradients, step_in_backward, watch_gradients
+from backstash.hooks import capture, clip_gradients, watch_gradients
 
 __all__ = ["main"]
 
@@ -194,56 +190,12 @@ def _idle_watch(model: nn.Module, run: Callable[[], None]) -> Iterator[None]:
         yield
 
 
-def peak_bytes(variant: str, layers: int, width: int) -> int:
-    """In a process of its own: the resident peak of three steps over the start, in bytes."""
-    model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers)))
-    x = torch.randn(4, width)
-
-    def sgd(parameters: Any) -> torch.optim.Optimizer:
-        return torch.optim.SGD(parameters, lr=1e-4, foreach=False)
-
-    model(x).sum()
-    start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    if variant == "step_in_backward":
-        with step_in_backward(sgd, model):
-            for _ in range(3):
-                model(x).sum().backward()
-    else:
-        optimizer = sgd(list(model.parameters()))
-        for _ in range(3):
-            model(x).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - start) * 1024
-
-
-def memory_case(tiny: bool) -> dict[str, Any]:
-    """The peak of training with all gradients at once, and with each gone as soon as it was used."""
-    layers, width = (4, 256) if tiny else (32, 2048)
-    found = {}
-    for variant in ("optimizer after backward", "step_in_backward"):
-        arguments = [sys.executable, __file__, "--peak", variant, str(layers), str(width)]
-        runs = [
-            subprocess.run(arguments, capture_output=True, text=True, check=True)
-            for _ in range(1 if tiny else 3)
-        ]
-        found[variant] = int(statistics.median(int(run.stdout) for run in runs))
-    return {"gradient_bytes": layers * width * width * 4, "peak_over_start_bytes": found}
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tiny", action="store_true", help="seconds; the figures mean nothing")
     parser.add_argument("--out", type=Path, default=OUT, metavar="FILE", help="where the JSON goes")
-    parser.add_argument(
-        "--peak", nargs=3, metavar=("VARIANT", "LAYERS", "WIDTH"), help=argparse.SUPPRESS
-    )
     options = parser.parse_args()
     torch.set_num_threads(1)
-    if options.peak:
-        variant, layers, width = options.peak
-        print(peak_bytes(variant, int(layers), int(width)))
-        return 0
     results = {
         "command": " ".join(
             ["python", "benchmarks/hooks_overhead.py", *(["--tiny"] if options.tiny else [])]
@@ -255,7 +207,6 @@ def main() -> int:
         },
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
         "cases": {**forward_cases(options.tiny), **backward_cases(options.tiny)},
-        "memory of gradients": memory_case(options.tiny),
     }
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")

@@ -69,6 +69,20 @@ def test_small_benchmarks_run(tmp_path: Path) -> None:
     assert {run["mode"] for run in alive["runs"]} == {"small", "keep", "disk"}
 
 
+def test_stepping_in_backward_has_the_same_weights_and_a_lower_peak(tmp_path: Path) -> None:
+    results = bench(tmp_path, "gradients")
+    runs = {run["way"]: run for run in results["sections"][0]["runs"]}
+    after, inside = runs["optimizer after backward"], runs["step_in_backward"]
+    assert after["weights"] == inside["weights"]
+    committed = json.loads((ROOT / "benchmarks/results/small.json").read_text())
+    (kept,) = [each for each in committed["sections"] if each["kind"] == "gradients"]
+    peaks = {run["way"]: run["over_start_bytes"] for run in kept["runs"]}
+    assert peaks["step_in_backward"] < peaks["optimizer after backward"] / 4
+    assert "| step_in_backward |" in table(results)
+    inside["weights"] = "other"
+    assert "| differ |" in table(results)
+
+
 def test_limit_runs_or_says_why_not(tmp_path: Path) -> None:
     (section,) = bench(tmp_path, "limit")["sections"]
     if section["skipped"]:

@@ -18,5 +18,3 @@ def test_the_benchmark_runs_small(tmp_path: Path) -> None:
     for name, case in fresh["cases"].items():
         assert case["variants"].keys() == kept["cases"][name]["variants"].keys()
         assert case["variants"]["bare"]["ratio"] == 1.0
-    peaks = kept["memory of gradients"]["peak_over_start_bytes"]
-    assert peaks["step_in_backward"] < peaks["optimizer after backward"]

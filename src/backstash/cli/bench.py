@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ._arguments import Parser, directory, words
+from ._bench._gradients import gradients
 from ._bench._limit import limit
 from ._bench._small import alive, overhead
 from ._bench._step import step
@@ -24,7 +25,7 @@ from ._progress import Progress
 
 __all__ = ["main"]
 
-_KINDS = ("gpt", "resnet", "overhead", "alive", "limit")
+_KINDS = ("gpt", "resnet", "overhead", "alive", "limit", "gradients")
 _DISK_BYTES = 256 << 20  # written and read to say how fast the disk is
 _USAGE = "backstash bench [OPTION ...] [WHAT ...]"
 _DESCRIPTION = """\
@@ -38,6 +39,7 @@ WHAT is one or more of:
   overhead  a chain of 10,000 operations that save small tensors: the cost of each save
   alive     the cost of a pack and an unpack with up to a million saved tensors alive
   limit     training in a control group with half the memory that a step saves
+  gradients the peak when each gradient goes as soon as its parameter is updated
 Without it, all of them.
 """
 _VARIANTS = "\n".join(
@@ -143,6 +145,8 @@ def _section(
     common: dict[str, Any] = {"directory": where, "tiny": options.tiny, "say": say}
     if what == "overhead":
         return overhead(repeats=options.repeats, **common)
+    if what == "gradients":
+        return gradients(repeats=options.repeats, **common)
     if what == "alive":
         return alive(**common)
     if what == "limit":

@@ -25,7 +25,13 @@ _STEP_HEAD = (
 
 def table(results: dict[str, Any]) -> str:
     """The sections of a results file as markdown, each with what was run, and the machine below."""
-    draw = {"step": _step, "overhead": _overhead, "alive": _alive, "limit": _limit}
+    draw = {
+        "step": _step,
+        "overhead": _overhead,
+        "alive": _alive,
+        "limit": _limit,
+        "gradients": _gradients,
+    }
     parts = [draw[section["kind"]](section) for section in results["sections"]]
     machine, disk = results["machine"], results["disk"]
     about = (
@@ -124,6 +130,28 @@ def _limit(section: dict[str, Any]) -> str:
         f"group's limit is {format_bytes(section['limit_bytes'])}:"
     )
     return f"{title}\n\n{_markdown(('run', 'end', 'resident peak', 'losses'), rows)}"
+
+
+def _gradients(section: dict[str, Any]) -> str:
+    rows, first = [], section["runs"][0]
+    for way in dict.fromkeys(run["way"] for run in section["runs"]):
+        good = [run for run in section["runs"] if run["way"] == way and "failed" not in run]
+        if not good:
+            rows.append((way, "failed", "", ""))
+            continue
+        exact = all(run["weights"] == first.get("weights") for run in good)
+        rows.append(
+            (
+                way,
+                format_bytes(int(statistics.median(run["over_start_bytes"] for run in good))),
+                f"{statistics.median(run['step_seconds'] for run in good):.2f} s",
+                "equal" if exact else "differ",
+            )
+        )
+    size = format_bytes(section["gradient_bytes"])
+    title = f"{section['description']}; its gradients are {size}:"
+    head = ("optimizer", "peak over start", "step", "weights after")
+    return f"{title}\n\n{_markdown(head, rows)}"
 
 
 def _ended(status: int) -> str:
