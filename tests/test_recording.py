@@ -1,8 +1,11 @@
 """Recording: what a stash did, event by event, adds up to what it counted."""
 
+import threading
+
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from backstash import Stash
 from backstash.testing import Failing, Gated, MemoryStore
@@ -100,3 +103,53 @@ def test_a_write_that_failed_and_a_change_on_the_way_are_told():
         stash._workers.close()
         stash.stats()
     assert [event.nbytes for event in of_kind(recording.events, "lose")] == [640_000]
+
+
+def test_a_limited_recording_ends_by_itself():
+    x = torch.randn(300, 300, requires_grad=True)
+    with Stash(disk=MemoryStore()) as stash:
+        recording = stash.record(limit=3)
+        assert not recording.full
+        chain(x).backward()
+        assert recording.full and not stash._tape.on
+        assert len(recording.events) == 3
+
+
+def test_a_save_during_backward_is_told_apart():
+    model = nn.Sequential(nn.Linear(300, 300), nn.Tanh())
+    x = torch.randn(300, 300, requires_grad=True)
+    with Stash(disk=MemoryStore()) as stash, stash.record() as recording:
+        first = nn.functional.tanh(x)
+        checkpoint(model, first, use_reentrant=True).sum().backward()
+    saves = of_kind(recording.events, "save")
+    assert [(event.cause, event.module) for event in saves] == [
+        ("", ""),
+        ("backward", "1"),
+    ]
+
+
+def test_a_profiler_sees_stalls_and_nothing_is_asked_without_one(monkeypatch):
+    model = nn.Sequential(nn.Linear(400, 400), nn.Tanh())
+    x = torch.randn(400, 400)
+    gated = Gated(MemoryStore())
+    gated.writes.clear()
+    with torch.profiler.profile() as profile, Stash(disk=gated, inflight=0) as stash:
+        threading.Timer(0.05, gated.writes.set).start()
+        model(x).sum().backward()
+        stash.close()
+    spans = [event for event in profile.events() if event.name.startswith("backstash: ")]
+    assert {event.name for event in spans} >= {
+        "backstash: stall on the way down",
+        "backstash: stall on the way up 1",
+        "backstash: read",
+    }
+    (reading,) = (event for event in spans if event.name == "backstash: read")
+    assert reading.cpu_parent.name == "backstash: stall on the way up 1"
+    assert "TanhBackward0" in reading.cpu_parent.cpu_parent.name
+
+    def refuse(*_):
+        raise AssertionError("asked of torch.profiler though none runs")
+
+    monkeypatch.setattr(torch.autograd.profiler, "record_function", refuse)
+    with Stash(disk=MemoryStore()):
+        model(x).sum().backward()

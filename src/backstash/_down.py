@@ -22,8 +22,10 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
+
 from ._blocks import Block
-from ._events import Tape
+from ._events import Tape, profiled
 from ._lanes import Lane
 from ._parcels import Parcel, Segment
 from .errors import StashError, StashFullError, StashIOError, StashWarning
@@ -100,7 +102,8 @@ class Down:
         block.kept = block.nbytes
         self.keep_bytes += block.nbytes
         if self._tape.on:
-            self._tape.tell("save", block.nbytes, block.serial, block.module)
+            cause = "backward" if torch._C._current_autograd_node() is not None else ""
+            self._tape.tell("save", block.nbytes, block.serial, block.module, cause=cause)
         if not (at_once and self._send(block, lane)):
             self._kept.append(weakref.ref(block))
             self._press(lane, block)
@@ -279,7 +282,8 @@ class Down:
             return
         began = time.perf_counter()
         try:
-            writing.exception()
+            with profiled("stall on the way down"):
+                writing.exception()
         finally:
             self.stall_seconds += time.perf_counter() - began
             if self._tape.on:
@@ -366,7 +370,8 @@ def _judged_by(lane: Lane, flight: _Flight) -> bool:
 
 def _write(store: Store, slot: Any, address: int, owner: object) -> None:
     """On a worker: ``owner`` keeps the memory at ``address`` alive until the write has ended."""
-    store.write(slot, address)
+    with profiled("write"):
+        store.write(slot, address)
 
 
 def _write_and_tell(

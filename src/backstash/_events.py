@@ -1,7 +1,8 @@
 """What a stash does, told as it happens to whoever records it.
 
 Nothing is paid when nobody records: each place that could tell looks at one attribute first. A recorder
-gets plain tuples, appended from whichever thread acts, and makes records of them when it is read.
+gets plain tuples, appended from whichever thread acts, and makes records of them when it is read. A running
+``torch.profiler`` is told of moves and stalls as they happen, by ``profiled``.
 """
 
 from __future__ import annotations
@@ -10,14 +11,26 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Literal
 
-__all__ = ["Event", "Recording", "Tape"]
+from torch.autograd import profiler
+
+__all__ = ["Event", "Recording", "Tape", "profiled"]
 
 Kind = Literal["save", "write", "land", "return", "lose", "read", "use", "free", "stall"]
 Levels = tuple[int, int, int, int, int]
+
+_NOTHING: AbstractContextManager[Any] = nullcontext()
+
+
+def profiled(what: str, module: str = "") -> AbstractContextManager[Any]:
+    """A span ``what`` in the trace of ``torch.profiler`` while one runs; else nothing, for one attribute."""
+    if getattr(profiler, "_is_profiler_enabled", False):
+        return profiler.record_function(f"backstash: {what} {module}".rstrip())
+    return _NOTHING
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +53,9 @@ class Event:
     module: str
     """The path of the module that saved the block; ``""`` where it is not known."""
     cause: str
-    """For ``"read"``: ``"ahead"`` or ``"demand"``; for ``"stall"``: ``"pack"`` or ``"unpack"``; else ``""``."""
+    """For ``"read"``: ``"ahead"`` or ``"demand"``; for ``"stall"``: ``"pack"`` or ``"unpack"``; for a
+    ``"save"`` while a backward runs on this thread (recomputation, ``create_graph``): ``"backward"``, and
+    its module's path begins where the recomputation does; else ``""``."""
     thread: int
     """``threading.get_ident()`` of the thread that did it."""
     keep_bytes: int
@@ -58,10 +73,22 @@ class Event:
 class Recording:
     """A handle: what happens until ``remove()``, or the end of the context, is in ``events``."""
 
-    def __init__(self, tape: Tape) -> None:
+    def __init__(self, tape: Tape, limit: int | None = None) -> None:
         self._tape = tape
+        self._limit = limit
         self._raw: deque[tuple[Any, ...]] = deque()
-        tape.start(self._raw)
+        tape.start(self._hear)
+
+    def _hear(self, told: tuple[Any, ...]) -> None:
+        if not self.full:
+            self._raw.append(told)
+        if self.full:
+            self.remove()
+
+    @property
+    def full(self) -> bool:
+        """Whether it ended by itself, having as many events as it was limited to."""
+        return self._limit is not None and len(self._raw) >= self._limit
 
     @property
     def events(self) -> tuple[Event, ...]:
@@ -77,7 +104,7 @@ class Recording:
 
     def remove(self) -> None:
         """End the recording; what is recorded stays. A second call does nothing."""
-        self._tape.stop(self._raw)
+        self._tape.stop(self._hear)
 
     def __enter__(self) -> Recording:
         return self
@@ -100,17 +127,17 @@ class Tape:
 
     def __init__(self, levels: Callable[[], Levels]) -> None:
         self._levels = levels
-        self._listeners: tuple[deque[tuple[Any, ...]], ...] = ()
+        self._listeners: tuple[Callable[[tuple[Any, ...]], None], ...] = ()
         self.on = False
 
-    def start(self, listener: deque[tuple[Any, ...]]) -> None:
-        """Append to ``listener`` from now on."""
+    def start(self, listener: Callable[[tuple[Any, ...]], None]) -> None:
+        """Call ``listener`` with what happens from now on."""
         self._listeners = (*self._listeners, listener)
         self.on = True
 
-    def stop(self, listener: deque[tuple[Any, ...]]) -> None:
-        """No longer append to ``listener``."""
-        self._listeners = tuple(each for each in self._listeners if each is not listener)
+    def stop(self, listener: Callable[[tuple[Any, ...]], None]) -> None:
+        """No longer call ``listener``."""
+        self._listeners = tuple(each for each in self._listeners if each != listener)
         self.on = bool(self._listeners)
 
     def tell(
@@ -129,4 +156,4 @@ class Tape:
         thread = threading.get_ident()
         told = (kind, start, now - start, nbytes, block, module, cause, thread, *self._levels())
         for listener in self._listeners:
-            listener.append(told)
+            listener(told)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ._blocks import Block
 from ._entry import Entry
-from ._events import Tape
+from ._events import Tape, profiled
 from ._parcels import Parcel, Segment
 from .stores._memory import Pool
 
@@ -156,9 +156,10 @@ class Up:
                 self.hits += 1
         began = time.perf_counter()
         try:
-            if mine:
-                self._reader(block, "demand")(parcel, memory, reading)
-            error = reading.exception()
+            with profiled("stall on the way up", block.module):
+                if mine:
+                    self._reader(block, "demand")(parcel, memory, reading)
+                error = reading.exception()
         finally:
             self.stall_seconds += time.perf_counter() - began
             if self._tape.on:
@@ -220,7 +221,8 @@ class Up:
 
 def _read(parcel: Parcel, memory: Tensor, reading: Future[None]) -> None:
     try:
-        parcel.store.read(parcel.slot, memory.data_ptr() + parcel.skew)
+        with profiled("read"):
+            parcel.store.read(parcel.slot, memory.data_ptr() + parcel.skew)
     except BaseException as error:
         reading.set_exception(error)
     else:

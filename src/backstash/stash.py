@@ -332,10 +332,13 @@ class Stash:
                 notes=tuple(filter(None, notes)),
             )
 
-    def record(self) -> Recording:
+    def record(self, *, limit: int | None = None) -> Recording:
         """Record what the stash does, event by event, until the handle's ``remove()`` or its context's end.
 
         What is recorded takes some hundred bytes of memory an event. Nothing is paid when nobody records.
+
+        Args:
+            limit: end by itself after that many events; ``None`` never does.
 
         >>> import tempfile
         >>> x = torch.randn(300, 300, requires_grad=True)
@@ -345,7 +348,7 @@ class Stash:
         >>> [(event.kind, event.nbytes) for event in recording.events if event.kind in ("save", "use")]
         [('save', 360000), ('use', 360000)]
         """
-        return Recording(self._tape)
+        return Recording(self._tape, limit)
 
     def close(self) -> None:
         """Take no more tensors, end the threads, and let go of the store. A second call does nothing.
