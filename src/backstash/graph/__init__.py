@@ -28,17 +28,17 @@ from torch.autograd.graph import (
     increment_version,
 )
 
+from .._nodes.handle import Handle
+from .._nodes.iterate import iter_graph
+from .._nodes.labels import label_modules
+from .._nodes.saved import SavedValue, saved
 from ._faces import save_on_cpu, save_on_disk
 from ._functions import save_for_backward, saved_on, saved_tensors
-from ._handle import Handle
 from ._hooks import saved_tensors_hooks
-from ._iterate import iter_graph
-from ._labels import label_modules
 from ._log import BackwardLog, NodeRun, log_backward
 from ._modules import SaveOnCpu, SaveOnDisk
 from ._multi import register_multi_grad_hook
 from ._mutation import allow_mutation_on_saved_tensors
-from ._saved import SavedValue, saved
 from ._scopes import only, skip
 
 __all__ = [

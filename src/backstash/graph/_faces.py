@@ -72,6 +72,11 @@ class InPlace:
     def __init__(self, value: object) -> None:
         self.value = value
 
+    @property
+    def packed_inside(self) -> object:
+        """What the stash packed, for whoever looks without unpacking."""
+        return self.value
+
 
 def _is_parameter(tensor: Tensor) -> bool:
     return any(isinstance(each, torch.nn.Parameter) for each in (tensor, tensor._base))

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from .._nodes.held import Held, Routed
+from .._nodes.pairs import Pair, current_pair, own_pack, pop_owned, push, replace_current
 from ..errors import UsageError
 from ..stash import Stash
 from ..stores import Store
-from ._held import Held, Routed
 from ._mutation import guard_new_pair
-from ._pairs import Pair, current_pair, own_pack, pop_owned, push, replace_current
 
 __all__ = ["HookPair", "save_for_backward", "saved_on", "saved_tensors"]
 

@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.autograd import graph as stock
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from .._nodes.held import changed_in_place, running_node, version_of
+from .._nodes.pairs import Pair, current_pair, pop_owned, push
 from ..errors import UsageError
-from ._held import changed_in_place, running_node, version_of
-from ._pairs import Pair, current_pair, pop_owned, push
 
 __all__ = ["Outer", "Packed", "saved_tensors_hooks"]
 
@@ -82,6 +82,15 @@ class Packed:
         self.shape = None if tensor.is_nested else tensor.shape
         self.alias_version = version_of(value) if _is_alias(value, tensor) else None
 
+    @property
+    def packed_inside(self) -> Any:
+        """The first tensor in the packed object, or the object; for whoever looks without unpacking."""
+        leaves = tree_leaves(self.value)
+        found = (
+            leaf for leaf in leaves if isinstance(leaf, Tensor) or hasattr(leaf, "packed_inside")
+        )
+        return next(found, leaves)
+
 
 class Outer:
     """A tensor from inside a packed object, as the outer pair packed it."""
@@ -90,6 +99,11 @@ class Outer:
 
     def __init__(self, value: Any) -> None:
         self.value = value
+
+    @property
+    def packed_inside(self) -> Any:
+        """The packed object, for whoever looks without unpacking."""
+        return self.value
 
 
 class _Entered:

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._nodes.handle import Handle
+from .._nodes.iterate import Outputs, iter_graph
+from .._nodes.labels import module_of
+from .._nodes.saved import SavedValue, saved
 from ..stash import Stash
-from ._handle import Handle
-from ._iterate import Outputs, iter_graph
-from ._labels import module_of
-from ._saved import SavedValue, saved
 
 __all__ = ["BackwardLog", "NodeRun", "log_backward"]
 

@@ -25,8 +25,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from .._nodes.pairs import Pair, current_pair, own_pack, pop_owned, push, replace_current
 from ..errors import UsageError
-from ._pairs import Pair, current_pair, own_pack, pop_owned, push, replace_current
 from ._watch import Saved, WatchTable
 
 __all__ = [
@@ -135,6 +135,11 @@ class Guarded:
     def __init__(self, saved: Saved, packed: Any) -> None:
         self.saved = saved
         self.packed = packed
+
+    @property
+    def packed_inside(self) -> Any:
+        """The tensor left in place, or what the pair packed; for whoever looks without unpacking."""
+        return self.packed if self.saved.alias is None else self.saved.alias
 
 
 class Guard:

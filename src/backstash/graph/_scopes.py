@@ -7,10 +7,10 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
+from .._nodes.held import Held, Routed
+from .._nodes.pairs import Pair, current_pair, pop_owned, push, take_all
 from ..errors import UsageError
-from ._held import Held, Routed
 from ._mutation import guard_in_place, is_guard
-from ._pairs import Pair, current_pair, pop_owned, push, take_all
 
 __all__ = ["only", "skip"]
 

@@ -46,6 +46,11 @@ class Held:
         self.alias = tensor.detach()  # an operation's own output would hold itself through its node
         self.version = version_of(tensor)
 
+    @property
+    def packed_inside(self) -> Tensor:
+        """The tensor, for whoever looks without unpacking."""
+        return self.alias
+
     def get(self) -> Tensor:
         """The tensor. Raises ``InplaceError`` when it was changed since."""
         if self.version is not None and self.alias._version != self.version:
@@ -61,6 +66,11 @@ class Routed:
     def __init__(self, unpack: Callable[[Any], Tensor], value: Any) -> None:
         self.unpack = unpack
         self.value = value
+
+    @property
+    def packed_inside(self) -> Any:
+        """The packed object, for whoever looks without unpacking."""
+        return self.value
 
     def get(self) -> Tensor:
         """The tensor, from whichever hook has it."""

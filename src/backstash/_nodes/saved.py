@@ -8,18 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import graph as stock
-from torch.utils._pytree import tree_leaves
 
-from ._faces import InPlace
-from ._held import Held, Routed
-from ._hooks import Outer, Packed
-from ._mutation import Guarded
-
-__all__ = ["SavedValue", "saved"]
+__all__ = ["RECOMPUTED", "SavedValue", "look", "saved"]
 
 _PREFIX = "_raw_saved_"
 _FREED = "freed"
 _IN_PLACE = "in place"
+RECOMPUTED = "recomputed"
+"""Where a tensor is that ``torch.utils.checkpoint`` will compute again."""
 _names: dict[type, tuple[str, ...]] = {}  # of torch's own node types, which live for ever
 
 
@@ -38,8 +34,9 @@ class SavedValue:
     nbytes: int | None
     """The bytes of its elements, or ``None`` likewise."""
     where: str
-    """``"in place"``; a stash's ``"keep"``, ``"host"`` or ``"disk"``; ``"hooks"`` for an object that only
-    its hooks can read; ``"freed"`` after a backward without ``retain_graph``."""
+    """``"in place"``; a stash's ``"keep"``, ``"host"`` or ``"disk"``; ``"recomputed"`` for what
+    ``torch.utils.checkpoint`` dropped and will compute again; ``"hooks"`` for an object that only its hooks
+    can read; ``"freed"`` after a backward without ``retain_graph``."""
 
 
 def saved(node: stock.Node) -> tuple[SavedValue, ...]:
@@ -92,7 +89,7 @@ def _describe(name: str, raw: Any) -> SavedValue:
         return SavedValue(name, None, None, None, None, "hooks")
     if packed is None:
         return SavedValue(name, None, None, None, None, _FREED)
-    described, where = _look(packed)
+    described, where = look(packed)
     if described is None:
         return SavedValue(name, None, None, None, None, where)
     shape, dtype = tuple(described.shape), described.dtype
@@ -102,24 +99,28 @@ def _describe(name: str, raw: Any) -> SavedValue:
     return SavedValue(name, shape, dtype, described.device, nbytes, where)
 
 
-def _look(packed: Any) -> tuple[Any, str]:
-    """Something with the tensor's shape, dtype and device, and where its bytes are."""
+def look(packed: Any) -> tuple[Any, str]:
+    """Something with the tensor's shape, dtype and device (or ``None``), and where its bytes are.
+
+    Nothing is unpacked. Objects of ours that autograd holds say by an attribute ``packed_inside`` where to
+    look on: at a tensor, at another packed object, or ``None`` for what is freed. Their own ``shape``, where
+    they have one, counts more than that of what is inside.
+
+    Args:
+        packed: what a pack hook returned.
+    """
     if isinstance(packed, Tensor):
         return packed, _IN_PLACE
-    if isinstance(packed, Held):
-        return packed.alias, _IN_PLACE
-    if isinstance(packed, Guarded):
-        inside = packed.saved.alias if packed.saved.alias is not None else packed.packed
-        return (None, _FREED) if inside is None else _look(inside)
-    if isinstance(packed, Packed):
-        leaves = tree_leaves(packed.value)
-        held = next((leaf for leaf in leaves if isinstance(leaf, (Tensor, Outer, InPlace))), None)
-        inner, where = _look(held)
-        return (packed if packed.shape is not None else inner), where
-    if isinstance(packed, (Outer, Routed, InPlace)):
-        return _look(packed.value)
+    if hasattr(packed, "packed_inside"):
+        inside = packed.packed_inside
+        if inside is None:
+            return None, _FREED
+        inner, where = look(inside)
+        return (packed if getattr(packed, "shape", None) is not None else inner), where
     if hasattr(packed, "where") and hasattr(packed, "shape"):
         return packed, str(packed.where)
     if isinstance(packed, tuple) and [type(each) for each in packed[1:2]] == [int]:
-        return _look(packed[0])  # what a stash left in place, and its version
+        return look(packed[0])  # what a stash left in place, and its version
+    if type(packed).__module__ == "torch.utils.checkpoint":
+        return None, RECOMPUTED
     return None, "hooks"

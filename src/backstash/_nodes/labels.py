@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from ._handle import Handle
+from .handle import Handle
 
 __all__ = ["Labels", "label_modules", "module_of"]
 
