@@ -6,7 +6,10 @@ It imports nothing of the stash: it reads descriptions and events by their attri
 from __future__ import annotations
 
 from ._page import render_page
+from ._timeline import Timeline, timeline
 
 __all__ = [
+    "Timeline",
     "render_page",
+    "timeline",
 ]

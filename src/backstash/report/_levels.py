@@ -1,0 +1,134 @@
+"""What the tiers held over time, and the steps and phases of a recording."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["TIERS", "Level", "Phase", "Step", "levels_of", "phases_of", "steps_of"]
+
+TIERS = {
+    "keep_bytes": "in place",
+    "inflight_bytes": "on the way down",
+    "ahead_bytes": "read back",
+    "host_bytes": "in host memory",
+    "disk_bytes": "on disk",
+}
+"""The tiers by the name of their field, from the tensors' own memory down."""
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """What the tiers held at one moment."""
+
+    seconds: float
+    """When."""
+    keep_bytes: int
+    """In place."""
+    inflight_bytes: int
+    """On the way down, their memory not yet let go."""
+    ahead_bytes: int
+    """Read back, and held for a use."""
+    host_bytes: int
+    """In host memory, for accelerators."""
+    disk_bytes: int
+    """On disk."""
+
+    @property
+    def memory_bytes(self) -> int:
+        """In the memory that the tensors themselves are in."""
+        return self.keep_bytes + self.inflight_bytes + self.ahead_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """A time in which nothing but saves, or nothing but uses, was seen."""
+
+    name: str
+    """``"forward"`` or ``"backward"``."""
+    begin_seconds: float
+    """Its first save or use."""
+    end_seconds: float
+    """The next phase's beginning, or the last event."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One training step."""
+
+    label: str
+    """Its number from 1, or what ``mark`` was given."""
+    begin_seconds: float
+    """The end of the one before, or the recording's beginning."""
+    end_seconds: float
+    """When the optimizer had stepped, or ``mark`` was called."""
+    peak_bytes: int
+    """The most that the stash held in the tensors' own memory."""
+    stall_seconds: float
+    """How long computing threads waited for the stash; two that waited at once count twice."""
+    down_bytes: int
+    """Bytes whose memory was let go because they had gone down."""
+    read_bytes: int
+    """Bytes that came back."""
+
+    @property
+    def seconds(self) -> float:
+        """How long it took."""
+        return self.end_seconds - self.begin_seconds
+
+
+def levels_of(events: Sequence[Any]) -> tuple[Level, ...]:
+    """What the tiers held after each of ``events``, where that changed."""
+    found: list[Level] = []
+    last: tuple[int, ...] = ()
+    for event in events:
+        held = tuple(max(0, getattr(event, name)) for name in TIERS)
+        if held != last:
+            found.append(Level(event.seconds + event.duration_seconds, *held))
+            last = held
+    return tuple(found)
+
+
+def phases_of(events: Sequence[Any]) -> tuple[Phase, ...]:
+    """Forward and backward. Saves made while backward runs are backward's."""
+    turns: list[tuple[float, str]] = []
+    for event in events:
+        name = {"save": "forward", "use": "backward"}.get(event.kind)
+        if event.kind == "save" and event.cause == "backward":
+            name = "backward"
+        if name is not None and (not turns or turns[-1][1] != name):
+            turns.append((event.seconds, name))
+    if not turns:
+        return ()
+    ends = [begin for begin, _ in turns[1:]]
+    ends.append(max(event.seconds + event.duration_seconds for event in events))
+    return tuple(Phase(name, begin, end) for (begin, name), end in zip(turns, ends, strict=True))
+
+
+def steps_of(
+    moments: Sequence[tuple[float, str]], began: float, events: Sequence[Any]
+) -> tuple[Step, ...]:
+    """The steps that end at ``moments``, in order; an event belongs to the step in which it began."""
+    found = []
+    at = 0
+    for end, label in moments:
+        within = []
+        while at < len(events) and events[at].seconds + events[at].duration_seconds <= end:
+            within.append(events[at])
+            at += 1
+        found.append(_step(label, began, end, within))
+        began = end
+    return tuple(found)
+
+
+def _step(label: str, began: float, end: float, events: Sequence[Any]) -> Step:
+    return Step(
+        label,
+        began,
+        end,
+        max((level.memory_bytes for level in levels_of(events)), default=0),
+        sum(event.duration_seconds for event in events if event.kind == "stall"),
+        sum(event.nbytes for event in events if event.kind == "land"),
+        sum(event.nbytes for event in events if event.kind == "read"),
+    )

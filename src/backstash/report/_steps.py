@@ -1,0 +1,54 @@
+"""Where training steps end: where an optimizer stepped, or where the user says."""
+
+from __future__ import annotations
+
+import functools
+import time
+import weakref
+from typing import Any
+
+from torch.optim import optimizer as torch_optimizer
+
+__all__ = ["Marks"]
+
+
+class Marks:
+    """Moments that end a step, each with its label, until :meth:`remove`.
+
+    Where several optimizers step (one for each network, or one for each parameter), the first one that was
+    seen to step ends the steps and the others do not.
+
+    Args:
+        optimizers: listen to every optimizer's ``step()``. Marks of the user's own are taken either way.
+    """
+
+    def __init__(self, *, optimizers: bool = True) -> None:
+        self.moments: list[tuple[float, str]] = []
+        self._leader: weakref.ref[Any] | None = None
+        self._handle: Any = None
+        if optimizers:
+            heard = functools.partial(_hear, weakref.ref(self))
+            self._handle = torch_optimizer.register_optimizer_step_post_hook(heard)
+
+    def mark(self, label: str = "") -> None:
+        """A step ends now."""
+        self.moments.append((time.perf_counter(), label or str(len(self.moments) + 1)))
+
+    def heard(self, optimizer: Any) -> None:
+        """An optimizer has stepped."""
+        if self._leader is None or self._leader() is None:
+            self._leader = weakref.ref(optimizer)
+        if self._leader() is optimizer:
+            self.mark()
+
+    def remove(self) -> None:
+        """Listen to no optimizer any more. A second call does nothing."""
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
+
+
+def _hear(marks: weakref.ref[Marks], optimizer: Any, args: Any, kwargs: Any) -> None:
+    alive = marks()
+    if alive is not None:
+        alive.heard(optimizer)
