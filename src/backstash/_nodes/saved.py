@@ -92,7 +92,10 @@ def _describe(name: str, raw: Any) -> SavedValue:
     described, where = look(packed)
     if described is None:
         return SavedValue(name, None, None, None, None, where)
-    shape, dtype = tuple(described.shape), described.dtype
+    try:
+        shape, dtype = tuple(described.shape), described.dtype
+    except RuntimeError:  # a nested tensor of the strided layout has no sizes
+        return SavedValue(name, None, described.dtype, described.device, None, where)
     nbytes = dtype.itemsize
     for size in shape:
         nbytes *= size
