@@ -1,13 +1,144 @@
-"""What a page can hold: longer tables are cut, and the page says so."""
+"""What a page can hold: long tables are cut and long curves thinned, and the page says so.
+
+The bounds keep the file below about 10 MB and the browser quick. What is cut is added up in one row, so that
+sums stay right; a curve keeps, of each interval, the moment of the most memory, that of the most below and the
+last one, so that peaks stay right.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 __all__ = ["bounded"]
 
+_ROWS = 20_000
+_POINTS = 2_400
+_MOVES = 60_000
+_LISTED = 200
+_NAME = 300
+_SUMMED = ("bytes", "count", "seconds")
 
-def bounded(report: Mapping[str, Any]) -> Mapping[str, Any]:
-    """``report`` with its tables and curves cut to what a browser shows at once."""
-    return report
+
+def bounded(report: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of ``report`` with its tables, curves and lists cut to their bounds, and notes that say so."""
+    cut = {key: value for key, value in report.items() if value}
+    notes = list(cut.get("notes", ()))
+    if "curve" in cut:
+        cut["curve"] = _thinned(cut["curve"], notes)
+    if "modules" in cut:
+        cut["modules"] = _shortened(cut["modules"], cut.get("curve"), notes)
+    for name in ("stalls", "advice"):
+        if len(cut.get(name, ())) > _LISTED:
+            notes.append(f"Of {len(cut[name]):,} {name}, the first {_LISTED} are shown.")
+            cut[name] = list(cut[name])[:_LISTED]
+    return cut | {"notes": notes[:_LISTED]}
+
+
+def _thinned(curve: Mapping[str, Any], notes: list[str]) -> dict[str, Any]:
+    seconds = curve["seconds"]
+    if len(seconds) <= _POINTS:
+        return dict(curve)
+    tiers = curve["tiers"]
+    kept = _kept(seconds, _sums(tiers, False), _sums(tiers, True))
+    notes.append(
+        f"Of {len(seconds):,} changes of the curve {len(kept):,} are drawn: of each interval the moment of the "
+        "most memory, that of the most below, and the last."
+    )
+    thin = [tier | {"bytes": [tier["bytes"][at] for at in kept]} for tier in tiers]
+    return {**curve, "seconds": [seconds[at] for at in kept], "tiers": thin}
+
+
+def _sums(tiers: Sequence[Mapping[str, Any]], below: bool) -> list[int]:
+    chosen = [tier["bytes"] for tier in tiers if bool(tier.get("below")) is below]
+    return [sum(each) for each in zip(*chosen, strict=True)] if chosen else []
+
+
+def _kept(seconds: Sequence[float], memory: Sequence[int], below: Sequence[int]) -> list[int]:
+    intervals = _POINTS // 3
+    width = (seconds[-1] - seconds[0]) / intervals or 1.0
+    kept: set[int] = {0}
+    first = 0
+    while first < len(seconds):
+        end = seconds[first] + width
+        last = max(first, bisect_right(seconds, end, lo=first) - 1)
+        within = range(first, last + 1)
+        kept |= {max(within, key=values.__getitem__) for values in (memory, below) if values}
+        kept.add(last)
+        first = last + 1
+    return sorted(kept)
+
+
+def _shortened(
+    modules: Mapping[str, Any], curve: Mapping[str, Any] | None, notes: list[str]
+) -> dict[str, Any]:
+    columns, rows = modules["columns"], list(modules["rows"])
+    cut = {key: value for key, value in modules.items() if key not in ("rows", "lives")}
+    if len(columns) > 1 and columns[1]["unit"] in _SUMMED:
+        rows.sort(key=lambda row: -(row[1] or 0))
+    if len(rows) > _ROWS:
+        rest = rows[_ROWS:]
+        notes.append(
+            f"Of {len(rows):,} rows the first {_ROWS:,} are shown; the last row adds up the others."
+        )
+        rows[_ROWS:] = [_added_up(columns, rest)]
+    cut["rows"] = [[_short(each) for each in row] for row in rows]
+    if curve and modules.get("lives"):
+        cut["lives"] = _gathered(modules["lives"], curve["seconds"], notes)
+    return cut
+
+
+def _added_up(columns: Sequence[Mapping[str, Any]], rows: Sequence[Sequence[Any]]) -> list[Any]:
+    total: list[Any] = [f"({len(rows):,} more rows)"]
+    for at, column in enumerate(columns[1:], start=1):
+        known = [row[at] for row in rows if row[at] is not None]
+        total.append(sum(known) if column["unit"] in _SUMMED and known else None)
+    return total
+
+
+def _short(value: Any) -> Any:
+    if not isinstance(value, str) or len(value) <= _NAME:
+        return value
+    return f"{value[: _NAME // 2]}…{value[-_NAME // 2 :]}"
+
+
+def _gathered(
+    lives: Mapping[str, Any], seconds: Sequence[float], notes: list[str]
+) -> dict[str, Any]:
+    """Moves added up by path and point of the curve; deep paths by their parents where there are many."""
+    points = [max(0, bisect_right(seconds, each) - 1) for each in lives["seconds"]]
+    paths = [_short(path) for path in lives["paths"]]
+    depth = max((path.count(".") for path in paths), default=0) + 1
+    full = depth
+    while True:
+        sums: dict[tuple[str, int], list[int]] = {}
+        for path, point, memory, down in zip(
+            paths, points, lives["memory"], lives["down"], strict=True
+        ):
+            both = sums.setdefault((_to_depth(path, depth), point), [0, 0])
+            both[0] += memory
+            both[1] += down
+        if len(sums) <= _MOVES or depth == 1:
+            break
+        depth -= 1
+    if depth < full:
+        notes.append(
+            f"Curves are kept for modules down to level {depth}; a deeper module shows the one above it."
+        )
+    order = sorted(
+        ((*key, *both) for key, both in sums.items() if any(both)), key=lambda each: each[1]
+    )
+    names = list(dict.fromkeys(path for path, *_ in order))
+    numbers = {name: at for at, name in enumerate(names)}
+    return {
+        "paths": names,
+        "path": [numbers[path] for path, *_ in order],
+        "point": [point for _, point, *_ in order],
+        "memory": [memory for *_, memory, _ in order],
+        "down": [down for *_, down in order],
+    }
+
+
+def _to_depth(path: str, depth: int) -> str:
+    return ".".join(path.split(".", depth)[:depth])

@@ -9,7 +9,7 @@ from typing import Any
 __all__ = ["RECOMPUTED", "UNKNOWN", "Lives", "ModuleUse", "Move", "lives_of"]
 
 UNKNOWN = "(no module known)"
-RECOMPUTED = " (saved in backward)"
+RECOMPUTED = "(in backward) "
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +17,7 @@ class ModuleUse:
     """What one module's own operations saved, over all of a recording."""
 
     path: str
-    """The module's path; ``"(no module known)"`` where nothing said; with ``" (saved in backward)"`` for what
+    """The module's path; ``"(no module known)"`` where nothing said; with ``"(in backward) "`` before it for what
     a recomputation saved, where the path begins at the recomputed part and not at the model."""
     blocks: int
     """Blocks saved."""
@@ -109,7 +109,7 @@ def lives_of(events: Iterable[Any]) -> Lives:
 
 
 def _path_of(event: Any) -> str:
-    return (event.module or UNKNOWN) + (RECOMPUTED if event.cause == "backward" else "")
+    return (RECOMPUTED if event.cause == "backward" else "") + (event.module or UNKNOWN)
 
 
 def _move(event: Any, block: _Block) -> Move | None:

@@ -14,6 +14,7 @@ from ._bounds import bounded
 __all__ = ["render_page"]
 
 # What could end the element that the data is in, or break a line of JavaScript.
+_SCRIPTS = ("format.js", "chart.js", "table.js", "page.js")
 _ESCAPES = str.maketrans(
     {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "\u2029": "\\u2029"}
 )
@@ -33,14 +34,17 @@ def render_page(report: Mapping[str, Any]) -> str:
             - ``facts``: the headline, a list of ``{"label", "value", "unit", "note", "how"}``. ``unit`` is
               ``"bytes"``, ``"seconds"``, ``"ratio"``, ``"share"`` (1.0 is all), ``"count"`` or ``"text"``.
               A ``value`` of ``None`` shows "not measured", and ``how`` (a command) is how to get it.
-            - ``curve``: ``{"seconds": [...], "tiers": [{"name", "bytes": [...]}], "marks": [{"label",
-              "seconds"}], "note"}``: what was held over time, each tier as long as ``seconds``.
+            - ``split``: where the bytes went, ``{"label", "parts": [{"name", "bytes", "key"}]}``; ``key`` is a
+              tier's (``"keep"``, ``"inflight"``, ``"ahead"``, ``"host"``, ``"disk"``) or ``"left"``.
+            - ``curve``: what was held over time, ``{"seconds": [...], "tiers": [{"key", "name", "below",
+              "bytes": [...]}], "marks": [{"label", "begin", "end"}], "phases": [...]}``: each tier's bytes are
+              as many as ``seconds``; one that is ``below`` is drawn under the line.
             - ``modules``: ``{"columns": [{"label", "unit"}], "rows": [[path, ...], ...], "note"}``; the first
-              column is a module's path (unit ``"text"``); the second is what rows are sorted and barred by.
-              ``"lives"``, from :class:`Timeline`, lets a row filter the curve.
-            - ``stalls``: ``[{"seconds", "duration", "module", "what"}]``.
-            - ``graph``: SVG text, shown as an image (so that nothing in it can run).
-            - ``advice``: ``[{"text", "code"}]``, ``code`` to copy; ``notes``: a list of sentences.
+              column is a module's path, the second is what rows are sorted by and have bars of. ``"lives"``,
+              from :meth:`Timeline.sections`, lets a row filter the curve.
+            - ``stalls``: ``[{"seconds", "duration", "module", "what"}]``, the longest first.
+            - ``advice``: ``[{"text", "code"}]``, ``code`` to copy; ``notes``: sentences.
+            - ``graph``: SVG text, shown as an image, so that nothing in it can run.
 
     Raises:
         ValueError: the report holds something that is no plain value.
@@ -55,7 +59,7 @@ def render_page(report: Mapping[str, Any]) -> str:
     if graph:
         data["graph"] = "data:image/svg+xml;base64," + base64.b64encode(graph.encode()).decode()
     text = json.dumps(data, allow_nan=False, separators=(",", ":")).translate(_ESCAPES)
-    script = _part("page.js")
+    script = "".join(_part(name) for name in _SCRIPTS)
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     values = {"STYLE": _part("page.css"), "SCRIPT": script, "DATA": text, "DIGEST": digest}
     page = _part("page.html")

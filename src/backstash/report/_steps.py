@@ -7,6 +7,7 @@ import time
 import weakref
 from typing import Any
 
+import torch
 from torch.optim import optimizer as torch_optimizer
 
 __all__ = ["Marks"]
@@ -48,6 +49,7 @@ class Marks:
             self._handle = None
 
 
+@torch._disable_dynamo  # a compiled step would warn of the clock
 def _hear(marks: weakref.ref[Marks], optimizer: Any, args: Any, kwargs: Any) -> None:
     alive = marks()
     if alive is not None:

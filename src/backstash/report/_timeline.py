@@ -12,7 +12,9 @@ from ..errors import UsageError
 from ._chrome_trace import write_chrome_trace
 from ._levels import Level, Phase, Step, levels_of, phases_of, steps_of
 from ._lives import Lives, ModuleUse, lives_of
+from ._page import render_page
 from ._steps import Marks
+from ._timeline_page import facts_of, sections_of
 from ._timeline_text import notes, table
 
 __all__ = ["Timeline", "timeline"]
@@ -198,6 +200,16 @@ class Timeline:
                 "to_chrome_trace(path) writes JSON"
             )
         self.plot().savefig(path, format=suffix[1:], dpi=150)
+
+    def sections(self) -> dict[str, Any]:
+        """``curve``, ``modules``, ``stalls`` and ``notes``, as plain values for :func:`render_page`."""
+        return sections_of(self)
+
+    def to_html(self, path: str | os.PathLike[str], *, title: str = "timeline") -> None:
+        """Write the page of this timeline: one HTML file that needs nothing else. See :func:`render_page`."""
+        page = render_page({"title": title, "facts": facts_of(self), **self.sections()})
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(page)
 
     def __str__(self) -> str:
         return table(self)

@@ -1,0 +1,116 @@
+"""A timeline as sections of a page: its curve, its modules, its stalls and what it does not know."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ._levels import TIERS
+
+if TYPE_CHECKING:
+    from ._timeline import Timeline
+
+__all__ = ["facts_of", "sections_of"]
+
+_BELOW = ("host_bytes", "disk_bytes")
+_STALLS = 50
+_LEAST_STALL_SECONDS = 1e-5
+
+
+def facts_of(line: Timeline) -> list[dict[str, Any]]:
+    """The headline of a page that has nothing but the timeline."""
+    waited = sum(event.duration_seconds for event in line.stalls)
+    return [
+        _fact("Saved at once, at most", line.saved_peak_bytes, "bytes", "wherever it was"),
+        _fact("Of that in memory, at most", line.memory_peak_bytes, "bytes", "held by the stash"),
+        _fact("Waited for the stash", waited, "seconds", "all computing threads, all steps"),
+        _fact(
+            "Reads ahead of need", line.reads_ahead, "count", f"{line.reads_on_demand} on demand"
+        ),
+    ]
+
+
+def _fact(label: str, value: Any, unit: str, note: str) -> dict[str, Any]:
+    return {"label": label, "value": value, "unit": unit, "note": note}
+
+
+def sections_of(line: Timeline) -> dict[str, Any]:
+    """``curve``, ``modules``, ``stalls`` and ``notes`` for :func:`render_page`."""
+    began = line.began_seconds
+    return {
+        "curve": _curve(line, began) if line.levels else None,
+        "modules": _modules(line, began) if line.modules else None,
+        "stalls": _stalls(line, began),
+        "notes": list(line.notes),
+    }
+
+
+def _curve(line: Timeline, began: float) -> dict[str, Any]:
+    levels = line.levels
+    tiers = [
+        {
+            "key": field.removesuffix("_bytes"),
+            "name": name,
+            "below": field in _BELOW,
+            "bytes": [getattr(level, field) for level in levels],
+        }
+        for field, name in TIERS.items()
+    ]
+    quiet = len(line.phases) <= 4 * max(1, len(line.steps))
+    return {
+        "seconds": [round(level.seconds - began, 6) for level in levels],
+        "tiers": [tier for tier in tiers if any(tier["bytes"])],
+        "marks": [_span(step.label, step, began) for step in line.steps],
+        "phases": [_span(phase.name, phase, began) for phase in line.phases] if quiet else [],
+    }
+
+
+def _span(label: str, span: Any, began: float) -> dict[str, Any]:
+    begin, end = span.begin_seconds - began, span.end_seconds - began
+    return {"label": label, "begin": round(begin, 6), "end": round(end, 6)}
+
+
+def _modules(line: Timeline, began: float) -> dict[str, Any]:
+    columns = [
+        {"label": "module", "unit": "text"},
+        {"label": "saved", "unit": "bytes"},
+        {"label": "went down", "unit": "bytes"},
+        {"label": "blocks", "unit": "count"},
+        {"label": "uses", "unit": "count"},
+        {"label": "waited for", "unit": "seconds"},
+    ]
+    rows = [
+        [
+            use.path,
+            use.saved_bytes,
+            use.down_bytes,
+            use.blocks,
+            use.uses,
+            round(use.stall_seconds, 6),
+        ]
+        for use in line.modules
+    ]
+    moves = line.lives.moves
+    lives = {
+        "paths": [move.path for move in moves],
+        "seconds": [round(move.seconds - began, 6) for move in moves],
+        "memory": [move.memory_bytes for move in moves],
+        "down": [move.down_bytes for move in moves],
+    }
+    count = len(line.steps)
+    span = f"over {count} step{'s' if count != 1 else ''}" if count else "over the whole recording"
+    note = f"What each module's own operations saved, {span}."
+    return {"columns": columns, "rows": rows, "lives": lives, "note": note}
+
+
+def _stalls(line: Timeline, began: float) -> list[dict[str, Any]]:
+    return [
+        {
+            "seconds": round(event.seconds - began, 6),
+            "duration": event.duration_seconds,
+            "module": line.lives.paths.get(event.block, event.module)
+            or ("room for more" if event.cause == "pack" else "not known"),
+            "what": "forward" if event.cause == "pack" else "backward",
+        }
+        for event in line.stalls[:_STALLS]
+        if event.duration_seconds >= _LEAST_STALL_SECONDS
+    ]
