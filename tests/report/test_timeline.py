@@ -48,7 +48,7 @@ def trained(stash, steps=3, **options):
 
 
 def test_it_adds_up_to_what_the_stash_counted():
-    with Stash(disk=MemoryStore()) as stash:
+    with Stash(disk=MemoryStore(), inflight=0) as stash:  # nothing ends while it is on its way
         line = trained(stash)
         stats = stash.stats()
     assert [step.label for step in line.steps] == ["1", "2", "3"]
@@ -68,7 +68,7 @@ def test_it_adds_up_to_what_the_stash_counted():
 
 
 def test_modules_and_phases_are_told():
-    with Stash(disk=MemoryStore()) as stash:
+    with Stash(disk=MemoryStore(), inflight=0) as stash:
         line = trained(stash, steps=2)
     paths = {use.path for use in line.modules}
     assert {f"blocks.{i}.1" for i in range(4)} <= paths

@@ -111,33 +111,36 @@ def _gathered(
     paths = [_short(path) for path in lives["paths"]]
     depth = max((path.count(".") for path in paths), default=0) + 1
     full = depth
-    while True:
-        sums: dict[tuple[str, int], list[int]] = {}
-        for path, point, memory, down in zip(
-            paths, points, lives["memory"], lives["down"], strict=True
-        ):
-            both = sums.setdefault((_to_depth(path, depth), point), [0, 0])
-            both[0] += memory
-            both[1] += down
-        if len(sums) <= _MOVES or depth == 1:
-            break
+    while len(sums := _sums_of(paths, points, lives, depth)) > _MOVES and depth > 1:
         depth -= 1
     if depth < full:
         notes.append(
             f"Curves are kept for modules down to level {depth}; a deeper module shows the one above it."
         )
-    order = sorted(
-        ((*key, *both) for key, both in sums.items() if any(both)), key=lambda each: each[1]
-    )
-    names = list(dict.fromkeys(path for path, *_ in order))
+    order = [(path, point, *both) for (path, point), both in sums.items() if any(both)]
+    names = list(dict.fromkeys(each[0] for each in order))
     numbers = {name: at for at, name in enumerate(names)}
     return {
         "paths": names,
-        "path": [numbers[path] for path, *_ in order],
-        "point": [point for _, point, *_ in order],
-        "memory": [memory for *_, memory, _ in order],
-        "down": [down for *_, down in order],
+        "path": [numbers[path] for path, _, _, _ in order],
+        "point": [point for _, point, _, _ in order],
+        "memory": [memory for _, _, memory, _ in order],
+        "down": [down for _, _, _, down in order],
     }
+
+
+def _sums_of(
+    paths: Sequence[str], points: Sequence[int], lives: Mapping[str, Any], depth: int
+) -> dict[tuple[str, int], tuple[int, int]]:
+    """Bytes more in memory and below, by path down to ``depth`` and by point."""
+    sums: dict[tuple[str, int], tuple[int, int]] = {}
+    for path, point, memory, down in zip(
+        paths, points, lives["memory"], lives["down"], strict=True
+    ):
+        key = (_to_depth(path, depth), point)
+        before = sums.get(key, (0, 0))
+        sums[key] = (before[0] + memory, before[1] + down)
+    return sums
 
 
 def _to_depth(path: str, depth: int) -> str:

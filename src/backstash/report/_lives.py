@@ -17,8 +17,8 @@ class ModuleUse:
     """What one module's own operations saved, over all of a recording."""
 
     path: str
-    """The module's path; ``"(no module known)"`` where nothing said; with ``"(in backward) "`` before it for what
-    a recomputation saved, where the path begins at the recomputed part and not at the model."""
+    """The module's path; ``"(no module known)"`` where nothing said. ``"(in backward) "`` stands before what a
+    recomputation saved: there the path begins at the recomputed part and not at the model."""
     blocks: int
     """Blocks saved."""
     saved_bytes: int

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch.optim import optimizer as torch_optimizer
 
-__all__ = ["Marks"]
+__all__ = ["StepMarks"]
 
 
-class Marks:
+class StepMarks:
     """Moments that end a step, each with its label, until :meth:`remove`.
 
     Where several optimizers step (one for each network, or one for each parameter), the first one that was
@@ -21,10 +21,21 @@ class Marks:
 
     Args:
         optimizers: listen to every optimizer's ``step()``. Marks of the user's own are taken either way.
+
+    >>> import torch
+    >>> weight = torch.zeros(3, requires_grad=True)
+    >>> optimizer = torch.optim.SGD([weight], lr=0.1)
+    >>> marks = StepMarks()
+    >>> optimizer.step()
+    >>> marks.mark("by hand")
+    >>> marks.remove()
+    >>> [label for _, label in marks.moments]
+    ['1', 'by hand']
     """
 
     def __init__(self, *, optimizers: bool = True) -> None:
         self.moments: list[tuple[float, str]] = []
+        """``time.perf_counter()`` and label of each."""
         self._leader: weakref.ref[Any] | None = None
         self._handle: Any = None
         if optimizers:
@@ -49,8 +60,8 @@ class Marks:
             self._handle = None
 
 
-@torch._disable_dynamo  # a compiled step would warn of the clock
-def _hear(marks: weakref.ref[Marks], optimizer: Any, args: Any, kwargs: Any) -> None:
+@torch._disable_dynamo  # type: ignore[attr-defined]  # a compiled step would warn of the clock
+def _hear(marks: weakref.ref[StepMarks], optimizer: Any, args: Any, kwargs: Any) -> None:
     alive = marks()
     if alive is not None:
         alive.heard(optimizer)

@@ -13,7 +13,7 @@ from ._chrome_trace import write_chrome_trace
 from ._levels import Level, Phase, Step, levels_of, phases_of, steps_of
 from ._lives import Lives, ModuleUse, lives_of
 from ._page import render_page
-from ._steps import Marks
+from ._steps import StepMarks
 from ._timeline_page import facts_of, sections_of
 from ._timeline_text import notes, table
 
@@ -49,13 +49,13 @@ def timeline(source: Any, *, optimizers: bool = True) -> Timeline:
         raise UsageError(
             f"timeline({source!r}): allowed is a stash, or what stash.record() returned"
         )
-    return Timeline(recording, Marks(optimizers=optimizers))
+    return Timeline(recording, StepMarks(optimizers=optimizers))
 
 
 class Timeline:
     """What :func:`timeline` returns; it can be read while it records, and is cheapest after its end."""
 
-    def __init__(self, recording: Any, marks: Marks) -> None:
+    def __init__(self, recording: Any, marks: StepMarks) -> None:
         self._recording = recording
         self._marks = marks
         self._began = time.perf_counter()

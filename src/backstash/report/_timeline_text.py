@@ -33,8 +33,8 @@ def notes(line: Timeline) -> list[str]:
     if lives.recomputed_bytes:
         found.append(
             f"{format_bytes(lives.recomputed_bytes)} were saved while backward ran (recomputed, or for a "
-            f"second backward). They are marked {RECOMPUTED.strip()}: their path begins at the recomputed part, not "
-            "at the model."
+            f"second backward), marked {RECOMPUTED.strip()}: their path begins at the recomputed part, not at "
+            "the model."
         )
     unknown = sum(
         use.saved_bytes for use in lives.modules if use.path.removeprefix(RECOMPUTED) == UNKNOWN
