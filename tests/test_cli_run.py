@@ -242,13 +242,16 @@ def test_script_may_set_up_torch_before_importing_it(tmp_path: Path) -> None:
 def test_gradients_are_exact_and_the_figures_are_there(tmp_path: Path, first: str) -> None:
     write(tmp_path / "train.py", first + TRAIN)
     figures = tmp_path / "figures.json"
-    options = ("--keep", "256KiB", "--disk", str(tmp_path), "--json", str(figures))
+    options = ["--keep", "256KiB", "--disk", str(tmp_path), "--json", str(figures)]
+    options += ["--inflight", "512KiB", "--prefetch", "300KiB"]
     stashed = under_stash(["train.py"], tmp_path, *options)
     assert stashed.returncode == 0, stashed.stderr
     assert stashed.stdout == start(["train.py"], tmp_path).stdout
     found = json.loads(figures.read_text())
     assert found["outcome"] == "finished"
     assert 0 < found["stats"]["keep_peak_bytes"] <= 256 << 10
+    assert 0 < found["stats"]["inflight_peak_bytes"] <= 512 << 10
+    assert 0 < found["stats"]["ahead_peak_bytes"] <= 300 << 10
     assert found["stats"]["written_bytes"] > 0
     assert found["resident"]["peak_bytes"] >= found["resident"]["start_bytes"] > 0
     assert found["allocator"]["reason"]
@@ -286,6 +289,7 @@ def test_script_without_torch_says_so(tmp_path: Path) -> None:
     [
         (["--disk", ".", "--keep", "2G", "s.py"], '"2GiB" or "2GB"'),
         (["--disk", ".", "--min-bytes", "-1", "s.py"], "--min-bytes"),
+        (["--disk", ".", "--inflight", "x", "s.py"], "--inflight"),
         (
             ["--disk", ".", "--kep", "2GiB", "s.py"],
             "unknown argument '--kep'; options: --help, --keep",

@@ -110,6 +110,7 @@ def test_a_change_of_what_needs_no_gradient(tmp_path, kind):
             loss = x.gather(1, held)
         else:
             loss = x * held
+        loss = loss.sin()  # what needs no gradient goes down when a later operation saves
         if change:
             held.zero_()
         return lambda: gradients(loss, x)
@@ -373,6 +374,26 @@ def test_memory_that_moves_under_a_write(gated):
     stash.close()
 
 
+def test_memory_that_is_gone_when_its_write_begins(tmp_path):
+    """Large memory is unmapped when its storage is resized: to touch it then would end the process."""
+    gated = Gated(Disk(tmp_path))
+    gated.writes.clear()
+    stash = Stash(disk=gated)
+    x = leaf(3000, 5000)
+    held = torch.ones(3000, 5000)
+    with stash:
+        loss = x * held
+    assert gated.begun.acquire(timeout=PATIENCE_SECONDS)
+    held.untyped_storage().resize_(200 << 20)
+    gated.writes.set()
+    stash._workers.close()
+    stash.stats()
+    assert same_bits(*gradients(loss, x), torch.ones(3000, 5000))
+    del loss
+    stash.close()
+    gated.close()
+
+
 @pytest.mark.parametrize("side", [1024, 256], ids=["large", "small"])
 def test_memory_that_moves_before_it_goes(tmp_path, side):
     stash = Stash(disk=tmp_path, keep=side * side * 4, inflight=0)
@@ -453,11 +474,11 @@ def test_two_threads_are_given_the_same_bytes_and_one_changes_them(tmp_path, mon
     asked, other_changed = threading.Event(), threading.Event()
     memory_of = Up._memory_of
 
-    def slow_memory_of(up, parcel):
+    def slow_memory_of(up, parcel, block):
         waits = threading.current_thread().name == "waits"
         if waits:
             asked.set()
-        memory = memory_of(up, parcel)
+        memory = memory_of(up, parcel, block)
         if waits:
             assert other_changed.wait(PATIENCE_SECONDS)
         return memory
@@ -598,10 +619,58 @@ def test_bytes_changed_unseen_between_two_saves(tmp_path):
     try:
         with stash:
             first = x * held
+            third = first.sin()  # now what the first saved goes down
             held.data.mul_(3)
             second = x * held
         (grad,) = gradients(second, x)
         assert torch.all(grad == 6.0)
     finally:
-        del first, second
+        del first, second, third
         stash.close()
+
+
+@pytest.mark.parametrize("min_bytes", [1, "64KiB"], ids=["in segments", "alone"])
+@pytest.mark.parametrize("then", ["the end", "another operation", "the same again"])
+def test_what_an_operation_saves_before_it_fills_it(tmp_path, min_bytes, then):
+    """rrelu saves its noise, then makes it; that raises no version."""
+
+    def program():
+        torch.manual_seed(0)
+        y = torch.nn.functional.rrelu(x.exp(), training=True)
+        if then == "another operation":
+            y = y.sin()
+        if then == "the same again":
+            y = torch.nn.functional.rrelu(y - 1.0, training=True)
+        return y.sum()
+
+    side = 30 if min_bytes == 1 else 300
+    x = leaf(side, side)
+    expected = gradients(program(), x)
+    stash = Stash(disk=tmp_path, min_bytes=min_bytes, inflight=0)
+    with stash:
+        loss = program()
+    assert stash.stats().written_bytes == stash.stats().eligible_bytes > 2 * 4 * side * side - 1
+    assert torch.equal(gradients(loss, x)[0], expected[0])
+    stash.close()
+
+
+def test_what_waits_on_a_thread_that_ended_may_go_later(tmp_path):
+    """A thread that ends inside a context leaves a block behind that has waited for its operation."""
+    stash = Stash(disk=tmp_path, keep="1MiB")
+    x, found = leaf(600, 600), []
+
+    def work():
+        stash.__enter__()
+        found.append(x * torch.full((600, 600), 2.0))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert stash.stats().keep_bytes == 1_440_000
+    with stash:
+        loss = x.exp().sin()
+    assert stash.stats().keep_bytes <= 1 << 20
+    assert torch.equal(gradients(found[0], x)[0], torch.full((600, 600), 2.0))
+    found.clear()
+    del loss
+    stash.close()

@@ -34,6 +34,8 @@ from .stores._memory import Pool
 
 __all__ = ["Down"]
 
+_sequence_number = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
+
 _SEGMENT_BYTES = 4 << 20
 SMALL_BYTES = 512 << 10  # blocks below travel in segments
 
@@ -95,15 +97,40 @@ class Down:
         self.stall_seconds = 0.0
         self.notes: dict[str, None] = {}
 
-    def admit(self, block: Block, *, at_once: bool) -> None:
-        """Take a new block in place; then bring the budgets in order. ``at_once`` skips ``keep``."""
-        lane = block.lane
-        self.land(lane)
+    def admit(self, block: Block, *, at_once: bool, complete: bool) -> None:
+        """Take a new block in place; then bring the budgets in order. ``at_once`` skips ``keep``.
+
+        One that may not be ``complete`` waits until the operation that saves it has ended.
+        """
         block.kept = block.nbytes
         self.keep_bytes += block.nbytes
         if self._tape.on:
             cause = "backward" if torch._C._current_autograd_node() is not None else ""
             self._tape.tell("save", block.nbytes, block.serial, block.module, cause=cause)
+        if complete:
+            self._apply(block.lane, block, at_once)
+        else:
+            block.lane.waiting.append((weakref.ref(block), at_once))
+            block.lane.operation = _sequence_number()
+
+    def settle(self, lane: Lane, *, ended: bool = False) -> None:
+        """Bring the budgets in order for what waits on ``lane``, if the operation that saved it has ended.
+
+        Raises ``StashFullError`` if the caller wants it; what was not yet looked at waits on.
+        """
+        while lane.waiting and (ended or lane.operation != _sequence_number()):
+            waiting, at_once = lane.waiting.popleft()
+            block = waiting()
+            if block is not None and block.kept:
+                self._apply(lane, block, at_once)
+
+    def adopt(self, lane: Lane) -> None:
+        """Of a thread that has ended: what waits there may go when a budget next asks."""
+        self._kept.extend(waiting for waiting, _ in lane.waiting)
+        lane.waiting.clear()
+
+    def _apply(self, lane: Lane, block: Block, at_once: bool) -> None:
+        self.land(lane)
         if not (at_once and self._send(block, lane)):
             self._kept.append(weakref.ref(block))
             self._press(lane, block)
@@ -201,6 +228,7 @@ class Down:
         parcel = Parcel(
             store, self._reserve(store, block.nbytes), block.address % 4096, self._grave
         )
+        store.stage(parcel.slot, block.address)
         # The worker owns the alias until it has written: the memory outlives the write, whoever dies.
         parcel.writing = self._submit(
             self._writer(block), store, parcel.slot, block.address, block.alias

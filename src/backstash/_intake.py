@@ -73,6 +73,10 @@ class Intake:
         if self.closed:
             raise StashClosedError("a closed stash was asked to hold a tensor")
         forked = self._books.is_forked()
+        if lane.waiting and not forked:
+            with self._books.lock:
+                self._books.drain()
+                self._books.down.settle(lane)
         if type(tensor) is not Tensor:
             return self._pack_other(tensor, lane)
         reason = reason_to_stay(tensor)
@@ -190,7 +194,10 @@ class Intake:
         self._books.blocks_alive += 1
         self.eligible_bytes += block.nbytes
         self._books.order.add(block)
-        self._books.down.admit(block, at_once=at_once)
+        # What has a gradient function was made by an operation that has ended. Another may be what this
+        # operation made for itself and has yet to fill, without raising a version: rrelu's noise is.
+        complete = tensor.requires_grad or block.origin is not block.source
+        self._books.down.admit(block, at_once=at_once, complete=complete)
 
     def _pack_other(self, tensor: Tensor, lane: Lane) -> object:
         """Parameters and other subclasses of ``torch.Tensor``."""

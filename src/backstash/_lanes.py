@@ -4,14 +4,22 @@ Two things are kept per thread. Counters, because the path for small tensors mus
 ownership: a copy that runs beside the thread that made the tensor may be torn by an in-place operation of
 that thread, whose version is raised only after the bytes have changed. So only that thread, when it next
 enters the stash, or anybody once it has ended, may look at the version and declare the copy whole.
+
+And what it saved last. An operation saves its inputs before it runs, and may still fill one that it made
+for itself (``rrelu``'s noise), which raises no version. So a block without a gradient function waits in
+place until its operation has ended: until this thread has made a later node, or leaves the stash.
 """
 
 from __future__ import annotations
 
 import threading
+from collections import deque
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    import weakref
+
+    from ._blocks import Block
     from ._scopes import Scope
 
 __all__ = ["Lane"]
@@ -20,11 +28,21 @@ __all__ = ["Lane"]
 class Lane:
     """What one thread keeps with a stash."""
 
-    __slots__ = ("saves", "scopes", "small_bytes", "small_saves", "thread")
+    __slots__ = (
+        "operation",
+        "saves",
+        "scopes",
+        "small_bytes",
+        "small_saves",
+        "thread",
+        "waiting",
+    )
 
     def __init__(self) -> None:
         self.thread = threading.current_thread()
         self.scopes: list[Scope] = []  # hook pairs that this thread has pushed and not yet popped
+        self.waiting: deque[tuple[weakref.ref[Block], bool]] = deque()  # and whether to go at once
+        self.operation = 0  # the graph's next sequence number when the last of them was saved
         self.saves = 0  # tensors given to the slow path
         self.small_saves = 0  # tensors left by the fast path
         self.small_bytes = 0

@@ -165,7 +165,10 @@ class Stash:
     def _leave(self, frame: FrameType | None) -> None:
         lane = self._lane()
         leave_scope(lane, frame)
+        forked = self._books.is_forked()
         with self._books.lock:
+            if not forked:
+                self._down.settle(lane, ended=True)
             self._down.land(lane)
 
     def _lane(self) -> Lane:
@@ -181,6 +184,7 @@ class Stash:
         """Add up the counters of threads that have ended, so that they need not be kept."""
         for lane in [lane for lane in self._lanes if not lane.thread.is_alive()]:
             self._lanes.remove(lane)
+            self._down.adopt(lane)
             self._ended_saves += lane.saves
             self._ended_small_saves += lane.small_saves
             self._ended_small_bytes += lane.small_bytes

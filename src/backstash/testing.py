@@ -86,6 +86,9 @@ class _Wrapping(Store):
     def reserve(self, nbytes: int) -> Slot:
         return self.store.reserve(nbytes)
 
+    def stage(self, slot: Slot, address: int) -> None:
+        self.store.stage(slot, address)
+
     def write(self, slot: Slot, address: int) -> None:
         self.store.write(slot, address)
 

@@ -41,6 +41,8 @@ class Session:
             host=plan["host"],
             disk=None if disk is None else Disk(disk, max_bytes=plan["max_bytes"]),
             min_bytes=plan["min_bytes"],
+            inflight=plan["inflight"],
+            prefetch=plan["prefetch"],
             name="backstash run",
         )
         self._stash.__enter__()

@@ -101,6 +101,10 @@ def _parser() -> Parser:
         default="64KiB",
         help="smaller tensors stay in place (default 64KiB)",
     )
+    for window, of in (("--inflight", "on their way down"), ("--prefetch", "read ahead of need")):
+        add(
+            window, metavar="SIZE", type=size, default="128MiB", help=f"bytes {of} (default 128MiB)"
+        )
     add(
         "--malloc",
         choices=CHOICES,
@@ -158,10 +162,8 @@ def _plan(
     allocator: Allocator,
 ) -> dict[str, Any]:
     before = {name: os.environ.get(name) for name in allocator.environment}
-    chosen = {
-        name: getattr(options, name) for name in ("keep", "host", "disk", "max_bytes", "min_bytes")
-    }
-    return chosen | {
+    sizes = ("keep", "host", "max_bytes", "min_bytes", "inflight", "prefetch")
+    return {name: getattr(options, name) for name in ("disk", *sizes)} | {
         "target": rest[0],
         "is_module": is_module,
         "json": options.json,

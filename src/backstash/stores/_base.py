@@ -22,6 +22,8 @@ class Slot:
     """First bytes that stay in memory, because the store moves aligned units only."""
     tail: bytes = b""
     """Last bytes that stay in memory, likewise."""
+    staged: bool = False
+    """Whether the bytes that stay in memory have been copied for the write that comes next."""
 
 
 class Store(ABC):
@@ -44,6 +46,13 @@ class Store(ABC):
     @abstractmethod
     def reserve(self, nbytes: int) -> Slot:
         """Return a slot for ``nbytes``. Raises ``StashFullError`` when there is no room."""
+
+    def stage(self, slot: Slot, address: int) -> None:
+        """Copy what ``write`` would have to touch itself. Called before it, by the thread whose memory it is.
+
+        ``write`` runs later on another thread, when a storage that was resized may have left ``address``:
+        a system call then fails, a read by the process itself would end it. Does nothing by default.
+        """
 
     @abstractmethod
     def write(self, slot: Slot, address: int) -> None:

@@ -143,12 +143,20 @@ class Disk(Store):
             f"it holds ({error.strerror}): free space, raise max_bytes, or give another directory",
         )
 
-    def write(self, slot: Slot, address: int) -> None:
-        """Write a slot from memory at ``address``; only whole aligned units reach the file, the rest stays."""
-        self._check_usable()
+    def stage(self, slot: Slot, address: int) -> None:
+        """Copy the ends of a slot's bytes, which do not fill aligned units and stay in memory."""
         start, middle = self._middle(slot, address)
         slot.head = ctypes.string_at(address, start - address)
         slot.tail = ctypes.string_at(start + middle, address + slot.nbytes - start - middle)
+        slot.staged = True
+
+    def write(self, slot: Slot, address: int) -> None:
+        """Write a slot from memory at ``address``; only whole aligned units reach the file, the rest stays."""
+        self._check_usable()
+        if not slot.staged:
+            self.stage(slot, address)
+        slot.staged = False
+        start, middle = self._middle(slot, address)
         try:
             self._file.write(start, middle, slot.offset)
         except OSError as error:
