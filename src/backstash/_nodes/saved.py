@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd import graph as stock
 
-__all__ = ["RECOMPUTED", "SavedValue", "look", "saved"]
+__all__ = ["RECOMPUTED", "SavedValue", "look", "packed_of", "saved"]
 
 _PREFIX = "_raw_saved_"
 _FREED = "freed"
@@ -55,16 +56,33 @@ def saved(node: stock.Node) -> tuple[SavedValue, ...]:
     ('result', (2, 3), 24, 'in place')
     """
     found: list[SavedValue] = []
-    for attribute in _attributes(type(node), node):
-        name = attribute.removeprefix(_PREFIX)
-        raw = _read(node, attribute)
+    for name, raw in _raw(node):
         if isinstance(raw, (tuple, list)):
-            several = [_describe(f"{name}[{i}]", each) for i, each in enumerate(raw)]
+            several = [
+                _describe(f"{name}[{i}]", each) for i, each in enumerate(raw) if _is_of(each)
+            ]
             kept = [each for each in several if each.where != _FREED]
             found += kept or several  # beside others, an empty place is a saved None
-        elif raw is not None:
+        elif raw is not None and _is_of(raw):
             found.append(_describe(name, raw))
     return tuple(found)
+
+
+def packed_of(node: stock.Node) -> Iterator[tuple[str, Any]]:
+    """The objects that ``node`` holds for saved tensors, each with the operation's name for it."""
+    for name, raw in _raw(node):
+        is_several = isinstance(raw, (tuple, list))
+        for at, each in enumerate(raw if is_several else (raw,)):
+            try:
+                packed = each.data
+            except (AttributeError, RuntimeError):
+                continue
+            yield f"{name}[{at}]" if is_several else name, packed
+
+
+def _raw(node: Any) -> Iterator[tuple[str, Any]]:
+    for attribute in _attributes(type(node), node):
+        yield attribute.removeprefix(_PREFIX), _read(node, attribute)
 
 
 def _attributes(kind: type, node: Any) -> tuple[str, ...]:
@@ -82,13 +100,26 @@ def _read(node: Any, attribute: str) -> Any:
         return None
 
 
+def _is_of(raw: Any) -> bool:
+    """Whether there is, or was, a tensor: operations leave out what they turn out not to need."""
+    try:
+        if raw.data is not None or getattr(raw, "unpack_hook", None) is not None:
+            return True
+        return (
+            raw.unpack() is not None
+        )  # without hooks and data, this finds nothing, or that it was freed
+    except (AttributeError, RuntimeError):
+        return True
+
+
 def _describe(name: str, raw: Any) -> SavedValue:
     try:
         packed = raw.data
     except (AttributeError, RuntimeError):
         return SavedValue(name, None, None, None, None, "hooks")
-    if packed is None:
-        return SavedValue(name, None, None, None, None, _FREED)
+    if packed is None:  # a hook may have packed None
+        where = "hooks" if getattr(raw, "unpack_hook", None) is not None else _FREED
+        return SavedValue(name, None, None, None, None, where)
     described, where = look(packed)
     if described is None:
         return SavedValue(name, None, None, None, None, where)
