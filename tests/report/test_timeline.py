@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from backstash import Stash
 from backstash.errors import UsageError
-from backstash.report import timeline
+from backstash.report import StepMarks, timeline
 from backstash.testing import Gated, MemoryStore
 
 HOSTILE = '</script><img src=x onerror="alert(1)">\u2028\\"\n'
@@ -31,12 +31,12 @@ class Model(nn.Module):
         return self.blocks(x).square().mean()
 
 
-def trained(stash, steps=3, **options):
+def trained(stash, steps=3, marks=None):
     """A timeline of ``steps`` steps under ``stash``."""
     torch.manual_seed(0)
     model, x = Model(), torch.randn(400, 400)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with timeline(stash, **options) as line:
+    with timeline(stash, steps=marks) as line:
         for _ in range(steps):
             optimizer.zero_grad()
             with stash:
@@ -93,7 +93,7 @@ def test_what_is_saved_at_once_does_not_depend_on_where_it_is():
 
 def test_steps_end_where_the_user_says_or_where_the_first_optimizer_steps():
     with Stash(disk=MemoryStore()) as stash:
-        line = trained(stash, optimizers=False)
+        line = trained(stash, marks=StepMarks(optimizers=False))
         assert line.steps == ()
         assert any("Where a step ends is not known" in note for note in line.notes)
         x = torch.randn(300, 300, requires_grad=True)
@@ -118,6 +118,21 @@ def test_nothing_stays_registered():
         line.remove()
         line.remove()
         assert len(optimizer._global_optimizer_post_hooks) == before and not stash._tape.on
+
+
+def test_marks_may_be_shared_and_a_recording_may_end_at_one():
+    def ended():
+        if len(marks.moments) == 2:
+            line.remove()
+
+    marks = StepMarks(then=ended)
+    with Stash(disk=MemoryStore()) as stash:
+        line = timeline(stash, steps=marks)
+        trained(stash, steps=4)
+    assert len(marks.moments) == 4
+    assert [step.label for step in line.steps] == ["1", "2"]
+    assert len(line.phases) == 4
+    marks.remove()
 
 
 def test_a_recording_will_do_and_anything_else_is_refused():

@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 import json
+import statistics
 import sys
 import threading
 import time
+from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import torch
 
 from .. import Disk, Stash
+from ..report import StepMarks, Timeline, render_page, timeline
 from ._allocator import is_loaded
+from ._live import Live
 from ._machine import machine, versions
 from ._resident import resident_bytes, resident_peak_bytes
+from ._run_page import run_page
 from ._summary import Resident, outcome, summary
 
 __all__ = ["Session"]
+
+_RECORDED_STEPS = 5
+_RECORDED_EVENTS = 100_000  # about 40 MB of memory
+_SETTINGS = ("keep", "host", "disk", "max_bytes", "min_bytes", "inflight", "prefetch")
 
 
 class Session:
@@ -46,6 +56,16 @@ class Session:
             name="backstash run",
         )
         self._stash.__enter__()
+        self._marks = StepMarks(then=self._stepped)
+        self._line: Timeline | None = None
+        if plan["report"] is not None:
+            self._line = timeline(self._stash.record(limit=_RECORDED_EVENTS), steps=self._marks)
+        quiet = plan["quiet"] or not Live.suits()
+        self._live = None if quiet else Live(self._stash, self._marks.moments)
+
+    def _stepped(self) -> None:
+        if self._line is not None and len(self._marks.moments) >= _RECORDED_STEPS:
+            self._line.remove()
 
     def end(self, error: BaseException | None) -> None:
         """Leave the stash; print the summary on stderr and write the JSON, as far as the plan says.
@@ -53,7 +73,12 @@ class Session:
         Args:
             error: what the script raised, which is not handled here.
         """
+        if self._live is not None:
+            self._live.stop()
         seconds = time.perf_counter() - self._started
+        self._marks.remove()
+        if self._line is not None:
+            self._line.remove()
         self._stash.__exit__(None, None, None)
         stats = self._stash.stats()
         if stats.saves == 0:
@@ -62,25 +87,38 @@ class Session:
             "command": self._plan["command"],
             "outcome": outcome(error),
             "seconds": seconds,
+            "steps": _steps(self._marks),
             "stats": stats.as_dict(),
             "resident": Resident(self._resident_start_bytes, resident_peak_bytes()).as_dict(),
             "allocator": self._plan["allocator"],
             "notes": self._notes,
             "versions": versions() | {"torch": torch.__version__},
             "machine": machine().as_dict(),
+            "settings": {name: self._plan[name] for name in _SETTINGS},
+            "script": self._plan["script"],
         }
         if not self._plan["quiet"]:
-            print(summary(figures), file=sys.stderr)
+            print(summary(figures, self._plan["compare"]), file=sys.stderr)
         if self._plan["json"] is not None:
-            self._write(figures)
+            self._write("json", lambda: json.dumps(figures, indent=2) + "\n")
+        line = self._line
+        if line is not None:
+            page = run_page(figures, line, self._plan["compare"])
+            self._write("report", lambda: render_page(page))
 
-    def _write(self, figures: dict[str, Any]) -> None:
+    def _write(self, option: str, text: Callable[[], str]) -> None:
         try:
-            with open(self._plan["json"], "w", encoding="utf-8") as file:
-                json.dump(figures, file, indent=2)
-                file.write("\n")
+            with open(self._plan[option], "w", encoding="utf-8") as file:
+                file.write(text())
         except OSError as error:
-            print(f"backstash run: --json: {error}", file=sys.stderr)
+            print(f"backstash run: --{option}: {error}", file=sys.stderr)
+
+
+def _steps(marks: StepMarks) -> dict[str, Any]:
+    """How many steps there were, and the median time from one's end to the next one's."""
+    seconds = [after - before for (before, _), (after, _) in pairwise(marks.moments)]
+    median = statistics.median(seconds) if seconds else None
+    return {"count": len(marks.moments), "median_seconds": median}
 
 
 def _notes(allocator: str) -> list[str]:

@@ -42,14 +42,16 @@ def outcome(error: BaseException | None) -> str:
     )
 
 
-def summary(figures: dict[str, Any]) -> str:
-    """The figures of a run as lines of text, without a newline at the end."""
+def summary(figures: dict[str, Any], other: dict[str, Any] | None = None) -> str:
+    """The figures of a run as lines of text, without a newline at the end; ``other`` are another run's."""
     lines = [
         _moved(figures["stats"]),
         _peaks(figures["stats"]),
         _waits(figures["stats"]),
         *_left(figures["stats"]["left"]),
+        *_steps(figures["steps"]),
         _memory(figures["resident"], figures["seconds"], figures["outcome"]),
+        *_compared(figures, other),
         _allocator(figures["allocator"]),
         *(f"note       {note}" for note in [*figures["notes"], *figures["stats"]["notes"]]),
     ]
@@ -92,6 +94,24 @@ def _left(left: dict[str, Any]) -> list[str]:
         f"left       {format_bytes(record['nbytes'])} in {record['count']} saves: {reason}"
         for reason, record in by_size
     ]
+
+
+def _steps(steps: dict[str, Any]) -> list[str]:
+    if steps["median_seconds"] is None:
+        return []
+    return [f"steps      {steps['count']}, {steps['median_seconds']:.3g} s each in the median"]
+
+
+def _compared(figures: dict[str, Any], other: dict[str, Any] | None) -> list[str]:
+    if other is None:
+        return []
+    own, theirs = figures["resident"]["over_start_bytes"], other["resident"]["over_start_bytes"]
+    memory = (
+        f"{own / theirs:.0%} of its memory over the start" if theirs else "its memory is not known"
+    )
+    step, its = figures["steps"]["median_seconds"], other["steps"]["median_seconds"]
+    pace = f"{step / its:.2f} of its step" if step and its else "steps were not seen in both runs"
+    return [f"compared   {pace}, {memory}: {other['file']}"]
 
 
 def _memory(resident: dict[str, int], seconds: float, ended: str) -> str:

@@ -24,7 +24,7 @@ _USAGE = "backstash run [OPTION ...] (SCRIPT | -m MODULE) [ARG ...]"
 _DESCRIPTION = """\
 Run a Python training script, unmodified, with what autograd saves for backward held within a memory
 budget. Gradients are the same to the last bit. The script's arguments, exit status, signals and
-tracebacks are its own; a summary follows on stderr.
+tracebacks are its own. On a terminal a line says what is held; a summary follows on stderr.
 
 Options come before SCRIPT; all that follows SCRIPT belongs to it. A SIZE is bytes, or has a unit:
 512MiB, 2GB. Held is what the main thread's forward passes save. Processes that the script starts run
@@ -38,6 +38,9 @@ examples:
       the newest 2 GiB stay in memory, older ones go to disk
   backstash run --disk . --json run.json --quiet -m package.train
       no summary; the figures as JSON
+  backstash run --keep unlimited --json plain.json train.py
+  backstash run --disk /scratch --compare plain.json --report out.html train.py
+      once with everything in memory, once on disk, and a page that compares the two
 
 questions:
   Is my disk fast enough?  `backstash doctor /scratch` measures it.
@@ -45,6 +48,8 @@ questions:
   And when it is full?     What has no room stays in memory, and one warning says so.
   How much to keep?        What you can spare. The newest tensors are needed first by backward, and
                            those that stay in memory need not come back.
+  What does --report cost? The first 5 optimizer steps are recorded, which takes some memory and
+                           time (benchmarks/recording_overhead.py); after them nothing.
   Why an allocator?        Memory of tensors that went to disk has to be used again. glibc keeps it in
                            pieces; tcmalloc uses it again. `auto` preloads tcmalloc where it is
                            installed, else sets glibc up as well as it can be. `none` changes nothing.
@@ -112,7 +117,19 @@ def _parser() -> Parser:
         help="the process's memory allocator (default auto)",
     )
     add("--json", metavar="FILE", type=_new_file, help="write the summary's figures to FILE")
-    add("--quiet", action="store_true", help="print no summary")
+    add(
+        "--report",
+        metavar="OUT.html",
+        type=_new_file,
+        help="write a page: memory over time, modules, waits, advice",
+    )
+    add(
+        "--compare",
+        metavar="FILE",
+        type=_figures,
+        help="another run's --json, to set peak memory and step time beside",
+    )
+    add("--quiet", action="store_true", help="print no summary and no live line")
     return parser
 
 
@@ -127,6 +144,23 @@ def _new_file(text: str) -> str:
             f"{text!r} cannot be written; allowed: a file in an existing directory"
         )
     return path
+
+
+def _figures(text: str) -> dict[str, Any]:
+    """What there is to compare with in the JSON of another run."""
+    try:
+        found = json.loads(Path(text).expanduser().read_text(encoding="utf-8"))
+        return {
+            "file": text,
+            "command": str(found["command"]),
+            "resident": {"over_start_bytes": int(found["resident"]["over_start_bytes"])},
+            "stats": {"written_bytes": int(found["stats"]["written_bytes"])},
+            "steps": {"median_seconds": found.get("steps", {}).get("median_seconds")},
+        }
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not the figures of a run; allowed: a file that `backstash run --json` wrote"
+        ) from None
 
 
 def _split(parser: Parser, arguments: list[str]) -> tuple[list[str], bool, list[str]]:
@@ -166,7 +200,10 @@ def _plan(
     return {name: getattr(options, name) for name in ("disk", *sizes)} | {
         "target": rest[0],
         "is_module": is_module,
+        "script": ["-m", *rest] if is_module else rest,
         "json": options.json,
+        "report": options.report,
+        "compare": options.compare,
         "quiet": options.quiet,
         "allocator": allocator.as_dict(),
         "restore": {name: value for name, value in before.items() if name not in _READ_LATER},

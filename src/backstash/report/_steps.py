@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import time
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ class StepMarks:
 
     Args:
         optimizers: listen to every optimizer's ``step()``. Marks of the user's own are taken either way.
+        then: is called after each mark.
 
     >>> import torch
     >>> weight = torch.zeros(3, requires_grad=True)
@@ -33,9 +35,10 @@ class StepMarks:
     ['1', 'by hand']
     """
 
-    def __init__(self, *, optimizers: bool = True) -> None:
+    def __init__(self, *, optimizers: bool = True, then: Callable[[], None] | None = None) -> None:
         self.moments: list[tuple[float, str]] = []
         """``time.perf_counter()`` and label of each."""
+        self._then = then
         self._leader: weakref.ref[Any] | None = None
         self._handle: Any = None
         if optimizers:
@@ -45,6 +48,8 @@ class StepMarks:
     def mark(self, label: str = "") -> None:
         """A step ends now."""
         self.moments.append((time.perf_counter(), label or str(len(self.moments) + 1)))
+        if self._then is not None:
+            self._then()
 
     def heard(self, optimizer: Any) -> None:
         """An optimizer has stepped."""

@@ -20,13 +20,13 @@ from ._timeline_text import notes, table
 __all__ = ["Timeline", "timeline"]
 
 
-def timeline(source: Any, *, optimizers: bool = True) -> Timeline:
+def timeline(source: Any, *, steps: StepMarks | None = None) -> Timeline:
     """Follow what a stash does: a handle that records until ``remove()``, or the end of its context.
 
     Args:
         source: a stash, or what its ``record()`` returned, also one that has ended: anything with ``events``.
-        optimizers: a step ends when an optimizer has stepped (the first that is seen, where there are
-            several). ``False``, or no optimizer: steps end where ``mark()`` says so.
+        steps: where steps end. ``None``: where an optimizer has stepped (the first that is seen, where there
+            are several), and where ``mark()`` says so. Marks that are given here stay the caller's to remove.
 
     Recording costs some hundred bytes of memory an event; see ``benchmarks/recording_overhead.py`` for its
     time. While ``torch.profiler`` runs, stalls and moves are in its trace too, with a timeline or without.
@@ -49,15 +49,16 @@ def timeline(source: Any, *, optimizers: bool = True) -> Timeline:
         raise UsageError(
             f"timeline({source!r}): allowed is a stash, or what stash.record() returned"
         )
-    return Timeline(recording, StepMarks(optimizers=optimizers))
+    return Timeline(recording, StepMarks() if steps is None else steps, owns_marks=steps is None)
 
 
 class Timeline:
     """What :func:`timeline` returns; it can be read while it records, and is cheapest after its end."""
 
-    def __init__(self, recording: Any, marks: StepMarks) -> None:
+    def __init__(self, recording: Any, marks: StepMarks, *, owns_marks: bool) -> None:
         self._recording = recording
         self._marks = marks
+        self._owns_marks = owns_marks
         self._began = time.perf_counter()
         self._ended = False
 
@@ -67,10 +68,14 @@ class Timeline:
 
     def remove(self) -> None:
         """End the recording. A second call does nothing."""
-        self._marks.remove()
+        if self._ended:
+            return
+        if self._owns_marks:
+            self._marks.remove()
         if hasattr(self._recording, "remove"):
             self._recording.remove()
         self._ended = True
+        self._last = self._at_present()
 
     def __enter__(self) -> Timeline:
         return self
@@ -159,13 +164,10 @@ class Timeline:
 
     @property
     def _read(self) -> _Reading:
-        if not self._ended:
-            return _Reading(self._recording.events, self._marks.moments, self._began)
-        return self._last
+        return self._last if self._ended else self._at_present()
 
-    @cached_property
-    def _last(self) -> _Reading:
-        return _Reading(self._recording.events, self._marks.moments, self._began)
+    def _at_present(self) -> _Reading:
+        return _Reading(self._recording, self._marks.moments, self._began)
 
     # What is made of it.
 
@@ -221,14 +223,15 @@ class Timeline:
 class _Reading:
     """A recording as it was at one moment, and what follows from it."""
 
-    def __init__(
-        self, events: tuple[Any, ...], moments: list[tuple[float, str]], began: float
-    ) -> None:
-        self.events = tuple(
-            sorted(events, key=lambda event: event.seconds + event.duration_seconds)
-        )
+    def __init__(self, recording: Any, moments: list[tuple[float, str]], began: float) -> None:
+        self._recording = recording
         self._moments = list(moments)
         self._began = began
+
+    @cached_property
+    def events(self) -> tuple[Any, ...]:
+        events = self._recording.events
+        return tuple(sorted(events, key=lambda event: event.seconds + event.duration_seconds))
 
     @cached_property
     def levels(self) -> tuple[Level, ...]:

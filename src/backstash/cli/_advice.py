@@ -1,0 +1,91 @@
+"""What the figures of a run suggest to change, each with the line to type."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..units import format_bytes
+
+__all__ = ["advice", "stash_line"]
+
+_MUCH_WAITING = 0.05
+
+
+def advice(figures: dict[str, Any], saved_peak_bytes: int | None) -> list[dict[str, str]]:
+    """Sentences with code, the most useful first.
+
+    Args:
+        figures: of the run, as its JSON has them, with the plan's settings under ``settings``.
+        saved_peak_bytes: the most that was saved and still needed at once, where it was recorded.
+    """
+    found = []
+    stats, settings = figures["stats"], figures["settings"]
+    waited, seconds = stats["stall_seconds"], figures["seconds"]
+    if seconds and waited / seconds > _MUCH_WAITING and saved_peak_bytes:
+        keep = _rounded(
+            min(saved_peak_bytes, max(2 * (settings["keep"] or 0), saved_peak_bytes // 4))
+        )
+        found.append(
+            _advice(
+                f"The script waited {waited:.1f} s for the stash, {waited / seconds:.0%} of its time. What is "
+                f"saved last is needed first: keeping {keep} of it in place saves the way there and back.",
+                f"--keep {keep}",
+            )
+        )
+    if settings["keep"] is None or settings["keep"] >= (saved_peak_bytes or float("inf")):
+        found.append(
+            _advice(
+                "Everything fitted into the bytes that may stay in place, so nothing went down. A smaller "
+                "--keep would free memory.",
+                f"--keep {_rounded((saved_peak_bytes or 4 << 20) // 4)}",
+            )
+        )
+    if figures["allocator"]["kind"] in ("glibc", "none"):
+        found.append(
+            _advice(
+                "The memory allocator keeps much of what is freed. With tcmalloc, which backstash run "
+                "preloads where it finds it, the process's memory falls further.",
+                "apt install libtcmalloc-minimal4",
+            )
+        )
+    found.append(_advice("The same inside your own code:", stash_line(settings)))
+    return found
+
+
+def stash_line(settings: dict[str, Any]) -> str:
+    """The ``Stash(...)`` that holds as ``settings`` say."""
+    words = []
+    if settings["keep"] != 0:
+        words.append(f"keep={_size(settings['keep'])}")
+    if settings["host"] != "auto":
+        words.append(f"host={_size(settings['host'])}")
+    if settings["disk"] is not None:
+        bound = settings["max_bytes"]
+        disk = repr(settings["disk"])
+        words.append(
+            f"disk={disk}" if bound is None else f"disk=Disk({disk}, max_bytes={_size(bound)})"
+        )
+    for name, default in (
+        ("min_bytes", 64 << 10),
+        ("inflight", 128 << 20),
+        ("prefetch", 128 << 20),
+    ):
+        if settings[name] != default:
+            words.append(f"{name}={_size(settings[name])}")
+    return f"Stash({', '.join(words)})"
+
+
+def _size(value: int | None) -> str:
+    if value is None:
+        return "None"
+    text = format_bytes(value).replace(" ", "")
+    return f'"{text}"' if value % 1024 == 0 and "." not in text else str(value)
+
+
+def _rounded(nbytes: int) -> str:
+    """A size that is easy to read, of at least 1 MiB."""
+    return f"{max(1, nbytes >> 20)}MiB"
+
+
+def _advice(text: str, code: str) -> dict[str, str]:
+    return {"text": text, "code": code}

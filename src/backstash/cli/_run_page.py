@@ -1,0 +1,158 @@
+"""The page of a run, from the figures that its JSON has and the timeline of its first steps."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from datetime import date
+from typing import Any
+
+from ..report import Timeline
+from ..units import format_bytes
+from ._advice import advice
+
+__all__ = ["run_page"]
+
+
+def run_page(
+    figures: dict[str, Any], line: Timeline, other: dict[str, Any] | None
+) -> dict[str, Any]:
+    """What :func:`backstash.report.render_page` is given.
+
+    Args:
+        figures: of the run, with ``settings`` and ``script``.
+        line: the timeline of its first steps.
+        other: the figures of another run of the same script, to compare with.
+    """
+    sections = line.sections()
+    sections["notes"] = [*_notes(figures, line), *sections["notes"]]
+    saved = line.saved_peak_bytes if line.events else None
+    return {
+        "title": _title(figures["script"]),
+        "subtitle": figures["command"],
+        "made": _made(figures),
+        "facts": _facts(figures, line, other),
+        "split": _split(figures["stats"]),
+        "advice": advice(figures, saved),
+        **sections,
+    }
+
+
+def _title(script: list[str]) -> str:
+    return script[1] if script[0] == "-m" else os.path.basename(script[0])
+
+
+def _made(figures: dict[str, Any]) -> str:
+    versions, machine = figures["versions"], figures["machine"]
+    return (
+        f"{date.today().isoformat()} · backstash {versions['backstash']}, torch {versions['torch']} · "
+        f"{machine['processor']}, {machine['cores']} cores, {format_bytes(machine['memory_bytes'])}"
+    )
+
+
+def _facts(
+    figures: dict[str, Any], line: Timeline, other: dict[str, Any] | None
+) -> list[dict[str, Any]]:
+    resident, stats = figures["resident"], figures["stats"]
+    whole = format_bytes(resident["peak_bytes"])
+    steps = len(line.steps)
+    recorded = f"in {steps} recorded step{'s' if steps != 1 else ''}" if steps else "recorded"
+    events = bool(line.events)
+    waited = stats["stall_seconds"] / figures["seconds"] if figures["seconds"] else 0.0
+    return [
+        _fact(
+            "Peak memory", resident["over_start_bytes"], "bytes", f"over the start; {whole} in all"
+        ),
+        *_compared(figures, other),
+        _fact(
+            "Saved at once, at most",
+            line.saved_peak_bytes if events else None,
+            "bytes",
+            f"{recorded}, wherever it was",
+        ),
+        _fact(
+            "Of that in memory, at most",
+            line.memory_peak_bytes if events else None,
+            "bytes",
+            "held by the stash",
+        ),
+        _fact(
+            "Waited",
+            stats["stall_seconds"],
+            "seconds",
+            f"{waited:.1%} of {figures['seconds']:.1f} s",
+        ),
+    ]
+
+
+def _compared(figures: dict[str, Any], other: dict[str, Any] | None) -> list[dict[str, Any]]:
+    """The peak and the step time of another run; without one, how to make it."""
+    how = _how(figures)
+    if other is None:
+        note = "the same script, everything in memory"
+        return [
+            _fact("Peak without a stash", None, "bytes", note, how),
+            _fact("Slowdown", None, "ratio", _pace(figures), how),
+        ]
+    moved = other["stats"]["written_bytes"]
+    name = "Peak without a stash" if not moved else "Peak of the other run"
+    note = "nothing moved" if not moved else f"{format_bytes(moved)} moved: {other['command']}"
+    peak = _fact(name, other["resident"]["over_start_bytes"], "bytes", note)
+    own, theirs = figures["steps"]["median_seconds"], other.get("steps", {}).get("median_seconds")
+    if own is None or theirs is None:
+        return [peak, _fact("Slowdown", None, "ratio", "steps were not seen in both runs")]
+    note = f"{own:.3g} s a step; {theirs:.3g} s there"
+    return [peak, _fact("Slowdown", own / theirs, "ratio", note)]
+
+
+def _how(figures: dict[str, Any]) -> str:
+    arguments = shlex.join(figures["script"])
+    return (
+        f"backstash run --keep unlimited --json plain.json {arguments}\n"
+        f"{figures['command'].replace('backstash run', 'backstash run --compare plain.json', 1)}"
+    )
+
+
+def _pace(figures: dict[str, Any]) -> str:
+    steps = figures["steps"]
+    if steps["median_seconds"] is None:
+        return "no optimizer was seen to step twice"
+    return f"{steps['median_seconds']:.3g} s a step, over {steps['count']} steps"
+
+
+def _fact(label: str, value: Any, unit: str, note: str, how: str = "") -> dict[str, Any]:
+    fact = {"label": label, "value": value, "unit": unit, "note": note}
+    return fact | {"how": how} if how else fact
+
+
+def _split(stats: dict[str, Any]) -> dict[str, Any]:
+    down = stats["written_bytes"]
+    stayed = max(0, stats["eligible_bytes"] - down)
+    parts = [
+        {"name": "went down", "bytes": down, "key": "disk"},
+        {"name": "stayed in place, within the budget", "bytes": stayed, "key": "keep"},
+        {
+            "name": "saved again, and not moved again",
+            "bytes": stats["deduplicated_bytes"],
+            "key": "ahead",
+        },
+        *(
+            {"name": f"left: {reason}", "bytes": each["nbytes"], "key": "left"}
+            for reason, each in sorted(stats["left"].items(), key=lambda item: -item[1]["nbytes"])
+        ),
+    ]
+    label = "Where the saved bytes went, in the whole run"
+    return {"label": label, "parts": [part for part in parts if part["bytes"]]}
+
+
+def _notes(figures: dict[str, Any], line: Timeline) -> list[str]:
+    found = [*figures["notes"], *figures["stats"]["notes"]]
+    if figures["outcome"] not in ("finished", "exit 0"):
+        found.insert(0, f"The script did not finish: {figures['outcome']}.")
+    recorded, count = len(line.steps), figures["steps"]["count"]
+    if recorded and count > recorded:
+        found.append(
+            f"The curve, the modules and the waits are of the first {recorded} of {count} steps, which alone "
+            "were recorded; peak memory, where the bytes went and the time waited are of the whole run."
+        )
+    return found

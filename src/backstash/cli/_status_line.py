@@ -1,0 +1,82 @@
+"""A line at the bottom of a terminal that a script writes to as well.
+
+The script's own output comes first. What it writes clears the line; the line is drawn again only when the
+script's last output ended a line, so that neither a progress bar nor half a line is ever written over. For
+this the ``write`` and ``flush`` of the terminal's streams are wrapped while the line lives; what a program
+started by the script writes cannot be seen, and may end up beside it.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Sequence
+from typing import Any, TextIO
+
+__all__ = ["StatusLine"]
+
+_CLEAR = "\r\x1b[K"
+
+
+class StatusLine:
+    """Shows one line of text on ``stream``, until :meth:`remove`.
+
+    Args:
+        stream: a terminal.
+        shared: the streams that go to the same terminal, ``stream`` too.
+    """
+
+    def __init__(self, stream: TextIO, shared: Sequence[TextIO]) -> None:
+        self._write, self._flush = stream.write, stream.flush
+        self._lock = threading.RLock()
+        self._pid = os.getpid()
+        self._shown = False
+        self._free = True  # the script's last output ended a line
+        self._shared: list[tuple[Any, Any, Any]] = []
+        for each in dict.fromkeys(shared):
+            self._share(each)
+
+    def show(self, text: str) -> None:
+        """Draw ``text``, which fits into the terminal's width, unless the script is in the middle of a line."""
+        with self._lock:
+            if self._free:
+                self._write(_CLEAR + text)
+                self._flush()
+                self._shown = True
+
+    def remove(self) -> None:
+        """Clear the line, and give the streams their own methods back. A second call does nothing."""
+        with self._lock:
+            self._clear()
+            for stream, write, flush in self._shared:
+                for name, own in (("write", write), ("flush", flush)):
+                    if vars(stream).get(name) is own:
+                        delattr(stream, name)
+            self._shared = []
+
+    def _clear(self) -> None:
+        if self._shown and os.getpid() == self._pid:
+            self._write(_CLEAR)
+            self._flush()
+        self._shown = False
+
+    def _share(self, stream: Any) -> None:
+        write, flush = stream.write, stream.flush
+
+        def shared_write(text: str) -> Any:
+            if os.getpid() != self._pid:
+                return write(text)
+            with self._lock:
+                self._clear()
+                if text:
+                    self._free = text.endswith("\n")
+                return write(text)
+
+        def shared_flush() -> Any:
+            if os.getpid() == self._pid:  # input() flushes before it asks
+                with self._lock:
+                    self._clear()
+            return flush()
+
+        vars(stream).update(write=shared_write, flush=shared_flush)
+        self._shared.append((stream, shared_write, shared_flush))
