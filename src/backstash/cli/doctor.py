@@ -13,7 +13,7 @@ from typing import Any
 from ..units import format_bytes
 from ._allocator import INSTALL_HINT, choose, find
 from ._arguments import Parser, directory, size
-from ._control_group import memory_group
+from ..memory import memory_group
 from ._disk_speed import measure
 from ._machine import file_system, machine, versions
 from ._progress import Progress

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .._control_group import memory_group
+from ...memory import memory_group
 from ._process import Ended, step_process
 from ._step import TINY_MIN_BYTES
 from ._variants import VARIANTS
