@@ -5,15 +5,18 @@ It imports nothing of the stash: it reads descriptions and events by their attri
 
 from __future__ import annotations
 
+from ._draw import Drawing, draw
 from ._page import render_page
 from ._saved import SavedReport, saved_report
 from ._steps import StepMarks
 from ._timeline import Timeline, timeline
 
 __all__ = [
+    "Drawing",
     "StepMarks",
     "SavedReport",
     "Timeline",
+    "draw",
     "render_page",
     "saved_report",
     "timeline",

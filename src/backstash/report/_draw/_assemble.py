@@ -1,0 +1,192 @@
+"""From drafts to the records of a drawing."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import replace
+
+from ._drafts import Draft, Drafts
+from ._edges import Edges
+from ._facts import Facts, Leaf, Root
+from ._leaves import LeafBox, leaves_inside, place_leaves
+from ._records import DrawnEdge, DrawnGroup, DrawnNode
+from ._tensors import same_memory, tensors_of
+from ._text import clean
+
+__all__ = ["assemble", "short_name"]
+
+_MOST_OUTPUTS = 4
+
+
+def assemble(
+    facts: Facts, drafts: Drafts, *, show_saved: bool, by_dtype: bool
+) -> tuple[list[DrawnNode], list[DrawnEdge], list[DrawnGroup]]:
+    """Boxes for nodes, then for leaves, then for outputs; edges; frames that know their boxes."""
+    leaf_boxes, inside = place_leaves(facts, drafts)
+    same = same_memory(facts)
+    nodes = []
+    for index, box in enumerate(drafts.boxes):
+        tensors = tensors_of(box, facts, same, by_dtype) if show_saved else ()
+        leaves = [facts.leaves[leaf] for leaf in inside.get(index, ())]
+        nodes.append(replace(_node(box, facts, leaves), tensors=tensors))
+    edges = Edges(facts, drafts)
+    groups_of: list[int | None] = [box.group for box in drafts.boxes]
+    box_of_leaf = {}
+    for leaf_box in leaf_boxes:
+        for user, count in leaf_box.uses.items():
+            edges.add(len(nodes), user, count=count)
+        box_of_leaf.update(dict.fromkeys(leaf_box.leaves, len(nodes)))
+        group = _common_group([drafts.boxes[user].group for user in leaf_box.uses], drafts.groups)
+        groups_of.append(group)
+        nodes.append(_leaf_node(leaf_box, facts, _path_of(group, drafts.groups)))
+    for box_index, roots in _outputs(facts, drafts, box_of_leaf).items():
+        for several in [[root] for root in roots] if len(roots) <= _MOST_OUTPUTS else [roots]:
+            for _, root in several:
+                edges.add_output(box_index, len(nodes), root.output)
+            groups_of.append(None)
+            nodes.append(_output_node(several, len(facts.roots)))
+    groups = _filled(drafts.groups, groups_of)
+    return nodes, edges.drawn(), groups
+
+
+def short_name(name: str) -> str:
+    """An operation as its users call it: ``"MulBackward0"`` is ``"Mul"``.
+
+    >>> short_name("MulBackward0"), short_name("MyFunctionBackward"), short_name("torch::x::CopySlices")
+    ('Mul', 'MyFunction', 'CopySlices')
+    """
+    last = name.rpartition("::")[2]
+    stem = last.rstrip("0123456789").removesuffix("Backward")
+    return stem if stem and last.rstrip("0123456789") != stem else last
+
+
+def _node(box: Draft, facts: Facts, leaves: list[Leaf]) -> DrawnNode:
+    runs = list(box.runs())
+    ops = [op for first, end in runs for op in facts.ops[first:end]]
+    path = ".".join(box.item.path)
+    if box.item.kind == "op":
+        kind, name = "operation", clean(ops[0].name)
+        label, detail = clean(short_name(ops[0].name)), clean(ops[0].given)
+    else:
+        name = clean(ops[0].name) if len(ops) == 1 else ""
+        kind = "folded" if box.item.left_out else "module"
+        classes = facts.names.classes
+        what = _counted(short_name(op.name) for op in ops)
+        if kind == "folded":
+            label, detail = f"… {len(ops):,} nodes …", what
+        else:
+            label = clean(path) or "the whole graph"
+            of_class = classes.get(path, "")
+            what = _counted(short_name(op.name) for op in sorted(ops, key=lambda op: not op.held))
+            if len(ops) > 9 * len(runs):
+                what = f"{len(ops):,} nodes"
+            detail = clean(f"{of_class}: {what}" if of_class else what)
+    lasts = {facts.ops[end - 1].shape for _, end in runs}
+    return DrawnNode(
+        kind=kind,
+        label=label,
+        name=name,
+        module=clean(path),
+        shape=lasts.pop() if len(lasts) == 1 and kind != "folded" else None,
+        dtype=ops[-1].dtype,
+        detail=detail,
+        nodes=len(ops) + len(leaves),
+        leaves=leaves_inside(leaves, path, box.repeats),
+        repeats=box.repeats,
+        tensors=(),
+        nbytes=sum(leaf.nbytes for leaf in leaves),
+    )
+
+
+def _counted(names: Iterable[str]) -> str:
+    """The commonest of ``names``, with how often each is there."""
+    counts = Counter(names).most_common()
+    parts = [f"{count:,} {clean(name)}" if count > 1 else clean(name) for name, count in counts[:3]]
+    rest = sum(count for _, count in counts[3:])
+    return ", ".join([*parts, f"{rest:,} others"] if rest else parts)
+
+
+def _leaf_node(box: LeafBox, facts: Facts, path: str) -> DrawnNode:
+    leaves = [facts.leaves[leaf] for leaf in box.leaves]
+    first = leaves[0]
+    kind = "parameter" if all(leaf.is_parameter for leaf in leaves) else "leaf"
+    name = first.name.removeprefix(f"{path}.") if path else first.name
+    shapes = {leaf.shape for leaf in leaves}
+    several = len(leaves) > 1
+    if box.merged:
+        name = f"{len(leaves):,} {'parameters' if kind == 'parameter' else 'leaves'}"
+    return DrawnNode(
+        kind=kind,
+        label=clean(name) or kind,
+        name=clean(first.name) if not several else "",
+        module="",
+        shape=shapes.pop() if len(shapes) == 1 else None,
+        dtype=first.dtype,
+        detail="",
+        nodes=len(leaves),
+        leaves=(),
+        repeats=1 if box.merged else len(leaves),
+        tensors=(),
+        nbytes=sum(leaf.nbytes for leaf in leaves),
+    )
+
+
+def _outputs(
+    facts: Facts, drafts: Drafts, box_of_leaf: dict[int, int]
+) -> dict[int, list[tuple[int, Root]]]:
+    """For each box, the outputs that are of it, with their numbers among all outputs."""
+    found: dict[int, list[tuple[int, Root]]] = {}
+    for index, root in enumerate(facts.roots):
+        if root.op is not None:
+            found.setdefault(drafts.box_of[root.op], []).append((index, root))
+        elif root.leaf is not None:
+            found.setdefault(box_of_leaf[root.leaf], []).append((index, root))
+    return found
+
+
+def _output_node(several: list[tuple[int, Root]], of: int) -> DrawnNode:
+    index, root = several[0]
+    label = "output" if of == 1 else f"output {index}"
+    if len(several) > 1:
+        label = f"{len(several):,} outputs"
+    shapes = {each.shape for _, each in several}
+    shape = shapes.pop() if len(shapes) == 1 else None
+    return DrawnNode("output", label, "", "", shape, root.dtype, "", 0, (), 1, (), 0)
+
+
+def _common_group(groups: list[int | None], records: list[DrawnGroup]) -> int | None:
+    """The innermost frame that has all of ``groups`` in it."""
+    common: list[int] | None = None
+    for group in groups:
+        chain = _chain(group, records)
+        if common is None:
+            common = chain
+        else:
+            common = [mine for mine, theirs in zip(common, chain, strict=False) if mine == theirs]
+    return common[-1] if common else None
+
+
+def _chain(group: int | None, records: list[DrawnGroup]) -> list[int]:
+    """A frame and those around it, the outermost first."""
+    found = []
+    while group is not None:
+        found.append(group)
+        group = records[group].parent
+    return found[::-1]
+
+
+def _path_of(group: int | None, records: list[DrawnGroup]) -> str:
+    """The module path of the innermost frame that has one."""
+    for each in reversed(_chain(group, records)):
+        if records[each].module:
+            return records[each].module
+    return ""
+
+
+def _filled(groups: list[DrawnGroup], groups_of: list[int | None]) -> list[DrawnGroup]:
+    inside: dict[int, list[int]] = {}
+    for node, group in enumerate(groups_of):
+        if group is not None:
+            inside.setdefault(group, []).append(node)
+    return [replace(each, nodes=tuple(inside.get(i, ()))) for i, each in enumerate(groups)]

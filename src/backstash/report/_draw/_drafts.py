@@ -1,0 +1,134 @@
+"""From a folded tree to boxes and frames, each knowing which nodes of the graph it stands for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from ._records import DrawnGroup
+from ._text import clean
+from ._tree import Item
+
+__all__ = ["Draft", "Drafts", "draft"]
+
+
+@dataclass(slots=True)
+class Draft:
+    """A box to be: the run of nodes that it shows, and where that run is repeated."""
+
+    item: Item
+    group: int | None
+    repeats: int
+    offsets: list[int]
+    """From the shown run to every run that it stands for; the first is 0."""
+
+    def runs(self) -> Iterator[tuple[int, int]]:
+        """The first node and the end of every run."""
+        for offset in self.offsets:
+            yield self.item.first + offset, self.item.end + offset
+
+
+@dataclass(slots=True)
+class Drafts:
+    """All boxes that stand for nodes, and the frames."""
+
+    boxes: list[Draft] = field(default_factory=list)
+    groups: list[DrawnGroup] = field(default_factory=list)
+    box_of: list[int] = field(default_factory=list)
+    """For each node of the graph, its box."""
+    copies_of: list[tuple[int, ...]] = field(default_factory=list)
+    """For each node, which time it is of each repeat that it is in, the outermost first."""
+    repeats_of: list[tuple[int, ...]] = field(default_factory=list)
+    """For each box, the repeats that it is in, the outermost first."""
+
+
+@dataclass(slots=True)
+class _Visit:
+    item: Item
+    group: int | None
+    repeats: tuple[int, ...]
+    offsets: list[int]
+    copies: list[tuple[int, ...]]
+    times: Item | None = None
+    """The repeat whose only child this is: it gets the repeat's title instead of a frame of its own."""
+
+
+def draft(root: Item, classes: dict[str, str]) -> Drafts:
+    """Boxes and frames for ``root``; ``classes`` are of modules, by path."""
+    found = Drafts(box_of=[0] * root.end, copies_of=[()] * root.end)
+    repeats = 0
+    ahead = [_Visit(root, None, (), [0], [()])]
+    while ahead:
+        visit = ahead.pop()
+        item = visit.item
+        if not item.children:
+            _add_box(found, visit)
+            continue
+        group = visit.group
+        if item.kind == "repeat":
+            _repeat(visit, repeats)
+            repeats += 1
+        if _has_frame(item, visit.times):
+            group = len(found.groups)
+            found.groups.append(_frame(visit, classes, _path_around(visit.group, found.groups)))
+        times = item if item.kind == "repeat" and len(item.children) == 1 else None
+        for child in reversed(item.children):
+            inner = _Visit(child, group, visit.repeats, visit.offsets, visit.copies, times)
+            ahead.append(inner)
+    return found
+
+
+def _repeat(visit: _Visit, number: int) -> None:
+    item = visit.item
+    times = range(item.count)
+    visit.offsets = [each + time * item.period for each in visit.offsets for time in times]
+    visit.copies = [(*each, time) for each in visit.copies for time in times]
+    visit.repeats = (*visit.repeats, number)
+
+
+def _add_box(found: Drafts, visit: _Visit) -> None:
+    box = len(found.boxes)
+    repeats = visit.times.count if visit.times is not None else 1
+    found.boxes.append(Draft(visit.item, visit.group, repeats, visit.offsets))
+    found.repeats_of.append(visit.repeats)
+    for offset, copies in zip(visit.offsets, visit.copies, strict=True):
+        for index in range(visit.item.first + offset, visit.item.end + offset):
+            found.box_of[index] = box
+            found.copies_of[index] = copies
+
+
+def _has_frame(item: Item, times: Item | None) -> bool:
+    """A frame around one thing alone would say nothing; unless it says how often the thing is there."""
+    if item.kind == "repeat":
+        return len(item.children) > 1
+    if times is not None:
+        return True
+    return bool(item.path) and len(item.children) > 1
+
+
+def _path_around(group: int | None, groups: list[DrawnGroup]) -> str:
+    while group is not None and not groups[group].module:
+        group = groups[group].parent
+    return groups[group].module if group is not None else ""
+
+
+def _relative(path: tuple[str, ...], around: str) -> str:
+    whole = ".".join(path)
+    return whole.removeprefix(f"{around}.") if around else whole
+
+
+def _frame(visit: _Visit, classes: dict[str, str], around: str) -> DrawnGroup:
+    item, times = visit.item, visit.times
+    path = ".".join(item.path)
+    shown = _relative(item.path, around)
+    if item.kind == "repeat":
+        title, repeats, chained = f"{item.count} x", item.count, item.chained
+    elif times is not None:
+        name = classes.get(path, "")
+        span = f"{shown} … {_relative(times.last_path, around)}"
+        title = f"{times.count} x {name}  {span}" if name else f"{times.count} x {span}"
+        repeats, chained = times.count, times.chained
+    else:
+        name = classes.get(path, "")
+        title, repeats, chained = f"{shown}  {name}" if name else shown, 1, False
+    return DrawnGroup(clean(title.strip()), path, visit.group, (), repeats, chained)

@@ -1,0 +1,210 @@
+"""A graph, read once into lists of plain facts, in the order in which forward ran."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from ..._nodes.iterate import Outputs, iter_graph, roots_of
+from ..._nodes.labels import module_of
+from ._held import Held, Reader, sizes_of, storage_of
+from ._names import Names
+
+__all__ = ["Facts", "Leaf", "Op", "Root", "read"]
+
+_LEAF = "torch::autograd::AccumulateGrad"
+_MOST_PARTS = 40  # of a module's path; what is deeper counts as one name
+
+
+@dataclass(slots=True)
+class Op:
+    """A node that is no leaf."""
+
+    name: str
+    path: tuple[str, ...]
+    given: str
+    """What the caller calls its result, or ``""``."""
+    shape: tuple[str, ...] | None
+    dtype: str
+    held: list[Held]
+    inputs: list[tuple[int, int]] = field(default_factory=list)
+    """Places in ``Facts.ops``, each before this one's, and which output of theirs."""
+    leaves: list[int] = field(default_factory=list)
+    """Places in ``Facts.leaves``."""
+
+
+@dataclass(slots=True)
+class Leaf:
+    """A tensor whose gradient is accumulated."""
+
+    name: str
+    is_parameter: bool
+    shape: tuple[str, ...] | None
+    dtype: str
+    nbytes: int
+    storage: tuple[object, int] | None
+
+
+@dataclass(slots=True)
+class Root:
+    """What ``draw`` was given: one output, and the node or the leaf that it is of."""
+
+    op: int | None
+    leaf: int | None
+    output: int
+    shape: tuple[str, ...] | None
+    dtype: str
+
+
+@dataclass(slots=True)
+class Facts:
+    """A whole graph. It holds no node and no tensor."""
+
+    ops: list[Op]
+    leaves: list[Leaf]
+    roots: list[Root]
+    without_graph: int
+    """How many of the outputs need no gradient."""
+    labelled: int
+    """How many nodes have a module's path of their own."""
+    names: Names
+
+
+def read(outputs: Outputs, names: Names) -> Facts:
+    """Read everything that backward from ``outputs`` would reach."""
+    given = _several(outputs)
+    nodes = list(iter_graph(given))
+    leaves = [node for node in nodes if node.name() == _LEAF]
+    order = _forward_order([node for node in nodes if node.name() != _LEAF])
+    place_of_leaf = _by_first_use(leaves, order)
+    place = {node: index for index, node in enumerate(order)}
+    reader = Reader()
+    given_names = {tensor.grad_fn: name for name, tensor in names.made()}
+    ops = [_op(node, given_names.get(node, ""), reader) for node in order]
+    for op, node in zip(ops, order, strict=True):
+        for following, output in node.next_functions:
+            if following in place_of_leaf:
+                op.leaves.append(place_of_leaf[following])
+            elif following is not None:
+                op.inputs.append((place[following], output))
+    roots = [_root(each, place, place_of_leaf) for each in given if roots_of([each])]
+    read_leaves = [_leaf(node, index, names) for node, index in place_of_leaf.items()]
+    names.let_go()
+    return Facts(
+        ops=ops,
+        leaves=read_leaves,
+        roots=roots,
+        without_graph=len(given) - len(roots),
+        labelled=sum(bool(op.path) for op in ops),
+        names=names,
+    )
+
+
+def _several(outputs: Any) -> list[Any]:
+    if isinstance(outputs, Tensor) or hasattr(outputs, "next_functions") or _is_edge(outputs):
+        return [outputs]
+    return list(outputs) if isinstance(outputs, Iterable) else [outputs]
+
+
+def _is_edge(value: Any) -> bool:
+    return hasattr(value, "node") and hasattr(value, "output_nr")
+
+
+def _forward_order(nodes: list[Any]) -> list[Any]:
+    """``nodes``, which come consumers first, so that producers come first: as they were made, if it fits."""
+    place = {node: index for index, node in enumerate(nodes)}
+    uses: list[list[int]] = [[] for _ in nodes]
+    waiting = [0] * len(nodes)
+    for index, node in enumerate(nodes):
+        for following, _ in node.next_functions:
+            if following in place:
+                uses[place[following]].append(index)
+                waiting[index] += 1
+    ready = [(_made(node), -index) for index, node in enumerate(nodes) if not waiting[index]]
+    heapq.heapify(ready)
+    order = []
+    while ready:
+        index = -heapq.heappop(ready)[1]
+        order.append(nodes[index])
+        for user in uses[index]:
+            waiting[user] -= 1
+            if not waiting[user]:
+                heapq.heappush(ready, (_made(nodes[user]), -user))
+    return order
+
+
+def _by_first_use(leaves: list[Any], order: list[Any]) -> dict[Any, int]:
+    """Leaves with their numbers: the one that forward used first has the first."""
+    found = dict.fromkeys(leaves, -1)
+    count = 0
+    for node in order:
+        for following, _ in node.next_functions:
+            if found.get(following) == -1:
+                found[following] = count
+                count += 1
+    for leaf, number in found.items():
+        if number == -1:  # an output itself
+            found[leaf] = count
+            count += 1
+    return dict(sorted(found.items(), key=lambda pair: pair[1]))
+
+
+def _made(node: Any) -> int:
+    """The sequence number that autograd gave to a node when it was made."""
+    return int(node._sequence_nr()) if hasattr(node, "_sequence_nr") else 0
+
+
+def _op(node: Any, given: str, reader: Reader) -> Op:
+    made = getattr(node, "_input_metadata", None)  # of the gradient that comes in: the output's own
+    shape, dtype = None, ""
+    if made and not made[0].is_cpp_nested_tensor:
+        shape = tuple(str(size) for size in made[0].shape)
+        dtype = str(made[0].dtype).removeprefix("torch.")
+    path = split_path(module_of(node))
+    return Op(node.name(), path, given, shape, dtype, reader.read(node))
+
+
+def split_path(path: str) -> tuple[str, ...]:
+    """``"blocks.0.mlp"`` as its names; the names beyond the 40th are one."""
+    return tuple(path.split(".", _MOST_PARTS - 1)) if path else ()
+
+
+def _leaf(node: Any, index: int, names: Names) -> Leaf:
+    tensor = getattr(node, "variable", None)
+    if not isinstance(tensor, Tensor):
+        return Leaf(f"leaf {index} (gone)", False, None, "", 0, None)
+    shape = sizes_of(tensor)
+    name = names.of(tensor)
+    return Leaf(
+        name=name,
+        is_parameter=names.is_parameter(tensor),
+        shape=shape,
+        dtype=str(tensor.dtype).removeprefix("torch."),
+        nbytes=_leaf_bytes(tensor),
+        storage=storage_of(tensor),
+    )
+
+
+def _leaf_bytes(tensor: Tensor) -> int:
+    try:
+        return tensor.numel() * tensor.element_size()
+    except RuntimeError:
+        return 0
+
+
+def _root(given: Any, place: dict[Any, int], leaves: dict[Any, int]) -> Root:
+    (node,) = roots_of([given])
+    shape, dtype, output = None, "", 0
+    if isinstance(given, Tensor):
+        shape, dtype, output = (
+            sizes_of(given),
+            str(given.dtype).removeprefix("torch."),
+            given.output_nr,
+        )
+    elif _is_edge(given):
+        output = int(given.output_nr)
+    return Root(place.get(node), leaves.get(node), output, shape, dtype)

@@ -1,0 +1,173 @@
+"""What one node holds, as plain facts: saved tensors, and what a custom Function keeps on its ``ctx``.
+
+Only attributes are read. Nothing is unpacked, and no hook is called.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..._nodes import RECOMPUTED, SavedValue, look, saved
+
+__all__ = ["Held", "Reader", "sizes_of", "storage_of"]
+
+_RAW = "_raw_saved_"
+_MOST_WRAPPERS = 8
+
+
+@dataclass(slots=True)
+class Held:
+    """One tensor that a node holds."""
+
+    name: str
+    shape: tuple[str, ...] | None
+    dtype: str
+    nbytes: int | None
+    where: str
+    storage: tuple[object, int] | None
+    """An identity that two of the same memory share, and that memory's bytes; ``None``: not known."""
+
+
+class Reader:
+    """Reads nodes one by one; keeps what many of them share."""
+
+    def __init__(self) -> None:
+        self._recomputed: dict[int, dict[int, Any]] = {}
+
+    def read(self, node: Any) -> list[Held]:
+        """What ``node`` holds, in its own order."""
+        lists: dict[str, Any] = {}
+        found = [self._describe(node, value, lists) for value in saved(node)]
+        if isinstance(node, torch.autograd.function.BackwardCFunction):
+            found += _on_ctx(node)
+        return found
+
+    def _describe(self, node: Any, value: SavedValue, lists: dict[str, Any]) -> Held:
+        raw = _raw(node, value.name, lists)
+        packed = _quietly(raw, "data")
+        shape, dtype, nbytes = value.shape, value.dtype, value.nbytes
+        if isinstance(getattr(packed, "parts", None), dict):
+            return _in_parts(value.name, packed)
+        if value.where == RECOMPUTED:
+            known = self._metadata(raw, packed)
+            if known is not None:
+                shape, dtype = known.get("shape"), known.get("dtype")
+                nbytes = _bytes(shape, dtype)
+        name = str(dtype).removeprefix("torch.") if dtype is not None else ""
+        plain = nbytes if isinstance(nbytes, int) else None
+        return Held(value.name, _strings(shape), name, plain, value.where, _storage_below(packed))
+
+    def _metadata(self, raw: Any, holder: Any) -> dict[str, Any] | None:
+        """What ``torch.utils.checkpoint`` noted of a tensor that it did not keep."""
+        hook = _quietly(raw, "unpack_hook")
+        for cell in getattr(hook, "__closure__", None) or ():
+            frame = cell.cell_contents
+            holders = getattr(frame, "weak_holders", None)
+            notes = getattr(frame, "x_metadatas", None)
+            if isinstance(holders, list) and isinstance(notes, list):
+                if id(frame) not in self._recomputed:
+                    pairs = zip(holders, notes, strict=False)
+                    self._recomputed[id(frame)] = {id(weak()): note for weak, note in pairs}
+                found = self._recomputed[id(frame)].get(id(holder))
+                return found if isinstance(found, dict) else None
+        return None
+
+
+def _raw(node: Any, name: str, lists: dict[str, Any]) -> Any:
+    """autograd's own record of a saved tensor."""
+    base, bracket, index = name.partition("[")
+    if base not in lists:
+        lists[base] = _quietly(node, _RAW + base)
+    if not bracket:
+        return lists[base]
+    try:
+        return lists[base][int(index.rstrip("]"))]
+    except (IndexError, TypeError, ValueError):
+        return None
+
+
+def _quietly(owner: Any, name: str) -> Any:
+    try:
+        return getattr(owner, name, None)
+    except RuntimeError:  # freed
+        return None
+
+
+def _on_ctx(node: Any) -> list[Held]:
+    """Tensors that a Function put on its ``ctx`` by itself: no hook sees them."""
+    found = []
+    for key, value in list(vars(node).items()):
+        several = value if isinstance(value, (list, tuple)) else (value,)
+        for index, each in enumerate(several):
+            if isinstance(each, Tensor):
+                name = f"ctx.{key}" if several is not value else f"ctx.{key}[{index}]"
+                shape, dtype = sizes_of(each), str(each.dtype).removeprefix("torch.")
+                nbytes = _bytes(_quietly(each, "shape"), each.dtype)
+                found.append(Held(name, shape, dtype, nbytes, "in place", storage_of(each)))
+    return found
+
+
+def _in_parts(name: str, packed: Any) -> Held:
+    """A subclass that was taken apart: its own sizes, and the bytes and places of its parts."""
+    looks = [look(part) for part in packed.parts.values()]
+    nbytes = [
+        _bytes(getattr(each, "shape", None), each.dtype) for each, _ in looks if each is not None
+    ]
+    known = sum(each for each in nbytes if each is not None) if None not in nbytes else None
+    where = " and ".join(dict.fromkeys(where for _, where in looks)) or "hooks"
+    dtype = getattr(packed.kind, "__name__", "")
+    return Held(name, _strings(packed.shape), dtype, known, where, None)
+
+
+def _storage_below(packed: Any) -> tuple[object, int] | None:
+    """The memory that a packed object stands for, through what wraps it."""
+    for _ in range(_MOST_WRAPPERS):
+        if isinstance(packed, Tensor):
+            return storage_of(packed)
+        block = getattr(packed, "block", None)
+        if block is not None:
+            nbytes = getattr(block, "nbytes", None)
+            return (id(block), nbytes) if isinstance(nbytes, int) else None
+        if isinstance(packed, tuple) and [type(each) for each in packed[1:2]] == [int]:
+            packed = packed[0]  # what a stash left in place, and its version
+        else:
+            packed = getattr(packed, "packed_inside", None)
+    return None
+
+
+def storage_of(tensor: Tensor) -> tuple[object, int] | None:
+    """The identity and the bytes of a tensor's memory; ``None`` where it has no one storage."""
+    if type(tensor) not in (Tensor, torch.nn.Parameter):
+        return None  # a subclass may say anything of its storage
+    try:
+        storage = tensor.untyped_storage()
+        return storage._cdata, storage.nbytes()
+    except (NotImplementedError, RuntimeError):
+        return None
+
+
+def sizes_of(tensor: Any) -> tuple[str, ...] | None:
+    """A tensor's sizes as text; some are symbols (``"j1"``), and some tensors have none to tell."""
+    try:
+        return _strings(tensor.shape)
+    except RuntimeError:
+        return None
+
+
+def _strings(shape: Any) -> tuple[str, ...] | None:
+    return None if shape is None else tuple(str(size) for size in shape)
+
+
+def _bytes(shape: Any, dtype: Any) -> int | None:
+    if shape is None or dtype is None:
+        return None
+    nbytes = dtype.itemsize
+    for size in shape:
+        if not isinstance(size, int):
+            return None
+        nbytes *= size
+    return int(nbytes)

@@ -1,0 +1,152 @@
+"""Finding what is repeated: runs of nodes that do the same to the same shapes, wired the same way.
+
+The k-th time of a run may differ from the first only in which leaves it uses, and in that it uses what the
+time before made. Where the bytes of its saved tensors live does not count: half of the blocks on disk is
+still "12 x Block".
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from ._facts import Facts, Op
+from ._tree import Item, walk
+
+__all__ = ["find_repeats"]
+
+_SMALL_PERIODS = 4
+_COMMON_GAPS = 10
+_FEWEST_OPS = 16  # of a repeated run of bare operations: a short chain is clearer as it is
+_FEWEST_MODULES_OPS = 8  # of a module that is there twice
+
+
+def find_repeats(root: Item, facts: Facts) -> None:
+    """Put ``"repeat"`` items into the tree, for what stands there several times in a row."""
+    kinds = _Kinds(facts)
+    for item in reversed(list(walk(root))):
+        if item.kind == "module":
+            kinds.note(item)
+            item.children = _folded(item.children, kinds)
+
+
+class _Kinds:
+    """A number for each item: equal where two do the same to the same shapes, by themselves."""
+
+    def __init__(self, facts: Facts) -> None:
+        self.facts = facts
+        self._numbers: dict[object, int] = {}
+        self._of_op = [self._number(_signature(op, facts)) for op in facts.ops]
+        self._of_module: dict[int, int] = {}
+
+    def _number(self, key: object) -> int:
+        return self._numbers.setdefault(key, len(self._numbers))
+
+    def note(self, module: Item) -> None:
+        """Remember a module's number, before its children are folded."""
+        key = ("module", len(module.path), *(self.of(child) for child in module.children))
+        self._of_module[id(module)] = self._number(key)
+
+    def of(self, item: Item) -> int:
+        """The number of an operation, or of a module that was noted."""
+        return self._of_op[item.first] if item.kind == "op" else self._of_module[id(item)]
+
+    def wired_alike(self, one: Item, other: Item) -> bool:
+        """Whether two items of one number take their inputs from corresponding places."""
+        ops, shift = self.facts.ops, other.first - one.first
+        return all(
+            _same_source(mine, theirs, one.first, other.first)
+            for index in range(one.first, one.end)
+            for mine, theirs in zip(ops[index].inputs, ops[index + shift].inputs, strict=True)
+        )
+
+
+def _signature(op: Op, facts: Facts) -> object:
+    held = tuple((each.name, each.shape, each.dtype) for each in op.held)
+    leaves = tuple((facts.leaves[leaf].shape, facts.leaves[leaf].dtype) for leaf in op.leaves)
+    return op.name, op.shape, op.dtype, held, leaves, len(op.inputs)
+
+
+def _same_source(
+    mine: tuple[int, int], theirs: tuple[int, int], start: int, other_start: int
+) -> bool:
+    source, output = mine
+    other, other_output = theirs
+    if other == source < start:
+        return True  # both use one thing from before; which of its outputs may differ
+    if other - source == other_start - start and output == other_output:
+        return True
+    return source < start <= other < other_start  # the other uses what this one made
+
+
+def _folded(children: list[Item], kinds: _Kinds) -> list[Item]:
+    numbers = [kinds.of(child) for child in children]
+    runs = {k: _runs(children, numbers, k, kinds) for k in _periods(numbers)}
+    found, place = [], 0
+    while place < len(children):
+        best, most = 0, 0
+        for k, lengths in runs.items():
+            copies = lengths[place] // k + 1
+            if (copies - 1) * k > most and _is_worth(children, place, k, copies):
+                best, most = k, (copies - 1) * k
+        if best and _starts_better_later(children, place, best, runs[best]):
+            best = 0
+        if not best:
+            found.append(children[place])
+            place += 1
+            continue
+        copies = runs[best][place] // best + 1
+        found.append(_repeat(children[place : place + best * copies], best, copies, kinds.facts))
+        place += best * copies
+    return found
+
+
+def _periods(numbers: list[int]) -> list[int]:
+    """How many children one time may have: small counts, and the distances at which things come again."""
+    last: dict[int, int] = {}
+    gaps: Counter[int] = Counter()
+    for place, number in enumerate(numbers):
+        if number in last:
+            gaps[place - last[number]] += 1
+        last[number] = place
+    common = {gap for gap, _ in gaps.most_common(_COMMON_GAPS)}
+    small = {gap for gap in gaps if gap <= _SMALL_PERIODS}
+    return sorted(gap for gap in common | small if 2 * gap <= len(numbers))
+
+
+def _runs(children: list[Item], numbers: list[int], k: int, kinds: _Kinds) -> list[int]:
+    """For each place, how many children from there on are like the one ``k`` further."""
+    lengths = [0] * (len(children) + 1)
+    for place in range(len(children) - k - 1, -1, -1):
+        if numbers[place] == numbers[place + k]:
+            if kinds.wired_alike(children[place], children[place + k]):
+                lengths[place] = lengths[place + 1] + 1
+    return lengths
+
+
+def _is_worth(children: list[Item], place: int, k: int, copies: int) -> bool:
+    if copies < 2:
+        return False
+    nodes = children[place + k * copies - 1].end - children[place].first
+    if any(child.kind == "module" for child in children[place : place + k]):
+        return copies > 2 or nodes >= _FEWEST_MODULES_OPS
+    return copies > 2 and nodes >= _FEWEST_OPS
+
+
+def _starts_better_later(children: list[Item], place: int, k: int, lengths: list[int]) -> bool:
+    """Whether the run is as long from the next child on, and that one is a module as this one is not."""
+    if children[place].kind == "module" or children[place + 1].kind != "module":
+        return False
+    return lengths[place + 1] // k == lengths[place] // k
+
+
+def _repeat(children: list[Item], k: int, copies: int, facts: Facts) -> Item:
+    first, last = children[0], children[-1]
+    item = Item("repeat", first.first, last.end, first.path, children[:k], copies)
+    item.last_path = children[-k].path
+    period = item.period
+    item.chained = any(
+        source >= item.first and (source - item.first) // period < (index - item.first) // period
+        for index in range(item.first + period, item.first + 2 * period)
+        for source, _ in facts.ops[index].inputs
+    )
+    return item

@@ -1,0 +1,132 @@
+"""What boxes say of saved tensors: each by itself, or summed up where nodes were folded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from ._drafts import Draft
+from ._facts import Facts
+from ._held import Held
+from ._records import SAVED_ABOVE, DrawnTensor, Place
+from ._text import clean
+
+__all__ = ["Sums", "same_memory", "sum_up", "tensors_of"]
+
+_MOST_ROWS = 6
+
+
+@dataclass(slots=True)
+class Sums:
+    """Saved tensors of the whole graph."""
+
+    count: int = 0
+    nbytes: int = 0
+    """Bytes of their elements, as often as they are saved."""
+    unique_bytes: int = 0
+    """The same memory counted once, and no more than there is of it; leaves' memory left out."""
+    leaf_bytes: int = 0
+    """Memory of leaves that is saved: it would be there without a graph as well."""
+    unknown: int = 0
+    """How many have bytes that are not known."""
+    places: dict[str, list[int]] = field(default_factory=dict)
+    """For each place, how many tensors and bytes."""
+
+
+def sum_up(facts: Facts) -> Sums:
+    """Add up what all nodes hold."""
+    sums = Sums()
+    leaves = {leaf.storage for leaf in facts.leaves if leaf.storage is not None}
+    memory: dict[tuple[object, int], int] = {}
+    for op in facts.ops:
+        for held in op.held:
+            nbytes = held.nbytes or 0
+            sums.count += 1
+            sums.nbytes += nbytes
+            sums.unknown += held.nbytes is None
+            place = sums.places.setdefault(held.where, [0, 0])
+            place[0] += 1
+            place[1] += nbytes
+            if held.storage is None:
+                sums.unique_bytes += nbytes
+            else:
+                memory[held.storage] = memory.get(held.storage, 0) + nbytes
+    for storage, nbytes in memory.items():
+        needed = min(nbytes, storage[1])
+        if storage in leaves:
+            sums.leaf_bytes += needed
+        else:
+            sums.unique_bytes += needed
+    return sums
+
+
+def same_memory(facts: Facts) -> dict[int, str]:
+    """For saved tensors (by ``id``) whose memory was counted elsewhere: the leaf's name, or where."""
+    leaves = {
+        leaf.storage: leaf.name or ("a parameter" if leaf.is_parameter else "a leaf")
+        for leaf in facts.leaves
+        if leaf.storage is not None
+    }
+    seen: set[tuple[object, int]] = set()
+    found = {}
+    for op in facts.ops:
+        for held in op.held:
+            if held.storage in leaves:
+                found[id(held)] = leaves[held.storage]
+            elif held.storage in seen:
+                found[id(held)] = SAVED_ABOVE
+            elif held.storage is not None:
+                seen.add(held.storage)
+    return found
+
+
+def tensors_of(
+    box: Draft, facts: Facts, same: dict[int, str], by_dtype: bool
+) -> tuple[DrawnTensor, ...]:
+    """The rows of one box."""
+    ops = facts.ops
+    if box.item.kind == "op":
+        columns = zip(*(ops[first].held for first, _ in box.runs()), strict=True)
+        rows = [_row(column[0].name, column, same) for column in columns]
+        if len(rows) <= _MOST_ROWS:
+            return tuple(rows)
+        rest = [held for first, _ in box.runs() for held in ops[first].held[_MOST_ROWS - 1 :]]
+        more = _row(f"{len(rest):,} more", rest, same)
+        return (*rows[: _MOST_ROWS - 1], more)
+    groups: dict[str, list[Held]] = {}
+    for first, end in box.runs():
+        for op in ops[first:end]:
+            for held in op.held:
+                key = held.dtype if by_dtype else same.get(id(held), "") and "again"
+                groups.setdefault(key, []).append(held)
+    return tuple(_row(f"{len(held):,} saved", held, same) for _, held in sorted(groups.items()))
+
+
+def _row(name: str, all_held: Iterable[Held], same: dict[int, str]) -> DrawnTensor:
+    held = list(all_held)
+    places: dict[str, list[int]] = {}
+    for each in held:
+        place = places.setdefault(each.where, [0, 0])
+        place[0] += 1
+        place[1] += each.nbytes or 0
+    ordered = sorted(places.items(), key=lambda pair: -pair[1][1])
+    shapes, dtypes = {each.shape for each in held}, {each.dtype for each in held}
+    again = {same.get(id(each), "") for each in held}
+    return DrawnTensor(
+        name=clean(name),
+        shape=shapes.pop() if len(shapes) == 1 else None,
+        dtype=clean(dtypes.pop()) if len(dtypes) == 1 else "",
+        count=len(held),
+        nbytes=sum(each.nbytes or 0 for each in held),
+        unknown=sum(each.nbytes is None for each in held),
+        places=tuple(Place(clean(where), *counts) for where, counts in ordered),
+        same_as=clean(_agreed(again)),
+    )
+
+
+def _agreed(again: set[str]) -> str:
+    if "" in again:
+        return ""
+    if len(again) == 1:
+        return again.pop()
+    return SAVED_ABOVE if SAVED_ABOVE in again else "leaves'"
