@@ -11,7 +11,7 @@ from .held import Held, Routed, changed_in_place, running_node, version_of
 from .iterate import Outputs, iter_graph, roots_of
 from .labels import Labels, label_modules, module_of
 from .pairs import Pair, current_pair, own_pack, pop_owned, push, replace_current, take_all
-from .saved import RECOMPUTED, SavedValue, look, saved
+from .saved import RECOMPUTED, SavedValue, look, packed_of, saved
 
 __all__ = [
     "RECOMPUTED",
@@ -29,6 +29,7 @@ __all__ = [
     "look",
     "module_of",
     "own_pack",
+    "packed_of",
     "pop_owned",
     "push",
     "replace_current",

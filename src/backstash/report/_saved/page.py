@@ -1,0 +1,102 @@
+"""A report as what the page shows, and as plain values."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from .rows import Row, SavedTensorRow
+from .text import where_of
+
+if TYPE_CHECKING:
+    from .report import SavedReport
+
+__all__ = ["as_page", "as_values"]
+
+
+def as_values(report: SavedReport) -> dict[str, Any]:
+    """Everything a report says, as dicts, lists, numbers and strings."""
+    return {
+        "what": "backstash saved report",
+        "total_bytes": report.total_bytes,
+        "unique_bytes": report.unique_bytes,
+        "activation_bytes": report.activation_bytes,
+        "recomputed_bytes": report.recomputed_bytes,
+        "rows": [_row(row) for row in report.rows],
+        "by_op": [_row(row) for row in report.by_op()],
+        "by_dtype": [_row(row) for row in report.by_dtype()],
+        "by_kind": [_row(row) for row in report.by_kind()],
+        "waste": [asdict(each) for each in report.waste],
+        "advice": [asdict(each) for each in report.advice],
+        "budgets": [asdict(each) for each in report.budgets],
+        "notes": list(report.notes),
+        "tensors": [_tensor(each) for each in report.tensors],
+    }
+
+
+def _row(row: Row) -> dict[str, Any]:
+    names = ("name", "calls", "saves", "saved_bytes", "unique_bytes", "share", "recomputed_bytes")
+    return {name: getattr(row, name) for name in names} | {"where": dict(row.where)}
+
+
+def _tensor(row: SavedTensorRow) -> dict[str, Any]:
+    return {name: getattr(row, name) for name in SavedTensorRow.__slots__} | {
+        "dtype": str(row.dtype).removeprefix("torch."),
+        "device": str(row.device),
+        "shape": None if row.shape is None else [int(size) for size in row.shape],
+        "storages": list(row.storages),
+    }
+
+
+def as_page(report: SavedReport, title: str) -> dict[str, Any]:
+    """What :func:`~backstash.report.render_page` takes."""
+    return {
+        "title": title,
+        "subtitle": "What forward saved for backward",
+        "facts": _facts(report),
+        "modules": {
+            "columns": [
+                {"label": "module", "unit": "text"},
+                {"label": "unique", "unit": "bytes"},
+                {"label": "saved", "unit": "bytes"},
+                {"label": "share", "unit": "share"},
+                {"label": "calls", "unit": "count"},
+                {"label": "where", "unit": "text"},
+            ],
+            "rows": [
+                [
+                    row.name or "(outside any module)",
+                    row.unique_bytes,
+                    row.saved_bytes,
+                    row.share,
+                    row.calls,
+                    where_of(row),
+                ]
+                for row in report.rows
+            ],
+            "note": "Each storage is counted once, where it was first saved; parameters are not counted.",
+        },
+        "advice": [asdict(each) for each in report.advice],
+        "notes": [*(_waste_note(each) for each in report.waste[:20]), *report.notes],
+    }
+
+
+def _waste_note(each: Any) -> str:
+    from ...units import format_bytes
+
+    sizes = f"{format_bytes(each.nbytes)} could be {format_bytes(each.could_be_bytes)}"
+    return f"{sizes}, exactly: {each.what} ({each.tensors} in {each.name or 'no module'})."
+
+
+def _facts(report: SavedReport) -> list[dict[str, Any]]:
+    facts = [
+        ("Held for backward", report.unique_bytes, "each storage once, parameters not"),
+        ("Made by forward", report.activation_bytes, "of it, what was not there before"),
+        ("Saved in all", report.total_bytes, "as often as it was saved, parameters too"),
+    ]
+    if report.recomputed_bytes:
+        facts.append(("To be recomputed", report.recomputed_bytes, "let go by checkpointing"))
+    return [
+        {"label": label, "value": value, "unit": "bytes", "note": note}
+        for label, value, note in facts
+    ]

@@ -1,0 +1,58 @@
+"""Standing in for every hook pair that a thread pushes while a report is made.
+
+Only the innermost pair sees a save. A pair that is pushed inside the report's context would hide what it
+saves, so the call by which all of Python pushes pairs is replaced while there is a listener, on any thread,
+and put back when there is none. It stands in for pairs of the listener's own thread only.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["Pack", "StandIn", "Unpack", "listen", "push_unseen", "stop_listening"]
+
+Pack = Callable[[Tensor], Any]
+Unpack = Callable[[Any], Tensor]
+StandIn = Callable[[Pack, Unpack], tuple[Pack, Unpack]]
+
+_autograd: Any = torch._C._autograd
+_NAME = "_push_saved_tensors_default_hooks"
+_lock = threading.Lock()
+_local = threading.local()
+_state: dict[str, Any] = {"count": 0, "real": getattr(_autograd, _NAME)}
+
+
+def _push(pack: Pack, unpack: Unpack) -> None:
+    for stand_in in getattr(_local, "listeners", ()):
+        pack, unpack = stand_in(pack, unpack)
+    _state["real"](pack, unpack)
+
+
+def push_unseen(pack: Pack, unpack: Unpack) -> None:
+    """Push a pair as it is, past all listeners."""
+    (_state["real"] if _state["count"] else getattr(_autograd, _NAME))(pack, unpack)
+
+
+def listen(stand_in: StandIn) -> None:
+    """Replace each pair that this thread pushes by ``stand_in(pack, unpack)``, from now on."""
+    with _lock:
+        if _state["count"] == 0:
+            _state["real"] = getattr(_autograd, _NAME)
+            setattr(_autograd, _NAME, _push)
+        _state["count"] += 1
+    _local.listeners = (*getattr(_local, "listeners", ()), stand_in)
+
+
+def stop_listening(stand_in: StandIn) -> None:
+    """No longer replace pairs by ``stand_in``. On the thread that began."""
+    _local.listeners = tuple(each for each in _local.listeners if each is not stand_in)
+    with _lock:
+        _state["count"] -= 1
+        # Whoever replaced the call after us keeps theirs; ours then only hands on.
+        if _state["count"] == 0 and getattr(_autograd, _NAME) is _push:
+            setattr(_autograd, _NAME, _state["real"])

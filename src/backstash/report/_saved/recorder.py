@@ -1,0 +1,213 @@
+"""Writing down what is saved, under whichever hook pair is active, and changing nothing of what that pair does.
+
+At the bottom, the recorder's own pair hands each tensor to the pair around the context, or holds it in place
+with the version check that autograd leaves out under hooks. A pair that is entered inside the context is stood
+in for. A save that one pair hands to another is written down once, where it was made.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+from ..._nodes import RECOMPUTED, Held, Pair, current_pair, pop_owned
+from .calls import Calls, is_recomputing
+from .pairs import Pack, Unpack, listen, push_unseen, stop_listening
+from .save import Packed, Save
+from .storages import Storages, existing_tensors
+from .waste import find_waste
+
+__all__ = ["Recorder"]
+
+_CHECKPOINT = "torch.utils.checkpoint"
+_CACHING = "_CachingTorchDispatchMode"
+_task_id: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", lambda: -1)
+
+
+class Recorder:
+    """What a thread saves from :meth:`start` to :meth:`stop`.
+
+    Args:
+        model: for the paths of modules, and to know parameters and buffers.
+        look: look at the values of large CPU tensors, once each, for what they would allow.
+    """
+
+    def __init__(self, model: nn.Module | None, *, look: bool) -> None:
+        self._model = model
+        self._look = look
+        self._storages = Storages()
+        self._local = threading.local()
+        self._base: _Base | None = None
+        self._stand_in = self._stand_in_for  # one object, to be found again
+        self.calls = Calls(model, self._met, self._given)
+        self.saves: list[Save] = []
+        self.foreign: dict[str, int] = {}  # bytes that pairs of others took, by the pair's name
+        self.is_selective = False  # a checkpoint keeps outputs that no hook sees
+        self.not_looked = 0
+
+    # The context.
+
+    def start(self) -> None:
+        """Begin, on this thread. Raises ``RuntimeError`` where hooks are disabled."""
+        outer = current_pair()
+        base = _Base(self, outer)
+        push_unseen(base.pack, base.unpack)
+        self._base = base
+        self._storages.own_all(existing_tensors())
+        if self._model is not None:
+            for module in self._model.modules():
+                self._met(module)
+        listen(self._stand_in)
+
+    def stop(self) -> None:
+        """End. Raises ``UsageError`` where contexts are left in the wrong order; it has ended all the same."""
+        self._base = None
+        stop_listening(self._stand_in)
+        try:
+            pop_owned(self, "saved_report(...)")
+        finally:
+            self._storages.forget()
+            self.calls.end()
+            self._model = None
+
+    @property
+    def is_on(self) -> bool:
+        """Whether it is between start and stop."""
+        return self._base is not None
+
+    def _met(self, module: nn.Module) -> None:
+        for parameter in module._parameters.values():
+            self._storages.own(parameter, "parameter")
+        for buffer in module._buffers.values():
+            self._storages.own(buffer, "buffer")
+
+    def _given(self, arguments: list[Any]) -> None:
+        for each in arguments:
+            if isinstance(each, Tensor) and each.grad_fn is None:
+                self._storages.own(each, "input")
+
+    # The pairs.
+
+    def _stand_in_for(self, pack: Pack, unpack: Unpack) -> tuple[Pack, Unpack]:
+        has_stood_in = self in getattr(pack, "recorders", ())
+        if not self.is_on or has_stood_in or _is_recomputation(pack):
+            return pack, unpack
+
+        def stand_in(tensor: Tensor) -> Any:
+            return self.pack(tensor, pack, unpack)
+
+        # What is found by attributes of the pair's own pack is found by ours too.
+        functools.update_wrapper(stand_in, pack, assigned=())
+        marked: Any = stand_in
+        marked.__wrapped__ = _own(pack)
+        marked.recorders = (*getattr(pack, "recorders", ()), self)
+        return stand_in, Packed.get
+
+    def pack(self, tensor: Tensor, pack: Pack | None, unpack: Unpack) -> Packed:
+        """Write a save down, and hand it to ``pack``; without one, hold the tensor in place."""
+        if not self.is_on or getattr(self._local, "is_packing", False):
+            return Packed(Held(tensor) if pack is None else pack(tensor), unpack, None)
+        self._local.is_packing = True
+        try:
+            value = Held(tensor) if pack is None else pack(tensor)
+            save = self._save(tensor, pack, sys._getframe(1))
+            packed = Packed(value, unpack, save)
+            if save is not None and save.is_saved:
+                packed.storage = _identity(tensor)
+                save.where = packed.where()
+                if save.where in ("hooks", "copied", "compressed"):
+                    name = _name_of(pack)
+                    self.foreign[name] = self.foreign.get(name, 0) + save.unique_bytes
+            return packed
+        finally:
+            self._local.is_packing = False
+
+    def _save(self, tensor: Tensor, pack: Pack | None, frame: FrameType) -> Save | None:
+        if _task_id() != -1 and is_recomputing(frame):
+            return None
+        module, boundary = self.calls.running(frame)
+        stored, nbytes = self._storages.of(tensor)
+        save = Save(tensor, module, nbytes if stored else _nbytes_of(tensor))
+        if _module_of(pack) == _CHECKPOINT:
+            save.where = RECOMPUTED
+            self.is_selective |= _is_caching()
+        elif boundary:
+            save.boundary, save.op = boundary, "checkpoint"
+        save.looks_into(stored)
+        self.saves.append(save)
+        if self._look and save.is_saved and save.kind == "activation":
+            self._look_at(tensor, save)
+        return save
+
+    def _look_at(self, tensor: Tensor, save: Save) -> None:
+        found = find_waste(tensor)
+        if found is None:
+            self.not_looked += 1
+        elif found[1] < save.nbytes:
+            save.waste = found
+
+
+class _Base:
+    """The recorder's own pair, at the bottom of its context."""
+
+    __slots__ = ("left", "outer", "owner")
+
+    def __init__(self, owner: Recorder, outer: Pair | None) -> None:
+        self.owner = owner
+        self.outer = outer
+
+    def pack(self, tensor: Tensor) -> Packed:
+        if self.outer is None:
+            return self.owner.pack(tensor, None, Held.get)
+        return self.owner.pack(tensor, *self.outer)
+
+    def unpack(self, packed: Packed) -> Tensor:
+        return packed.get()
+
+
+def _is_recomputation(pack: Any) -> bool:
+    """Whether a pair is that of a checkpoint's second forward, whose saves do not last."""
+    return _module_of(pack) == _CHECKPOINT and "_recomputation_hook" in _own(pack).__qualname__
+
+
+def _is_caching() -> bool:
+    """Whether a selective checkpoint keeps outputs, past all hooks."""
+    return any(type(mode).__name__ == _CACHING for mode in _get_current_dispatch_mode_stack())
+
+
+def _own(pack: Any) -> Any:
+    """The pack hook that a context pushed, also when a wrapper stands in for it."""
+    return getattr(pack, "__wrapped__", pack)
+
+
+def _module_of(pack: Any) -> str:
+    return getattr(_own(pack), "__module__", None) or ""
+
+
+def _identity(tensor: Tensor) -> int:
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except (NotImplementedError, RuntimeError):
+        return 0
+
+
+def _nbytes_of(tensor: Tensor) -> int:
+    try:
+        return int(tensor.nbytes)
+    except (NotImplementedError, RuntimeError, TypeError, AttributeError):
+        return 0
+
+
+def _name_of(pack: Any) -> str:
+    pack = getattr(getattr(_own(pack), "__self__", None), "pack_hook", _own(pack))
+    code = getattr(pack, "__code__", None)
+    where = f" ({code.co_filename}:{code.co_firstlineno})" if code is not None else ""
+    return f"{getattr(pack, '__qualname__', None) or type(pack).__name__}{where}"

@@ -1,0 +1,256 @@
+"""``saved_report``: what a forward saves for backward, by module, operation, element type and kind."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from types import TracebackType
+from typing import Any
+
+from torch import nn
+
+from ...errors import UsageError
+from ...units import format_bytes
+from .._page import render_page
+from .advice import Advice, Budget, advise, budgets
+from .ops import find_ops
+from .page import as_page, as_values
+from .recorder import Recorder
+from .rows import Row, SavedTensorRow, Waste, add_up, describe, pattern, wasted
+from .save import Save
+from .text import as_rich, as_text
+
+__all__ = ["SavedReport", "saved_report"]
+
+
+def saved_report(model: nn.Module | None = None, *, look: bool = True) -> SavedReport:
+    """A context that writes down every tensor saved for backward on this thread, and moves nothing by itself.
+
+    Works inside and around a stash, any other saved-tensors hooks and ``torch.utils.checkpoint``: what they do
+    with a tensor, they still do, and the report says where it is. Entered once. After it, nothing of it is
+    left but what live graphs hold.
+
+    Args:
+        model: modules are called by their paths in it, and its parameters and buffers are known as such.
+            Without one, paths begin at the module that is called first.
+        look: look at the values of CPU tensors of at least 64 KiB, each storage once as it is saved, for masks,
+            indices and zeros that take more bytes than they need. Default ``True``.
+
+    What it cannot see: saves on other threads; what a custom function keeps other than by
+    ``save_for_backward``; what ``torch.compile`` keeps inside its graphs is told by the compiled call's module.
+    As under any hooks, ``torch.func.grad`` and the like refuse to run.
+
+    Raises:
+        UsageError: from ``__enter__``, when it was entered before; from ``__exit__``, when contexts are left in
+            the wrong order.
+        InplaceError: from backward, where plain PyTorch raises too: a saved tensor was changed in place.
+        RuntimeError: from ``__enter__``, where hooks are disabled.
+
+    >>> import torch
+    >>> model = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+    >>> with saved_report(model) as saved:
+    ...     loss = model(torch.ones(4, 8)).sum()
+    >>> [(row.module, row.calls, row.unique_bytes) for row in saved.rows]
+    [('0', 1, 128), ('1', 1, 128)]
+    """
+    if model is not None and not isinstance(model, nn.Module):
+        raise UsageError(f"saved_report({model!r}): allowed is an nn.Module, or nothing")
+    return SavedReport(model, look=look)
+
+
+class SavedReport:
+    """What :func:`saved_report` returns. It may be read within its context and at any time after.
+
+    Where a tensor is, is said as of now; of what backward has freed, as of its save or of the end of the
+    context. ``print`` it for the table.
+    """
+
+    def __init__(self, model: nn.Module | None, *, look: bool) -> None:
+        self._recorder = Recorder(model, look=look)
+        self._was_entered = False
+
+    def __enter__(self) -> SavedReport:
+        if self._was_entered:
+            raise UsageError("a saved report is entered once: make another by saved_report(...)")
+        self._was_entered = True
+        self._recorder.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            self._recorder.stop()
+        finally:
+            self._saves()
+
+    def _saves(self) -> list[Save]:
+        saves = self._recorder.saves
+        for save in saves:
+            save.update()
+        return saves
+
+    # Figures.
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of the elements of all saved tensors, as often as they were saved, parameters too."""
+        return sum(save.nbytes for save in self._recorder.saves if save.is_saved)
+
+    @property
+    def unique_bytes(self) -> int:
+        """Bytes of the storages that saved tensors look into, each counted once.
+
+        Those of parameters and buffers are left out: they are there without backward too.
+        """
+        return sum(save.unique_bytes for save in self._recorder.saves)
+
+    @property
+    def activation_bytes(self) -> int:
+        """Of ``unique_bytes``, those that forward made: without the inputs, which were there before."""
+        return sum(row.unique_bytes for row in self.by_kind() if row.name in ("activation", "view"))
+
+    @property
+    def recomputed_bytes(self) -> int:
+        """Bytes that ``torch.utils.checkpoint`` let go and backward will compute again; in no other figure.
+
+        Those of reentrant checkpointing are not known, since it saves nothing while it runs.
+        """
+        return sum(save.recomputed_bytes for save in self._recorder.saves)
+
+    # Rows.
+
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        """A row for each module that saved something itself, that with the most unique bytes first."""
+        return self.by_module()
+
+    @property
+    def tensors(self) -> tuple[SavedTensorRow, ...]:
+        """A row for each saved tensor, in the order of the saves."""
+        saves = self._saves()
+        find_ops(saves)
+        return tuple(describe(save) for save in saves)
+
+    def by_module(self, depth: int | None = None) -> tuple[Row, ...]:
+        """A row for each module, or for each path cut to ``depth`` names, with all that is below it."""
+        if depth is not None and depth < 1:
+            raise UsageError(f"by_module(depth={depth!r}): allowed are 1 and more, or None for all")
+        calls = self._recorder.calls
+        return add_up(
+            self._saves(),
+            lambda save: ".".join(save.module.split(".")[:depth]),
+            calls.counts if calls.exact else None,
+        )
+
+    def folded_rows(self) -> tuple[Row, ...]:
+        """As ``rows``, with modules whose paths differ in the first number only as one: ``"blocks.*.norm"``."""
+        counts: Counter[str] = Counter()
+        for path, count in self._recorder.calls.counts.items():
+            counts[pattern(path)] += count
+        exact = self._recorder.calls.exact
+        return add_up(self._saves(), lambda save: pattern(save.module), counts if exact else None)
+
+    def by_op(self) -> tuple[Row, ...]:
+        """A row for each kind of operation that tensors were saved for, by its node's name.
+
+        Names are found in the graph, while it is alive, or as backward runs; ``""`` where there was neither.
+        """
+        saves = self._saves()
+        find_ops(saves)
+        return add_up(saves, lambda save: save.op, None)
+
+    def by_dtype(self) -> tuple[Row, ...]:
+        """A row for each element type: ``"float32"``."""
+        return add_up(self._saves(), lambda save: str(save.dtype).removeprefix("torch."), None)
+
+    def by_kind(self) -> tuple[Row, ...]:
+        """A row for each of ``"parameter"``, ``"buffer"``, ``"input"``, ``"activation"`` and ``"view"``.
+
+        A ``"view"`` is a tensor in an activation's storage that was saved before, and holds nothing more.
+        """
+        return add_up(self._saves(), lambda save: save.kind, None)
+
+    # What follows from them.
+
+    @property
+    def waste(self) -> tuple[Waste, ...]:
+        """Masks, indices, zeros and parts of storages that could be held in fewer bytes, exactly."""
+        return wasted(self._saves())
+
+    @property
+    def advice(self) -> tuple[Advice, ...]:
+        """What to put where, and what that would save: reckoned from the sizes."""
+        return advise(self._saves())
+
+    @property
+    def budgets(self) -> tuple[Budget, ...]:
+        """What keeping everything, half, a tenth and nothing in place would cost: reckoned from the sizes."""
+        return budgets(self._saves())
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What the figures do not say, and what could not be known."""
+        recorder = self._recorder
+        size = format_bytes
+        notes = [
+            f"{size(nbytes)} went to the pack hook {name}: how many bytes it holds for them is not known"
+            for name, nbytes in recorder.foreign.items()
+        ]
+        if self.recomputed_bytes:
+            notes.append(
+                f"checkpointing let {size(self.recomputed_bytes)} go, to compute them again"
+            )
+        again = [save for save in recorder.saves if save.boundary == "reentrant checkpoint"]
+        if again:
+            notes.append(
+                f"reentrant checkpointing saved {len(again)} tensor(s) to compute from again; it saves "
+                "nothing else while it runs, so how much it let go is not known"
+            )
+        if recorder.is_selective:
+            notes.append(
+                "selective checkpointing keeps outputs that no hook sees: they are not counted"
+            )
+        if recorder.not_looked:
+            notes.append(
+                f"the values of {recorder.not_looked} large tensors could not be looked at"
+            )
+        if not recorder.calls.exact:
+            notes.append("a debugger or tracer is active: calls were not counted")
+        return tuple(notes)
+
+    # Where it goes.
+
+    def __str__(self) -> str:
+        return as_text(self)
+
+    def __rich__(self) -> Any:
+        return as_rich(self)
+
+    def to_json(self, path: str | os.PathLike[str]) -> None:
+        """Write everything to ``path`` as JSON; an existing file is replaced."""
+        with open(path, "w", encoding="utf-8") as file:
+            json.dump(as_values(self), file, indent=1, allow_nan=False)
+            file.write("\n")
+
+    def to_html(self, path: str | os.PathLike[str], *, title: str = "Saved for backward") -> None:
+        """Write the page to ``path``: one file, for a browser; an existing file is replaced."""
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(render_page(as_page(self, title)))
+
+    def to_pandas(self, *, tensors: bool = False) -> Any:
+        """``rows`` as a ``pandas.DataFrame``; ``tensors=True`` has a line for each saved tensor instead.
+
+        Raises:
+            ImportError: pandas is not installed; the message has the line that installs it.
+        """
+        try:
+            import pandas
+        except ImportError as error:
+            raise ImportError("to_pandas() needs pandas: pip install pandas") from error
+        kind, name = (SavedTensorRow, "tensors") if tensors else (Row, "rows")
+        return pandas.DataFrame(as_values(self)[name], columns=kind.__slots__)
