@@ -131,11 +131,6 @@ def _split(stats: dict[str, Any]) -> dict[str, Any]:
     parts = [
         {"name": "went down", "bytes": down, "key": "disk"},
         {"name": "stayed in place, within the budget", "bytes": stayed, "key": "keep"},
-        {
-            "name": "saved again, and not moved again",
-            "bytes": stats["deduplicated_bytes"],
-            "key": "ahead",
-        },
         *(
             {"name": f"left: {reason}", "bytes": each["nbytes"], "key": "left"}
             for reason, each in sorted(stats["left"].items(), key=lambda item: -item[1]["nbytes"])
@@ -149,6 +144,11 @@ def _notes(figures: dict[str, Any], line: Timeline) -> list[str]:
     found = [*figures["notes"], *figures["stats"]["notes"]]
     if figures["outcome"] not in ("finished", "exit 0"):
         found.insert(0, f"The script did not finish: {figures['outcome']}.")
+    again = figures["stats"]["deduplicated_bytes"]
+    if again:
+        found.append(
+            f"{format_bytes(again)} more were views of what was held already: they neither moved nor counted."
+        )
     recorded, count = len(line.steps), figures["steps"]["count"]
     if recorded and count > recorded:
         found.append(

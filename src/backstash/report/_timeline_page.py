@@ -13,7 +13,7 @@ __all__ = ["facts_of", "sections_of"]
 
 _BELOW = ("host_bytes", "disk_bytes")
 _STALLS = 50
-_LEAST_STALL_SECONDS = 1e-5
+_LEAST_STALL_SECONDS = 1e-3
 
 
 def facts_of(line: Timeline) -> list[dict[str, Any]]:
@@ -36,11 +36,13 @@ def _fact(label: str, value: Any, unit: str, note: str) -> dict[str, Any]:
 def sections_of(line: Timeline) -> dict[str, Any]:
     """``curve``, ``modules``, ``stalls`` and ``notes`` for :func:`render_page`."""
     began = line.began_seconds
+    stalls = _stalls(line, began)
+    quiet = ["No wait was as long as 1 ms."] if line.stalls and not stalls else []
     return {
         "curve": _curve(line, began) if line.levels else None,
         "modules": _modules(line, began) if line.modules else None,
-        "stalls": _stalls(line, began),
-        "notes": list(line.notes),
+        "stalls": stalls,
+        "notes": [*quiet, *line.notes],
     }
 
 

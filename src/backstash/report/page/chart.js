@@ -4,11 +4,24 @@
 
 const HEIGHT = 320, LEFT = 76, RIGHT = 12, TOP = 26, BOTTOM = 28;
 
+// The time of a recording: from what was held first to the last change.
+function wholeOf(curve) {
+  const begin = curve.seconds[0];
+  return [begin, Math.max(curve.seconds.at(-1), begin + 1e-6)];
+}
+
+// A time on the axis, in the unit of its neighbours.
+function tickLabel(time, tick) {
+  const [scale, unit] = tick < 1e-4 ? [1e6, "µs"] : tick < 0.1 ? [1e3, "ms"] : [1, "s"];
+  const places = Math.max(0, -Math.floor(Math.log10(tick * scale) + 1e-9));
+  return `${(Math.round(time / tick) * tick * scale).toFixed(places)} ${unit}`;
+}
+
 class Chart {
   constructor(curve, lives) {
     this.curve = curve;
     this.lives = lives;
-    this.range = [0, curve.seconds.at(-1) || 1e-6];
+    this.range = wholeOf(curve);
     this.at = 0;
     this.path = null;
     this.svg = drawn("svg", { class: "chart", height: HEIGHT, tabindex: 0, role: "slider" });
@@ -134,7 +147,7 @@ class Chart {
       if (phase.label !== "backward" || end - begin < 0.5) continue;
       this.svg.append(drawn("rect", { class: "backward", x: begin, y: TOP, width: end - begin, height: bottom - TOP }));
       if (end - begin > 70) {
-        this.svg.append(drawn("text", { class: "faint", x: end - 6, y: bottom - 6, "text-anchor": "end" }, "backward"));
+        this.svg.append(drawn("text", { x: end - 6, y: TOP + 14, "text-anchor": "end" }, "backward"));
       }
     }
     for (const mark of this.curve.marks || []) {
@@ -162,7 +175,7 @@ class Chart {
     const rough = span / Math.max(2, this.width / 110), power = 10 ** Math.floor(Math.log10(rough));
     const tick = [1, 2, 5, 10].find((each) => each * power >= rough) * power;
     for (let time = Math.ceil(this.range[0] / tick) * tick; time <= this.range[1] + tick / 1e6; time += tick) {
-      this.svg.append(drawn("text", { x: this.x(time), y: HEIGHT - 8, "text-anchor": "middle" }, seconds(Math.abs(time) < tick / 1e6 ? 0 : time)));
+      this.svg.append(drawn("text", { x: this.x(time), y: HEIGHT - 8, "text-anchor": "middle" }, tickLabel(time, tick)));
     }
   }
 

@@ -26,7 +26,9 @@ function facts() {
       fact.note ? element("dd", { class: "note" }, fact.note) : null,
       !known && fact.how ? element("dd", {}, element("details", {}, element("summary", {}, "How to measure it"), copyable(fact.how))) : null);
   });
-  return element("dl", { class: "facts", id: "facts" }, ...tiles);
+  const list = element("dl", { class: "facts", id: "facts" }, ...tiles);
+  list.style.setProperty("--across", tiles.length % 3 ? Math.min(4, tiles.length) : 3);
+  return list;
 }
 
 function split() {
@@ -45,8 +47,8 @@ function split() {
 }
 
 function ranges() {
-  const end = report.curve.seconds.at(-1) || 1e-6;
-  return [{ label: "whole recording", begin: 0, end },
+  const [begin, end] = wholeOf(report.curve);
+  return [{ label: "whole recording", begin, end },
     ...(report.curve.marks || []).map((mark) => ({ ...mark, label: `step ${mark.label}` }))];
 }
 
