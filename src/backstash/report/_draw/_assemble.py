@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import replace
 
 from ._drafts import Draft, Drafts
 from ._edges import Edges
-from ._facts import Facts, Leaf, Root
+from ._facts import Facts, Leaf, Op, Root
 from ._leaves import LeafBox, leaves_inside, place_leaves
 from ._records import DrawnEdge, DrawnGroup, DrawnNode
 from ._tensors import same_memory, tensors_of
@@ -72,13 +71,12 @@ def _node(box: Draft, facts: Facts, leaves: list[Leaf]) -> DrawnNode:
         name = clean(ops[0].name) if len(ops) == 1 else ""
         kind = "folded" if box.item.left_out else "module"
         classes = facts.names.classes
-        what = _counted(short_name(op.name) for op in ops)
+        what = _counted(ops, len(runs))
         if kind == "folded":
             label, detail = f"… {len(ops):,} nodes …", what
         else:
             label = clean(path) or "the whole graph"
             of_class = classes.get(path, "")
-            what = _counted(short_name(op.name) for op in sorted(ops, key=lambda op: not op.held))
             if len(ops) > 9 * len(runs):
                 what = f"{len(ops):,} nodes"
             detail = clean(f"{of_class}: {what}" if of_class else what)
@@ -92,19 +90,28 @@ def _node(box: Draft, facts: Facts, leaves: list[Leaf]) -> DrawnNode:
         dtype=ops[-1].dtype,
         detail=detail,
         nodes=len(ops) + len(leaves),
-        leaves=leaves_inside(leaves, path, box.repeats),
+        leaves=leaves_inside(leaves, box),
         repeats=box.repeats,
         tensors=(),
         nbytes=sum(leaf.nbytes for leaf in leaves),
     )
 
 
-def _counted(names: Iterable[str]) -> str:
-    """The commonest of ``names``, with how often each is there."""
-    counts = Counter(names).most_common()
-    parts = [f"{count:,} {clean(name)}" if count > 1 else clean(name) for name, count in counts[:3]]
-    rest = sum(count for _, count in counts[3:])
-    return ", ".join([*parts, f"{rest:,} others"] if rest else parts)
+def _counted(ops: list[Op], runs: int) -> str:
+    """The commonest kinds of ``ops``, those that save something first, each with how often it is there."""
+    counts = Counter(op.name for op in ops)
+    saving = {op.name for op in ops if op.held}
+    if any(count % runs for count in counts.values()):
+        runs = 1  # else all runs are alike, and one of them is told
+    kinds = sorted(counts, key=lambda name: (name not in saving, -counts[name]))
+    parts = []
+    for name in kinds[:3]:
+        count = counts[name] // runs
+        parts.append(f"{count:,} {short_name(name)}" if count > 1 else short_name(name))
+    rest = sum(counts[name] for name in kinds[3:]) // runs
+    if rest:
+        parts.append(f"{rest:,} other{'s' if rest > 1 else ''}")
+    return clean(", ".join(parts))
 
 
 def _leaf_node(box: LeafBox, facts: Facts, path: str) -> DrawnNode:

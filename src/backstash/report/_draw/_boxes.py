@@ -83,7 +83,7 @@ def measure(node: DrawnNode, *, frame_path: str, show_dtype: bool) -> BoxText:
     if node.kind == "operation":
         details.append(shortened(_relative(node.module, frame_path), _MOST_DETAIL))
     details = [detail for detail in details if detail and detail != frame_path]
-    if node.kind in ("parameter", "leaf", "output") or node.detail:
+    if node.kind in ("parameter", "leaf", "output"):
         _stacked(found, label, [*details, size] if size else details)
     else:
         _beside(found, label, size, details)

@@ -9,6 +9,8 @@ from ._records import DrawnGroup
 from ._text import clean
 from ._tree import Item
 
+_MOST_NAMES = 3
+
 __all__ = ["Draft", "Drafts", "draft"]
 
 
@@ -106,6 +108,21 @@ def _has_frame(item: Item, times: Item | None) -> bool:
     return bool(item.path) and len(item.children) > 1
 
 
+def _contents(item: Item, classes: dict[str, str]) -> str:
+    """What a repeated run consists of: modules by class, the number of nodes beside them."""
+    names = [
+        classes.get(".".join(child.path)) or child.path[-1]
+        for child in item.children
+        if child.kind == "module" or (child.kind == "fold" and not child.left_out)
+    ]
+    others = item.period - sum(c.end - c.first for c in item.children if c.kind != "op")
+    if not names:
+        return f"{item.period:,} nodes"
+    if len(names) > _MOST_NAMES:
+        names = [*names[: _MOST_NAMES - 1], f"{len(names) - _MOST_NAMES + 1} more"]
+    return f"({', '.join([*names, f'{others:,} more nodes'] if others else names)})"
+
+
 def _path_around(group: int | None, groups: list[DrawnGroup]) -> str:
     while group is not None and not groups[group].module:
         group = groups[group].parent
@@ -122,11 +139,12 @@ def _frame(visit: _Visit, classes: dict[str, str], around: str) -> DrawnGroup:
     path = ".".join(item.path)
     shown = _relative(item.path, around)
     if item.kind == "repeat":
-        title, repeats, chained = f"{item.count} x", item.count, item.chained
+        title = f"{item.count:,} x {_contents(item, classes)}"
+        repeats, chained = item.count, item.chained
     elif times is not None:
         name = classes.get(path, "")
         span = f"{shown} … {_relative(times.last_path, around)}"
-        title = f"{times.count} x {name}  {span}" if name else f"{times.count} x {span}"
+        title = f"{times.count:,} x {name}  {span}" if name else f"{times.count:,} x {span}"
         repeats, chained = times.count, times.chained
     else:
         name = classes.get(path, "")

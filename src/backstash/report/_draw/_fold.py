@@ -13,7 +13,8 @@ MOST_BOXES = 60
 """Boxes that a person reads without help: what ``depth=None`` opens modules to."""
 MOST_ASKED = 240
 """Boxes that are drawn at most, however deep was asked for."""
-_LENGTHS = (64, 40, 24, 16, 12, 8, 6, 4)
+_LENGTHS = (40, 24, 16, 12, 8, 6, 4)
+_VERY_LONG, _LENGTH_OF_VERY_LONG = 400, 12  # more of so many would not tell more
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +93,10 @@ def _opened(root: Item, depth: int) -> Item:
         item = ahead.pop()
         if item.kind == "module" and (len(item.path) >= depth or item.is_small):
             item.kind, item.children = "fold", []
-        item.children = [replace(each, children=list(each.children)) for each in item.children]
-        ahead += item.children
+        for place, each in enumerate(item.children):
+            if each.kind != "op":  # those are never changed
+                item.children[place] = inner = replace(each, children=list(each.children))
+                ahead.append(inner)
     return copy
 
 
@@ -112,10 +115,11 @@ def _shorten(root: Item, length: int) -> int:
     """Leave out the middle of every list of children that is longer than ``length``."""
     left_out = 0
     for item in walk(root):
-        extra = len(item.children) - length
+        kept = min(length, _LENGTH_OF_VERY_LONG) if len(item.children) > _VERY_LONG else length
+        extra = len(item.children) - kept
         if extra <= 0:
             continue
-        head = length // 2
+        head = kept // 2
         middle = item.children[head : head + extra + 1]
         gap = Item("fold", middle[0].first, middle[-1].end, item.path)
         gap.left_out = True

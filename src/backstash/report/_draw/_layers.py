@@ -20,6 +20,7 @@ _MOVES = 10
 _CELL_GAP = 22.0
 _BEND_GAP = 13.0
 _RANK_GAP = 34.0
+_PORT_GAP = 20.0
 _STRAIGHT = 6.0  # how much a bend wants to be in line, against a box
 
 
@@ -83,7 +84,7 @@ def arrange(
     _straighten(cells, ranks, links, chains)
     width = _shift(cells, ranks, title)
     height = _place_y(cells, ranks, links, header)
-    _route(cells, ranks, links, chains)
+    _route(cells, ranks, links, chains, header)
     return width, height
 
 
@@ -342,14 +343,20 @@ def _place_y(cells: list[Cell], ranks: list[list[int]], links: list[Link], heade
             cells[index].y = y + (height - cells[index].height if low else 0.0)
         if number == len(ranks) - 1:
             return y + height
-        y += height + (max(header, _RANK_GAP) if number == 0 and ports else _RANK_GAP)
+        y += height + (header + _PORT_GAP if number == 0 and ports else _RANK_GAP)
     return y
 
 
 def _route(
-    cells: list[Cell], ranks: list[list[int]], links: list[Link], chains: list[list[int]]
+    cells: list[Cell],
+    ranks: list[list[int]],
+    links: list[Link],
+    chains: list[list[int]],
+    header: float,
 ) -> None:
     floor = [max(cells[i].y + cells[i].height for i in rank) for rank in ranks]
+    if all(cells[index].kind == "top" for index in ranks[0]):
+        floor[0] = header  # straight past the title
     entering: dict[int, list[tuple[float, int]]] = {}
     for number, (link, chain) in enumerate(zip(links, chains, strict=True)):
         source = cells[link.source]

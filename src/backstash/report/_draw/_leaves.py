@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ._drafts import Drafts
+from ._drafts import Draft, Drafts
 from ._facts import Facts, Leaf
 from ._records import DrawnLeaf
 from ._text import clean
@@ -103,13 +103,15 @@ class _Classes:
         return list(found.values())
 
 
-def leaves_inside(leaves: list[Leaf], path: str, repeats: int) -> tuple[DrawnLeaf, ...]:
+def leaves_inside(leaves: list[Leaf], box: Draft) -> tuple[DrawnLeaf, ...]:
     """Rows for the leaves in a box: each by itself while they are few, those of one name together."""
     named: dict[str, list[Leaf]] = {}
+    depth = len(box.item.path)
     for leaf in leaves:
-        # The k-th of a repeated module has another path before the same name.
-        short = leaf.name.removeprefix(f"{path}.")
-        short = short.rpartition(".")[2] if repeats > 1 else short
+        parts = leaf.name.split(".")
+        # Each time that a module is repeated, it has another path before the same name.
+        inside = len(parts) > depth and (len(box.offsets) > 1 or parts[:depth] == [*box.item.path])
+        short = ".".join(parts[depth:]) if inside and " = " not in leaf.name else leaf.name
         named.setdefault(short or ("parameter" if leaf.is_parameter else "leaf"), []).append(leaf)
     if len(named) > _MOST_INSIDE:
         noun = "parameters" if all(leaf.is_parameter for leaf in leaves) else "leaves"

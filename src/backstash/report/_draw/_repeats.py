@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 
 from ._facts import Facts, Op
-from ._tree import Item, walk
+from ._tree import Item, common_path, walk
 
 __all__ = ["find_repeats"]
 
@@ -141,7 +141,8 @@ def _starts_better_later(children: list[Item], place: int, k: int, lengths: list
 
 def _repeat(children: list[Item], k: int, copies: int, facts: Facts) -> Item:
     first, last = children[0], children[-1]
-    item = Item("repeat", first.first, last.end, first.path, children[:k], copies)
+    path = common_path([child.path for child in children[:k]])
+    item = Item("repeat", first.first, last.end, path, children[:k], copies)
     item.last_path = children[-k].path
     period = item.period
     item.chained = any(

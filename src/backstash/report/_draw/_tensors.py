@@ -85,14 +85,9 @@ def tensors_of(
 ) -> tuple[DrawnTensor, ...]:
     """The rows of one box."""
     ops = facts.ops
-    if box.item.kind == "op":
-        columns = zip(*(ops[first].held for first, _ in box.runs()), strict=True)
-        rows = [_row(column[0].name, column, same) for column in columns]
-        if len(rows) <= _MOST_ROWS:
-            return tuple(rows)
-        rest = [held for first, _ in box.runs() for held in ops[first].held[_MOST_ROWS - 1 :]]
-        more = _row(f"{len(rest):,} more", rest, same)
-        return (*rows[: _MOST_ROWS - 1], more)
+    runs = [[op.held for op in ops[first:end] if op.held] for first, end in box.runs()]
+    if all(len(run) == 1 for run in runs) and len({len(run[0]) for run in runs}) == 1:
+        return _one_by_one([run[0] for run in runs], same)
     groups: dict[str, list[Held]] = {}
     for first, end in box.runs():
         for op in ops[first:end]:
@@ -100,6 +95,16 @@ def tensors_of(
                 key = held.dtype if by_dtype else same.get(id(held), "") and "again"
                 groups.setdefault(key, []).append(held)
     return tuple(_row(f"{len(held):,} saved", held, same) for _, held in sorted(groups.items()))
+
+
+def _one_by_one(runs: list[list[Held]], same: dict[int, str]) -> tuple[DrawnTensor, ...]:
+    """A row for each thing that one operation saves, every time that it is there."""
+    columns = [list(column) for column in zip(*runs, strict=True)]
+    rows = [_row(column[0].name, column, same) for column in columns[:_MOST_ROWS]]
+    if len(columns) > _MOST_ROWS:
+        rest = [held for column in columns[_MOST_ROWS - 1 :] for held in column]
+        rows[-1] = _row(f"{len(rest):,} more", rest, same)
+    return tuple(rows)
 
 
 def _row(name: str, all_held: Iterable[Held], same: dict[int, str]) -> DrawnTensor:

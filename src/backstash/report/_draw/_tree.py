@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from ._facts import Facts
 
-__all__ = ["Item", "grow", "inferred_paths", "walk"]
+__all__ = ["Item", "common_path", "grow", "inferred_paths", "walk"]
 
 
 @dataclass(slots=True)
@@ -81,23 +81,19 @@ def _shared(one: tuple[str, ...], other: tuple[str, ...]) -> int:
 def inferred_paths(facts: Facts) -> list[tuple[str, ...]]:
     """Where nodes have no labels: the paths that the names of their parameters tell.
 
-    A node that uses a named leaf, directly or through nodes that use nothing else (a transposed weight),
-    is of the module whose leaf it is. What ran between two such nodes is of the innermost module that has
-    both. This is a guess, and the drawing says so.
+    A node that uses a named leaf, directly or through nodes that save nothing (a transposed weight), is of
+    the module whose leaf it is. What ran between two such nodes is of the innermost module that has both.
+    This is a guess, and the drawing says so.
     """
     own: list[tuple[str, ...] | None] = []
     from_leaves: list[bool] = []
     for op in facts.ops:
         found = [_module_of_leaf(facts.leaves[leaf].name) for leaf in op.leaves]
-        only = bool(op.leaves or op.inputs)
-        for source, _ in op.inputs:
-            if from_leaves[source]:
-                found.append(own[source])
-            else:
-                only = False
+        found += [own[source] for source, _ in op.inputs if from_leaves[source]]
         known = [path for path in found if path]
-        own.append(_common(known) if known else None)
-        from_leaves.append(only and bool(known))
+        own.append(common_path(known) if known else None)
+        is_view = len(op.leaves) + len(op.inputs) == 1 and not op.held
+        from_leaves.append(is_view and bool(known))
     return _filled(own)
 
 
@@ -106,7 +102,8 @@ def _module_of_leaf(name: str) -> tuple[str, ...] | None:
     return tuple(first.split(".")[:-1]) or None
 
 
-def _common(paths: list[tuple[str, ...]]) -> tuple[str, ...]:
+def common_path(paths: list[tuple[str, ...]]) -> tuple[str, ...]:
+    """The names that all ``paths`` begin with."""
     shared = paths[0]
     for path in paths[1:]:
         shared = shared[: _shared(shared, path)]
@@ -123,7 +120,7 @@ def _filled(own: list[tuple[str, ...] | None]) -> list[tuple[str, ...]]:
     seen_any = False
     for index, path in enumerate(own):
         if path is None:
-            path = _common([before, following[index]]) if seen_any else ()
+            path = common_path([before, following[index]]) if seen_any else ()
         else:
             before, seen_any = path, True
         found.append(path)
