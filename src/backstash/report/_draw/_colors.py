@@ -114,10 +114,10 @@ class Colors:
 
 
 def _telling_length(nodes: Sequence[DrawnNode]) -> int:
-    """How many names of a path tell modules apart: as few as give at least two kinds."""
+    """How many names of a path tell modules apart: as many as there are colours for."""
     paths = [node.module.split(".") for node in nodes if node.module]
     longest = max((len(path) for path in paths), default=1)
-    for length in range(1, longest + 1):
-        if len({tuple(path[:length]) for path in paths}) > 1:
+    for length in range(longest, 1, -1):
+        if len({tuple(path[:length]) for path in paths}) <= _CATEGORIES:
             return length
-    return longest
+    return 1

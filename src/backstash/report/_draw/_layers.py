@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 __all__ = ["Cell", "Link", "arrange"]
 
 _SWEEPS = 12
-_MOVES = 10
+_MOVES = 40
 _CELL_GAP = 22.0
 _BEND_GAP = 13.0
 _RANK_GAP = 34.0

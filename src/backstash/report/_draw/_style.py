@@ -41,15 +41,15 @@ _LIGHT = (
     *("#ffe2bd", "#4a2800", "#f0a040"),
     *("#e8710a", "#8b3fd1", "#0a7d78", "#c2247c", "#9a8500", "#a7b0bd", "#39424f"),
     *("#f9d3d0", "#cfe6f7", "#d5efd0", "#f5e6ae", "#e2d6f6", "#fbd5ea", "#cdeee9", "#e4dccd"),
-    *("#f3f4f6", "#fde3bd", "#fcc37b", "#f79a3e", "#ee7415"),
+    *("#f3f4f6", "#fde3bd", "#fcc37b", "#f9a54f", "#f28c28"),
 )
 _DARK = (
     *("#e7ebf1", "#a3adbb", "#12161c", "#3b4553", "#191f27", "#5b6778", "#7f8b9c"),
     *("#252d38", "#2c3644", "#173a63", "#4f8fdc", "#372a60", "#8d76d6", "#1c4426", "#58a85a"),
     *("#74430e", "#ffe9cc", "#b8741c"),
     *("#ff9233", "#b98aff", "#2fc2b8", "#ff6db5", "#d9c23a", "#6d7888", "#dfe5ec"),
-    *("#5c2b29", "#1f4560", "#27512a", "#56481a", "#43316a", "#5d2749", "#1d5049", "#4c4434"),
-    *("#252d38", "#4a2f12", "#6a4012", "#8a5210", "#a85f0a"),
+    *("#552826", "#1b3c54", "#1f4222", "#46390f", "#3c2b60", "#532241", "#173f3a", "#3f382b"),
+    *("#252d38", "#47300f", "#5f3c10", "#78490e", "#93560a"),
 )
 
 
@@ -86,6 +86,7 @@ _RULES = """
 .bs-graph .box.output{fill:var(--g-output);stroke:var(--g-output-edge)}
 .bs-graph .band{fill:var(--g-saved);stroke:none}
 .bs-graph .band.parameter,.bs-graph .band.leaf{stroke:none}
+.bs-graph .chip{stroke:var(--g-saved-ink);stroke-width:.6}
 .bs-graph .swatch{stroke:var(--g-edge)}
 .bs-graph .wire{fill:none;stroke:var(--g-wire);stroke-width:1.2}
 .bs-graph .arrow{fill:var(--g-wire)}

@@ -197,7 +197,7 @@ def _box_lines(
 def _chip(tensor: DrawnTensor, x: float, y: float, colors: Colors) -> Iterator[str]:
     for share in colors.chip(tensor):
         width = 8.0 * share.part
-        yield f'<rect class="{share.style}" x="{x:.2f}" y="{_n(y)}" width="{width:.2f}" height="8"/>'
+        yield f'<rect class="chip {share.style}" x="{x:.2f}" y="{_n(y)}" width="{width:.2f}" height="8"/>'
         x += width
 
 

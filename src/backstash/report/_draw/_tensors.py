@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from ..._nodes import RECOMPUTED
 from ._drafts import Draft
 from ._facts import Facts
 from ._held import Held
@@ -47,6 +48,8 @@ def sum_up(facts: Facts) -> Sums:
             place = sums.places.setdefault(held.where, [0, 0])
             place[0] += 1
             place[1] += nbytes
+            if held.where == RECOMPUTED:
+                continue  # there is no memory of it now
             if held.storage is None:
                 sums.unique_bytes += nbytes
             else:
