@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ...units import format_bytes
-from .save import Save
+from .replay import movable_peak_bytes, peak_bytes, replay
+from .save import Found
 
-__all__ = ["Advice", "Budget", "advise", "budgets", "movable_bytes"]
+__all__ = ["Advice", "Budget", "advise", "budgets"]
 
-_MIN_BYTES = 64 << 10  # the default of Stash(min_bytes=...)
 _WINDOW_BYTES = 128 << 20  # of Stash(inflight=...)
 _WORTH_BYTES = 16 << 20
 _SHARES = (("everything", 1.0), ("half", 0.5), ("a tenth", 0.1), ("nothing", 0.0))
@@ -36,35 +35,24 @@ class Budget:
     keep_bytes: int
     """The budget."""
     moved_bytes: int
-    """Bytes that each forward would move down, and each backward up."""
+    """Bytes that would move down in forward and, if backward uses them, up again."""
     memory_bytes: int
-    """Bytes of saved tensors in memory when forward ends, with those still on their way."""
+    """The most bytes of saved tensors in memory at once, with those still on their way down."""
     code: str
-    """The line to paste."""
+    """The line to paste; ``""`` for everything, which needs no stash."""
 
 
-def movable_bytes(saves: Sequence[Save]) -> int:
-    """Bytes of forward's own storages that a stash would move: large enough, in place, of the CPU."""
-    return sum(
-        each.nbytes
-        for save in saves
-        if save.is_saved and save.where == "in place"
-        for each in save.first
-        if each.kind == "activation" and each.device.type == "cpu" and each.nbytes >= _MIN_BYTES
-    )
-
-
-def budgets(saves: Sequence[Save]) -> tuple[Budget, ...]:
+def budgets(found: Found) -> tuple[Budget, ...]:
     """What it would cost to keep everything, half, a tenth and nothing of what can move."""
-    movable = movable_bytes(saves)
-    held = sum(save.unique_bytes for save in saves)
-    found = []
+    movable = movable_peak_bytes(found.lives)
+    rows = []
     for name, share in _SHARES:
         keep = _rounded(int(movable * share))
-        moved = max(0, movable - keep)
-        memory = held - moved + min(moved, _WINDOW_BYTES)
-        found.append(Budget(name, keep, moved, memory, _line(keep, movable)))
-    return tuple(found)
+        would = replay(found.lives, keep)
+        memory = would.memory_peak_bytes + min(would.moved_bytes, _WINDOW_BYTES)
+        code = _line(keep) if share < 1 else ""
+        rows.append(Budget(name, keep, would.moved_bytes, memory, code))
+    return tuple(rows)
 
 
 def _rounded(nbytes: int) -> int:
@@ -72,47 +60,43 @@ def _rounded(nbytes: int) -> int:
     return -(-nbytes >> 20) << 20 if nbytes >= 1 << 20 else nbytes
 
 
-def _line(keep: int, movable: int) -> str:
+def _line(keep: int) -> str:
     if keep == 0:
         return f'Stash(disk="{_PLACE}")'
     size = f'"{keep >> 20}MiB"' if keep >= 1 << 20 else str(keep)
     return f'Stash(keep={size}, disk="{_PLACE}")'
 
 
-def advise(saves: Sequence[Save]) -> tuple[Advice, ...]:
+def advise(found: Found) -> tuple[Advice, ...]:
     """What to put where; the first is what saves most."""
-    movable = movable_bytes(saves)
-    held = sum(save.unique_bytes for save in saves)
-    size = format_bytes
+    peak = peak_bytes(found.lives)
+    rows = {row.name: row for row in budgets(found)}
+    movable = rows["everything"].keep_bytes
     if movable < _WORTH_BYTES:
-        return (Advice(_why_nothing(saves, movable, held), ""),)
-    kept = {budget.name: budget for budget in budgets(saves)}
-    found = []
-    for name in ("nothing", "half"):
-        budget = kept[name]
-        window = min(budget.moved_bytes, _WINDOW_BYTES)
-        found.append(
-            Advice(
-                f"moves {size(budget.moved_bytes)} down in forward and up again in backward; "
-                f"saved tensors then take {size(budget.memory_bytes)} of memory when forward ends "
-                f"instead of {size(held)}, {size(window)} of that on its way to the disk",
-                budget.code,
-            )
-        )
-    return tuple(found)
-
-
-def _why_nothing(saves: Sequence[Save], movable: int, held: int) -> str:
+        return (Advice(_why_nothing(found, movable, peak), ""),)
     size = format_bytes
-    below = [save for save in saves if save.is_saved and save.where in ("disk", "keep", "host")]
-    other = sum(save.unique_bytes for save in saves if save.device.type != "cpu")
-    if other > held // 2:
-        return (
-            f"{size(other)} are on an accelerator; what a stash would do there is not reckoned yet"
+    texts = []
+    for name in ("nothing", "half"):
+        row = rows[name]
+        window = min(row.moved_bytes, _WINDOW_BYTES)
+        text = (
+            f"at most {size(row.memory_bytes)} of saved tensors in memory instead of {size(peak)}, "
+            f"{size(window)} of it on the way down; {size(row.moved_bytes)} move down and up again"
         )
+        texts.append(Advice(text, row.code))
+    return tuple(texts)
+
+
+def _why_nothing(found: Found, movable: int, peak: int) -> str:
+    size = format_bytes
+    other = below = 0
+    for save in found.saves:
+        other += save.unique_bytes if save.device.type != "cpu" else 0
+        below += save.unique_bytes if save.where in ("disk", "keep", "host") else 0
     if below:
-        held_below = sum(save.unique_bytes for save in below)
-        return f"a stash has {size(held_below)} of {size(held)} already; {size(movable)} more could move"
-    if not held:
+        return f"a stash has {size(below)} already; {size(movable)} more could move"
+    if other > peak // 2:
+        return f"{size(other)} are on an accelerator: what a stash would do there is not reckoned"
+    if not peak:
         return "nothing was saved that is not there without backward too"
-    return f"only {size(movable)} of {size(held)} could move: a stash would gain little"
+    return f"{size(movable)} of {size(peak)} could move: a stash would gain little"

@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from ..._modules import module_path
+from .save import Found
 
 __all__ = ["Calls", "is_recomputing"]
 
@@ -45,6 +46,7 @@ class Calls:
         model: its modules are called what ``named_modules()`` calls them; others by the module that runs them.
         met: called with each module when it is first met running.
         given: called with the tensors that an outermost call was given.
+        found: where calls are counted.
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class Calls:
         model: nn.Module | None,
         met: Callable[[nn.Module], None],
         given: Callable[[list[Any]], None],
+        found: Found,
     ) -> None:
         self._serial = next(_serials)
         self._names: dict[int, str] = {}
@@ -64,9 +67,7 @@ class Calls:
         self._below: dict[tuple[int, int], str] = {}
         self._modules: dict[int, nn.Module] = {}  # held, so that their ids are not given out again
         self._met, self._given = met, given
-        self.counts: Counter[str] = Counter()
-        self.classes: dict[str, str] = {}
-        self.exact = True
+        self.found = found
 
     def running(self, frame: FrameType | None) -> tuple[str, str]:
         """(the path of the innermost module that runs; the kind of checkpoint that itself saves, or "")."""
@@ -103,11 +104,9 @@ class Calls:
             frame.f_trace = mark = _Mark()
         if type(mark) is _Mark:
             mark.prefixes[self._serial] = found
-            path = self._shown(*found)
-            self.counts[path] += 1
-            self.classes.setdefault(path, type(module).__name__)
+            self.found.calls[self._shown(*found)] += 1
         else:
-            self.exact = False
+            self.found.has_calls = False
         return found
 
     def _prefix(self, module: nn.Module, above: tuple[str, nn.Module] | None) -> str:

@@ -20,6 +20,7 @@ def as_values(report: SavedReport) -> dict[str, Any]:
         "what": "backstash saved report",
         "total_bytes": report.total_bytes,
         "unique_bytes": report.unique_bytes,
+        "peak_bytes": report.peak_bytes,
         "activation_bytes": report.activation_bytes,
         "recomputed_bytes": report.recomputed_bytes,
         "rows": [_row(row) for row in report.rows],

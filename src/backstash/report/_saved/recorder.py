@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from ..._nodes import RECOMPUTED, Held, Pair, current_pair, pop_owned
 from .calls import Calls, is_recomputing
 from .pairs import Pack, Unpack, listen, push_unseen, stop_listening
-from .save import Packed, Save
+from .save import Found, Packed, Save
 from .storages import Storages, existing_tensors
 from .waste import find_waste
 
@@ -47,11 +47,8 @@ class Recorder:
         self._local = threading.local()
         self._base: _Base | None = None
         self._stand_in = self._stand_in_for  # one object, to be found again
-        self.calls = Calls(model, self._met, self._given)
-        self.saves: list[Save] = []
-        self.foreign: dict[str, int] = {}  # bytes that pairs of others took, by the pair's name
-        self.is_selective = False  # a checkpoint keeps outputs that no hook sees
-        self.not_looked = 0
+        self.found = Found()
+        self._calls = Calls(model, self._met, self._given, self.found)
 
     # The context.
 
@@ -74,9 +71,16 @@ class Recorder:
         try:
             pop_owned(self, "saved_report(...)")
         finally:
-            self._storages.forget()
-            self.calls.end()
+            self._storages.close()
+            self._calls.end()
             self._model = None
+
+    def take(self) -> Found:
+        """What was found since the start or the last call; what follows is found apart from it."""
+        taken, self.found = self.found, Found()
+        self._calls.found = self.found
+        self._storages.forget()
+        return taken
 
     @property
     def is_on(self) -> bool:
@@ -114,18 +118,19 @@ class Recorder:
     def pack(self, tensor: Tensor, pack: Pack | None, unpack: Unpack) -> Packed:
         """Write a save down, and hand it to ``pack``; without one, hold the tensor in place."""
         if not self.is_on or getattr(self._local, "is_packing", False):
-            return Packed(Held(tensor) if pack is None else pack(tensor), unpack, None)
+            return Packed(Held(tensor) if pack is None else pack(tensor), unpack)
         self._local.is_packing = True
         try:
             value = Held(tensor) if pack is None else pack(tensor)
             save = self._save(tensor, pack, sys._getframe(1))
-            packed = Packed(value, unpack, save)
-            if save is not None and save.is_saved:
-                packed.storage = _identity(tensor)
-                save.where = packed.where()
-                if save.where in ("hooks", "copied", "compressed"):
-                    name = _name_of(pack)
-                    self.foreign[name] = self.foreign.get(name, 0) + save.unique_bytes
+            if save is None or not save.is_saved:
+                return Packed(value, unpack, save)
+            packed = Packed(value, unpack, save, self.found.lives)
+            packed.storage = _identity(tensor)
+            save.where = packed.where()
+            if save.where in ("hooks", "copied", "compressed"):
+                name, foreign = _name_of(pack), self.found.foreign
+                foreign[name] = foreign.get(name, 0) + save.unique_bytes
             return packed
         finally:
             self._local.is_packing = False
@@ -133,16 +138,16 @@ class Recorder:
     def _save(self, tensor: Tensor, pack: Pack | None, frame: FrameType) -> Save | None:
         if _task_id() != -1 and is_recomputing(frame):
             return None
-        module, boundary = self.calls.running(frame)
+        module, boundary = self._calls.running(frame)
         stored, nbytes = self._storages.of(tensor)
         save = Save(tensor, module, nbytes if stored else _nbytes_of(tensor))
         if _module_of(pack) == _CHECKPOINT:
             save.where = RECOMPUTED
-            self.is_selective |= _is_caching()
+            self.found.is_selective |= _is_caching()
         elif boundary:
             save.boundary, save.op = boundary, "checkpoint"
         save.looks_into(stored)
-        self.saves.append(save)
+        self.found.saves.append(save)
         if self._look and save.is_saved and save.kind == "activation":
             self._look_at(tensor, save)
         return save
@@ -150,7 +155,7 @@ class Recorder:
     def _look_at(self, tensor: Tensor, save: Save) -> None:
         found = find_waste(tensor)
         if found is None:
-            self.not_looked += 1
+            self.found.not_looked += 1
         elif found[1] < save.nbytes:
             save.waste = found
 

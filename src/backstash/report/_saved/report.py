@@ -17,8 +17,9 @@ from .advice import Advice, Budget, advise, budgets
 from .ops import find_ops
 from .page import as_page, as_values
 from .recorder import Recorder
+from .replay import peak_bytes
 from .rows import Row, SavedTensorRow, Waste, add_up, describe, pattern, wasted
-from .save import Save
+from .save import Found, Save
 from .text import as_rich, as_text
 
 __all__ = ["SavedReport", "saved_report"]
@@ -56,7 +57,8 @@ def saved_report(model: nn.Module | None = None, *, look: bool = True) -> SavedR
     """
     if model is not None and not isinstance(model, nn.Module):
         raise UsageError(f"saved_report({model!r}): allowed is an nn.Module, or nothing")
-    return SavedReport(model, look=look)
+    recorder = Recorder(model, look=look)
+    return SavedReport(recorder, recorder.found)
 
 
 class SavedReport:
@@ -66,14 +68,13 @@ class SavedReport:
     context. ``print`` it for the table.
     """
 
-    def __init__(self, model: nn.Module | None, *, look: bool) -> None:
-        self._recorder = Recorder(model, look=look)
-        self._was_entered = False
+    def __init__(self, recorder: Recorder | None, found: Found) -> None:
+        self._recorder = recorder
+        self._found = found
 
     def __enter__(self) -> SavedReport:
-        if self._was_entered:
+        if self._recorder is None or self._recorder.is_on:
             raise UsageError("a saved report is entered once: make another by saved_report(...)")
-        self._was_entered = True
         self._recorder.start()
         return self
 
@@ -83,13 +84,29 @@ class SavedReport:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        if self._recorder is None:
+            raise UsageError("a saved report was left more often than it was entered")
+        recorder, self._recorder = self._recorder, None
         try:
-            self._recorder.stop()
+            recorder.stop()
         finally:
             self._saves()
 
+    def take(self) -> SavedReport:
+        """What was saved so far, as a report of its own, which this one then forgets: for step after step.
+
+        A storage that is saved again after it counts again.
+        """
+        found = self._found
+        if self._recorder is not None:
+            found = self._recorder.take()
+            self._found = self._recorder.found
+        else:
+            self._found = Found()
+        return SavedReport(None, found)
+
     def _saves(self) -> list[Save]:
-        saves = self._recorder.saves
+        saves = list(self._found.saves)
         for save in saves:
             save.update()
         return saves
@@ -99,7 +116,7 @@ class SavedReport:
     @property
     def total_bytes(self) -> int:
         """Bytes of the elements of all saved tensors, as often as they were saved, parameters too."""
-        return sum(save.nbytes for save in self._recorder.saves if save.is_saved)
+        return sum(save.nbytes for save in self._found.saves if save.is_saved)
 
     @property
     def unique_bytes(self) -> int:
@@ -107,7 +124,12 @@ class SavedReport:
 
         Those of parameters and buffers are left out: they are there without backward too.
         """
-        return sum(save.unique_bytes for save in self._recorder.saves)
+        return sum(save.unique_bytes for save in self._found.saves)
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most of ``unique_bytes`` that were held at once: less, if backward ran in between."""
+        return peak_bytes(self._found.lives)
 
     @property
     def activation_bytes(self) -> int:
@@ -120,7 +142,7 @@ class SavedReport:
 
         Those of reentrant checkpointing are not known, since it saves nothing while it runs.
         """
-        return sum(save.recomputed_bytes for save in self._recorder.saves)
+        return sum(save.recomputed_bytes for save in self._found.saves)
 
     # Rows.
 
@@ -140,20 +162,19 @@ class SavedReport:
         """A row for each module, or for each path cut to ``depth`` names, with all that is below it."""
         if depth is not None and depth < 1:
             raise UsageError(f"by_module(depth={depth!r}): allowed are 1 and more, or None for all")
-        calls = self._recorder.calls
         return add_up(
             self._saves(),
             lambda save: ".".join(save.module.split(".")[:depth]),
-            calls.counts if calls.exact else None,
+            self._found.calls if self._found.has_calls else None,
         )
 
     def folded_rows(self) -> tuple[Row, ...]:
         """As ``rows``, with modules whose paths differ in the first number only as one: ``"blocks.*.norm"``."""
         counts: Counter[str] = Counter()
-        for path, count in self._recorder.calls.counts.items():
+        for path, count in self._found.calls.items():
             counts[pattern(path)] += count
-        exact = self._recorder.calls.exact
-        return add_up(self._saves(), lambda save: pattern(save.module), counts if exact else None)
+        known = counts if self._found.has_calls else None
+        return add_up(self._saves(), lambda save: pattern(save.module), known)
 
     def by_op(self) -> tuple[Row, ...]:
         """A row for each kind of operation that tensors were saved for, by its node's name.
@@ -185,41 +206,41 @@ class SavedReport:
     @property
     def advice(self) -> tuple[Advice, ...]:
         """What to put where, and what that would save: reckoned from the sizes."""
-        return advise(self._saves())
+        self._saves()
+        return advise(self._found)
 
     @property
     def budgets(self) -> tuple[Budget, ...]:
         """What keeping everything, half, a tenth and nothing in place would cost: reckoned from the sizes."""
-        return budgets(self._saves())
+        self._saves()
+        return budgets(self._found)
 
     @property
     def notes(self) -> tuple[str, ...]:
         """What the figures do not say, and what could not be known."""
-        recorder = self._recorder
+        found = self._found
         size = format_bytes
         notes = [
             f"{size(nbytes)} went to the pack hook {name}: how many bytes it holds for them is not known"
-            for name, nbytes in recorder.foreign.items()
+            for name, nbytes in found.foreign.items()
         ]
         if self.recomputed_bytes:
             notes.append(
                 f"checkpointing let {size(self.recomputed_bytes)} go, to compute them again"
             )
-        again = [save for save in recorder.saves if save.boundary == "reentrant checkpoint"]
+        again = [save for save in found.saves if save.boundary == "reentrant checkpoint"]
         if again:
             notes.append(
                 f"reentrant checkpointing saved {len(again)} tensor(s) to compute from again; it saves "
                 "nothing else while it runs, so how much it let go is not known"
             )
-        if recorder.is_selective:
+        if found.is_selective:
             notes.append(
                 "selective checkpointing keeps outputs that no hook sees: they are not counted"
             )
-        if recorder.not_looked:
-            notes.append(
-                f"the values of {recorder.not_looked} large tensors could not be looked at"
-            )
-        if not recorder.calls.exact:
+        if found.not_looked:
+            notes.append(f"the values of {found.not_looked} large tensors could not be looked at")
+        if not found.has_calls:
             notes.append("a debugger or tracer is active: calls were not counted")
         return tuple(notes)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..._nodes import RECOMPUTED, look, running_node
 
-__all__ = ["ADDED", "OWNED", "Packed", "Save", "Stored"]
+__all__ = ["ADDED", "OWNED", "Found", "Packed", "Save", "Stored"]
 
 ADDED = ("input", "activation")
 """The kinds of storage that a report counts: what is there for backward's sake, or is held by it."""
@@ -121,18 +122,47 @@ class Save:
             self.where = packed.where()
 
 
+class Found:
+    """What was written down, to be read."""
+
+    __slots__ = ("calls", "foreign", "has_calls", "is_selective", "lives", "not_looked", "saves")
+
+    def __init__(self) -> None:
+        self.saves: list[Save] = []
+        self.lives: list[tuple[Save, bool]] = []  # of each save that holds something: begins, ends
+        self.calls: Counter[str] = Counter()  # by module, those in which something was saved
+        self.has_calls = True  # False where calls could not be told apart
+        self.foreign: dict[str, int] = {}  # bytes that pairs of others took, by the pair's name
+        self.is_selective = False  # a checkpoint keeps outputs that no hook sees
+        self.not_looked = 0  # tensors whose values could not be looked at
+
+
 class Packed:
     """What autograd holds in place of a tensor while a report is made: what the pair around it packed."""
 
-    __slots__ = ("__weakref__", "save", "storage", "unpack", "value")
+    __slots__ = ("__weakref__", "lives", "save", "storage", "unpack", "value")
 
-    def __init__(self, value: Any, unpack: Callable[[Any], Tensor], save: Save | None) -> None:
+    def __init__(
+        self,
+        value: Any,
+        unpack: Callable[[Any], Tensor],
+        save: Save | None = None,
+        lives: list[tuple[Save, bool]] | None = None,
+    ) -> None:
         self.value = value
         self.unpack = unpack
         self.save = save
+        self.lives = lives
         self.storage = 0  # the identity of the saved tensor's own, while it is held in place
         if save is not None:
             save.held = weakref.ref(self)
+            if lives is not None:
+                lives.append((save, True))
+
+    def __del__(self) -> None:
+        # May run on any thread in the middle of anything: it only appends.
+        if self.save is not None and self.lives is not None:
+            self.lives.append((self.save, False))
 
     @property
     def packed_inside(self) -> Any:

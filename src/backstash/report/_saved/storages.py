@@ -77,9 +77,13 @@ class Storages:
         return "activation"
 
     def forget(self) -> None:
-        """Drop all weak references; what was found stays with the saves."""
-        self._owned.clear()
+        """Know no storage as saved any more; what was found stays with the saves."""
         self._known.clear()
+
+    def close(self) -> None:
+        """Drop all weak references."""
+        self.forget()
+        self._owned.clear()
 
 
 def _weak(storage: torch.UntypedStorage) -> Any:

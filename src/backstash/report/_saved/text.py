@@ -17,7 +17,7 @@ _MOST_ROWS = 30
 _MOST_WASTES = 6
 _KINDS = (
     ("activation", "made by forward"),
-    ("view", "of that again or as views"),
+    ("view", "again or as views"),
     ("input", "inputs"),
     ("parameter", "parameters"),
     ("buffer", "buffers"),

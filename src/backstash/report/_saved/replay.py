@@ -1,0 +1,90 @@
+"""What was held at once, and what a budget would move: the saves and their ends, gone through in order."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from .save import ADDED, Save, Stored
+
+__all__ = ["MIN_BYTES", "Replay", "movable_peak_bytes", "peak_bytes", "replay"]
+
+MIN_BYTES = 64 << 10
+"""The default of ``Stash(min_bytes=...)``."""
+
+Lives = Sequence[tuple[Save, bool]]
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """What a stash would have done."""
+
+    moved_bytes: int
+    """Bytes that would have gone down."""
+    memory_peak_bytes: int
+    """The most bytes of saved tensors in memory at once, those on their way down left out."""
+
+
+def _changes(lives: Lives) -> Iterator[tuple[Stored, bool]]:
+    """When each storage begins and ceases to be held, whichever saves hold it."""
+    holders: dict[Stored, int] = {}
+    for save, begins in list(lives):
+        for stored in save.stored:
+            if stored.kind not in ADDED:
+                continue
+            count = holders.get(stored, 0) + (1 if begins else -1)
+            holders[stored] = count
+            if count == (1 if begins else 0):
+                yield stored, begins
+
+
+def peak_bytes(lives: Lives) -> int:
+    """The most bytes of storages that were held at once; parameters and buffers left out."""
+    held = peak = 0
+    for stored, begins in _changes(lives):
+        held += stored.nbytes if begins else -stored.nbytes
+        peak = max(peak, held)
+    return peak
+
+
+def _can_move(stored: Stored) -> bool:
+    """Whether a stash would move it: made by forward, large enough, in place, of the CPU."""
+    return (
+        stored.kind == "activation"
+        and stored.nbytes >= MIN_BYTES
+        and stored.device.type == "cpu"
+        and stored.holder is not None
+        and stored.holder.where == "in place"
+    )
+
+
+def movable_peak_bytes(lives: Lives) -> int:
+    """The most bytes held at once that a stash would move."""
+    held = peak = 0
+    for stored, begins in _changes(lives):
+        if _can_move(stored):
+            held += stored.nbytes if begins else -stored.nbytes
+            peak = max(peak, held)
+    return peak
+
+
+def replay(lives: Lives, keep_bytes: int) -> Replay:
+    """Keep at most ``keep_bytes`` of what can move, the newest, as ``Stash(keep=...)`` does."""
+    kept: OrderedDict[Stored, None] = OrderedDict()
+    in_place = others = moved = peak = 0
+    for stored, begins in _changes(lives):
+        if not _can_move(stored):
+            others += stored.nbytes if begins else -stored.nbytes
+        elif begins:
+            kept[stored] = None
+            in_place += stored.nbytes
+            while in_place > keep_bytes:
+                oldest, _ = kept.popitem(last=False)
+                in_place -= oldest.nbytes
+                moved += oldest.nbytes
+        elif stored in kept:
+            del kept[stored]
+            in_place -= stored.nbytes
+        peak = max(peak, in_place + others)
+    return Replay(moved, peak)
