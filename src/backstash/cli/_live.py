@@ -1,4 +1,8 @@
-"""The live line of ``backstash run``: bytes per tier, waits and step time, while a script trains."""
+"""The live line of ``backstash run``: bytes per tier, waits and step time, while a script trains.
+
+Of each tier it shows the most that was seen in the last ten looks, five seconds: what a look finds right now
+depends on whether forward or backward runs, and would flicker.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,7 @@ import shutil
 import statistics
 import sys
 import threading
-import time
+from collections import deque
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
@@ -20,8 +24,16 @@ __all__ = ["Live", "live_parts", "live_text"]
 
 _EVERY_SECONDS = 0.5
 _RECENT_STEPS = 20
+_LOOKS = 10
+_TIERS = {
+    "in place": "keep_bytes",
+    "on the way": "inflight_bytes",
+    "read back": "ahead_bytes",
+    "host": "host_bytes",
+    "on disk": "disk_bytes",
+}
 _STYLES = {"in place": "blue", "on the way": "yellow", "read back": "green", "host": "magenta"}
-_FIRST_TO_GO = ("read back", "on the way", "waited", "in place", "host")
+_FIRST_TO_GO = ("read back", "on the way", "waited", "in place", "host", "on disk", "", "step")
 
 
 class Live:
@@ -35,7 +47,6 @@ class Live:
     def __init__(self, stash: Any, moments: Sequence[tuple[float, str]]) -> None:
         self._stash = stash
         self._moments = moments
-        self._began = time.perf_counter()
         self._last: Any = None
         streams = [each for each in (sys.stdout, sys.stderr) if each is not None and each.isatty()]
         self._line = StatusLine(sys.stderr, streams)
@@ -61,23 +72,25 @@ class Live:
         self._line.remove()
 
     def _run(self) -> None:
+        looks: deque[Any] = deque(maxlen=_LOOKS)
         while not self._ended.wait(_EVERY_SECONDS):
             stats = self._stash.stats()
             now = (stats.saves, stats.read_bytes, stats.blocks, len(self._moments))
             if now == self._last or not stats.saves:
                 continue  # the script waits, or asks: the terminal is its own
             self._last = now
-            parts = live_parts(stats, list(self._moments[-_RECENT_STEPS - 1 :]), len(self._moments))
+            looks.append(stats)
+            parts = live_parts(looks, list(self._moments[-_RECENT_STEPS - 1 :]), len(self._moments))
             self._line.show(live_text(parts, shutil.get_terminal_size().columns))
 
 
 def live_parts(
-    stats: Any, recent: Sequence[tuple[float, str]], steps: int
+    looks: Sequence[Any], recent: Sequence[tuple[float, str]], steps: int
 ) -> list[tuple[str, str]]:
-    """What the line says: names and values.
+    """What the line says: names and values; of each tier the most bytes that were seen in it lately.
 
     Args:
-        stats: the stash's.
+        looks: the stash's ``stats()`` of the last seconds, the newest last.
         recent: the ends of the last steps.
         steps: how many there were in all.
     """
@@ -87,15 +100,11 @@ def live_parts(
     if len(recent) > 1:
         ends = [moment for moment, _ in recent]
         parts.append(("", _seconds(statistics.median(b - a for a, b in pairwise(ends)))))
-    tiers = {
-        "in place": stats.keep_bytes,
-        "on the way": stats.inflight_bytes,
-        "read back": stats.ahead_bytes,
-        "host": stats.host_bytes,
-        "on disk": stats.disk_bytes,
-    }
-    parts += [(name, format_bytes(held)) for name, held in tiers.items() if held or name != "host"]
-    waited = stats.stall_seconds / max(1, steps)
+    for name, field in _TIERS.items():
+        most = max(getattr(each, field) for each in looks)
+        if most or name != "host":
+            parts.append((name, format_bytes(most)))
+    waited = looks[-1].stall_seconds / max(1, steps)
     return [*parts, ("waited", _seconds(waited) + (" a step" if steps else ""))]
 
 
@@ -107,13 +116,14 @@ def live_text(parts: Sequence[tuple[str, str]], columns: int) -> str:
             break
         shown = [part for part in shown if part[0] != name]
     if len(_plain(shown)) >= columns:
-        return _plain(shown)[: max(0, columns - 1)]
+        return ""
     try:
         from rich.console import Console
         from rich.text import Text
     except ImportError:
         return _plain(shown)
-    text = Text("backstash", style="bold")
+    text = Text()
+    text.append("backstash", style="bold")
     for name, value in shown:
         text.append("  ")
         text.append(f"{name} ".lstrip(), style=_STYLES.get(name, "dim"))

@@ -3,7 +3,8 @@
 The script's own output comes first. What it writes clears the line; the line is drawn again only when the
 script's last output ended a line, so that neither a progress bar nor half a line is ever written over. For
 this the ``write`` and ``flush`` of the terminal's streams are wrapped while the line lives; what a program
-started by the script writes cannot be seen, and may end up beside it.
+started by the script writes cannot be seen, and may end up beside it. A flush of what was not written to is how
+``input()`` begins: the line is not drawn at the next call then, only at the one after it.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ class StatusLine:
         self._pid = os.getpid()
         self._shown = False
         self._free = True  # the script's last output ended a line
+        self._asked = False  # the script may be about to ask something
         self._shared: list[tuple[Any, Any, Any]] = []
         for each in dict.fromkeys(shared):
             self._share(each)
@@ -39,7 +41,8 @@ class StatusLine:
     def show(self, text: str) -> None:
         """Draw ``text``, which fits into the terminal's width, unless the script is in the middle of a line."""
         with self._lock:
-            if self._free:
+            asked, self._asked = self._asked, False
+            if self._free and not asked:
                 self._write(_CLEAR + text)
                 self._flush()
                 self._shown = True
@@ -62,20 +65,26 @@ class StatusLine:
 
     def _share(self, stream: Any) -> None:
         write, flush = stream.write, stream.flush
+        written = False
 
         def shared_write(text: str) -> Any:
+            nonlocal written
             if os.getpid() != self._pid:
                 return write(text)
             with self._lock:
                 self._clear()
+                written = True
                 if text:
                     self._free = text.endswith("\n")
                 return write(text)
 
         def shared_flush() -> Any:
-            if os.getpid() == self._pid:  # input() flushes before it asks
+            nonlocal written
+            if os.getpid() == self._pid:
                 with self._lock:
                     self._clear()
+                    self._asked = self._asked or not written
+                    written = False
             return flush()
 
         vars(stream).update(write=shared_write, flush=shared_flush)

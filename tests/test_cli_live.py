@@ -1,0 +1,297 @@
+"""The live line of `backstash run`, on a pseudo-terminal: it tells, and leaves the script's output alone."""
+
+import io
+import os
+import pty
+import re
+import select
+import subprocess
+import sys
+import textwrap
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from backstash.cli import _live
+from backstash.cli._live import live_parts, live_text
+from backstash.cli._status_line import StatusLine
+
+TRAIN = """
+import sys, time
+import torch
+x = torch.randn(400, 400, requires_grad=True)
+optimizer = torch.optim.SGD([x], lr=1e-3)
+
+def train(seconds):
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        optimizer.zero_grad()
+        x.sin().exp().sin().sum().backward()
+        optimizer.step()
+        time.sleep(0.01)
+"""
+
+
+def on_terminal(
+    tmp_path: Path, script: str, *options: str, columns: int = 100, **variables: str
+) -> str:
+    """What a terminal receives from `backstash run` of the script."""
+    (tmp_path / "train.py").write_text(TRAIN + textwrap.dedent(script))
+    command = [
+        sys.executable,
+        "-m",
+        "backstash",
+        "run",
+        "--disk",
+        str(tmp_path),
+        *options,
+        "train.py",
+    ]
+    ours, theirs = pty.openpty()
+    environ = os.environ | {"TERM": "xterm-256color", "COLUMNS": str(columns)} | variables
+    with subprocess.Popen(
+        command, cwd=tmp_path, env=environ, stdin=theirs, stdout=theirs, stderr=theirs
+    ) as process:
+        os.close(theirs)
+        received = b""
+        while select.select([ours], [], [], 60)[0]:
+            try:
+                read = os.read(ours, 1 << 16)
+            except OSError:  # the terminal's other side is closed
+                break
+            if not read:
+                break
+            received += read
+        os.close(ours)
+        assert process.wait(60) == 0, received
+    return received.decode()
+
+
+def screen(received: str) -> list[str]:
+    """The lines that stay on a terminal; it knows what the live line uses, and refuses anything else."""
+    lines, at = [""], 0
+    for part in re.findall(r"\x1b\[K|\x1b\[[\d;]*m|\r|\n|[^\x1b\r\n]+|\x1b", received):
+        if part == "\n":
+            lines.append("")
+        elif part == "\r":
+            at = 0
+            continue
+        elif part == "\x1b[K":
+            lines[-1] = lines[-1][:at]
+            continue
+        elif part.startswith("\x1b"):
+            assert part.endswith("m"), repr(part)
+            continue
+        else:
+            lines[-1] = lines[-1][:at] + part + lines[-1][at + len(part) :]
+            at += len(part)
+            continue
+        at = 0
+    return lines
+
+
+def drawn(received: str) -> list[str]:
+    """The texts of the live line, without colours."""
+    plain = re.sub(r"\x1b\[[\d;]*m", "", received)
+    return re.findall(r"\r\x1b\[K(backstash  [^\r\n]*)", plain)
+
+
+def test_it_tells_and_leaves_the_script_s_output_alone(tmp_path: Path) -> None:
+    received = on_terminal(
+        tmp_path,
+        """
+        print("one")
+        train(1.3)
+        print("two", file=sys.stderr)
+        train(0.7)
+        print("three...", end="", flush=True)
+        train(1.2)
+        print("four")
+        print(sys.stdout.isatty(), type(sys.stdout).__name__)
+        """,
+    )
+    lines = drawn(received)
+    assert any(re.search(r"step \d+ .* in place .* on disk .* waited ", line) for line in lines)
+    assert all(len(line) < 100 for line in lines)
+    left = [line for line in screen(received) if not line.startswith("backstash: ")]
+    assert left == ["one", "two", "three...four", "True TextIOWrapper", ""]
+    between = received[received.index("three...") : received.index("four")]
+    assert between == "three...", "it was drawn over half a line"
+
+
+def test_it_is_not_there_without_a_terminal_or_when_quiet(tmp_path: Path) -> None:
+    script = """
+        import threading
+        train(0.7)
+        print("alive", sum(t.name.startswith("backstash live") for t in threading.enumerate()))
+        """
+    quiet = on_terminal(tmp_path, script, "--quiet")
+    assert quiet == "alive 0\r\n"
+    command = [sys.executable, "-m", "backstash", "run", "--disk", ".", "train.py"]
+    piped = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert piped.stdout == "alive 0\n" and "\x1b" not in piped.stderr
+    assert "backstash: steps" in piped.stderr
+
+
+def test_a_script_that_asks_is_left_in_peace(tmp_path: Path) -> None:
+    received = on_terminal(
+        tmp_path,
+        """
+        import threading, os
+        train(0.8)
+        threading.Timer(1.3, os._exit, [0]).start()
+        input("name? ")
+        """,
+    )
+    assert re.search(r"\r\x1b\[K(\x1b\[\?2004h)?name\? $", received)
+
+
+def test_an_error_and_a_fork_leave_the_terminal_whole(tmp_path: Path) -> None:
+    received = on_terminal(
+        tmp_path,
+        """
+        import os
+        train(0.8)
+        sys.stdout.flush()
+        child = os.fork()
+        if child == 0:
+            print("child")
+            sys.stdout.flush()
+            os._exit(0)
+        os.waitpid(child, 0)
+        train(0.8)
+        sys.exit(0)
+        """,
+    )
+    left = [line for line in screen(received) if not line.startswith("backstash: ")]
+    assert left == ["child", ""]
+
+
+# Its words.
+
+
+def stats(**values: float) -> SimpleNamespace:
+    fields = ("keep_bytes", "inflight_bytes", "ahead_bytes", "host_bytes", "disk_bytes")
+    return SimpleNamespace(**(dict.fromkeys(fields, 0) | {"stall_seconds": 0.0} | values))
+
+
+def test_words() -> None:
+    looks = [
+        stats(keep_bytes=1 << 20),
+        stats(keep_bytes=1 << 10, disk_bytes=3 << 30, stall_seconds=4.0),
+    ]
+    moments = [(1.0, "1"), (1.5, "2"), (2.5, "3"), (3.0, "4")]
+    parts = live_parts(looks, moments, 8)
+    assert parts == [
+        ("step", "8"),
+        ("", "0.50 s"),
+        ("in place", "1.00 MiB"),
+        ("on the way", "0 B"),
+        ("read back", "0 B"),
+        ("on disk", "3.00 GiB"),
+        ("waited", "0.50 s a step"),
+    ]
+    assert live_parts([stats(host_bytes=1)], [], 0)[3:] == [
+        ("host", "1 B"),
+        ("on disk", "0 B"),
+        ("waited", "0.00 s"),
+    ]
+
+
+@pytest.mark.parametrize("columns", [200, 80, 60, 40, 20, 1])
+@pytest.mark.parametrize("with_rich", [True, False])
+def test_it_fits(columns: int, with_rich: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if with_rich:
+        pytest.importorskip("rich")
+    else:
+        monkeypatch.setitem(sys.modules, "rich.console", None)
+    looks = [stats(keep_bytes=1 << 20, host_bytes=5 << 30, disk_bytes=3 << 30, stall_seconds=4.0)]
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    text = live_text(live_parts(looks, [(1.0, "1"), (2.0, "2")], 2), columns)
+    plain = re.sub(r"\x1b\[[\d;]*m", "", text)
+    assert len(plain) < columns and "\n" not in text
+    assert ("\x1b" in text) is (with_rich and columns >= 20)
+    if columns >= 60:
+        assert "step 2" in plain and "on disk 3.00 GiB" in plain
+
+
+# The line that is shared.
+
+
+class Terminal(io.StringIO):
+    """A stream whose methods can be wrapped, as those of a real text stream can."""
+
+
+def test_streams_are_given_back() -> None:
+    stream = Terminal()
+    line = StatusLine(stream, [stream, stream])
+    line.show("a")
+    stream.write("b\n")
+    line.show("c")
+    theirs = stream.write
+    line.remove()
+    line.remove()
+    assert stream.getvalue() == "\r\x1b[Ka\r\x1b[Kb\n\r\x1b[Kc\r\x1b[K"
+    assert "write" not in vars(stream) and "flush" not in vars(stream)
+    theirs("d")  # who kept the wrapped method can still write
+    assert stream.getvalue().endswith("d")
+
+
+def test_a_wrapper_around_ours_stays() -> None:
+    stream = Terminal()
+    line = StatusLine(stream, [stream])
+    inner = stream.write
+    stream.write = lambda text: inner(text.upper())  # type: ignore[method-assign]
+    line.remove()
+    stream.write("loud")
+    assert stream.getvalue() == "LOUD"
+
+
+def test_threads_may_write_at_once() -> None:
+    stream = Terminal()
+    line = StatusLine(stream, [stream])
+
+    def write() -> None:
+        for _ in range(200):
+            stream.write("x\n")
+
+    threads = [threading.Thread(target=write) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for _ in range(200):
+        line.show("line")
+    for thread in threads:
+        thread.join()
+    line.remove()
+    assert screen(stream.getvalue()) == ["x"] * 600 + [""]
+
+
+def test_a_flush_of_nothing_is_the_beginning_of_a_question() -> None:
+    stream = Terminal()
+    line = StatusLine(stream, [stream])
+    stream.write("x\n")
+    stream.flush()
+    line.show("a")
+    stream.flush()
+    line.show("b")  # may be due to what went before the question
+    line.show("c")
+    line.remove()
+    assert stream.getvalue() == "x\n\r\x1b[Ka\r\x1b[K\r\x1b[Kc\r\x1b[K"
+
+
+def test_a_terminal_that_cannot_clear_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr(terminal, "isatty", lambda: True)
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    assert _live.Live.suits()
+    monkeypatch.setenv("TERM", "dumb")
+    assert not _live.Live.suits()
+
+
+def test_without_stderr_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", None)
+    assert not _live.Live.suits()
