@@ -9,11 +9,12 @@ import sys
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from backstash.cli import main
-from backstash.cli.run import _interpreter_options
+from backstash.cli._launch import interpreter_options
 
 TRAIN = """
 import torch
@@ -277,6 +278,96 @@ def test_summary_comes_after_an_error_too(tmp_path: Path, last: str, outcome: st
     assert f", {outcome}\n" in stashed.stderr
 
 
+STEPS = """
+import torch
+from torch import nn
+torch.manual_seed(0)
+model = nn.Sequential(*(nn.Sequential(nn.Linear(400, 400), nn.Tanh()) for _ in range(3)))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+x = torch.randn(400, 400)
+for _ in range(7):
+    optimizer.zero_grad()
+    loss = model(x).square().mean()
+    loss.backward()
+    optimizer.step()
+print(loss.item().hex())
+"""
+
+
+def embedded(page: Path) -> dict[str, Any]:
+    """The data of a page."""
+    found = re.search(r'id="report">(.*?)</script>', page.read_text(encoding="utf-8"))
+    assert found is not None
+    report: dict[str, Any] = json.loads(found[1])
+    return report
+
+
+def test_report_is_a_page_of_the_run(tmp_path: Path) -> None:
+    write(tmp_path / "train.py", STEPS)
+    plain, page, figures = tmp_path / "plain.json", tmp_path / "out.html", tmp_path / "disk.json"
+    first = under_stash(["train.py"], tmp_path, "--keep", "unlimited", "--json", str(plain))
+    options = (
+        "--disk",
+        ".",
+        "--report",
+        str(page),
+        "--compare",
+        str(plain),
+        "--json",
+        str(figures),
+    )
+    second = under_stash(["train.py"], tmp_path, *options)
+    assert first.stdout == second.stdout == start(["train.py"], tmp_path).stdout
+    report, found = embedded(page), json.loads(figures.read_text())
+    facts = {fact["label"]: fact["value"] for fact in report["facts"]}
+    theirs = json.loads(plain.read_text())
+    assert report["title"] == "train.py"
+    assert facts["Peak memory"] == found["resident"]["over_start_bytes"]
+    assert facts["Peak without a stash"] == theirs["resident"]["over_start_bytes"]
+    ratio = found["steps"]["median_seconds"] / theirs["steps"]["median_seconds"]
+    assert facts["Slowdown"] == pytest.approx(ratio)
+    assert facts["Waited"] == found["stats"]["stall_seconds"]
+    assert facts["Saved at once, at most"] >= facts["Of that in memory, at most"] > 0
+    assert found["steps"]["count"] == theirs["steps"]["count"] == 7
+    assert [mark["label"] for mark in report["curve"]["marks"]] == ["1", "2", "3", "4", "5"]
+    assert any("first 5 of 7 steps" in note for note in report["notes"])
+    assert {"0.1", "1.1", "2.1"} <= {row[0] for row in report["modules"]["rows"]}
+    assert report["advice"][-1]["code"] == f"Stash(disk={str(tmp_path)!r})"
+    parts = {part["name"]: part["bytes"] for part in report["split"]["parts"]}
+    assert parts["went down"] == found["stats"]["written_bytes"]
+    assert "backstash: compared" in second.stderr and "plain.json" in second.stderr
+
+
+def test_what_a_report_cannot_know_it_says(tmp_path: Path) -> None:
+    write(tmp_path / "train.py", TRAIN + "raise SystemExit(3)")
+    page = tmp_path / "out.html"
+    done = under_stash(["train.py", "a b"], tmp_path, "--disk", ".", "--report", str(page))
+    assert done.returncode == 3
+    report = embedded(page)
+    unknown = {fact["label"]: fact["how"] for fact in report["facts"] if fact["value"] is None}
+    assert unknown.keys() == {"Peak without a stash", "Slowdown"}
+    how = unknown["Slowdown"].split("\n")
+    assert how[0] == "backstash run --keep unlimited --json plain.json train.py 'a b'"
+    assert how[1].startswith("backstash run --compare plain.json --disk .")
+    assert report["notes"][0] == "The script did not finish: exit 3."
+    assert any("Where a step ends is not known" in note for note in report["notes"])
+
+
+def test_a_report_of_nothing_and_one_that_cannot_be_written(tmp_path: Path) -> None:
+    write(tmp_path / "script.py", "import torch, os; os.rename('there', 'elsewhere')")
+    (tmp_path / "there").mkdir()
+    options = ("--disk", ".", "--report", "there/out.html")
+    done = under_stash(["script.py"], tmp_path, *options)
+    assert done.returncode == 0
+    assert "backstash run: --report: [Errno 2]" in done.stderr
+    (tmp_path / "there").mkdir()
+    write(tmp_path / "script.py", "import torch")
+    under_stash(["script.py"], tmp_path, *options)
+    report = embedded(tmp_path / "there/out.html")
+    assert "curve" not in report and "modules" not in report
+    assert any("Nothing was recorded" in note for note in report["notes"])
+
+
 def test_script_without_torch_says_so(tmp_path: Path) -> None:
     write(tmp_path / "script.py", "print(1)")
     stashed = under_stash(["script.py"], tmp_path, "--disk", str(tmp_path))
@@ -308,6 +399,9 @@ def test_script_without_torch_says_so(tmp_path: Path) -> None:
         (["--keep", "1GiB", "--max-bytes", "1GiB", "s.py"], "give --disk DIR as well"),
         (["--disk", ".", "--malloc", "fast", "s.py"], "tcmalloc"),
         (["--disk", ".", "--json", "missing/x.json", "s.py"], "a file in an existing directory"),
+        (["--disk", ".", "--report", "missing/x.html", "s.py"], "a file in an existing directory"),
+        (["--disk", ".", "--compare", "missing.json", "s.py"], "that `backstash run --json` wrote"),
+        (["--disk", ".", "--compare", "s.py", "s.py"], "is not the figures of a run"),
     ],
 )
 def test_a_mistake_is_one_line_that_says_what_is_allowed(
@@ -331,7 +425,7 @@ def test_a_module_that_is_not_there_is_one_line(tmp_path: Path) -> None:
     done = under_stash(["-m", "no.such.module"], tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == (
-        "backstash run: 'no.such.module' is nothing to run; allowed: what `python -m` takes\n"
+        "backstash: 'no.such.module' is nothing to run; allowed: what `python -m` takes\n"
     )
 
 
@@ -358,4 +452,4 @@ def test_nothing_is_left_in_the_directory(tmp_path: Path) -> None:
 def test_the_interpreter_s_own_options_are_passed_on(
     started_with: list[str], options: list[str]
 ) -> None:
-    assert _interpreter_options(started_with) == options
+    assert interpreter_options(started_with) == options

@@ -11,7 +11,7 @@ from typing import NoReturn
 from ..errors import SizeError
 from ..units import parse_bytes
 
-__all__ = ["Parser", "directory", "limit", "size", "words"]
+__all__ = ["Parser", "directory", "limit", "new_file", "size", "words"]
 
 
 class Parser(argparse.ArgumentParser):
@@ -80,6 +80,16 @@ def directory(text: str) -> str:
     if not os.access(path, os.W_OK | os.X_OK):
         raise argparse.ArgumentTypeError(
             f"{text!r} is not writable; allowed: an existing, writable directory"
+        )
+    return path
+
+
+def new_file(text: str) -> str:
+    """An option's value as the path of a file that can be written."""
+    path = os.path.abspath(os.path.expanduser(text))
+    if os.path.isdir(path) or not os.path.isdir(os.path.dirname(path)):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} cannot be written; allowed: a file in an existing directory"
         )
     return path
 

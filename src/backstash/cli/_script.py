@@ -11,6 +11,7 @@ torch, and that has to work. The stash is entered when the script's own import o
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 import os
@@ -80,13 +81,13 @@ class _Run:
         """Enter the stash. Called when torch has just been imported."""
         if importlib.util.find_spec("backstash") is None:
             sys.path.append(self._plan["root"])
-        from backstash.cli._session import Session
         from backstash.errors import StashError
 
+        session = importlib.import_module(f"backstash.cli.{self._plan['session']}")
         try:
-            self._session = Session(self._plan)
+            self._session = session.Session(self._plan)
         except StashError as error:
-            print(f"backstash run: {error}", file=sys.stderr)
+            print(f"backstash {self._plan['name']}: {error}", file=sys.stderr)
             raise _NotRunnable(2) from None
         _restore(self._plan["restore_later"])
 
@@ -198,7 +199,7 @@ def _module(name: str) -> tuple[types.CodeType, types.ModuleType]:
     loader: Any = None if spec is None else spec.loader
     if spec is None or loader is None or not hasattr(loader, "get_code"):
         print(
-            f"backstash run: {name!r} is nothing to run; allowed: what `python -m` takes",
+            f"backstash: {name!r} is nothing to run; allowed: what `python -m` takes",
             file=sys.stderr,
         )
         raise _NotRunnable(2)

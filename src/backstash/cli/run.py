@@ -6,18 +6,16 @@ import argparse
 import json
 import os
 import shlex
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from ._allocator import CHOICES, Allocator, choose, find
-from ._arguments import Parser, directory, limit, size
+from ._arguments import Parser, directory, limit, new_file, size
+from ._launch import replace_process, split
 
 __all__ = ["main"]
 
-_SCRIPT = Path(__file__).with_name("_script.py")
-_PLAN_VARIABLE = "BACKSTASH_RUN"
 # torch reads the one at its first allocation; the stash sees by the other that it need not trim.
 _READ_LATER = ("THP_MEM_ALLOC_ENABLE", "MALLOC_MMAP_THRESHOLD_")
 _USAGE = "backstash run [OPTION ...] (SCRIPT | -m MODULE) [ARG ...]"
@@ -64,7 +62,7 @@ def main(arguments: Sequence[str]) -> int:
         2 after one line on stderr, when the arguments cannot be used. Otherwise it does not return.
     """
     parser = _parser()
-    own, is_module, rest = _split(parser, list(arguments))
+    own, is_module, rest = split(parser, list(arguments))
     options = parser.read(own)
     _check(parser, options, is_module, rest)
     try:
@@ -72,7 +70,7 @@ def main(arguments: Sequence[str]) -> int:
     except LookupError as error:
         parser.error(str(error.args[0]))
     plan = _plan(options, list(arguments), is_module, rest, allocator)
-    _replace_process(plan, rest[1:], allocator.environment)
+    replace_process(plan, rest[1:], allocator.environment)
 
 
 def _parser() -> Parser:
@@ -116,11 +114,11 @@ def _parser() -> Parser:
         default="auto",
         help="the process's memory allocator (default auto)",
     )
-    add("--json", metavar="FILE", type=_new_file, help="write the summary's figures to FILE")
+    add("--json", metavar="FILE", type=new_file, help="write the summary's figures to FILE")
     add(
         "--report",
         metavar="OUT.html",
-        type=_new_file,
+        type=new_file,
         help="write a page: memory over time, modules, waits, advice",
     )
     add(
@@ -135,15 +133,6 @@ def _parser() -> Parser:
 
 def _host(text: str) -> int | str | None:
     return text if text == "auto" else limit(text)
-
-
-def _new_file(text: str) -> str:
-    path = os.path.abspath(os.path.expanduser(text))
-    if os.path.isdir(path) or not os.path.isdir(os.path.dirname(path)):
-        raise argparse.ArgumentTypeError(
-            f"{text!r} cannot be written; allowed: a file in an existing directory"
-        )
-    return path
 
 
 def _figures(text: str) -> dict[str, Any]:
@@ -161,20 +150,6 @@ def _figures(text: str) -> dict[str, Any]:
         raise argparse.ArgumentTypeError(
             f"{text!r} is not the figures of a run; allowed: a file that `backstash run --json` wrote"
         ) from None
-
-
-def _split(parser: Parser, arguments: list[str]) -> tuple[list[str], bool, list[str]]:
-    """(own options, whether a module is run, what is run and its arguments)."""
-    at = 0
-    while (
-        at < len(arguments)
-        and arguments[at].startswith("-")
-        and arguments[at] not in ("-m", "--", "-")
-    ):
-        at += 2 if parser.takes_value(arguments[at]) else 1
-    own, rest = arguments[:at], arguments[at:]
-    is_module = rest[:1] == ["-m"]
-    return own, is_module, rest[1:] if rest[:1] in (["-m"], ["--"]) else rest
 
 
 def _check(parser: Parser, options: argparse.Namespace, is_module: bool, rest: list[str]) -> None:
@@ -198,6 +173,8 @@ def _plan(
     before = {name: os.environ.get(name) for name in allocator.environment}
     sizes = ("keep", "host", "max_bytes", "min_bytes", "inflight", "prefetch")
     return {name: getattr(options, name) for name in ("disk", *sizes)} | {
+        "name": "run",
+        "session": "_session",
         "target": rest[0],
         "is_module": is_module,
         "script": ["-m", *rest] if is_module else rest,
@@ -209,28 +186,4 @@ def _plan(
         "restore": {name: value for name, value in before.items() if name not in _READ_LATER},
         "restore_later": {name: value for name, value in before.items() if name in _READ_LATER},
         "command": shlex.join(["backstash", "run", *arguments]),
-        "root": str(Path(__file__).resolve().parents[2]),
     }
-
-
-def _replace_process(
-    plan: dict[str, Any], arguments: list[str], variables: Mapping[str, str]
-) -> NoReturn:
-    sys.stdout.flush()
-    sys.stderr.flush()
-    command = [sys.executable, *_interpreter_options(sys.orig_argv[1:]), str(_SCRIPT), *arguments]
-    environ = {**os.environ, **variables, _PLAN_VARIABLE: json.dumps(plan)}
-    os.execve(sys.executable, command, environ)
-
-
-def _interpreter_options(arguments: Sequence[str]) -> list[str]:
-    """The options of ``python`` itself, out of all that the interpreter was started with."""
-    options = []
-    rest = iter(arguments)
-    for argument in rest:
-        if not argument.startswith("-") or argument.startswith(("-m", "-c")) or argument == "-":
-            break
-        options.append(argument)
-        if argument in ("-X", "-W", "--check-hash-based-pycs"):
-            options.append(next(rest, ""))
-    return options
