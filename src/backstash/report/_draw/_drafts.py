@@ -59,7 +59,7 @@ def draft(root: Item, classes: dict[str, str]) -> Drafts:
     """Boxes and frames for ``root``; ``classes`` are of modules, by path."""
     found = Drafts(box_of=[0] * root.end, copies_of=[()] * root.end)
     repeats = 0
-    ahead = [_Visit(root, None, (), [0], [()])]
+    ahead = [_Visit(root, None, (), [0], [()])] if root.end else []
     while ahead:
         visit = ahead.pop()
         item = visit.item

@@ -76,7 +76,7 @@ def draw(
     if color_by not in _COLORS:
         allowed = ", ".join(f'"{each}"' for each in _COLORS)
         raise UsageError(f"color_by={color_by!r}: allowed are {allowed}")
-    if depth is not None and (not isinstance(depth, int) or depth < 0):
+    if depth is not None and (type(depth) is not int or depth < 0):
         raise UsageError(f"depth={depth!r}: allowed is an int from 0 on, or None")
     facts = read(outputs, Names(params))
     paths = [op.path for op in facts.ops]

@@ -92,12 +92,12 @@ def _on_nodes(facts: Facts) -> list[str]:
 
 def _on_tensors(sums: Sums) -> list[str]:
     found = []
-    hooks = sums.places.get("hooks", (0, 0))[0]
+    hooks = sums.silent
     freed = sums.places.get("freed", (0, 0))[0]
     if hooks:
         found.append(
-            f"{hooks:,} saved tensor{'s are' if hooks > 1 else ' is'} known to hooks only, which keep "
-            "shape and bytes to themselves."
+            f"{hooks:,} saved tensor{'s are' if hooks > 1 else ' is'} known to hooks only, which tell "
+            "neither shape nor bytes."
         )
     if freed:
         found.append(

@@ -30,6 +30,8 @@ class Sums:
     """Memory of leaves that is saved: it would be there without a graph as well."""
     unknown: int = 0
     """How many have bytes that are not known."""
+    silent: int = 0
+    """How many of those are with hooks that do not tell."""
     places: dict[str, list[int]] = field(default_factory=dict)
     """For each place, how many tensors and bytes."""
 
@@ -45,6 +47,7 @@ def sum_up(facts: Facts) -> Sums:
             sums.count += 1
             sums.nbytes += nbytes
             sums.unknown += held.nbytes is None
+            sums.silent += held.nbytes is None and held.where == "hooks"
             place = sums.places.setdefault(held.where, [0, 0])
             place[0] += 1
             place[1] += nbytes
