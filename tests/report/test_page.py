@@ -24,7 +24,8 @@ def report(**parts):
     seconds = [0.0, 0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 1.75]
     whole = {
         "title": "train.py",
-        "subtitle": "backstash run --disk /scratch train.py",
+        "subtitle": "A subtitle",
+        "command": "backstash run --disk /scratch train.py",
         "made": "a machine",
         "facts": [
             {"label": "Peak memory", "value": 300 * MIB, "unit": "bytes", "note": "over the start"},
@@ -158,6 +159,8 @@ def test_every_part_is_there(shown):
         "The autograd graph",
         "What to know about these figures",
     ]
+    assert text(page, ".subtitle") == "A subtitle"
+    assert text(page, "header code") == "backstash run --disk /scratch train.py"
     facts = page.run("[...document.querySelectorAll('.fact')].map(e => e.innerText.split('\\n'))")
     assert facts[0][:3] == ["Peak memory", "300 MiB", "over the start"]
     assert facts[1][:2] == ["Peak without", "not measured"]

@@ -29,7 +29,7 @@ def run_page(
     saved = line.saved_peak_bytes if line.events else None
     return {
         "title": _title(figures["script"]),
-        "subtitle": figures["command"],
+        "command": figures["command"],
         "made": _made(figures),
         "facts": _facts(figures, line, other),
         "split": _split(figures["stats"]),

@@ -18,7 +18,7 @@ _POINTS = 2_400
 _MOVES = 60_000
 _LISTED = 200
 _NAME = 300
-_SUMMED = ("bytes", "count", "seconds")
+_SUMMED = ("bytes", "count", "seconds", "share")
 
 
 def bounded(report: Mapping[str, Any]) -> dict[str, Any]:

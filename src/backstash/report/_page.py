@@ -30,7 +30,8 @@ def render_page(report: Mapping[str, Any]) -> str:
     Args:
         report: ``title``, and any of these, each left out where it is not known:
 
-            - ``subtitle``: a line under the title, such as the command; ``made``: where and when.
+            - ``subtitle``: a line under the title; ``command``: what to type, with a button to copy it;
+              ``made``: where and when.
             - ``facts``: the headline, a list of ``{"label", "value", "unit", "note", "how"}``. ``unit`` is
               ``"bytes"``, ``"seconds"``, ``"ratio"``, ``"share"`` (1.0 is all), ``"count"`` or ``"text"``.
               A ``value`` of ``None`` shows "not measured", and ``how`` (a command) is how to get it.

@@ -13,7 +13,8 @@ function header() {
   return element("header", {},
     element("p", { class: "over" }, "backstash report"),
     element("h1", {}, report.title || "report"),
-    report.subtitle ? copyable(report.subtitle) : null,
+    report.subtitle ? element("p", { class: "subtitle" }, report.subtitle) : null,
+    report.command ? copyable(report.command) : null,
     report.made ? element("p", { class: "faint" }, report.made) : null);
 }
 

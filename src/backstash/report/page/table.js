@@ -2,7 +2,7 @@
 
 // A table of any length: only the rows in view exist. Arrows move, Enter chooses, a column's head sorts.
 
-const ROW = 30, SUMMED = ["bytes", "count", "seconds"];
+const ROW = 30, SUMMED = ["bytes", "count", "seconds", "share"];
 
 class Table {
   constructor(columns, rows, onChoose) {
