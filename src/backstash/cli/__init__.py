@@ -1,4 +1,4 @@
-"""The command line: ``backstash run``, ``backstash doctor`` and ``backstash bench``.
+"""The command line: ``backstash run``, ``profile``, ``doctor`` and ``bench``.
 
 Each command is a module that is imported when it is asked for, so that ``--help`` does not wait
 for torch.
@@ -14,6 +14,7 @@ __all__ = ["main"]
 
 _COMMANDS = {
     "run": "a training script, unmodified, under a stash",
+    "profile": "what a training script saves for backward, and what each budget would cost",
     "doctor": "what this machine offers, and the Stash(...) line that suits it",
     "bench": "step time and memory beside the alternatives, measured here",
 }
@@ -33,6 +34,7 @@ options:
 
 examples:
   backstash doctor /scratch                   is this disk fast enough, and what should I write?
+  backstash profile train.py                  what does it save, and which budget suits it?
   backstash run --disk /scratch train.py      run train.py with its saved tensors on disk
   backstash run --keep 2GiB --disk /scratch -m package.train --epochs 3
 """

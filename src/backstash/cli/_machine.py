@@ -11,7 +11,10 @@ from pathlib import Path
 
 from .. import __version__
 
-__all__ = ["Machine", "file_system", "machine", "versions"]
+__all__ = ["IN_MEMORY", "Machine", "file_system", "machine", "versions"]
+
+IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs")
+"""File systems that are no disk."""
 
 
 @dataclass(frozen=True, slots=True)

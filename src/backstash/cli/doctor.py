@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..memory import memory_group
 from ..units import format_bytes
 from ._allocator import INSTALL_HINT, choose, find
 from ._arguments import Parser, directory, size
-from ..memory import memory_group
 from ._disk_speed import measure
-from ._machine import file_system, machine, versions
+from ._machine import IN_MEMORY, file_system, machine, versions
 from ._progress import Progress
 
 __all__ = ["Advice", "advise", "main"]
@@ -37,7 +37,6 @@ questions:
       disk does that within the step's own time, the step is hardly longer.
 """
 _DEFAULT_BYTES = 1 << 30
-_IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs")
 _SLOW_BYTES_PER_SECOND = 500e6
 
 
@@ -144,7 +143,7 @@ def _round_size(nbytes: int) -> str:
 def _remarks(facts: dict[str, Any]) -> list[str]:
     disk, remarks = facts["disk"], list(facts["disk"]["notes"])
     slowest = min(disk["write_bytes_per_second"], disk["read_bytes_per_second"])
-    if facts["file_system"] in _IN_MEMORY:
+    if facts["file_system"] in IN_MEMORY:
         remarks.append("give a directory on a disk: this one is in memory")
     elif slowest < _SLOW_BYTES_PER_SECOND:
         remarks.append(f"this disk moves {_speed(slowest)}: backward may wait for it")

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 
 from ...units import format_bytes
 from .replay import movable_peak_bytes, peak_bytes, replay
 from .save import Found
 
-__all__ = ["Advice", "Budget", "advise", "budgets"]
+__all__ = ["PLACE", "Advice", "Budget", "advise", "budgets"]
 
 _WINDOW_BYTES = 128 << 20  # of Stash(inflight=...)
 _WORTH_BYTES = 16 << 20
 _SHARES = (("everything", 1.0), ("half", 0.5), ("a tenth", 0.1), ("nothing", 0.0))
-_PLACE = "/path/on/a/fast/disk"
+PLACE = "/path/on/a/fast/disk"
+"""What stands in a line to paste for a directory that is not known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,15 +44,16 @@ class Budget:
     """The line to paste; ``""`` for everything, which needs no stash."""
 
 
-def budgets(found: Found) -> tuple[Budget, ...]:
+def budgets(found: Found, disk: str = PLACE) -> tuple[Budget, ...]:
     """What it would cost to keep everything, half, a tenth and nothing of what can move."""
-    movable = movable_peak_bytes(found.lives)
+    movable, peak = movable_peak_bytes(found.lives), peak_bytes(found.lives)
     rows = []
     for name, share in _SHARES:
         keep = _rounded(int(movable * share))
         would = replay(found.lives, keep)
-        memory = would.memory_peak_bytes + min(would.moved_bytes, _WINDOW_BYTES)
-        code = _line(keep) if share < 1 else ""
+        on_the_way = min(would.moved_bytes, _WINDOW_BYTES)
+        memory = min(peak, would.memory_peak_bytes + on_the_way)
+        code = _line(keep, disk) if share < 1 else ""
         rows.append(Budget(name, keep, would.moved_bytes, memory, code))
     return tuple(rows)
 
@@ -60,11 +63,12 @@ def _rounded(nbytes: int) -> int:
     return -(-nbytes >> 20) << 20 if nbytes >= 1 << 20 else nbytes
 
 
-def _line(keep: int) -> str:
+def _line(keep: int, disk: str) -> str:
+    place = json.dumps(disk)
     if keep == 0:
-        return f'Stash(disk="{_PLACE}")'
+        return f"Stash(disk={place})"
     size = f'"{keep >> 20}MiB"' if keep >= 1 << 20 else str(keep)
-    return f'Stash(keep={size}, disk="{_PLACE}")'
+    return f"Stash(keep={size}, disk={place})"
 
 
 def advise(found: Found) -> tuple[Advice, ...]:

@@ -29,7 +29,7 @@ def as_values(report: SavedReport) -> dict[str, Any]:
         "by_kind": [_row(row) for row in report.by_kind()],
         "waste": [asdict(each) for each in report.waste],
         "advice": [asdict(each) for each in report.advice],
-        "budgets": [asdict(each) for each in report.budgets],
+        "budgets": [asdict(each) for each in report.budgets()],
         "notes": list(report.notes),
         "tensors": [_tensor(each) for each in report.tensors],
     }

@@ -13,7 +13,7 @@ from torch import nn
 from ...errors import UsageError
 from ...units import format_bytes
 from .._page import render_page
-from .advice import Advice, Budget, advise, budgets
+from .advice import PLACE, Advice, Budget, advise, budgets
 from .ops import find_ops
 from .page import as_page, as_values
 from .recorder import Recorder
@@ -209,11 +209,14 @@ class SavedReport:
         self._saves()
         return advise(self._found)
 
-    @property
-    def budgets(self) -> tuple[Budget, ...]:
-        """What keeping everything, half, a tenth and nothing in place would cost: reckoned from the sizes."""
+    def budgets(self, disk: str = PLACE) -> tuple[Budget, ...]:
+        """What keeping everything, half, a tenth and nothing in place would cost: reckoned from the sizes.
+
+        Args:
+            disk: the directory in the lines to paste.
+        """
         self._saves()
-        return budgets(self._found)
+        return budgets(self._found, disk)
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -247,15 +250,34 @@ class SavedReport:
     # Where it goes.
 
     def __str__(self) -> str:
-        return as_text(self)
+        return self.text()
 
     def __rich__(self) -> Any:
-        return as_rich(self)
+        return self.rich()
+
+    def text(self, *, advice: bool = True) -> str:
+        """The table in plain text, as ``print`` shows it; ``advice=False`` leaves the advice out."""
+        return as_text(self, advice=advice)
+
+    def rich(self, *, advice: bool = True) -> Any:
+        """The same for ``rich.print``.
+
+        Raises:
+            ImportError: rich is not installed; the message has the line that installs it.
+        """
+        try:
+            return as_rich(self, advice=advice)
+        except ImportError as error:
+            raise ImportError("a rich table needs rich: pip install rich") from error
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything as dicts, lists, numbers and strings."""
+        return as_values(self)
 
     def to_json(self, path: str | os.PathLike[str]) -> None:
         """Write everything to ``path`` as JSON; an existing file is replaced."""
         with open(path, "w", encoding="utf-8") as file:
-            json.dump(as_values(self), file, indent=1, allow_nan=False)
+            json.dump(self.as_dict(), file, indent=1, allow_nan=False)
             file.write("\n")
 
     def to_html(self, path: str | os.PathLike[str], *, title: str = "Saved for backward") -> None:

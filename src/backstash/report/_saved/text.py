@@ -25,8 +25,8 @@ _KINDS = (
 _NO_MODULE = "(outside any module)"
 
 
-def as_text(report: SavedReport) -> str:
-    """The whole report, without a newline at the end."""
+def as_text(report: SavedReport, *, advice: bool) -> str:
+    """The whole report, or without its advice; without a newline at the end."""
     rows, rest = shown_rows(report)
     body = [_cells(row) for row in rows]
     if rest:
@@ -35,7 +35,7 @@ def as_text(report: SavedReport) -> str:
     widths = [max(map(len, column)) for column in zip(HEAD, *body, total, strict=True)]
     rule = "  ".join("-" * width for width in widths)
     table = [_line(HEAD, widths), rule, *(_line(cells, widths) for cells in body), rule]
-    return "\n".join([*headline(report), "", *table, _line(total, widths), *_below(report)])
+    return "\n".join([*headline(report), "", *table, _line(total, widths), *_below(report, advice)])
 
 
 def headline(report: SavedReport) -> list[str]:
@@ -48,9 +48,9 @@ def headline(report: SavedReport) -> list[str]:
         if kind in kinds and kinds[kind].saved_bytes
     ]
     count = sum(row.saves for row in report.rows)
-    first = (
-        f"{size(report.unique_bytes)} held for backward, each storage counted once, parameters not"
-    )
+    peak, unique = report.peak_bytes, report.unique_bytes
+    at_once = f", at most {size(peak)} at once" if peak < unique else ""
+    first = f"{size(unique)} held for backward, each storage counted once, parameters not{at_once}"
     second = f"{size(report.total_bytes)} saved in all, {count:,} tensors"
     return [first, f"{second}: {', '.join(parts)}" if parts else second]
 
@@ -103,13 +103,14 @@ def _line(cells: tuple[str, ...], widths: list[int]) -> str:
     return "  ".join([name, *numbers, where]).rstrip()
 
 
-def _below(report: SavedReport) -> list[str]:
-    lines = []
+def _below(report: SavedReport, advice: bool) -> list[str]:
+    lines: list[str] = []
     if report.waste:
         lines += ["", "could be smaller, exactly:"]
         lines += [f"  {line}" for line in waste_lines(report.waste)]
-    lines += ["", "advice:"]
-    for each in report.advice:
+    if advice:
+        lines += ["", "advice:"]
+    for each in report.advice if advice else ():
         lines += [f"  {each.code}", f"      {each.text}"] if each.code else [f"  {each.text}"]
     if report.notes:
         lines += ["", *(f"note: {note}" for note in report.notes)]
@@ -135,7 +136,7 @@ def waste_lines(waste: tuple[Waste, ...]) -> list[str]:
     return lines
 
 
-def as_rich(report: SavedReport) -> Any:
+def as_rich(report: SavedReport, *, advice: bool) -> Any:
     """The same as something that rich prints."""
     from rich.console import Group
     from rich.table import Table
@@ -156,7 +157,7 @@ def as_rich(report: SavedReport) -> Any:
         table.add_row(Text(rest), style="dim")
     first, *others = headline(report)
     head = [Text(first, style="bold"), *(Text(line) for line in others), Text("")]
-    return Group(*head, table, *(_rich_line(line) for line in _below(report)))
+    return Group(*head, table, *(_rich_line(line) for line in _below(report, advice)))
 
 
 def _rich_line(line: str) -> Any:

@@ -1,0 +1,187 @@
+"""What a script's steps save, from its import of torch to its end, or to the last step that was asked for."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from ..errors import StashError
+from ..report import SavedReport, StepMarks, saved_report
+from ._disk_speed import DiskSpeed, measure
+from ._machine import IN_MEMORY, file_system, machine, versions
+from ._profile_text import Cost, show
+from ._progress import Progress
+from ._summary import outcome
+
+__all__ = ["Session"]
+
+_MEASURED_BYTES = 256 << 20
+
+
+class _Enough(SystemExit):
+    """Ends the script after its last step, as ``sys.exit()`` would."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """One step."""
+
+    report: SavedReport
+    """What it saved."""
+    seconds: float
+    """How long it took, with the recording."""
+
+
+class Session:
+    """A report, entered. It is printed when the script has ended.
+
+    Args:
+        plan: what ``backstash profile`` was asked for, as plain values.
+    """
+
+    def __init__(self, plan: dict[str, Any]) -> None:
+        self._plan = plan
+        self._steps: list[_Step] = []
+        self._notes: list[str] = []
+        if threading.current_thread() is not threading.main_thread():
+            self._notes.append(
+                "torch was first imported in another thread than the main one: only that one is seen"
+            )
+        self._saved = saved_report()
+        self._saved.__enter__()
+        self._began = time.perf_counter()
+        self._marks = StepMarks(then=self._stepped)
+
+    def _stepped(self) -> None:
+        if len(self._steps) < self._plan["steps"]:
+            now = time.perf_counter()
+            self._steps.append(_Step(self._saved.take(), now - self._began))
+            self._began = now
+        if len(self._steps) >= self._plan["steps"]:
+            raise _Enough(0)
+
+    def end(self, error: BaseException | None) -> None:
+        """Print the report and the budgets on stdout; write the files that the plan asks for.
+
+        Args:
+            error: what the script raised, which is not handled here.
+        """
+        self._marks.remove()
+        try:
+            self._saved.__exit__(None, None, None)
+        except StashError as problem:
+            self._notes.append(f"the script left contexts in the wrong order: {problem}")
+        report, title = self._choose(error)
+        if report is None:
+            print(f"backstash profile: {title}", file=sys.stderr)
+            return
+        speed = self._measure()
+        costs = costs_of(report, self._plan["disk"], speed)
+        show(report, title, costs, self._plan["disk"], speed, self._notes)
+        if self._plan["html"] is not None:
+            self._write("--html", lambda path: report.to_html(path, title=self._plan["command"]))
+        if self._plan["json"] is not None:
+            figures = self._figures(error, report, costs, speed)
+            self._write("--json", lambda path: _dump(figures, path))
+
+    def _choose(self, error: BaseException | None) -> tuple[SavedReport | None, str]:
+        """The report to show, and what it is of, in words; ``None`` and why there is none."""
+        ended = "" if isinstance(error, _Enough) else f"; the script ended first: {outcome(error)}"
+        if ended and error is None:
+            ended = "; the script had no more"
+        if self._steps:
+            at = max(range(len(self._steps)), key=lambda i: (self._steps[i].report.peak_bytes, i))
+            step = self._steps[at]
+            which = f"step {at + 1} of {len(self._steps)}"
+            if len({each.report.peak_bytes for each in self._steps}) > 1:
+                which += ", which held most"
+            elif len(self._steps) > 1:
+                which += ", which all held the same"
+            return step.report, f"{which}, {step.seconds:.2f} s with recording{ended}"
+        if self._saved.total_bytes:
+            self._notes.append(
+                "no optimizer has stepped, so there was no step to tell from another: this is all of it"
+            )
+            return self._saved, f"the whole script ({outcome(error)})"
+        return None, (
+            f"nothing was saved for backward in the main thread ({outcome(error)}): there was no forward "
+            "with gradients. Give a script that trains, and the arguments that make it train."
+        )
+
+    def _measure(self) -> DiskSpeed | None:
+        if file_system(self._plan["disk"]) in IN_MEMORY:
+            self._notes.append(f"{self._plan['disk']} is in memory: give --disk DIR, on a disk")
+        with Progress() as progress:
+            try:
+                return measure(self._plan["disk"], _MEASURED_BYTES, progress.say)
+            except StashError as problem:
+                self._notes.append(f"the disk was not measured: {problem}")
+                return None
+
+    def _figures(
+        self,
+        error: BaseException | None,
+        report: SavedReport,
+        costs: Sequence[Cost],
+        speed: DiskSpeed | None,
+    ) -> dict[str, Any]:
+        return {
+            "command": self._plan["command"],
+            "outcome": "enough steps" if isinstance(error, _Enough) else outcome(error),
+            "steps": [
+                {
+                    "seconds": step.seconds,
+                    "unique_bytes": step.report.unique_bytes,
+                    "peak_bytes": step.report.peak_bytes,
+                }
+                for step in self._steps
+            ],
+            "report": report.as_dict(),
+            "costs": [asdict(each) for each in costs],
+            "directory": self._plan["disk"],
+            "disk": None if speed is None else speed.as_dict(),
+            "notes": self._notes,
+            "versions": versions() | {"torch": torch.__version__},
+            "machine": machine().as_dict(),
+        }
+
+    def _write(self, option: str, write: Any) -> None:
+        try:
+            write(self._plan[option.removeprefix("--")])
+        except OSError as error:
+            print(f"backstash profile: {option}: {error}", file=sys.stderr)
+
+
+def costs_of(report: SavedReport, disk: str, speed: DiskSpeed | None) -> tuple[Cost, ...]:
+    """The report's budgets, each with the seconds that its bytes take at ``speed``."""
+    found = []
+    for budget in report.budgets(disk):
+        write = read = None
+        if speed is not None:
+            write = budget.moved_bytes / speed.write_bytes_per_second
+            read = budget.moved_bytes / speed.read_bytes_per_second
+        found.append(
+            Cost(
+                budget.name,
+                budget.keep_bytes,
+                budget.moved_bytes,
+                budget.memory_bytes,
+                write,
+                read,
+                budget.code,
+            )
+        )
+    return tuple(found)
+
+
+def _dump(figures: dict[str, Any], path: str) -> None:
+    with open(path, "w", encoding="utf-8") as file:
+        json.dump(figures, file, indent=1, allow_nan=False)
+        file.write("\n")

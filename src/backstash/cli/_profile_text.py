@@ -1,0 +1,105 @@
+"""What `backstash profile` prints: with rich on a terminal where it is installed, else as plain text."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..report import SavedReport
+from ..units import format_bytes
+from ._disk_speed import DiskSpeed
+
+__all__ = ["Cost", "show"]
+
+_HEAD = ("keep", "moves down", "in memory", "disk writes", "disk reads", "")
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What a ``keep`` budget would cost a step."""
+
+    name: str
+    """How much would be kept, in words."""
+    keep_bytes: int
+    """The budget."""
+    moved_bytes: int
+    """Bytes down, and the same up again."""
+    memory_bytes: int
+    """The most bytes of saved tensors in memory at once, with those on their way down."""
+    write_seconds: float | None
+    """What the disk alone takes to write them; ``None`` where it was not measured."""
+    read_seconds: float | None
+    """What it takes to read them, likewise."""
+    code: str
+    """The line to paste; ``""`` for everything."""
+
+
+def show(
+    report: SavedReport,
+    title: str,
+    costs: Sequence[Cost],
+    disk: str,
+    speed: DiskSpeed | None,
+    notes: Sequence[str],
+) -> None:
+    """Print all of it on stdout."""
+    head = f"backstash profile: {title}; nothing was moved"
+    foot = [*_costs(costs, disk, speed), *(f"note: {note}" for note in notes)]
+    sys.stdout.flush()
+    if sys.stdout.isatty() and importlib.util.find_spec("rich") is not None:
+        from rich.console import Console
+        from rich.text import Text
+
+        console = Console()
+        console.print(Text(f"\n{head}", style="bold"), "", report.rich(advice=False), "", sep="\n")
+        for line in foot:
+            console.print(Text(line, no_wrap=True, overflow="ignore"), soft_wrap=True)
+    else:
+        print("\n".join(["", head, "", report.text(advice=False), "", *foot]), flush=True)
+
+
+def _costs(costs: Sequence[Cost], disk: str, speed: DiskSpeed | None) -> list[str]:
+    if not costs[0].keep_bytes:
+        return ["nothing of this could move to a disk: no budget would change it"]
+    body = [_cells(cost) for cost in costs]
+    widths = [max(map(len, column)) for column in zip(_HEAD, *body, strict=True)]
+    lines = ["what a budget would cost:", _line(_HEAD, widths)]
+    lines += [_line(cells, widths) for cells in body]
+    if speed is None:
+        return lines
+    rates = f"{_rate(speed.write_bytes_per_second)} and reads {_rate(speed.read_bytes_per_second)}"
+    return [
+        *lines,
+        f"  {disk} writes {rates}, measured here on {format_bytes(speed.nbytes)}. The seconds are the disk's "
+        "own;",
+        "  what passes while the processor computes is not waited for. `backstash run` measures the rest.",
+    ]
+
+
+def _cells(cost: Cost) -> tuple[str, ...]:
+    return (
+        f"{cost.name} ({format_bytes(cost.keep_bytes)})" if cost.keep_bytes else cost.name,
+        format_bytes(cost.moved_bytes),
+        format_bytes(cost.memory_bytes),
+        _seconds(cost.write_seconds),
+        _seconds(cost.read_seconds),
+        cost.code or "no stash",
+    )
+
+
+def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
+    shown = [
+        cell.ljust(width) if at in (0, len(cells) - 1) else cell.rjust(width)
+        for at, (cell, width) in enumerate(zip(cells, widths, strict=True))
+    ]
+    return ("  " + "  ".join(shown)).rstrip()
+
+
+def _seconds(value: float | None) -> str:
+    return "not measured" if value is None else f"{value:.2f} s"
+
+
+def _rate(bytes_per_second: float) -> str:
+    return f"{bytes_per_second / 1e9:.2f} GB/s"

@@ -1,0 +1,91 @@
+"""``backstash profile``: what a training script's forward saves, and what each budget would cost."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import tempfile
+from collections.abc import Sequence
+
+from ._arguments import Parser, directory, new_file
+from ._launch import replace_process, split
+
+__all__ = ["main"]
+
+_USAGE = "backstash profile [OPTION ...] (SCRIPT | -m MODULE) [ARG ...]"
+_DESCRIPTION = """\
+Run a Python training script, unmodified, for a few steps, and say what autograd saved for backward: by
+module, how often, how many bytes, and what could be smaller. Then: what it would cost to keep all, half,
+a tenth or nothing of it in memory. Nothing is moved.
+
+A step ends when an optimizer has stepped. After N of them the script is ended as sys.exit() would.
+Options come before SCRIPT; all that follows SCRIPT belongs to it. Seen is what the main thread saves.
+"""
+_EXAMPLES = """\
+examples:
+  backstash profile train.py --epochs 3
+      three steps; the report and the budgets on stdout, after the script's own output
+  backstash profile --steps 1 --disk /scratch train.py
+      one step; budgets at the speed of the disk that /scratch is on
+  backstash profile --json profile.json -m package.train
+      the figures as JSON too
+
+questions:
+  How are the seconds found?   The disk is written and read for a moment, as `backstash doctor` does. They
+                               are the disk's own: what `backstash run` hides behind compute is less to wait.
+  And then?                    Paste the Stash(...) line around the forward pass, or give the same budget to
+                               `backstash run --keep`.
+  My script has no optimizer.  Then no step is seen: it runs to its end, and the report is of all of it.
+"""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Check the arguments, then replace this process by the interpreter that runs the script.
+
+    Returns:
+        2 after one line on stderr, when the arguments cannot be used. Otherwise it does not return.
+    """
+    parser = _parser()
+    own, is_module, rest = split(parser, list(arguments))
+    options = parser.read(own)
+    if not rest:
+        parser.error(f"no script given; allowed: {_USAGE}")
+    if not is_module and not os.path.exists(rest[0]):
+        parser.error(f"no script {rest[0]!r}; allowed: a Python file, or -m MODULE")
+    plan = {
+        "name": "profile",
+        "session": "_profile_session",
+        "target": rest[0],
+        "is_module": is_module,
+        "steps": options.steps,
+        "disk": options.disk or tempfile.gettempdir(),
+        "json": options.json,
+        "html": options.html,
+        "quiet": False,
+        "restore": {},
+        "restore_later": {},
+        "command": shlex.join(["backstash", "profile", *arguments]),
+    }
+    replace_process(plan, rest[1:], {})
+
+
+def _parser() -> Parser:
+    parser = Parser("backstash profile", _DESCRIPTION, _EXAMPLES, _USAGE)
+    add = parser.add_argument
+    add("--steps", metavar="N", type=_steps, default=3, help="how many steps (default 3)")
+    add(
+        "--disk",
+        metavar="DIR",
+        type=directory,
+        help="whose disk to measure (default: the system's temporary directory)",
+    )
+    add("--json", metavar="FILE", type=new_file, help="write all figures to FILE")
+    add("--html", metavar="FILE", type=new_file, help="write the report as a page to FILE")
+    return parser
+
+
+def _steps(text: str) -> int:
+    if not text.isascii() or not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of steps; allowed: 1, 2, 3, ...")
+    return int(text)
