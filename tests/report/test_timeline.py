@@ -377,3 +377,17 @@ def test_without_matplotlib_the_install_line_is_printed(monkeypatch):
 def test_report_is_imported_without_matplotlib():
     code = "import sys, backstash.report; assert 'matplotlib' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_profiler_of_all_threads_sees_moves_on_the_workers():
+    everything = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+    model, x = Model(), torch.randn(400, 400)
+    with torch.profiler.profile(experimental_config=everything) as profile:
+        with Stash(disk=MemoryStore()) as stash:
+            loss = model(x)
+            stash._workers.close()
+        loss.backward()
+    spans = [event for event in profile.events() if event.name.startswith("backstash: ")]
+    writers = {event.thread for event in spans if event.name == "backstash: write"}
+    waiters = {event.thread for event in spans if "stall on the way up" in event.name}
+    assert writers and waiters and not writers & waiters
