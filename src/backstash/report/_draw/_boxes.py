@@ -128,7 +128,12 @@ def _beside(found: BoxText, label: str, size: str, details: list[str]) -> None:
 def _rows(found: BoxText, node: DrawnNode, *, show_dtype: bool) -> None:
     lines: list[tuple[list[str], DrawnTensor | DrawnLeaf]] = []
     for leaf in node.leaves:
-        texts = [leaf.name, _known(leaf, show_dtype), bytes_of(leaf.nbytes, 0, 1), ""]
+        texts = [
+            shortened(leaf.name, _MOST_CELL),
+            _known(leaf, show_dtype),
+            bytes_of(leaf.nbytes, 0, 1),
+            "",
+        ]
         lines.append((texts, leaf))
     lines += [(_cells_of(tensor, show_dtype), tensor) for tensor in node.tensors]
     widths = [

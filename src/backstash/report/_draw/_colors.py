@@ -85,8 +85,17 @@ class Colors:
             shade -= 1
         return shade
 
-    def legend(self) -> list[tuple[str, str]]:
-        """Classes and words for what the colours tell."""
+    def legend(self) -> list[list[tuple[str, str]]]:
+        """Classes and words for what the colours tell, in rows."""
+        places = [
+            (style, ", ".join(dict.fromkeys(map(place_name, wheres))))
+            for style, wheres in self._by_class().items()
+        ]
+        if self._by == "where":
+            return [places]
+        return [self._legend_of_keys(), *([places] if self._by == "module" else [])]
+
+    def _legend_of_keys(self) -> list[tuple[str, str]]:
         if self._by == "bytes":
             if not self._most:
                 return []
@@ -95,16 +104,11 @@ class Colors:
                 (f"s{shade}", f"to {format_bytes(limit)}")
                 for shade, limit in zip(range(1, SHADES), limits, strict=True)
             ]
-        if self._by in ("dtype", "module"):
-            found = [(self._category(key), shortened(key, 30)) for key in self._keys[:_CATEGORIES]]
-            more = len(self._keys) - _CATEGORIES
-            return (
-                [*found, ("", f"{more:,} more, in the same colours again")] if more > 0 else found
-            )
-        return [
-            (style, ", ".join(dict.fromkeys(map(place_name, wheres))))
-            for style, wheres in self._by_class().items()
-        ]
+        found = [(self._category(key), shortened(key, 30)) for key in self._keys[:_CATEGORIES]]
+        more = len(self._keys) - _CATEGORIES
+        return (
+            [*found, ("none", f"{more:,} more, in the same colours again")] if more > 0 else found
+        )
 
     def _by_class(self) -> dict[str, list[str]]:
         found: dict[str, list[str]] = {}

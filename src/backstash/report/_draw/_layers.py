@@ -12,6 +12,7 @@ import itertools
 from bisect import bisect_right, insort
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import inf
 
 __all__ = ["Cell", "Link", "arrange"]
 
@@ -292,17 +293,17 @@ def _straighten(
     done: set[int] = set()
     for link, chain in sorted(zip(links, chains, strict=True), key=lambda pair: -len(pair[1])):
         run: list[int] = []
-        low, high = float("-inf"), float("inf")
+        low, high = -inf, inf
         for index in chain:
             if index in done:
                 continue
             done.add(index)
             before, after = left[index], right[index]
-            least = cells[before].x + _gap(cells, before, index) if before is not None else low
-            most = cells[after].x - _gap(cells, index, after) if after is not None else high
+            least = cells[before].x + _gap(cells, before, index) if before is not None else -inf
+            most = cells[after].x - _gap(cells, index, after) if after is not None else inf
             if max(low, least) > min(high, most):
                 _settle(cells, run, low, high, link)
-                run, low, high = [], float("-inf"), float("inf")
+                run, low, high = [], -inf, inf
             run.append(index)
             low, high = max(low, least), min(high, most)
         _settle(cells, run, low, high, link)

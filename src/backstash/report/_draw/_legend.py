@@ -43,7 +43,7 @@ class Legend:
 
 
 def legend_of(drawing: Drawing, colors: Colors, width: float) -> Legend:
-    """The kinds of boxes that there are, then, on a new row, what colours tell."""
+    """The kinds of boxes that there are, then, on rows of their own, what colours tell."""
     kinds = {node.kind for node in drawing.nodes}
     inside = [leaf for node in drawing.nodes for leaf in node.leaves]
     kinds |= {"parameter" if leaf.is_parameter else "leaf" for leaf in inside}
@@ -54,7 +54,7 @@ def legend_of(drawing: Drawing, colors: Colors, width: float) -> Legend:
         boxes.append(("band", "saved tensor"))
     entries: list[Entry] = []
     y = 0.0
-    for row in (boxes, colors.legend()):
+    for row in (boxes, *colors.legend()):
         x = 0.0
         for style, text in row:
             needed = 18.0 + text_width(text, SMALL_PX)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["CSS", "PLACES", "SHADES", "place_class"]
+__all__ = ["CSS", "DARK", "LIGHT", "NAMES", "PLACES", "SHADES", "place_class"]
 
 PLACES = {
     "in place": "keep",
@@ -27,7 +27,7 @@ def place_class(where: str) -> str:
 
 
 # text, muted text, paper, lines, frames; boxes; the orange band; chips of places; categories; shades
-_NAMES = (
+NAMES = (
     *("ink", "muted", "paper", "line", "frame", "edge", "wire"),
     *("op", "module", "parameter", "parameter-edge", "leaf", "leaf-edge", "output", "output-edge"),
     *("saved", "saved-ink", "saved-edge"),
@@ -35,7 +35,7 @@ _NAMES = (
     *(f"c{number}" for number in range(8)),
     *(f"s{number}" for number in range(SHADES)),
 )
-_LIGHT = (
+LIGHT = (
     *("#1c2430", "#566173", "#ffffff", "#c3cad4", "#f6f8fa", "#a7b0bd", "#7b8696"),
     *("#eef1f5", "#e3e8ef", "#d6e7fc", "#5a93d6", "#e6defb", "#8b6fd0", "#d3efcf", "#4f9a48"),
     *("#ffe2bd", "#4a2800", "#f0a040"),
@@ -43,7 +43,7 @@ _LIGHT = (
     *("#f9d3d0", "#cfe6f7", "#d5efd0", "#f5e6ae", "#e2d6f6", "#fbd5ea", "#cdeee9", "#e4dccd"),
     *("#f3f4f6", "#fde3bd", "#fcc37b", "#f9a54f", "#f28c28"),
 )
-_DARK = (
+DARK = (
     *("#e7ebf1", "#a3adbb", "#12161c", "#3b4553", "#191f27", "#5b6778", "#7f8b9c"),
     *("#252d38", "#2c3644", "#173a63", "#4f8fdc", "#372a60", "#8d76d6", "#1c4426", "#58a85a"),
     *("#74430e", "#ffe9cc", "#b8741c"),
@@ -54,7 +54,7 @@ _DARK = (
 
 
 def _values(colors: tuple[str, ...]) -> str:
-    pairs = zip(_NAMES, colors, strict=True)
+    pairs = zip(NAMES, colors, strict=True)
     return "".join(f"--g-{name}:{color};" for name, color in pairs)
 
 
@@ -88,6 +88,7 @@ _RULES = """
 .bs-graph .band.parameter,.bs-graph .band.leaf{stroke:none}
 .bs-graph .chip{stroke:var(--g-saved-ink);stroke-width:.6}
 .bs-graph .swatch{stroke:var(--g-edge)}
+.bs-graph .none{fill:none;stroke:none}
 .bs-graph .wire{fill:none;stroke:var(--g-wire);stroke-width:1.2}
 .bs-graph .arrow{fill:var(--g-wire)}
 .bs-graph .on-wire{font-size:9.5px;paint-order:stroke;stroke:var(--g-paper);stroke-width:4px}
@@ -106,9 +107,9 @@ def _chip_rules() -> str:
 
 
 CSS = (
-    f".bs-graph{{{_values(_LIGHT)}}}\n"
-    f"@media (prefers-color-scheme:dark){{.bs-graph{{{_values(_DARK)}}}}}\n"
-    f"{_DARK_PLACES}{{{_values(_DARK)}}}\n{_LIGHT_PLACES}{{{_values(_LIGHT)}}}"
+    f".bs-graph{{{_values(LIGHT)}}}\n"
+    f"@media (prefers-color-scheme:dark){{.bs-graph{{{_values(DARK)}}}}}\n"
+    f"{_DARK_PLACES}{{{_values(DARK)}}}\n{_LIGHT_PLACES}{{{_values(LIGHT)}}}"
     f"{_RULES}{_chip_rules()}"
 )
 """The style sheet of every drawing; all of it applies only inside ``.bs-graph``."""

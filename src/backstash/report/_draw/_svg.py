@@ -17,7 +17,7 @@ from ._words import bytes_of, headline, places_of, same_words
 if TYPE_CHECKING:
     from ._drawing import Drawing
 
-__all__ = ["to_svg"]
+__all__ = ["placed", "to_svg"]
 
 _MARGIN = 20.0
 _LEAST_WIDTH = 460.0
@@ -29,7 +29,7 @@ _MOST_TITLE = 60
 
 def to_svg(drawing: Drawing) -> str:
     """The text of one ``<svg>`` element."""
-    texts, layout = _placed(drawing)
+    texts, layout = placed(drawing)
     colors = Colors(drawing)
     width = max(layout.width, _LEAST_WIDTH)
     legend = legend_of(drawing, colors, width)
@@ -61,7 +61,8 @@ def to_svg(drawing: Drawing) -> str:
     )
 
 
-def _placed(drawing: Drawing) -> tuple[list[BoxText], Layout]:
+def placed(drawing: Drawing) -> tuple[list[BoxText], Layout]:
+    """What is written in each box, and where everything is."""
     paths = _frame_paths(drawing)
     show_dtype = drawing.color_by == "dtype"
     texts = [
