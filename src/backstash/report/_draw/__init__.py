@@ -9,7 +9,8 @@ A drawing is made in steps, each a file that knows nothing of those after it:
 ``_tensors``, ``_notes``              what is written in them, and below them
 ``_assemble``, ``_records``           the records of a :class:`Drawing`
 ``_dot``                              as DOT
-``_boxes``, ``_layers``, ``_layout``  where each box goes
+``_boxes``, ``_layout``, ``_layers``  what is written in each box, and where it goes, by ``_cells``,
+                                      ``_order`` and ``_columns``
 ``_style``, ``_svg``, ``_page``       as SVG and HTML
 ====================================  =====================================================================
 """

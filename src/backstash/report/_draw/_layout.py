@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from ._layers import Cell, Link, arrange
+from ._cells import Cell, Link
+from ._layers import arrange
 from ._records import DrawnEdge, DrawnGroup
 
 __all__ = ["Layout", "Rectangle", "Wire", "lay_out"]
