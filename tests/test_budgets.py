@@ -101,14 +101,14 @@ def test_forward_waits_when_the_window_is_full(tmp_path, monkeypatch):
     x = leaf(1)
     store.writes.clear()
     waits = []
-    wait = stash._down._wait
+    wait = stash._books.sides[0].down._wait
 
     def open_then_wait(writing):
-        waits.append(stash._down.inflight_bytes)
+        waits.append(stash._books.sides[0].down.inflight_bytes)
         store.writes.set()
         wait(writing)
 
-    monkeypatch.setattr(stash._down, "_wait", open_then_wait)
+    monkeypatch.setattr(stash._books.sides[0].down, "_wait", open_then_wait)
     with stash:
         loss = chain(x, 6)
     assert waits[0] == 3 * MIB
@@ -296,8 +296,8 @@ def test_room_that_a_dead_block_s_write_still_takes_is_waited_for(tmp_path, monk
         chain(x, 2)  # dropped at once; both writes stand at the gate
         for _ in range(2):
             assert store.begun.acquire(timeout=30)
-        wait = stash._down._wait
-        monkeypatch.setattr(stash._down, "_wait", lambda w: (store.writes.set(), wait(w)))
+        wait = stash._books.sides[0].down._wait
+        monkeypatch.setattr(stash._books.sides[0].down, "_wait", lambda w: (store.writes.set(), wait(w)))
         loss = chain(x, 2)
     (gradient,) = torch.autograd.grad(loss, x)
     assert torch.equal(gradient, plain_gradient(x, 2))

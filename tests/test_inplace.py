@@ -472,7 +472,7 @@ def test_backward_changes_a_part_that_is_saved_again(tmp_path):
 def test_two_threads_are_given_the_same_bytes_and_one_changes_them(tmp_path, monkeypatch):
     """A thread that waited for another one's read must not take what that one has changed since."""
     asked, other_changed = threading.Event(), threading.Event()
-    memory_of = Up._memory_of
+    memory_of = Up._reading_of
 
     def slow_memory_of(up, parcel, block):
         waits = threading.current_thread().name == "waits"
@@ -483,7 +483,7 @@ def test_two_threads_are_given_the_same_bytes_and_one_changes_them(tmp_path, mon
             assert other_changed.wait(PATIENCE_SECONDS)
         return memory
 
-    monkeypatch.setattr(Up, "_memory_of", slow_memory_of)
+    monkeypatch.setattr(Up, "_reading_of", slow_memory_of)
     store = Gated(Disk(tmp_path))
     stash, results = Stash(disk=store, inflight=0), {}
     x = leaf(1024, 1024)

@@ -13,7 +13,6 @@ has the bytes.
 from __future__ import annotations
 
 import weakref
-from collections import deque
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,7 +22,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 if TYPE_CHECKING:
     from ._lanes import Lane
     from ._order import Round
-    from ._parcels import Parcel
+    from ._sides import Side
+    from ._streams import Copy
 
 __all__ = [
     "Block",
@@ -96,7 +96,9 @@ class Block:
         "__weakref__",
         "address",
         "alias",
+        "arrival",
         "entries",
+        "goes_on",
         "grave",
         "held",
         "index",
@@ -115,18 +117,23 @@ class Block:
         "serial",
         "served",
         "shape",
+        "side",
         "source",
+        "stream",
         "turn",
+        "unsure",
     )
 
-    def __init__(self, source: Source, alias: Tensor, grave: deque[Any]) -> None:
+    def __init__(self, source: Source, alias: Tensor, side: Side) -> None:
         storage = alias.untyped_storage()
         self.source = source
         self.origin = source  # whose bytes these are: differs for a copy of a part
         self.alias: Tensor | None = alias  # in place or on its way down; None once it has landed
         self.nbytes = storage.nbytes()
         self.address = storage.data_ptr()  # while in place; its residue matters ever after
-        self.grave = grave
+        self.side = side  # whose budgets count it
+        self.grave = side.grave
+        self.stream = side.stream()  # that its bytes were made on, on an accelerator
         self.kept = 0  # bytes that the keep budget counts for it
         self.shape = tuple(alias.shape)
         self.module = ""
@@ -135,7 +142,10 @@ class Block:
         self.round: Round
         self.index = 0  # in its round
         self.serial = -1  # among all blocks of the stash
-        self.parcel: Parcel | None = None  # what carries it below
+        self.parcel: Any = None  # what carries it below: a Parcel or a HostParcel
+        self.goes_on = False  # whether it is to go to disk whatever room the host has
+        self.unsure = False  # whether it landed while its copy still ran
+        self.arrival: Copy | None = None  # of root, on an accelerator
         self.offset = 0  # of its first byte in the parcel
         self.entries = 0  # how many saves it stands for
         # One read serves every entry once: a turn. Then the memory is let go.
@@ -148,11 +158,13 @@ class Block:
 
     def __del__(self) -> None:
         # May run on any thread in the middle of anything: it only appends.
-        self.grave.append((self.kept, self.held, self.nbytes, self.serial, self.module))
+        self.grave.append(
+            (self.side.number, self.kept, self.held, self.nbytes, self.serial, self.module)
+        )
 
     def let_go(self) -> None:
         """Drop the storage that was read back; the parcel still has the bytes."""
-        self.root = None
+        self.root = self.arrival = None
 
     @property
     def has_moved(self) -> bool:
@@ -190,8 +202,6 @@ def reason_to_stay(tensor: Tensor) -> str:
         return "a functorch transform's tensor"
     if tensor.layout is not torch.strided:
         return f"layout {str(tensor.layout).removeprefix('torch.')}"
-    if tensor.device.type != "cpu":
-        return f"device {tensor.device.type}"
     if tensor.is_nested:
         return "a nested tensor"
     if tensor.is_quantized:

@@ -5,12 +5,18 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
-from ._down import Down
+import torch
+
+from ._down import sequence_number
 from ._events import Tape
+from ._host import Remains
+from ._lanes import Lane
 from ._order import Order
-from ._up import Up
+from ._sides import Side
+from .memory import spare_bytes
 
 __all__ = ["Books"]
 
@@ -18,9 +24,12 @@ __all__ = ["Books"]
 class Books:
     """The lock, the budgets and the queue of what died. Everything but ``is_forked`` wants the lock held."""
 
-    def __init__(self, down: Down, up: Up, grave: deque[Any], lock: Any, tape: Tape) -> None:
-        self.down = down
-        self.up = up
+    def __init__(
+        self, cpu: Side, grave: deque[Any], lock: Any, tape: Tape, make: Callable[..., Side | str]
+    ) -> None:
+        self.sides = [cpu]
+        self._side_of: dict[torch.device, Side | str] = {torch.device("cpu"): cpu}
+        self._make = make
         self.grave = grave
         self.lock = lock
         self.order = Order()
@@ -34,8 +43,56 @@ class Books:
         if pid != self._forked_pid:
             self._forked_pid = pid
             self.lock = threading.RLock()
-            self.up.forked(self.lock)
+            for side in self.sides:
+                side.up.forked(self.lock)
         return pid != self._pid
+
+    def side_of(self, device: torch.device) -> Side | str:
+        """The side of a device, or the reason why it has none. Takes the lock itself."""
+        side = self._side_of.get(device)
+        if side is None:
+            with self.lock:
+                if device not in self._side_of:
+                    made = self._side_of[device] = self._make(device, len(self.sides))
+                    if not isinstance(made, str):
+                        self.sides.append(made)
+                side = self._side_of[device]
+        return side
+
+    def put(self, device: torch.device, side: Side) -> None:
+        """From now on, tensors of ``device`` are of ``side``."""
+        self.sides.append(side)
+        self._side_of[device] = side
+
+    def land(self, lane: Lane) -> None:
+        """See :meth:`Down.land`."""
+        for side in self.sides:
+            side.down.land(lane)
+
+    def settle(self, lane: Lane, *, ended: bool = False) -> None:
+        """Bring the budgets in order for what waits on ``lane``, if the operation that saved it has ended.
+
+        Raises ``StashFullError`` if the caller wants it; what was not yet looked at waits on.
+        """
+        while lane.waiting and (ended or lane.operation != sequence_number()):
+            waiting, at_once = lane.waiting.popleft()
+            block = waiting()
+            if block is not None and block.kept:
+                block.side.down.apply(lane, block, at_once)
+
+    def adopt(self, lane: Lane) -> None:
+        """Of a thread that has ended: what waits there may go when a budget next asks."""
+        for waiting, _ in lane.waiting:
+            block = waiting()
+            if block is not None:
+                block.side.down.queue(block)
+        lane.waiting.clear()
+
+    def follow_free_memory(self) -> None:
+        """Let each side keep half of what its memory has free, with what it keeps already."""
+        for side in self.sides:
+            free = side.device.free_bytes() if side.device is not None else spare_bytes()
+            side.down.limit((side.down.keep_bytes + free) // 2)
 
     def drain(self) -> None:
         """Settle what died since the last call."""
@@ -43,18 +100,24 @@ class Books:
         while self.grave:
             item = self.grave.popleft()
             if type(item) is tuple:
-                kept, held, *what = item
+                number, kept, held, *what = item
+                side = self.sides[number]
                 self.blocks_alive -= 1
-                self.down.keep_bytes -= kept
+                side.down.keep_bytes -= kept
                 if self._tape.on:
                     self._tape.tell("free", *what)
+            elif isinstance(item, Remains):
+                side, held = self.sides[item.number], item.held
+                assert side.host is not None
+                side.host.bury(item)
             else:
+                side = self.sides[0]
                 store, slot, writing, held, flown = item
                 if writing is not None and not (writing.done() or writing.cancel()):
                     running.append(item)  # its slot is written to until then
                     continue
                 if slot is not None:
                     store.release(slot)
-                self.down.inflight_bytes -= flown
-            self.up.ahead_bytes -= held
+                side.down.inflight_bytes -= flown
+            side.up.ahead_bytes -= held
         self.grave.extend(running)

@@ -26,15 +26,17 @@ import torch
 
 from ._blocks import Block
 from ._events import Tape, profiled
+from ._host import HostParcel, HostTier
 from ._lanes import Lane
 from ._parcels import Parcel, Segment
+from ._streams import Copy
 from .errors import StashError, StashFullError, StashIOError, StashWarning
 from .stores import Slot, Store
 from .stores._memory import Pool
 
-__all__ = ["Down"]
+__all__ = ["Down", "sequence_number"]
 
-_sequence_number = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
+sequence_number = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
 
 _SEGMENT_BYTES = 4 << 20
 SMALL_BYTES = 512 << 10  # blocks below travel in segments
@@ -47,7 +49,7 @@ class _Flight:
     cargo: weakref.ref[Block] | weakref.ref[Segment]
     nbytes: int
     lane: Lane | None  # whose tensor it is; None for bytes that are the stash's own copy
-    writing: Future[None]
+    writing: Future[None] | Copy
 
 
 class Down:
@@ -60,13 +62,15 @@ class Down:
         tape: is told of everything, where somebody records.
         keep, inflight: budgets in bytes; ``keep=None`` is no limit.
         on_full: ``"keep"`` or ``"raise"``.
+        host: on an accelerator, its host tier, in place of the store. Copies then begin ``inflight``
+            bytes before ``keep`` is reached, and memory is let go only beyond it.
     """
 
     def __init__(
         self,
         store: Store | None,
         submit: Callable[..., Future[None]],
-        pool: Pool,
+        pool: Pool | None,
         grave: deque[Any],
         freed: Callable[[int], None],
         tape: Tape,
@@ -74,8 +78,10 @@ class Down:
         keep: int | None,
         inflight: int,
         on_full: str,
+        host: HostTier | None = None,
     ) -> None:
-        self._store = store
+        self._store: Store | HostTier | None = store if host is None else host
+        self._host = host
         self._submit = submit
         self._pool = pool
         self._grave = grave
@@ -108,38 +114,30 @@ class Down:
             cause = "backward" if torch._C._current_autograd_node() is not None else ""
             self._tape.tell("save", block.nbytes, block.serial, block.module, cause=cause)
         if complete:
-            self._apply(block.lane, block, at_once)
+            self.apply(block.lane, block, at_once)
         else:
             block.lane.waiting.append((weakref.ref(block), at_once))
-            block.lane.operation = _sequence_number()
+            block.lane.operation = sequence_number()
 
-    def settle(self, lane: Lane, *, ended: bool = False) -> None:
-        """Bring the budgets in order for what waits on ``lane``, if the operation that saved it has ended.
+    def queue(self, block: Block) -> None:
+        """It may go when the budget next asks."""
+        self._kept.append(weakref.ref(block))
 
-        Raises ``StashFullError`` if the caller wants it; what was not yet looked at waits on.
-        """
-        while lane.waiting and (ended or lane.operation != _sequence_number()):
-            waiting, at_once = lane.waiting.popleft()
-            block = waiting()
-            if block is not None and block.kept:
-                self._apply(lane, block, at_once)
-
-    def adopt(self, lane: Lane) -> None:
-        """Of a thread that has ended: what waits there may go when a budget next asks."""
-        self._kept.extend(waiting for waiting, _ in lane.waiting)
-        lane.waiting.clear()
-
-    def _apply(self, lane: Lane, block: Block, at_once: bool) -> None:
+    def apply(self, lane: Lane, block: Block, at_once: bool) -> None:
+        """Bring the budgets in order for a block that is complete."""
         self.land(lane)
         if not (at_once and self._send(block, lane)):
-            self._kept.append(weakref.ref(block))
+            self.queue(block)
             self._press(lane, block)
         # Measured between operations: while one runs, its tensors are the caller's.
         self.keep_peak_bytes = max(self.keep_peak_bytes, self.keep_bytes)
         self.inflight_peak_bytes = max(self.inflight_peak_bytes, self.inflight_bytes)
 
     def _press(self, lane: Lane, newest: Block) -> None:
-        while self._keep is not None and self.keep_bytes > self._keep and self._kept:
+        if self._keep is None:
+            return
+        most = self._keep if self._host is None else max(0, self._keep - self._inflight)
+        while self.keep_bytes > most and self._kept:
             block = self._kept.popleft()()
             if block is None or not block.kept:
                 continue
@@ -171,19 +169,23 @@ class Down:
         if block.has_moved:
             return True  # stays in place, wherever that is now: what was resized once may be again
         try:
-            small = block.nbytes < SMALL_BYTES and block.nbytes + 128 <= _SEGMENT_BYTES
-            if small:
+            if isinstance(store, HostTier):
+                self._make_room(block.nbytes, lane)
+                self._take_off(block, store.begin(block), lane)
+            elif block.nbytes < SMALL_BYTES and block.nbytes + 128 <= _SEGMENT_BYTES:
                 self._gather(store, block, lane)
             else:
-                self._take_off(store, block, lane)
+                self._make_room(block.nbytes, lane)
+                self._take_off(block, self._begin(store, block), lane)
         except StashFullError as error:
             self._full_at = store.used_bytes
             self._tell(error)
             return False
-        self.disk_peak_bytes = max(self.disk_peak_bytes, store.used_bytes)
+        if self._host is None:
+            self.disk_peak_bytes = max(self.disk_peak_bytes, store.used_bytes)
         return True
 
-    def _refuses(self, store: Store) -> bool:
+    def _refuses(self, store: Store | HostTier) -> bool:
         if self._broken is not None:
             if self._raises:
                 raise self._broken()
@@ -223,8 +225,7 @@ class Down:
 
     # Large blocks: written from the tensor's own memory.
 
-    def _take_off(self, store: Store, block: Block, lane: Lane) -> None:
-        self._make_room(block.nbytes, lane)
+    def _begin(self, store: Store, block: Block) -> Parcel:
         parcel = Parcel(
             store, self._reserve(store, block.nbytes), block.address % 4096, self._grave
         )
@@ -233,6 +234,10 @@ class Down:
         parcel.writing = self._submit(
             self._writer(block), store, parcel.slot, block.address, block.alias
         )
+        return parcel
+
+    def _take_off(self, block: Block, parcel: Parcel | HostParcel, lane: Lane) -> None:
+        assert parcel.writing is not None
         block.parcel = parcel
         self._leave_place(block)
         self._fly(_Flight(weakref.ref(block), block.nbytes, block.lane, parcel.writing))
@@ -240,7 +245,7 @@ class Down:
             self.inflight_bytes > self._inflight
         ):  # larger than the window: it is moved within this call
             self._wait(parcel.writing)
-            self.land(lane)
+            self.land(lane, all_that_ended=True)
 
     # Small blocks: copied into a segment.
 
@@ -269,6 +274,7 @@ class Down:
     def _open_segment(self, store: Store, at_least: int) -> Segment:
         nbytes = max(min(_SEGMENT_BYTES, self._inflight // 8), at_least)
         nbytes = -(-nbytes // 4096) * 4096
+        assert self._pool is not None
         segment = Segment(store, self._reserve(store, nbytes), self._pool.take(nbytes), self._grave)
         self._open = weakref.ref(segment)
         return segment
@@ -296,6 +302,17 @@ class Down:
         self.written_bytes += flight.nbytes
         self.inflight_bytes += flight.nbytes
 
+    def finish(self, lane: Lane) -> None:
+        """Wait for every copy that has begun, and land what this thread may judge."""
+        for flight in self._flights:
+            if isinstance(flight.writing, Copy):
+                flight.writing.wait()
+        self.land(lane, all_that_ended=True)
+
+    def limit(self, keep: int) -> None:
+        """From now on, keep at most so many bytes in place."""
+        self._keep = keep
+
     def _make_room(self, nbytes: int, lane: Lane) -> None:
         """Wait until ``nbytes`` more fit into the window, or nothing in it can be waited for."""
         while self._flights and not self._has_room(nbytes):
@@ -303,9 +320,9 @@ class Down:
             if mine is None:
                 return
             self._wait(mine.writing)
-            self.land(lane)
+            self.land(lane, all_that_ended=True)
 
-    def _wait(self, writing: Future[None]) -> None:
+    def _wait(self, writing: Future[None] | Copy) -> None:
         if writing.done():
             return
         began = time.perf_counter()
@@ -317,21 +334,35 @@ class Down:
             if self._tape.on:
                 self._tape.tell("stall", 0, cause="pack", began=began)
 
-    def land(self, lane: Lane) -> None:
-        """Let go of the memory of every write that has ended, as far as this thread may judge it."""
+    def land(self, lane: Lane, *, all_that_ended: bool = False) -> None:
+        """Let go of the memory of every write that has ended, as far as this thread may judge it.
+
+        On an accelerator only as far as ``keep`` asks for it, unless ``all_that_ended``: what is still
+        there when backward comes need not be brought back.
+        """
         flights = self._flights
         for _ in range(len(flights)):
             flight = flights.popleft()
-            if not (flight.writing.done() or self._abandoned(flight)) or not _judged_by(
-                lane, flight
+            cargo = flight.cargo()
+            lingers = not all_that_ended and cargo is not None and not self._is_pressed()
+            if (
+                lingers
+                or not (flight.writing.done() or self._abandoned(flight))
+                or not _judged_by(lane, flight)
             ):
                 flights.append(flight)
                 continue
             self.inflight_bytes -= flight.nbytes
             self._freed(flight.nbytes)
-            cargo = flight.cargo()
             if cargo is not None:
                 self._touch_down(cargo, flight)
+            if isinstance(flight.writing, Copy):
+                flight.writing.release()
+
+    def _is_pressed(self) -> bool:
+        if self._host is None:
+            return True
+        return self._keep is not None and self.keep_bytes + self.inflight_bytes > self._keep
 
     @staticmethod
     def _abandoned(flight: _Flight) -> bool:
@@ -354,6 +385,8 @@ class Down:
             self.lose(cargo)
         else:
             cargo.alias = None
+            # What lands while it is copied is safe from the streams that wait, not from any other.
+            cargo.unsure = isinstance(flight.writing, Copy) and not flight.writing.ended()
             self._tell_of("land", cargo)
 
     def _tell_of(self, kind: Literal["land", "lose", "return"], block: Block) -> None:
@@ -393,7 +426,7 @@ class Down:
 
 
 def _judged_by(lane: Lane, flight: _Flight) -> bool:
-    return flight.lane is None or lane.may_land(flight.lane)
+    return flight.lane is None or lane.may_land(flight.lane) or flight.cargo() is None
 
 
 def _write(store: Store, slot: Any, address: int, owner: object) -> None:

@@ -26,6 +26,7 @@ class Entry:
     __slots__ = (
         "block",
         "conj",
+        "device",
         "dtype",
         "neg",
         "offset_bytes",
@@ -40,6 +41,7 @@ class Entry:
     ) -> None:
         self.block = block
         self.dtype = tensor.dtype
+        self.device = tensor.device
         self.shape = tensor.shape
         self.stride = tensor.stride()
         self.offset_bytes = offset_bytes  # of its first element from the block's first byte
@@ -52,11 +54,6 @@ class Entry:
     def nbytes(self) -> int:
         """Bytes of the view's elements."""
         return self.shape.numel() * self.dtype.itemsize
-
-    @property
-    def device(self) -> torch.device:
-        """The device of the tensor that was saved."""
-        return torch.device("cpu")
 
     @property
     def where(self) -> str:
@@ -86,15 +83,33 @@ class Entry:
 class WrapperEntry:
     """A saved tensor subclass that is made of others (``__tensor_flatten__``): its parts, each packed."""
 
-    __slots__ = ("__weakref__", "context", "kind", "parts", "seen", "shape", "stride")
+    __slots__ = (
+        "__weakref__",
+        "context",
+        "device",
+        "dtype",
+        "kind",
+        "parts",
+        "seen",
+        "shape",
+        "stride",
+    )
 
     def __init__(self, tensor: Any, pack: Callable[[Tensor], object]) -> None:
         names, self.context = tensor.__tensor_flatten__()
         self.kind = type(tensor)
         self.shape = tensor.shape
+        self.dtype = tensor.dtype
+        self.device = tensor.device
         self.stride = tensor.stride()
         self.seen = [(weakref.ref(each), each._version) for each in _with_inner(tensor)]
         self.parts = {name: pack(getattr(tensor, name)) for name in names}
+
+    @property
+    def where(self) -> str:
+        """The lowest tier that has bytes of a part."""
+        places = {getattr(part, "where", "keep") for part in self.parts.values()}
+        return "disk" if "disk" in places else "keep"
 
     def is_of(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` is what was packed, and neither it nor what it is made of has changed."""

@@ -15,6 +15,7 @@ from ._entry import Entry, WrapperEntry
 from ._lanes import Lane
 from ._modules import is_buffer, module_path, running_modules
 from ._parts import Part, snapshot
+from ._sides import Side
 from .errors import StashClosedError
 from .policy import Policy, SavedTensor
 
@@ -22,17 +23,16 @@ __all__ = ["SMALL", "Intake"]
 
 SMALL = "smaller than min_bytes"
 _NO_TIER = "no tier below: give disk="
+_NO_HOST = "no tier below: give host="
+_CAPTURED = "a graph of the accelerator is being captured"
 _PARAMETER = "a parameter or another leaf that requires a gradient, or a view of one"
 
 
 class Intake:
     """Makes of each saved tensor what autograd is to hold in its place, and counts what it leaves."""
 
-    def __init__(
-        self, books: Books, *, has_tier: bool, policy: Policy | None, min_bytes: int
-    ) -> None:
+    def __init__(self, books: Books, *, policy: Policy | None, min_bytes: int) -> None:
         self._books = books
-        self._has_tier = has_tier
         self._policy = policy
         self._min_bytes = min_bytes
         self._sources: weakref.WeakValueDictionary[int, Source] = weakref.WeakValueDictionary()
@@ -76,26 +76,29 @@ class Intake:
         if lane.waiting and not forked:
             with self._books.lock:
                 self._books.drain()
-                self._books.down.settle(lane)
+                self._books.settle(lane)
         if type(tensor) is not Tensor:
             return self._pack_other(tensor, lane)
-        reason = reason_to_stay(tensor)
-        if not reason and not self._has_tier:
-            reason = _NO_TIER
+        side = self._books.side_of(tensor.device)
+        reason = side if isinstance(side, str) else reason_to_stay(tensor) or _no_tier(side)
+        if isinstance(side, str):
+            return self._stay(tensor, reason)
         if not reason and forked:
             reason = "a forked process: make a stash in it"
         if reason:
             return self._stay(tensor, reason)
         modules = running_modules()
-        reason, at_once = self._choose(tensor, modules, lane)
+        reason, tier = self._choose(tensor, modules, lane, side)
         if reason:
             return self._stay(tensor, reason)
         with self._books.lock:
             self._books.drain()
-            return self._pack_block(tensor, lane, modules, at_once)
+            return self._pack_block(tensor, lane, modules, side, tier)
 
-    def _choose(self, tensor: Tensor, modules: list[nn.Module], lane: Lane) -> tuple[str, bool]:
-        """Why it stays (``""``: it does not), and whether the keep budget is passed over."""
+    def _choose(
+        self, tensor: Tensor, modules: list[nn.Module], lane: Lane, side: Side
+    ) -> tuple[str, str]:
+        """Why it stays (``""``: it does not), and the tier that the policy names for it (or ``""``)."""
         is_parameter = _is_parameter(tensor)
         if self._policy is not None:
             action = self._policy(
@@ -111,17 +114,19 @@ class Intake:
                 )
             )
             if action is not None:
-                return ("" if action.tier == "disk" else "the policy said so"), True
+                # A CPU tensor is in host memory already.
+                moves = action.tier == "disk" or (action.tier == "host" and side.device is not None)
+                return ("" if moves else "the policy said so"), action.tier
         if is_parameter:
-            return _PARAMETER, False
+            return _PARAMETER, ""
         if tensor.untyped_storage().nbytes() < self._min_bytes:
-            return SMALL, False
+            return SMALL, ""
         if is_buffer(tensor.untyped_storage()._cdata, modules):
-            return "a module's buffer, or a view of one", False
-        return "", False
+            return "a module's buffer, or a view of one", ""
+        return "", ""
 
     def _pack_block(
-        self, tensor: Tensor, lane: Lane, modules: list[nn.Module], at_once: bool
+        self, tensor: Tensor, lane: Lane, modules: list[nn.Module], side: Side, tier: str
     ) -> Entry:
         storage = tensor.untyped_storage()
         source = self._source_of(tensor, storage)
@@ -129,12 +134,12 @@ class Intake:
         if block is None:
             part = Part(tensor)
             if part.nbytes * 4 < storage.nbytes():
-                entry = self._pack_part(tensor, lane, modules, at_once, source, part)
+                entry = self._pack_part(tensor, lane, modules, side, tier, source, part)
                 if entry is not None:
                     return entry
-            block = Block(source, raw_alias(tensor), self._books.grave)
+            block = Block(source, raw_alias(tensor), side)
             source.block = weakref.ref(block)
-            self._admit(block, tensor, lane, modules, at_once)
+            self._admit(block, tensor, lane, modules, tier)
         else:
             self.deduplicated_bytes += tensor.nbytes
         block.entries += 1
@@ -145,7 +150,8 @@ class Intake:
         tensor: Tensor,
         lane: Lane,
         modules: list[nn.Module],
-        at_once: bool,
+        side: Side,
+        tier: str,
         origin: Source,
         part: Part,
     ) -> Entry | None:
@@ -159,12 +165,12 @@ class Intake:
             if origin.copied_bytes + part.nbytes > tensor.untyped_storage().nbytes():
                 return None
             copy = part.copy(tensor)
-            block = Block(Source(copy, copy.untyped_storage()), copy, self._books.grave)
+            block = Block(Source(copy, copy.untyped_storage()), copy, side)
             block.origin = origin
             origin.slices[part.key] = weakref.ref(block)
             origin.copied_bytes += part.nbytes
-            if part.nbytes >= self._min_bytes or at_once:
-                self._admit(block, tensor, lane, modules, at_once)
+            if part.nbytes >= self._min_bytes or tier:
+                self._admit(block, tensor, lane, modules, tier)
             else:
                 self._books.blocks_alive += 1
                 self._books.order.add(block)
@@ -186,7 +192,7 @@ class Intake:
         return source
 
     def _admit(
-        self, block: Block, tensor: Tensor, lane: Lane, modules: list[nn.Module], at_once: bool
+        self, block: Block, tensor: Tensor, lane: Lane, modules: list[nn.Module], tier: str
     ) -> None:
         block.lane = lane
         block.shape = tuple(tensor.shape)
@@ -197,7 +203,8 @@ class Intake:
         # What has a gradient function was made by an operation that has ended. Another may be what this
         # operation made for itself and has yet to fill, without raising a version: rrelu's noise is.
         complete = tensor.requires_grad or block.origin is not block.source
-        self._books.down.admit(block, at_once=at_once, complete=complete)
+        block.goes_on = tier == "disk"
+        block.side.down.admit(block, at_once=bool(tier), complete=complete)
 
     def _pack_other(self, tensor: Tensor, lane: Lane) -> object:
         """Parameters and other subclasses of ``torch.Tensor``."""
@@ -206,8 +213,10 @@ class Intake:
         name = type(tensor).__name__
         if not is_traceable_wrapper_subclass(tensor):
             return self._stay(tensor, f"a {name}, which does not say how it is made up")
-        if not self._has_tier:
-            return self._stay(tensor, _NO_TIER)
+        side = self._books.side_of(tensor.device)
+        reason = side if isinstance(side, str) else _no_tier(side)
+        if reason:
+            return self._stay(tensor, reason)
         if _is_parameter(tensor):
             return self._stay(tensor, _PARAMETER)
         known = self._wrappers.get(id(tensor))
@@ -245,6 +254,12 @@ class Intake:
         left = self.left.setdefault(reason, [0, 0])
         left[0] += 1
         left[1] += nbytes
+
+
+def _no_tier(side: Side) -> str:
+    if side.has_tier:
+        return _CAPTURED if side.device is not None and side.device.is_capturing() else ""
+    return _NO_TIER if side.device is None else _NO_HOST
 
 
 def _is_parameter(tensor: Tensor) -> bool:

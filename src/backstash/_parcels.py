@@ -13,9 +13,41 @@ from typing import Any
 
 from torch import Tensor
 
+from ._events import profiled
 from .stores import Slot, Store
 
-__all__ = ["Parcel", "Segment"]
+__all__ = ["Parcel", "Reading", "Segment"]
+
+
+class Reading:
+    """A parcel's bytes on their way back to memory; done when :meth:`exception` answers."""
+
+    __slots__ = ("_address", "_future", "_slot", "_store", "memory")
+
+    arrival = None  # no stream has to be told to wait for it
+    needs_worker = True
+
+    def __init__(self, parcel: Parcel, memory: Tensor) -> None:
+        # Not the parcel itself, which owns this.
+        self._store = parcel.store
+        self._slot = parcel.slot
+        self._address = memory.data_ptr() + parcel.skew
+        self.memory = memory
+        self._future: Future[None] = Future()
+
+    def run(self) -> None:
+        """Read, on whichever thread."""
+        try:
+            with profiled("read"):
+                self._store.read(self._slot, self._address)
+        except BaseException as error:
+            self._future.set_exception(error)
+        else:
+            self._future.set_result(None)
+
+    def exception(self) -> BaseException | None:
+        """Wait for the end; the error, if there was one."""
+        return self._future.exception()
 
 
 class Parcel:
@@ -28,7 +60,6 @@ class Parcel:
         "flown",
         "grave",
         "held",
-        "memory",
         "nbytes",
         "reading",
         "skew",
@@ -49,8 +80,7 @@ class Parcel:
         self.nbytes = slot.nbytes
         self.grave = grave
         self.writing: Future[None] | None = None
-        self.memory: Tensor | None = None  # read back: its bytes start at ``skew``
-        self.reading: Future[None] | None = None
+        self.reading: Reading | None = None  # while what was read is wanted
         self.held = 0  # bytes that the read-ahead budget counts for it
         self.ahead = False  # whether it was asked for before anyone needed it
         self.blocks = 1  # how many blocks it carries
@@ -63,7 +93,7 @@ class Parcel:
 
     def let_go(self) -> None:
         """Drop the memory that was read back; the store still has the bytes."""
-        self.memory = self.reading = None
+        self.reading = None
         self.ahead = False
 
 

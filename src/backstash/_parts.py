@@ -21,7 +21,8 @@ _CARRIERS = {
     8: torch.int64,
     16: torch.complex128,
 }
-_ALIGNMENT_BYTES = 64  # what results of vector code may depend on
+_ALIGNMENT_BYTES = {"cpu": 64}  # what results of vector code may depend on
+_DEVICE_ALIGNMENT_BYTES = 256  # what cuBLASLt chooses a kernel by
 
 
 class Part:
@@ -47,7 +48,8 @@ class Part:
         for size in self.sizes:
             self.count *= size
         # Elements from an aligned address to the first, kept so that vector code meets what it met.
-        self.residue = tensor.data_ptr() % _ALIGNMENT_BYTES // self.itemsize
+        alignment = _ALIGNMENT_BYTES.get(tensor.device.type, _DEVICE_ALIGNMENT_BYTES)
+        self.residue = tensor.data_ptr() % alignment // self.itemsize
 
     @property
     def nbytes(self) -> int:
@@ -67,7 +69,7 @@ class Part:
     def copy(self, tensor: Tensor) -> Tensor:
         """The elements, dense, after ``residue`` others, in a storage of their own."""
         source = raw_alias(tensor).view(self.carrier)
-        copy = torch.empty(self.residue + self.count, dtype=self.carrier, device="cpu")
+        copy = torch.empty(self.residue + self.count, dtype=self.carrier, device=tensor.device)
         copy[self.residue :].view(self.sizes).copy_(
             source.as_strided(self.sizes, self.strides, self.first)
         )
@@ -75,14 +77,14 @@ class Part:
 
     def spread(self, dense: Tensor, dtype: torch.dtype) -> Tensor:
         """A flat tensor in which the elements of ``dense`` lie as in the storage they came from."""
-        out = torch.empty(self.residue + self.extent, dtype=self.carrier, device="cpu")
+        out = torch.empty(self.residue + self.extent, dtype=self.carrier, device=dense.device)
         place = out.as_strided(self.sizes, self.strides, self.residue)
         place.copy_(dense.view(self.carrier).view(self.sizes))
         return out.view(dtype)
 
 
 def snapshot(tensor: Tensor) -> Tensor:
-    """A copy of a plain CPU tensor with the same strides, alignment, and conj and neg bits."""
+    """A copy of a plain tensor with the same strides, alignment, and conj and neg bits."""
     part = Part(tensor)
     flat = part.copy(tensor)
     flat = (

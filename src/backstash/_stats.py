@@ -40,7 +40,9 @@ class Stats:
     keep_peak_bytes: int
     """The most that was held in place at once."""
     host_bytes: int
-    """Held in host memory for accelerators now; a CPU tensor never is."""
+    """Held in host memory for accelerators now, in whole pages; a CPU tensor never is."""
+    host_peak_bytes: int
+    """The most host memory that was taken for it at once: pinned slabs, used or not."""
     disk_bytes: int
     """Held on disk now, each slot rounded up to the disk's unit."""
     disk_peak_bytes: int
@@ -79,6 +81,12 @@ class Stats:
         """The record as plain values, for JSON."""
         return {**asdict(self), "stall_seconds": self.stall_seconds}
 
+    def _host_line(self) -> list[str]:
+        if not self.host_peak_bytes:
+            return []
+        now, peak = format_bytes(self.host_bytes), format_bytes(self.host_peak_bytes)
+        return [f"  in host    {now:>9} now {peak:>9} taken"]
+
     def __str__(self) -> str:
         size = format_bytes
         lines = [
@@ -86,6 +94,7 @@ class Stats:
             + f": {self.saves} saves, {self.blocks} blocks alive",
             f"  in place   {size(self.keep_bytes):>9} now {size(self.keep_peak_bytes):>9} peak",
             f"  in flight  {size(self.inflight_bytes):>9} now {size(self.inflight_peak_bytes):>9} peak",
+            *self._host_line(),
             f"  on disk    {size(self.disk_bytes):>9} now {size(self.disk_peak_bytes):>9} peak",
             f"  read ahead {size(self.ahead_bytes):>9} now {size(self.ahead_peak_bytes):>9} peak",
             f"  moved      {size(self.written_bytes)} down, {size(self.read_bytes)} up; "

@@ -15,7 +15,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -23,10 +23,14 @@ from torch import Tensor
 from ._blocks import Block
 from ._entry import Entry
 from ._events import Tape, profiled
-from ._parcels import Parcel, Segment
+from ._host import HostParcel, HostReading, HostTier
+from ._parcels import Parcel, Reading, Segment
 from .stores._memory import Pool
 
-__all__ = ["Up"]
+__all__ = ["PoolSource", "Up"]
+
+AnyParcel: TypeAlias = Parcel | HostParcel
+AnyReading: TypeAlias = Reading | HostReading
 
 
 class Up:
@@ -35,7 +39,7 @@ class Up:
     def __init__(
         self,
         submit: Callable[..., Future[None]],
-        pool: Pool,
+        source: PoolSource | HostTier,
         lock: Any,
         freed: Callable[[int], None],
         tape: Tape,
@@ -43,12 +47,12 @@ class Up:
         prefetch: int,
     ) -> None:
         self._submit = submit
-        self._pool = pool
+        self._source = source
         self._lock = lock
         self._freed = freed
         self._tape = tape
         self._prefetch = prefetch
-        self._window: deque[weakref.ref[Parcel] | weakref.ref[Block]] = deque()  # oldest first
+        self._window: deque[weakref.ref[Any]] = deque()  # oldest first
         self.ahead_bytes = self.ahead_peak_bytes = 0
         self.read_bytes = 0
         self.stall_seconds = 0.0
@@ -67,12 +71,14 @@ class Up:
         parcel = block.parcel
         assert parcel is not None
         while True:
-            memory = self._memory_of(parcel, block)
+            reading = self._reading_of(parcel, block)
             with self._lock:
                 ready = self._at_hand(entry)  # another thread may have served the block meanwhile
                 if ready is not None:
                     return ready
+                memory = reading.memory
                 if memory._version == 0:  # else that thread's backward changed what it was given
+                    block.arrival = reading.arrival
                     self._root(block, parcel, memory)
                     return self._serve(entry)
 
@@ -89,7 +95,7 @@ class Up:
             return self._serve(entry)
         return None
 
-    def _root(self, block: Block, parcel: Parcel, memory: Tensor) -> None:
+    def _root(self, block: Block, parcel: AnyParcel, memory: Tensor) -> None:
         """Make the one storage that all of the block's views share, and hold it for them."""
         if isinstance(parcel, Segment):
             # A copy: what is handed out may be changed, and the segment's other blocks live beside it.
@@ -113,6 +119,8 @@ class Up:
     def _serve(self, entry: Entry) -> Tensor:
         block = entry.block
         assert block.root is not None
+        if block.arrival is not None:
+            block.arrival.order()
         view = entry.view_of(block.root, block.root_low)
         if entry.turn != block.turn:
             entry.turn = block.turn
@@ -123,62 +131,79 @@ class Up:
 
     # Memory that is held: by a parcel until its blocks have come for it, then by each block.
 
-    def _hold(self, holder: Parcel | Block) -> None:
+    def _hold(self, holder: AnyParcel | Block) -> None:
         holder.held = holder.nbytes
         self.ahead_bytes += holder.held
-        self._window.append(weakref.ref(holder))  # type: ignore[arg-type]
+        self._window.append(weakref.ref(holder))
 
-    def _drop(self, holder: Parcel | Block) -> None:
+    def _drop(self, holder: AnyParcel | Block) -> None:
         holder.let_go()
         self.ahead_bytes -= holder.held
         self._freed(holder.held)
         holder.held = 0
 
-    def _begin(self, parcel: Parcel) -> tuple[Tensor, Future[None]]:
-        memory = self._pool.take(parcel.skew + parcel.nbytes)
-        reading: Future[None] = Future()
-        parcel.memory, parcel.reading = memory, reading
+    def _begin(self, parcel: AnyParcel, *, ahead: bool) -> AnyReading:
+        reading = self._source.fetch(parcel, ahead=ahead)  # type: ignore[arg-type]
+        parcel.reading = reading
         parcel.wanted = parcel.blocks
         self._hold(parcel)
         self.read_bytes += parcel.nbytes
-        return memory, reading
+        return reading
 
-    def _memory_of(self, parcel: Parcel, block: Block) -> Tensor:
+    def _reading_of(self, parcel: AnyParcel, block: Block) -> AnyReading:
         """The parcel's bytes in memory, read by this thread unless they are there or coming."""
         with self._lock:
-            memory, reading = parcel.memory, parcel.reading
-            mine = memory is None or reading is None
-            if memory is None or reading is None:
+            reading = parcel.reading
+            mine = reading is None
+            if reading is None:
                 self.misses += 1
-                memory, reading = self._begin(parcel)
+                reading = self._begin_now(parcel)
             elif parcel.ahead:
                 parcel.ahead = False
                 self.hits += 1
         began = time.perf_counter()
         try:
             with profiled("stall on the way up", block.module):
-                if mine:
-                    self._reader(block, "demand")(parcel, memory, reading)
-                error = reading.exception()
+                if mine and reading.needs_worker:
+                    self._runner(reading, parcel.nbytes, block, "demand")()
+                error = self._end_of(reading)
         finally:
             self.stall_seconds += time.perf_counter() - began
             if self._tape.on:
                 self._tape.tell("stall", 0, block.serial, block.module, cause="unpack", began=began)
         if error is None:
-            return memory
+            return reading
         with self._lock:
             if parcel.reading is reading:
                 self._drop(parcel)
         if mine:
             raise error
-        return self._memory_of(parcel, block)  # a read ahead of need failed: ask again, and be told
+        return self._reading_of(parcel, block)  # one ahead of need failed: ask again, and be told
+
+    def _begin_now(self, parcel: AnyParcel) -> AnyReading:
+        try:
+            return self._begin(parcel, ahead=False)
+        except torch.OutOfMemoryError:
+            self._shrink(to_bytes=0)  # what was read ahead is needed later, this now
+            return self._begin(parcel, ahead=False)
+
+    def _end_of(self, reading: AnyReading) -> BaseException | None:
+        try:
+            return reading.exception()
+        except torch.OutOfMemoryError:
+            with self._lock:
+                self._shrink(to_bytes=0)
+            return reading.exception()
 
     def ahead(self, block: Block) -> None:
         """After ``block`` was used: ask for what comes next, as far as the window goes."""
-        self._shrink()
+        self._shrink(to_bytes=self._prefetch)
+        self._source.poll()
         for following in block.round.successors(block.index):
             parcel = following.parcel
-            if following.alias is not None or parcel is None or parcel.memory is not None:
+            if following.alias is not None or parcel is None or parcel.reading is not None:
+                continue
+            if following.side is not block.side:
                 continue
             if following.root is not None or following.turn >= max(block.turn, 1):
                 continue  # at hand, or used in this pass: the node that runs now holds it still
@@ -186,24 +211,30 @@ class Up:
                 continue
             if self.ahead_bytes + parcel.nbytes > self._prefetch:
                 break
+            if not self._source.has_memory(parcel.nbytes):
+                break
             try:
-                memory, reading = self._begin(parcel)
-            except MemoryError:
+                reading = self._begin(parcel, ahead=True)
+            except (MemoryError, torch.OutOfMemoryError):
                 break
             parcel.ahead = True
-            self._submit(self._reader(following, "ahead"), parcel, memory, reading)
+            if reading.needs_worker:
+                self._submit(self._runner(reading, parcel.nbytes, following, "ahead"))
+            elif self._tape.on:
+                self._tape.tell("read", parcel.nbytes, *_named(following), cause="ahead")
         self.ahead_peak_bytes = max(self.ahead_peak_bytes, self.ahead_bytes)
 
-    def _reader(self, block: Block, cause: str) -> Callable[[Parcel, Tensor, Future[None]], None]:
+    def _runner(
+        self, reading: AnyReading, nbytes: int, block: Block, cause: str
+    ) -> Callable[[], None]:
         if not self._tape.on:
-            return _read
-        what = (-1, "") if isinstance(block.parcel, Segment) else (block.serial, block.module)
-        return functools.partial(_read_and_tell, self._tape, what, cause)
+            return reading.run
+        return functools.partial(_run_and_tell, self._tape, reading, nbytes, _named(block), cause)
 
-    def _shrink(self) -> None:
-        """Bring what is held back under the budget, the longest held first; the newest is in use."""
+    def _shrink(self, *, to_bytes: int) -> None:
+        """Bring what is held under ``to_bytes``, the longest held first; the newest is in use."""
         window = self._window
-        while len(window) > 1 and self.ahead_bytes > self._prefetch:
+        while len(window) > 1 and self.ahead_bytes > to_bytes:
             holder = window.popleft()()
             if holder is not None and holder.held:
                 self._drop(holder)
@@ -219,24 +250,31 @@ class Up:
                 self._drop(holder)
 
 
-def _read(parcel: Parcel, memory: Tensor, reading: Future[None]) -> None:
-    try:
-        with profiled("read"):
-            parcel.store.read(parcel.slot, memory.data_ptr() + parcel.skew)
-    except BaseException as error:
-        reading.set_exception(error)
-    else:
-        reading.set_result(None)
+def _named(block: Block) -> tuple[int, str]:
+    return (-1, "") if isinstance(block.parcel, Segment) else (block.serial, block.module)
 
 
-def _read_and_tell(
-    tape: Tape,
-    what: tuple[int, str],
-    cause: str,
-    parcel: Parcel,
-    memory: Tensor,
-    reading: Future[None],
+def _run_and_tell(
+    tape: Tape, reading: AnyReading, nbytes: int, what: tuple[int, str], cause: str
 ) -> None:
     began = time.perf_counter()
-    _read(parcel, memory, reading)
-    tape.tell("read", parcel.nbytes, *what, cause=cause, began=began)
+    reading.run()
+    tape.tell("read", nbytes, *what, cause=cause, began=began)
+
+
+class PoolSource:
+    """Where the CPU's parcels come back to: memory of the pool, read to by a worker or the one who waits."""
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+
+    def fetch(self, parcel: Parcel, *, ahead: bool) -> Reading:
+        """Memory for the parcel, and its reading, which somebody has to run."""
+        return Reading(parcel, self._pool.take(parcel.skew + parcel.nbytes))
+
+    def poll(self) -> None:
+        """Nothing has to be sent on."""
+
+    def has_memory(self, nbytes: int) -> bool:
+        """The pool says itself when there is none."""
+        return True

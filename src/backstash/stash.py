@@ -22,16 +22,15 @@ import torch
 from torch import Tensor, nn
 
 from ._books import Books
-from ._down import Down
 from ._entry import Entry, WrapperEntry
 from ._events import Levels, Recording, Tape
 from ._intake import SMALL, Intake
 from ._lanes import Lane
 from ._modules import module_that_has
 from ._scopes import Attachment, enter_scope, leave_scope
+from ._sides import Plan
 from ._stats import Left, Stats
 from ._trim import Trimmer
-from ._up import Up
 from ._workers import Workers
 from .errors import InplaceError, StashClosedError, UsageError
 from .policy import Policy
@@ -93,8 +92,9 @@ class Stash:
         on_full: Literal["keep", "raise"] = "keep",
         name: str | None = None,
     ) -> None:
-        keep_bytes = parse_limit(keep, name="keep")
-        self.host = host if host == "auto" else parse_limit(host, name="host")
+        keep_bytes = 0 if keep == "auto" else parse_limit(keep, name="keep")
+        self._keep_follows = keep == "auto"
+        host_bytes = -1 if host == "auto" else parse_limit(host, name="host")
         if policy is not None and not callable(policy):
             raise UsageError(f"policy={policy!r}: allowed is a callable of a SavedTensor, or None")
         if codec is not None:
@@ -111,24 +111,23 @@ class Stash:
         submit, freed = self._workers.submit, Trimmer(self._workers.submit).freed
         # Re-entrant: the garbage collector may run a finalizer that uses this stash while it is held.
         lock, grave = threading.RLock(), deque[Any]()
-        self._pool = pool = Pool(idle_bytes=_IDLE_BYTES)
-        self._tape = tape = Tape(functools.partial(_levels_of, weakref.ref(self)))
-        self._down = Down(
+        self._pool = Pool(idle_bytes=_IDLE_BYTES)
+        self._tape = Tape(functools.partial(_levels_of, weakref.ref(self)))
+        self._plan = Plan(
             self._store,
             submit,
-            pool,
             grave,
-            freed,
-            tape,
+            lock,
+            self._tape,
             keep=keep_bytes,
+            host=host_bytes,
             inflight=inflight_bytes,
+            prefetch=prefetch_bytes,
             on_full=on_full,
         )
-        self._up = Up(submit, pool, lock, freed, tape, prefetch=prefetch_bytes)
-        self._books = Books(self._down, self._up, grave, lock, tape)
-        self._intake = Intake(
-            self._books, has_tier=self._store is not None, policy=policy, min_bytes=min_nbytes
-        )
+        cpu = self._plan.cpu(self._pool, freed)
+        self._books = Books(cpu, grave, lock, self._tape, self._plan.side_of)
+        self._intake = Intake(self._books, policy=policy, min_bytes=min_nbytes)
         self._local = threading.local()
         self._lanes: list[Lane] = []
         self._ended_saves = self._ended_small_saves = self._ended_small_bytes = 0
@@ -156,6 +155,8 @@ class Stash:
             )
         lane = self._lane()
         try:
+            if self._keep_follows and not lane.scopes:
+                self._books.follow_free_memory()
             enter_scope(lane, self._intake.hook(lane), self.unpack, frame)
         except RuntimeError as error:
             if _REFUSAL in str(error):
@@ -168,8 +169,8 @@ class Stash:
         forked = self._books.is_forked()
         with self._books.lock:
             if not forked:
-                self._down.settle(lane, ended=True)
-            self._down.land(lane)
+                self._books.settle(lane, ended=True)
+            self._books.land(lane)
 
     def _lane(self) -> Lane:
         lane: Lane | None = getattr(self._local, "lane", None)
@@ -184,7 +185,7 @@ class Stash:
         """Add up the counters of threads that have ended, so that they need not be kept."""
         for lane in [lane for lane in self._lanes if not lane.thread.is_alive()]:
             self._lanes.remove(lane)
-            self._down.adopt(lane)
+            self._books.adopt(lane)
             self._ended_saves += lane.saves
             self._ended_small_saves += lane.small_saves
             self._ended_small_bytes += lane.small_bytes
@@ -277,21 +278,23 @@ class Stash:
         lane = self._lane()
         with self._books.lock:
             self._books.drain()
-            self._down.land(lane)
+            self._books.land(lane)
             if block.alias is not None:
                 if block.source.changed:
-                    self._down.lose(block)
+                    block.side.down.lose(block)
                 else:
                     view = entry.view_of(block.alias, 0)
+            elif block.unsure and block.source.changed:
+                block.side.down.lose(block)  # perhaps while it was copied
             if block.lost:
                 raise _changed(entry.shape, entry.dtype, block.module or "no module", block.lost)
             self._books.order.use(block)
             if self._tape.on:
                 self._tape.tell("use", entry.nbytes, block.serial, block.module)
         if view is None:
-            view = self._up.view(entry)
+            view = block.side.up.view(entry)
         with self._books.lock:
-            self._up.ahead(block)
+            block.side.up.ahead(block)
         return view
 
     # Looking, and the end.
@@ -301,39 +304,50 @@ class Stash:
         lane = self._lane()
         with self._books.lock:
             self._books.drain()
-            self._down.land(lane)
+            self._books.land(lane)
             self._books.drain()
-            down, up, store = self._down, self._up, self._store
             small = self._ended_small_saves + sum(each.small_saves for each in self._lanes)
             left = {reason: Left(*counts) for reason, counts in self._intake.left.items()}
             if small:
                 nbytes = self._ended_small_bytes + sum(each.small_bytes for each in self._lanes)
                 slow = left.get(SMALL, Left(0, 0))
                 left[SMALL] = Left(slow.count + small, slow.nbytes + nbytes)
-            notes = (*(store.notes if store is not None else ()), self._workers.note, *down.notes)
+            sides, store = self._books.sides, self._store
+            for side in sides:
+                if side.host is not None:
+                    side.host.sweep()
+            downs, ups = [side.down for side in sides], [side.up for side in sides]
+            hosts = [side.host for side in sides if side.host is not None]
+            disk_peaks = [down.disk_peak_bytes for down in downs]
+            disk_peaks += [host.disk_peak_bytes for host in hosts]
+            notes = [*(store.notes if store is not None else ()), self._workers.note]
+            notes += [host.pool.note for host in hosts]
+            notes += [note for down in downs for note in down.notes]
             return Stats(
                 name=self.name,
                 saves=self._ended_saves + small + sum(each.saves for each in self._lanes),
                 blocks=self._books.blocks_alive,
                 eligible_bytes=self._intake.eligible_bytes,
                 deduplicated_bytes=self._intake.deduplicated_bytes,
-                keep_bytes=down.keep_bytes,
-                keep_peak_bytes=down.keep_peak_bytes,
-                host_bytes=0,
+                keep_bytes=sum(down.keep_bytes for down in downs),
+                keep_peak_bytes=sum(down.keep_peak_bytes for down in downs),
+                host_bytes=sum(host.pool.used_bytes for host in hosts),
+                host_peak_bytes=sum(host.pool.slab_peak_bytes for host in hosts),
                 disk_bytes=store.used_bytes if store is not None else 0,
-                disk_peak_bytes=down.disk_peak_bytes,
-                inflight_bytes=down.inflight_bytes,
-                inflight_peak_bytes=down.inflight_peak_bytes,
-                ahead_bytes=up.ahead_bytes,
-                ahead_peak_bytes=up.ahead_peak_bytes,
-                written_bytes=down.written_bytes,
-                read_bytes=up.read_bytes,
-                pack_stall_seconds=down.stall_seconds,
-                unpack_stall_seconds=up.stall_seconds,
-                prefetch_hits=up.hits,
-                prefetch_misses=up.misses,
+                disk_peak_bytes=max(disk_peaks),
+                inflight_bytes=sum(down.inflight_bytes for down in downs),
+                inflight_peak_bytes=sum(down.inflight_peak_bytes for down in downs),
+                ahead_bytes=sum(up.ahead_bytes for up in ups),
+                ahead_peak_bytes=sum(up.ahead_peak_bytes for up in ups),
+                written_bytes=sum(down.written_bytes for down in downs),
+                read_bytes=sum(up.read_bytes for up in ups),
+                pack_stall_seconds=sum(down.stall_seconds for down in downs)
+                + sum(host.stall_seconds for host in hosts),
+                unpack_stall_seconds=sum(up.stall_seconds for up in ups),
+                prefetch_hits=sum(up.hits for up in ups),
+                prefetch_misses=sum(up.misses for up in ups),
                 left=left,
-                notes=tuple(filter(None, notes)),
+                notes=tuple(dict.fromkeys(filter(None, notes))),
             )
 
     def record(self, *, limit: int | None = None) -> Recording:
@@ -366,9 +380,13 @@ class Stash:
         self._workers.close()
         lane = self._lane()
         with self._books.lock:
-            self._down.land(lane)
+            self._books.land(lane)
             self._books.drain()
             self._pool.trim()
+            for side in self._books.sides:
+                if side.host is not None:
+                    side.down.finish(lane)
+                    side.host.close()
             if self._owns_store and self._store is not None and not self._books.blocks_alive:
                 self._store.close()
 
@@ -389,9 +407,14 @@ def _levels_of(stash: weakref.ref[Stash]) -> Levels:
     alive = stash()
     if alive is None:
         return 0, 0, 0, 0, 0
-    down, store = alive._down, alive._store
-    disk_bytes = store.used_bytes if store is not None else 0
-    return down.keep_bytes, down.inflight_bytes, 0, disk_bytes, alive._up.ahead_bytes
+    sides, store = alive._books.sides, alive._store
+    return (
+        sum(side.down.keep_bytes for side in sides),
+        sum(side.down.inflight_bytes for side in sides),
+        sum(side.host.pool.used_bytes for side in sides if side.host is not None),
+        store.used_bytes if store is not None else 0,
+        sum(side.up.ahead_bytes for side in sides),
+    )
 
 
 def _changed(shape: Any, dtype: torch.dtype, module: str, versions: str) -> InplaceError:

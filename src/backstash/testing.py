@@ -10,13 +10,16 @@ import ctypes
 import errno
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
+from ._streams_twin import TwinDevice
 from .errors import StashClosedError, StashFullError, StashIOError
+from .stash import Stash
 from .stores import Slot, Store
 
-__all__ = ["Failing", "Gated", "MemoryStore", "check_store"]
+__all__ = ["Failing", "Gated", "MemoryStore", "TwinDevice", "check_store", "stash_on"]
 
 _SIZES = (1, 63, 64, 511, 512, 513, 4095, 4096, 4097, 70_001, 1 << 20, (1 << 20) + 24)
 
@@ -159,6 +162,26 @@ class Failing(_Wrapping):
         if self.on_read is not None:
             raise self.on_read
         self.store.read(slot, address)
+
+
+def stash_on(device: TwinDevice, **options: Any) -> Stash:
+    """A stash to which CPU tensors are an accelerator's: what ``device`` copies, and when, a test decides.
+
+    Args:
+        device: stands in for the accelerator.
+        options: the stash's.
+
+    >>> device = TwinDevice()
+    >>> x = torch.ones(200, 200, requires_grad=True)
+    >>> with stash_on(device, host="1MiB") as stash:
+    ...     y = x.exp().sum()
+    >>> len(device.downs)  # it has begun and not yet run
+    1
+    >>> y.backward()
+    """
+    stash = Stash(**options)
+    stash._books.put(torch.device("cpu"), stash._plan.accelerator(device, 1))
+    return stash
 
 
 def check_store(make: Callable[[], Store]) -> None:

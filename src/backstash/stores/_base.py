@@ -53,6 +53,7 @@ class Store(ABC):
         ``write`` runs later on another thread, when a storage that was resized may have left ``address``:
         a system call then fails, a read by the process itself would end it. Does nothing by default.
         """
+        return None
 
     @abstractmethod
     def write(self, slot: Slot, address: int) -> None:

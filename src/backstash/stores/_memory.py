@@ -18,7 +18,7 @@ from collections import deque
 
 import torch
 
-__all__ = ["PAGE_BYTES", "Pool", "preloaded_allocator"]
+__all__ = ["PAGE_BYTES", "Pool", "mapped", "preloaded_allocator"]
 
 PAGE_BYTES = 4096
 _HUGE_BYTES = 2 << 20
@@ -54,6 +54,17 @@ def _map(nbytes: int) -> mmap.mmap:
         except OSError:  # a kernel without huge pages: slower, and the same bytes
             pass
     return mapping
+
+
+def mapped(nbytes: int) -> torch.Tensor:
+    """A flat ``uint8`` tensor of exactly ``nbytes`` (whole pages) in a mapping of its own, in huge pages.
+
+    Raises ``MemoryError`` when the system has none.
+    """
+    try:
+        return torch.frombuffer(memoryview(_map(nbytes)), dtype=torch.uint8)
+    except OSError as error:
+        raise MemoryError(f"no memory for {nbytes} bytes: {error}") from error
 
 
 class Pool:

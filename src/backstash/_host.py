@@ -1,0 +1,459 @@
+"""The way through host memory: from a device to a pinned room, from there to disk, and back.
+
+A block's copy down begins early and costs nobody a wait; its parcel has the room. When what the rooms hold
+comes near the ``host`` budget, the oldest are written to disk from where they lie; a room whose bytes are
+on disk too is given to whoever needs one next, and not before: until then it still serves reads.
+
+A room outlives everything that reads or writes it. What a parcel leaves behind when it dies, or a reading
+that nobody waits for, is *buried*: swept when its copies and its write have ended.
+"""
+
+from __future__ import annotations
+
+import errno
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._blocks import Block
+from ._events import profiled
+from ._streams import Copy, Device
+from .errors import StashFullError, StashIOError
+from .stores import Slot, Store
+from .stores._host import HostPool, Room
+from .stores._memory import mapped
+from .units import format_bytes
+
+_RESERVE_BYTES = 256 << 20  # of the device, not used for reading ahead
+
+__all__ = ["HostParcel", "HostReading", "HostTier", "Remains"]
+
+
+class Remains:
+    """What is left of a parcel or a reading: a room, and a slot on disk, and who may still use them."""
+
+    __slots__ = ("copies", "held", "number", "room", "slot", "work")
+
+    def __init__(
+        self,
+        number: int,
+        room: Room | None,
+        slot: Slot | None,
+        copies: tuple[Copy | None, ...],
+        work: Future[None] | None,
+        held: int,
+    ) -> None:
+        self.number = number  # of the side that it is of
+        self.room = room
+        self.slot = slot
+        self.copies = copies
+        self.work = work  # of a worker that writes from the room or reads to it
+        self.held = held  # bytes that the read-ahead budget counts
+
+    def at_rest(self) -> bool:
+        """Whether nothing uses it any more."""
+        if self.work is not None and not (self.work.done() or self.work.cancel()):
+            return False
+        return all(copy is None or copy.ended() for copy in self.copies)
+
+    def wait(self) -> None:
+        """Wait until nothing uses it."""
+        if self.work is not None and not self.work.cancel():
+            self.work.exception()
+        for copy in self.copies:
+            if copy is not None:
+                copy.wait()
+
+
+class HostParcel:
+    """A block's bytes below its device: in a room of host memory, on disk, or in both."""
+
+    __slots__ = (
+        "__weakref__",
+        "ahead",
+        "blocks",
+        "brought",
+        "held",
+        "host",
+        "nbytes",
+        "reading",
+        "room",
+        "skew",
+        "slot",
+        "spilling",
+        "wanted",
+        "writing",
+    )
+
+    def __init__(self, host: HostTier, room: Room, copy: Copy) -> None:
+        self.host = host
+        self.nbytes = room.memory.numel()
+        self.room: Room | None = room
+        self.writing = copy  # down, into the room
+        self.slot: Slot | None = None  # on disk, once its write has begun
+        self.spilling: Future[None] | None = None
+        self.brought: Copy | None = None  # the last copy up from the room
+        self.reading: HostReading | None = None
+        self.skew = 0
+        self.held = 0
+        self.ahead = False
+        self.blocks = 1
+        self.wanted = 0
+
+    def __del__(self) -> None:
+        # May run on any thread in the middle of anything: it only appends.
+        copies = (self.writing, self.brought)
+        self.host.grave.append(
+            Remains(self.host.number, self.room, self.slot, copies, self.spilling, self.held)
+        )
+
+    @property
+    def tier(self) -> str:
+        """Where its bytes are."""
+        return "host" if self.room is not None else "disk"
+
+    def let_go(self) -> None:
+        """Drop the memory that was brought back; the room or the disk still has the bytes."""
+        self.reading = None
+        self.ahead = False
+
+
+class HostReading:
+    """Bytes on their way back to the device: from a room at once, or first from disk to one."""
+
+    def __init__(
+        self, host: HostTier, slot: Slot | None, staged: Tensor, room: Room | None
+    ) -> None:
+        self.host = host
+        self.arrival: Copy | None = None
+        self._slot = slot
+        self._staged = staged
+        self._room = room  # to be given back when it is no longer needed
+        self._read: Future[None] = Future()
+        self.needs_worker = slot is not None
+
+    def __del__(self) -> None:
+        # May run on any thread in the middle of anything: it only appends.
+        if self._room is not None:
+            remains = Remains(self.host.number, self._room, None, (self.arrival,), self._read, 0)
+            self.host.grave.append(remains)
+
+    @property
+    def memory(self) -> Tensor:
+        """The bytes on the device, once :meth:`exception` has answered ``None``."""
+        assert self.arrival is not None
+        return self.arrival.memory
+
+    def run(self) -> None:
+        """Read from disk; nothing to do for what is in host memory."""
+        if self._slot is None or self.host.disk is None:
+            self._read.set_result(None)
+            return
+        try:
+            with profiled("read"):
+                self.host.disk.read(self._slot, self._staged.data_ptr())
+        except BaseException as error:
+            self._read.set_exception(error)
+        else:
+            self._read.set_result(None)
+
+    def send(self, after: Copy | None = None) -> None:
+        """Begin the copy to the device, if it has not begun. The caller holds the lock."""
+        if self.arrival is None:
+            self.arrival = self.host.device.up(self._staged, after)
+
+    def has_come(self) -> bool:
+        """Whether the disk has been read, without an error."""
+        return self._read.done() and self._read.exception() is None
+
+    def exception(self) -> BaseException | None:
+        """Wait for the disk, let the current stream wait for the copy; the error, if there was one."""
+        error = self._read.exception()
+        if error is None:
+            with self.host.lock:
+                self.send()
+                assert self.arrival is not None
+                self.arrival.order()
+        return error
+
+
+class HostTier:
+    """Carries the blocks of one device through host memory. The caller holds the stash's lock.
+
+    Args:
+        device: whose blocks.
+        pool: the rooms.
+        disk: what is below, or ``None``.
+        submit: runs ``function(*args)`` on a worker and returns its future.
+        grave: where what dies is appended.
+        lock: the stash's.
+        number: of its side.
+        early: how many bytes below the budget the writing to disk begins.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        pool: HostPool,
+        disk: Store | None,
+        submit: Callable[..., Future[None]],
+        grave: deque[Any],
+        lock: Any,
+        *,
+        number: int,
+        early: int,
+    ) -> None:
+        self.number = number
+        self.device = device
+        self.pool = pool
+        self.disk = disk
+        self.grave = grave
+        self.lock = lock
+        self._submit = submit
+        self._early = early
+        self._held: deque[weakref.ref[HostParcel]] = deque()  # oldest first; in a room only
+        self._spilling: deque[weakref.ref[HostParcel]] = deque()  # being written to disk
+        self._spilled: deque[weakref.ref[HostParcel]] = deque()  # in both: the room may go
+        self._buried: deque[Remains] = deque()
+        self._coming: deque[weakref.ref[HostReading]] = deque()  # from disk, ahead of need
+        self._disk_refuses = ""
+        self._disk_has_failed = False
+        self._unasked_bytes = 0  # that may be taken on the device before it is asked again
+        self._bytes_on_the_way_out = 0  # of rooms that are being written or are on disk too
+        self.stall_seconds = 0.0
+        self.disk_peak_bytes = 0
+
+    # What the way down looks at.
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of rooms and of the disk."""
+        return self.pool.used_bytes + (self.disk.used_bytes if self.disk is not None else 0)
+
+    def begin(self, block: Block) -> HostParcel:
+        """Begin to copy ``block`` to a room of its own.
+
+        Raises ``StashFullError`` where there is none and none can be made; nothing has begun then.
+        """
+        assert block.alias is not None
+        room = self._room(block.nbytes)
+        try:
+            copy = self.device.down(_bytes_of(block.alias), room.memory, block.stream)
+        except BaseException:
+            self.pool.give(room)
+            raise
+        parcel = HostParcel(self, room, copy)
+        if not (block.goes_on and self._spill(parcel)):
+            self._held.append(weakref.ref(parcel))
+            self._spill_early()
+        return parcel
+
+    # What the way up asks for.
+
+    def fetch(self, parcel: HostParcel, *, ahead: bool) -> HostReading:
+        """Begin to bring a parcel's bytes back.
+
+        Raises ``MemoryError`` (ahead of need only) where no room is to be had, and
+        ``torch.OutOfMemoryError``; nothing has begun then.
+        """
+        if parcel.room is not None:
+            reading = HostReading(self, None, parcel.room.memory, None)
+            reading.run()
+            reading.send(after=parcel.writing)
+            parcel.brought = reading.arrival
+            return reading
+        room = self._idle_room(parcel.nbytes)
+        if room is None and ahead:
+            raise MemoryError("no room in host memory to read ahead")
+        # Not pinned, so its copy does not run beside compute; but what is needed now is needed.
+        staged = room.memory if room is not None else mapped(parcel.nbytes)[: parcel.nbytes]
+        reading = HostReading(self, parcel.slot, staged, room)
+        if ahead:
+            self._coming.append(weakref.ref(reading))
+        return reading
+
+    def poll(self) -> None:
+        """Send on to the device what has come from disk."""
+        for _ in range(len(self._coming)):
+            ref = self._coming.popleft()
+            reading = ref()
+            if reading is None or reading.arrival is not None:
+                continue
+            if not reading.has_come():
+                self._coming.append(ref)
+                continue
+            try:
+                reading.send()
+            except torch.OutOfMemoryError:
+                return  # whoever needs it will try again
+
+    def has_memory(self, nbytes: int) -> bool:
+        """Whether the device can spare ``nbytes`` for bytes that are not needed yet."""
+        self._unasked_bytes -= nbytes
+        if self._unasked_bytes < 0:  # not asked each time: the driver takes its time
+            self._unasked_bytes = (self.device.free_bytes() - _RESERVE_BYTES) // 2 - nbytes
+        return self._unasked_bytes >= 0
+
+    # Rooms.
+
+    def bury(self, remains: Remains) -> None:
+        """Take what died; its room is given back when nothing uses it."""
+        self._buried.append(remains)
+        self.sweep()
+
+    def close(self) -> None:
+        """Give back what is at rest. What live graphs hold stays until they go."""
+        self.sweep()
+        self.pool.trim()
+
+    def _room(self, nbytes: int) -> Room:
+        while True:
+            room = self._idle_room(nbytes)
+            if room is not None:
+                return room
+            if not (self._wait_for_one() or self._spill_oldest()):
+                raise self._full(nbytes)
+
+    def _full(self, nbytes: int) -> StashFullError:
+        remedy = ": raise host=" if self.disk is not None else ": raise host=, or give disk="
+        return StashFullError(
+            errno.ENOSPC,
+            f"host memory has no room for {format_bytes(nbytes)} beside the "
+            f"{format_bytes(self.pool.used_bytes)} it holds{self._disk_refuses or remedy}",
+        )
+
+    def _idle_room(self, nbytes: int) -> Room | None:
+        """A room that is free, or can be freed without a wait."""
+        room = self.pool.take(nbytes)
+        while room is None and (self.sweep() or self._evict()):
+            room = self.pool.take(nbytes)
+        return room
+
+    def sweep(self) -> bool:
+        """Look at what has ended; whether a room or a choice came of it."""
+        found = False
+        for _ in range(len(self._buried)):
+            remains = self._buried.popleft()
+            if remains.at_rest():
+                self._give_back(remains)
+                found = True
+            else:
+                self._buried.append(remains)
+        while self._spilling:
+            parcel = self._spilling[0]()
+            if parcel is not None and parcel.spilling is not None and not parcel.spilling.done():
+                break
+            self._spilling.popleft()
+            if parcel is not None:
+                self._spill_ended(parcel)
+                found = True
+        return found
+
+    def _give_back(self, remains: Remains) -> None:
+        if remains.room is not None:
+            self.pool.give(remains.room)
+            if remains.slot is not None:
+                self._bytes_on_the_way_out -= remains.room.memory.numel()
+        if remains.slot is not None and self.disk is not None:
+            self.disk.release(remains.slot)
+
+    def _spill_ended(self, parcel: HostParcel) -> None:
+        assert parcel.spilling is not None and parcel.slot is not None and self.disk is not None
+        failure = parcel.spilling.exception()
+        parcel.spilling = None
+        if failure is None:
+            self._spilled.append(weakref.ref(parcel))
+            return
+        self._disk_refuses = f", and the disk failed: {failure}"
+        self._disk_has_failed = True
+        self._bytes_on_the_way_out -= parcel.nbytes
+        self.disk.release(parcel.slot)
+        parcel.slot = None
+        self._held.appendleft(weakref.ref(parcel))
+
+    def _evict(self) -> bool:
+        """Take the room of the oldest parcel that is on disk too."""
+        while self._spilled:
+            parcel = self._spilled.popleft()()
+            if parcel is None or parcel.room is None:
+                continue
+            room, parcel.room = parcel.room, None
+            self._bytes_on_the_way_out -= parcel.nbytes
+            self._buried.append(Remains(self.number, room, None, (parcel.brought,), None, 0))
+            parcel.brought = None
+            return True
+        return False
+
+    def _wait_for_one(self) -> bool:
+        """Wait for the oldest thing that will free a room, if there is one."""
+        began = time.perf_counter()
+        try:
+            while self._spilling:
+                parcel = self._spilling[0]()
+                if parcel is None or parcel.spilling is None:
+                    self._spilling.popleft()
+                    continue
+                parcel.spilling.exception()
+                return True
+            if self._buried:
+                self._buried[0].wait()
+                return True
+            return False
+        finally:
+            self.stall_seconds += time.perf_counter() - began
+
+    # Onward to disk.
+
+    def _spill_early(self) -> None:
+        budget = self.pool.budget
+        if budget is None:
+            return
+        while self.pool.used_bytes - self._bytes_on_the_way_out > max(0, budget - self._early):
+            if not self._spill_oldest():
+                return
+
+    def _spill_oldest(self) -> bool:
+        """Begin to write the oldest parcel that is in host memory alone."""
+        while self._held:
+            parcel = self._held.popleft()()
+            if parcel is not None:
+                if self._spill(parcel):
+                    return True
+                self._held.appendleft(weakref.ref(parcel))
+                return False
+        return False
+
+    def _spill(self, parcel: HostParcel) -> bool:
+        """Begin to write a parcel that is in host memory alone; whether there was room for it."""
+        disk, room = self.disk, parcel.room
+        if disk is None or self._disk_has_failed or room is None:
+            return False
+        try:
+            parcel.slot = disk.reserve(parcel.nbytes)
+        except StashIOError as error:
+            self._disk_refuses = f", and {error.strerror}"
+            return False
+        parcel.spilling = self._submit(_write_down, parcel.writing, disk, parcel.slot, room.memory)
+        self.disk_peak_bytes = max(self.disk_peak_bytes, disk.used_bytes)
+        self._bytes_on_the_way_out += parcel.nbytes
+        self._spilling.append(weakref.ref(parcel))
+        return True
+
+
+def _bytes_of(alias: Tensor) -> Tensor:
+    """The whole storage of ``alias`` as a flat tensor of bytes."""
+    flat = torch.empty(0, dtype=torch.uint8, device=alias.device)
+    return flat.set_(alias.untyped_storage())
+
+
+def _write_down(copy: Copy, disk: Store, slot: Slot, memory: Tensor) -> None:
+    """On a worker, which alone waits for the device: ``memory`` is the room's."""
+    copy.wait()
+    with profiled("write"):
+        disk.write(slot, memory.data_ptr())

@@ -1,0 +1,134 @@
+"""Sides: the CPU, and each accelerator whose tensors a stash has been given, each with its own budgets."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ._down import Down
+from ._events import Tape
+from ._host import HostTier
+from ._streams import Device, accelerator
+from ._up import PoolSource, Up
+from .memory import spare_bytes
+from .stores import Store
+from .stores._host import HostPool
+from .stores._memory import Pool
+
+__all__ = ["Plan", "Side"]
+
+
+class Side:
+    """One device's ways down and up.
+
+    Args:
+        number: which of the stash's sides it is; the CPU's is 0.
+        grave: where what dies is appended.
+        has_tier: whether there is a tier below.
+        device: what drives it; ``None`` for the CPU.
+        host: its host tier, on an accelerator.
+    """
+
+    __slots__ = ("device", "down", "grave", "has_tier", "host", "number", "up")
+
+    def __init__(
+        self,
+        number: int,
+        down: Down,
+        up: Up,
+        grave: deque[Any],
+        *,
+        has_tier: bool,
+        device: Device | None = None,
+        host: HostTier | None = None,
+    ) -> None:
+        self.number = number
+        self.down = down
+        self.up = up
+        self.grave = grave
+        self.has_tier = has_tier
+        self.device = device
+        self.host = host
+
+    def stream(self) -> Any:
+        """The stream that is current on this thread; ``None`` on the CPU."""
+        return self.device.stream() if self.device is not None else None
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What every side of a stash is made from."""
+
+    store: Store | None
+    """The disk tier."""
+    submit: Callable[..., Future[None]]
+    """Runs a function on a worker."""
+    grave: deque[Any]
+    """Where what dies is appended."""
+    lock: Any
+    """The stash's."""
+    tape: Tape
+    """Told of everything, where somebody records."""
+    keep: int | None
+    """The ``keep`` budget in bytes, for each device."""
+    host: int | None
+    """The ``host`` budget in bytes, for each device; -1: half of what the machine can spare."""
+    inflight: int
+    """The window on the way down, likewise."""
+    prefetch: int
+    """The window on the way up, likewise."""
+    on_full: str
+    """``"keep"`` or ``"raise"``."""
+
+    def cpu(self, pool: Pool, freed: Callable[[int], None]) -> Side:
+        """The side of CPU tensors: their own memory, then the disk."""
+        down = self._down(pool, freed, self.store, None)
+        up = Up(self.submit, PoolSource(pool), self.lock, freed, self.tape, prefetch=self.prefetch)
+        return Side(0, down, up, self.grave, has_tier=self.store is not None)
+
+    def accelerator(self, device: Device, number: int) -> Side:
+        """The side of a device's tensors: its memory, pinned host memory, then the disk."""
+        budget = spare_bytes() // 2 if self.host == -1 else self.host
+        pool = HostPool(budget, device.pin, device.unpin)
+        early = self.inflight
+        host = HostTier(
+            device, pool, self.store, self.submit, self.grave, self.lock, number=number, early=early
+        )
+        down = self._down(None, _ignore, None, host)
+        up = Up(self.submit, host, self.lock, _ignore, self.tape, prefetch=self.prefetch)
+        has_tier = budget is None or budget > 0
+        return Side(number, down, up, self.grave, has_tier=has_tier, device=device, host=host)
+
+    def side_of(self, device: torch.device, number: int) -> Side | str:
+        """The side of an accelerator, or the reason why it has none."""
+        driver = accelerator(device)
+        return driver if isinstance(driver, str) else self.accelerator(driver, number)
+
+    def _down(
+        self,
+        pool: Pool | None,
+        freed: Callable[[int], None],
+        store: Store | None,
+        host: HostTier | None,
+    ) -> Down:
+        return Down(
+            store,
+            self.submit,
+            pool,
+            self.grave,
+            freed,
+            self.tape,
+            keep=self.keep,
+            inflight=self.inflight,
+            on_full=self.on_full,
+            host=host,
+        )
+
+
+def _ignore(nbytes: int) -> None:
+    """An accelerator's allocator uses again what is freed."""

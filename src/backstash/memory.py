@@ -1,0 +1,132 @@
+"""What memory there is to spare: the machine's, and the control group's that this process is in.
+
+Linux, control groups of versions 1 and 2; elsewhere the machine's physical memory is all that is known.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["ControlGroup", "memory_group", "spare_bytes"]
+
+_LIMIT_FILES = {1: "memory.limit_in_bytes", 2: "memory.max"}
+_USAGE_FILES = {1: "memory.usage_in_bytes", 2: "memory.current"}
+_NO_LIMIT_BYTES = 1 << 60  # version 1 says "no limit" as a number near 2**63
+
+
+@dataclass(frozen=True, slots=True)
+class ControlGroup:
+    """A memory control group."""
+
+    version: int
+    """1 or 2."""
+    path: Path
+    """Its directory in the control-group file system."""
+    limit_bytes: int | None
+    """The smallest limit of this group and those above it; ``None``: no limit."""
+    used_bytes: int
+    """What the group that has this limit uses, page cache included."""
+
+    @property
+    def spare_bytes(self) -> int | None:
+        """What is left under the limit; ``None``: no limit."""
+        return None if self.limit_bytes is None else max(0, self.limit_bytes - self.used_bytes)
+
+
+def spare_bytes(proc: Path = Path("/proc")) -> int:
+    """How many bytes the machine, or the control group this process is in, can still give it.
+
+    Args:
+        proc: where the system's ``meminfo`` and the process's own files are.
+
+    >>> spare_bytes() > 0
+    True
+    """
+    group = memory_group(proc / "self")
+    limits = [_available_bytes(proc / "meminfo")]
+    if group is not None and group.spare_bytes is not None:
+        limits.append(group.spare_bytes)
+    return min(limits)
+
+
+def _available_bytes(meminfo: Path) -> int:
+    try:
+        lines = meminfo.read_text().splitlines()
+    except OSError:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+
+
+def memory_group(proc: Path = Path("/proc/self")) -> ControlGroup | None:
+    """Return this process's memory control group, or ``None`` where there is none.
+
+    Args:
+        proc: where the process's ``cgroup`` and ``mountinfo`` files are.
+    """
+    try:
+        membership = (proc / "cgroup").read_text().splitlines()
+        mounts = (proc / "mountinfo").read_text().splitlines()
+    except OSError:
+        return None
+    for version, group in _memberships(membership):
+        found = _mounted(version, group, mounts)
+        if found is not None:
+            return _limits(version, *found)
+    return None
+
+
+def _memberships(lines: list[str]) -> list[tuple[int, str]]:
+    """(version, path) of each; version 1 first, since on a mixed system it has the memory."""
+    groups = []
+    for line in lines:
+        hierarchy, controllers, path = line.split(":", 2)
+        if "memory" in controllers.split(","):
+            groups.append((1, path))
+        elif hierarchy == "0" and not controllers:
+            groups.append((2, path))
+    return sorted(groups)
+
+
+def _mounted(version: int, group: str, mounts: list[str]) -> tuple[Path, Path] | None:
+    """(the group's directory, the mount point above it), as far as they are visible here."""
+    for line in mounts:
+        fields, _, tail = line.partition(" - ")
+        kind, _, options = tail.split(" ", 2)
+        root, mount = fields.split()[3:5]
+        wanted = (
+            kind == "cgroup" and "memory" in options.split(",")
+            if version == 1
+            else kind == "cgroup2"
+        )
+        if not wanted:
+            continue
+        top = Path(mount)
+        inside = group.removeprefix(root) if root != "/" else group
+        path = top / inside.strip("/")
+        # In a container the path may be one that only the host sees: then the mount is the group.
+        path = path if path.is_dir() else top
+        if _number(path / _USAGE_FILES[version]) is not None or version == 1 or path == top:
+            return path, top
+    return None
+
+
+def _limits(version: int, path: Path, top: Path) -> ControlGroup:
+    limit, used = None, _number(path / _USAGE_FILES[version]) or 0
+    group = path
+    while True:
+        found = _number(group / _LIMIT_FILES[version])
+        if found is not None and found < _NO_LIMIT_BYTES and (limit is None or found < limit):
+            limit, used = found, _number(group / _USAGE_FILES[version]) or 0
+        if group == top or top not in group.parents:
+            return ControlGroup(version, path, limit, used)
+        group = group.parent
+
+
+def _number(path: Path) -> int | None:
+    try:
+        text = path.read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdigit() else None

@@ -1,0 +1,131 @@
+"""The host tier's memory: rooms in a few large slabs that are pinned whole, inside a budget of real bytes.
+
+A pinned allocation of PyTorch's own is rounded up to a power of two and costs milliseconds when it is first
+touched. A slab is mapped once, with huge pages, registered with the device as it is, and its rooms are used
+again by whatever shapes come: so the budget is what is really taken, and rooms lie on page boundaries, from
+where a direct write to disk needs no copy.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+
+from torch import Tensor
+
+from ._extents import Extents
+from ._memory import PAGE_BYTES, mapped
+
+__all__ = ["HostPool", "Room"]
+
+_SLAB_BYTES = 256 << 20
+
+
+class _Slab:
+    """Memory that was pinned in one piece, and which of it is taken. Unpinned when it is let go."""
+
+    __slots__ = ("__weakref__", "extents", "memory", "unpin")
+
+    def __init__(self, memory: Tensor, unpin: Callable[[Tensor], None]) -> None:
+        self.memory = memory
+        self.extents = Extents(unit_bytes=PAGE_BYTES)
+        self.unpin = weakref.finalize(self, unpin, memory)
+
+    def take(self, nbytes: int) -> int | None:
+        offset = self.extents.take(nbytes)
+        if self.extents.end_bytes <= self.memory.numel():
+            return offset
+        self.extents.free(offset, nbytes)
+        return None
+
+
+class Room:
+    """A piece of a slab: ``memory`` is its bytes, as a flat ``uint8`` tensor that starts on a page."""
+
+    __slots__ = ("memory", "offset", "slab")
+
+    def __init__(self, slab: _Slab, offset: int, nbytes: int) -> None:
+        self.slab = slab
+        self.offset = offset
+        self.memory = slab.memory[offset : offset + nbytes]
+
+
+class HostPool:
+    """Rooms of pinned memory. Not locked: the caller holds its lock.
+
+    Args:
+        budget: the most bytes of all slabs; ``None``: no limit.
+        pin: locks a slab's memory and returns why that was refused, or ``""``.
+        unpin: undoes it.
+    """
+
+    def __init__(
+        self,
+        budget: int | None,
+        pin: Callable[[Tensor], str],
+        unpin: Callable[[Tensor], None],
+    ) -> None:
+        self.budget = budget
+        self._pin = pin
+        self._unpin = unpin
+        self._slabs: list[_Slab] = []
+        self.slab_bytes = 0
+        self.slab_peak_bytes = 0
+        self.used_bytes = 0
+        self.note = ""
+
+    def take(self, nbytes: int) -> Room | None:
+        """A room for ``nbytes``, or ``None`` where the budget or the system has none."""
+        for slab in self._slabs:
+            offset = slab.take(nbytes)
+            if offset is not None:
+                return self._room(slab, offset, nbytes)
+        added = self._add_slab(nbytes)
+        if added is None:
+            return None
+        offset = added.take(nbytes)
+        assert offset == 0
+        return self._room(added, offset, nbytes)
+
+    def give(self, room: Room) -> None:
+        """Take a room back. Nothing may read or write it any more."""
+        nbytes = room.memory.numel()
+        room.slab.extents.free(room.offset, nbytes)
+        self.used_bytes -= _pages(nbytes)
+
+    def trim(self) -> None:
+        """Unpin and let go of every slab without rooms."""
+        for slab in [slab for slab in self._slabs if not slab.extents.used_bytes]:
+            self._slabs.remove(slab)
+            self.slab_bytes -= slab.memory.numel()
+            slab.unpin()
+
+    def _room(self, slab: _Slab, offset: int, nbytes: int) -> Room:
+        self.used_bytes += _pages(nbytes)
+        return Room(slab, offset, nbytes)
+
+    def _add_slab(self, nbytes: int) -> _Slab | None:
+        least = _pages(nbytes)
+        size = max(least, _SLAB_BYTES)
+        if self.budget is not None:
+            if self.budget - self.slab_bytes < least:
+                self.trim()  # empty slabs of sizes that are no longer asked for
+            size = min(size, (self.budget - self.slab_bytes) // PAGE_BYTES * PAGE_BYTES)
+            if size < least:
+                return None
+        try:
+            memory = mapped(size)
+        except MemoryError:
+            return None
+        refusal = self._pin(memory)
+        if refusal and not self.note:
+            self.note = f"host memory is not pinned ({refusal}): copies do not run beside compute"
+        slab = _Slab(memory, (lambda memory: None) if refusal else self._unpin)
+        self._slabs.append(slab)
+        self.slab_bytes += size
+        self.slab_peak_bytes = max(self.slab_peak_bytes, self.slab_bytes)
+        return slab
+
+
+def _pages(nbytes: int) -> int:
+    return -(-nbytes // PAGE_BYTES) * PAGE_BYTES

@@ -1,0 +1,566 @@
+"""Three tiers on an accelerator, played on the CPU by a device whose copies run when a test lets them."""
+
+import gc
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+from backstash import Action, Disk, StashFullError
+from backstash.errors import InplaceError
+from backstash.testing import Failing, Gated, MemoryStore, TwinDevice, stash_on
+
+SIDE = 256
+BLOCK = SIDE * SIDE * 4  # bytes
+MIB = 1 << 20
+
+
+def chain(x, steps=8):
+    for _ in range(steps):
+        x = torch.tanh(x * 1.5)
+    return x.sum()
+
+
+def leaf(seed=0, side=SIDE):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(side, side, generator=generator, requires_grad=True)
+
+
+def gradient(loss, x):
+    return torch.autograd.grad(loss, x, retain_graph=True)[0]
+
+
+def expected(program=chain):
+    x = leaf()
+    return gradient(program(x), x)
+
+
+def settled(stash, device):
+    """Everything has ended and has been seen to."""
+    device.run(downs=-1, ups=-1)
+    gc.collect()
+    return stash.stats()
+
+
+MIXES = {
+    "host": {"host": "64MiB"},
+    "host, no windows": {"host": "64MiB", "inflight": 0, "prefetch": 0},
+    "host, small windows": {"host": "64MiB", "inflight": 2 * BLOCK, "prefetch": 2 * BLOCK},
+    "keep and host": {"keep": 3 * BLOCK, "host": "64MiB", "inflight": BLOCK},
+    "host and disk": {"host": 3 * BLOCK, "inflight": BLOCK, "prefetch": 2 * BLOCK},
+    "all three": {"keep": 2 * BLOCK, "host": 2 * BLOCK, "inflight": BLOCK, "prefetch": BLOCK},
+    "one room": {"host": BLOCK, "inflight": BLOCK, "prefetch": BLOCK},
+}
+WITH_DISK = {"host and disk", "all three", "one room"}
+
+
+@pytest.mark.parametrize("chance", [0.0, 0.2, 0.7, 1.0])
+@pytest.mark.parametrize("mix", MIXES)
+def test_gradients_are_exact_however_late_the_copies_run(tmp_path, mix, chance):
+    options = dict(MIXES[mix], disk=tmp_path if mix in WITH_DISK else None)
+    for seed in range(3):
+        device = TwinDevice(chance=chance, seed=seed)
+        stash = stash_on(device, **options)
+        x, true = leaf(), expected()
+        for _ in range(3):
+            with stash:
+                loss = chain(x)
+            assert torch.equal(gradient(loss, x), true)
+            assert torch.equal(gradient(loss, x), true), "a second time"
+        stats = stash.stats()
+        assert stats.written_bytes > 0
+        if mix in WITH_DISK:
+            assert 0 < stats.host_peak_bytes <= options["host"]
+            assert stats.disk_peak_bytes > 0
+        assert stats.inflight_peak_bytes <= max(options.get("inflight", 128 * MIB), 0)
+        del loss
+        stash.close()
+        assert device.faults == []
+        assert device.pinned_bytes == 0, "what was pinned is not any more"
+
+
+def test_forward_and_backward_never_wait_for_the_device(tmp_path):
+    """Only the stream waits; a worker alone may wait itself, for what it writes to disk."""
+    device = TwinDevice()
+    stash = stash_on(device, host="64MiB", inflight=2 * BLOCK, prefetch=2 * BLOCK)
+    x, true = leaf(), expected()
+    for _ in range(2):
+        with stash:
+            loss = chain(x)
+        assert torch.equal(gradient(loss, x), true)
+    assert device.waits == 0
+    assert device.orders > 0
+    del loss
+    stash.close()
+
+
+def test_copies_begin_early_and_memory_goes_only_when_it_must():
+    """Backward begins on what is still there."""
+    device = TwinDevice(chance=1.0)
+    stash = stash_on(device, keep=4 * BLOCK, host="64MiB", inflight=2 * BLOCK)
+    x = leaf()
+    with stash:
+        loss = chain(x, steps=8)
+    stats = stash.stats()
+    assert stats.written_bytes == 6 * BLOCK, "two blocks before the budget was reached"
+    assert stats.keep_bytes + stats.inflight_bytes == 4 * BLOCK, "no more went than had to"
+    loss.backward()
+    assert stash.stats().read_bytes == 4 * BLOCK
+    stash.close()
+
+
+def test_device_memory_stays_within_the_budget_and_the_window():
+    device = TwinDevice()  # nothing runs by itself: only what the stream waits for
+    stash = stash_on(device, keep=2 * BLOCK, host="64MiB", inflight=3 * BLOCK)
+    x, most = leaf(), 0
+    with stash:
+        for _ in range(12):
+            x = torch.tanh(x * 1.5)
+            stats = stash.stats()
+            most = max(most, stats.keep_bytes + stats.inflight_bytes)
+    assert most <= 5 * BLOCK
+    assert device.faults == []
+    del x
+    stash.close()
+
+
+# Changes in place.
+
+
+def change_after_save(stash, x):
+    with stash:
+        h = x * 2
+        loss = h.sin().sum()
+    return h, loss
+
+
+def test_a_change_before_the_copy_ran_is_told():
+    device = TwinDevice()
+    stash = stash_on(device, host="64MiB")
+    x = leaf()
+    h, loss = change_after_save(stash, x)
+    with torch.no_grad():
+        h.mul_(3)
+    device.run(downs=-1)
+    with pytest.raises(InplaceError, match="modified by an inplace operation"):
+        gradient(loss, x)
+    stash.close()
+
+
+def test_a_change_after_the_copy_landed_changes_nothing():
+    device = TwinDevice(chance=1.0)
+    stash = stash_on(device, host="64MiB")
+    x = leaf()
+    h, loss = change_after_save(stash, x)
+    stash.stats()
+    with torch.no_grad():
+        h.mul_(3)
+    assert torch.equal(gradient(loss, x), expected(lambda x: (x * 2).sin().sum()))
+    stash.close()
+
+
+class LatePromise(TwinDevice):
+    """The stream is told to wait, and the copy has still not run when the host goes on."""
+
+    def down(self, source, target, made_on):
+        copy = super().down(source, target, made_on)
+        copy.promised = False
+        kind = type(copy)
+
+        class Late(kind):
+            def order(self):
+                self.promised = True
+
+            def done(self):
+                return self.promised or self.ended()
+
+            def release(self):
+                if self._has_run:
+                    super().release()
+
+        copy.__class__ = Late
+        return copy
+
+
+def test_a_change_between_landing_and_the_copy_s_end_is_told():
+    """The memory was let go because the stream waits; another stream may still change the tensor."""
+    device = LatePromise()
+    stash = stash_on(device, host="64MiB", inflight=BLOCK)
+    x = leaf()
+    with stash:
+        h = x * 2
+        loss = h.sin().sum()
+        rest = [(x * number).cos() for number in range(2, 5)]
+    assert stash.stats().inflight_bytes <= BLOCK
+    with torch.no_grad():
+        h.mul_(3)
+    device.run(downs=-1)
+    with pytest.raises(InplaceError, match="modified by an inplace operation"):
+        gradient(loss, x)
+    del rest
+    stash.close()
+
+
+# Rooms.
+
+
+def test_a_room_is_not_used_again_while_a_copy_runs_into_it():
+    """A graph dropped at once leaves a copy that still writes to its room."""
+    device = TwinDevice()
+    stash = stash_on(device, host=4 * BLOCK, inflight="64MiB")
+    x, true = leaf(), expected(lambda x: chain(x, steps=2))
+    for _ in range(6):  # more than there are rooms
+        with stash:
+            chain(x, steps=2)
+    with stash:
+        loss = chain(x, steps=2)
+    device.run(downs=-1)
+    assert torch.equal(gradient(loss, x), true)
+    assert device.faults == []
+    del loss
+    assert settled(stash, device).host_bytes == 0
+    stash.close()
+
+
+def test_a_room_is_not_used_again_while_it_is_read():
+    """A block whose bytes are still on their way back may die: its room waits for the copy."""
+    device = TwinDevice()
+    stash = stash_on(device, host=2 * BLOCK, inflight=0, prefetch=4 * BLOCK)
+    x = leaf()
+    with stash:
+        first = torch.tanh(x * 1.5)
+        held = first.grad_fn
+    assert torch.equal(held._saved_result, first)
+    device.orders = 0
+    # Asked for and not waited for: nobody has told the stream yet.
+    with stash:
+        second = torch.tanh(x * 2.5)
+    del first, held
+    gc.collect()
+    with stash:
+        third = torch.tanh(x * 3.5)
+    for out, factor in ((second, 2.5), (third, 3.5)):
+        assert torch.equal(out.grad_fn._saved_result, torch.tanh(x * factor))
+    del second, third, out
+    stash.close()
+
+
+@pytest.mark.parametrize("chance", [0.0, 0.4])
+def test_shapes_may_change_and_the_pool_stays_inside_its_budget(chance):
+    device = TwinDevice(chance=chance)
+    budget = 24 * BLOCK
+    stash = stash_on(device, host=budget, inflight=2 * BLOCK)
+    for step in range(40):
+        side = 200 + 37 * (step % 7)
+        x = leaf(step, side)
+        with stash:
+            loss = chain(x, steps=4)
+        true = gradient(chain(x, steps=4), x)
+        assert torch.equal(gradient(loss, x), true)
+        stats = stash.stats()
+        assert stats.host_peak_bytes <= budget
+        assert device.pinned_bytes <= budget
+    del loss
+    assert settled(stash, device).host_bytes == 0
+    stash.close()
+
+
+def test_without_a_room_a_block_stays_in_place_with_a_warning():
+    device = TwinDevice()
+    stash = stash_on(device, host=3 * BLOCK, inflight=0)
+    x = leaf()
+    with pytest.warns(UserWarning, match="host memory has no room for 256 KiB beside the 768 KiB"):
+        with stash:
+            loss = chain(x)
+    stats = stash.stats()
+    assert stats.host_bytes == 3 * BLOCK and stats.keep_bytes == 5 * BLOCK
+    assert any("give disk=" in note for note in stats.notes)
+    assert torch.equal(gradient(loss, x), expected())
+    del loss
+    stash.close()
+
+
+def test_on_full_raise_raises_from_forward_and_leaves_nothing():
+    device = TwinDevice()
+    stash = stash_on(device, host=3 * BLOCK, inflight=0, on_full="raise")
+    x = leaf()
+    with pytest.raises(StashFullError, match="raise host="), stash:
+        chain(x)
+    gc.collect()
+    assert settled(stash, device).host_bytes == 0
+    stash.close()
+    assert device.pinned_bytes == 0
+
+
+def test_memory_that_cannot_be_pinned_is_used_as_it_is_and_said():
+    device = TwinDevice(refuses="the limit on locked memory")
+    stash = stash_on(device, host="64MiB", inflight=0)
+    x = leaf()
+    with stash:
+        loss = chain(x)
+    assert torch.equal(gradient(loss, x), expected())
+    (note,) = stash.stats().notes
+    assert "not pinned (the limit on locked memory)" in note
+    del loss
+    stash.close()
+
+
+# The disk under the host.
+
+
+def test_the_oldest_go_on_to_disk_and_come_back_through_host_memory(tmp_path):
+    device = TwinDevice(chance=0.5)
+    disk = Disk(tmp_path, verify=True)
+    stash = stash_on(device, host=4 * BLOCK, disk=disk, inflight=2 * BLOCK, prefetch=2 * BLOCK)
+    x, true = leaf(), expected(lambda x: chain(x, steps=20))
+    for _ in range(3):
+        with stash:
+            loss = chain(x, steps=20)
+        assert disk.used_bytes >= 14 * BLOCK
+        assert torch.equal(gradient(loss, x), true)
+    stats = stash.stats()
+    assert stats.prefetch_hits > 30
+    assert stats.host_peak_bytes <= 4 * BLOCK
+    del loss
+    settled(stash, device)
+    stash.close()
+    assert disk.used_bytes == 0
+    disk.close()
+
+
+def test_a_disk_that_fails_leaves_the_bytes_in_host_memory():
+    device = TwinDevice(chance=1.0)
+    failing = Failing(MemoryStore())
+    failing.on_write = OSError(5, "broken")
+    stash = stash_on(device, host=4 * BLOCK, disk=failing, inflight=0)
+    x = leaf()
+    with pytest.warns(UserWarning, match="the disk failed"), stash:
+        loss = chain(x)
+    assert torch.equal(gradient(loss, x), expected())
+    assert stash.stats().host_bytes == 4 * BLOCK
+    del loss
+    settled(stash, device)
+    stash.close()
+    assert failing.used_bytes == 0
+
+
+def test_a_graph_dropped_while_its_bytes_go_to_disk(tmp_path):
+    device = TwinDevice(chance=1.0)
+    gated = Gated(MemoryStore())
+    gated.writes.clear()
+    stash = stash_on(device, host=4 * BLOCK, disk=gated, inflight=4 * BLOCK)
+    x = leaf()
+    with stash:
+        loss = chain(x, steps=3)
+    assert gated.begun.acquire(timeout=30)
+    del loss
+    gc.collect()
+    assert stash.stats().host_bytes >= BLOCK, "a worker still reads the room"
+    gated.writes.set()
+    stash._workers.close()
+    assert stash.stats().host_bytes == 0
+    assert gated.used_bytes == 0
+    stash.close()
+
+
+def test_a_policy_names_the_tier(tmp_path):
+    device = TwinDevice(chance=1.0)
+    tiers = iter(["keep", "host", "disk", "disk"])
+    stash = stash_on(
+        device, host="1MiB", disk=tmp_path, inflight=0, policy=lambda _: Action(next(tiers))
+    )
+    x = leaf()
+    with stash:
+        loss = chain(x, steps=4)
+    stash._workers.submit(lambda: None).result(30)
+    stats = stash.stats()
+    assert stats.left["the policy said so"].count == 1
+    assert stats.disk_bytes == 2 * BLOCK
+    assert torch.equal(gradient(loss, x), expected(lambda x: chain(x, steps=4)))
+    del loss
+    settled(stash, device)
+    stash.close()
+
+
+# The way up.
+
+
+def test_a_wrong_guess_costs_time_and_nothing_else():
+    device = TwinDevice()
+    stash = stash_on(device, host="64MiB", inflight=0, prefetch=2 * BLOCK)
+    x = leaf()
+    with stash:
+        outs = [torch.tanh(x * number) for number in range(1, 9)]
+    for number in (5, 1, 8, 2, 7, 3, 6, 4):
+        saved = outs[number - 1].grad_fn._saved_result
+        assert torch.equal(saved, torch.tanh(x * number))
+    assert stash.stats().ahead_peak_bytes <= 2 * BLOCK
+    assert device.faults == []
+    del outs, saved
+    stash.close()
+
+
+def test_reading_ahead_stops_when_the_device_has_no_memory_to_spare():
+    device = TwinDevice(free=64 * MIB)  # below what is left alone
+    stash = stash_on(device, host="64MiB", inflight=0, prefetch="64MiB")
+    x = leaf()
+    with stash:
+        loss = chain(x)
+    assert torch.equal(gradient(loss, x), expected())
+    stats = stash.stats()
+    assert stats.prefetch_hits == 0 and stats.prefetch_misses == 8
+    del loss
+    stash.close()
+
+
+def test_out_of_device_memory_on_the_way_up_is_an_error_and_can_be_tried_again():
+    device = TwinDevice()
+    stash = stash_on(device, host="64MiB", inflight=0, prefetch=0)
+    x = leaf()
+    with stash:
+        loss = chain(x)
+    device.free = 1000
+    with pytest.raises(torch.OutOfMemoryError, match="1000 bytes"):
+        gradient(loss, x)
+    device.free = 1 << 40
+    assert torch.equal(gradient(loss, x), expected())
+    del loss
+    stash.close()
+
+
+def test_backward_on_another_thread():
+    device = TwinDevice(chance=0.3)
+    stash = stash_on(device, host="64MiB", inflight=2 * BLOCK)
+    x, results = leaf(), []
+    with stash:
+        loss = chain(x)
+    thread = threading.Thread(target=lambda loss=loss: results.append(gradient(loss, x)))
+    thread.start()
+    thread.join()
+    assert torch.equal(results[0], expected())
+    del loss, thread
+    settled(stash, device)
+    stash.close()
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpoint_under_a_stash(use_reentrant):
+    from torch.utils.checkpoint import checkpoint
+
+    def program(x):
+        for _ in range(3):
+            x = checkpoint(lambda h: torch.tanh(h * 1.5).sin(), x, use_reentrant=use_reentrant)
+        return x.sum()
+
+    device = TwinDevice(chance=0.3)
+    stash = stash_on(device, host="64MiB", inflight=0)
+    x = leaf()
+    program(x).backward()
+    true, x.grad = x.grad, None
+    with stash:
+        loss = program(x)
+    loss.backward()
+    assert torch.equal(x.grad, true)
+    assert stash.stats().written_bytes >= 2 * BLOCK, "the checkpoints' inputs go to the stash"
+    stash.close()
+
+
+def test_double_backward_views_and_parts():
+    def program(x):
+        q, k, v = (x @ x).split(SIDE // 2, dim=1)[0].unsqueeze(0), x.t(), x[::2, ::3]
+        y = (q * k[:, : SIDE // 2]).sin().sum() + (v * v).sum() + (x[3] * x[5]).sum()
+        (first,) = torch.autograd.grad(y, x, create_graph=True)
+        return (first**3).sum()
+
+    x = leaf()
+    true = gradient(program(x), x)
+    for chance in (0.0, 0.5):
+        device = TwinDevice(chance=chance)
+        stash = stash_on(device, host="64MiB", inflight=BLOCK, min_bytes=0)
+        with stash:
+            loss = program(x)
+        assert torch.equal(gradient(loss, x), true)
+        del loss
+        settled(stash, device)
+        stash.close()
+        assert device.faults == []
+
+
+def test_a_model_in_training_with_accumulation_and_autocast():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(SIDE, SIDE), nn.GELU(), nn.Linear(SIDE, SIDE), nn.Tanh())
+    batches = [torch.randn(64, SIDE) for _ in range(4)]
+
+    def gradients(context):
+        model.zero_grad()
+        for batch in batches:
+            with context(), torch.autocast("cpu", torch.bfloat16):
+                loss = model(batch).float().square().mean()
+            loss.backward()
+        return [parameter.grad.clone() for parameter in model.parameters()]
+
+    import contextlib
+
+    true = gradients(contextlib.nullcontext)
+    device = TwinDevice(chance=0.5)
+    stash = stash_on(device, host="8MiB", inflight="64KiB", min_bytes="4KiB")
+    assert all(map(torch.equal, gradients(lambda: stash), true))
+    assert stash.stats().written_bytes > 0
+    stash.close()
+
+
+# What is left alone.
+
+
+def test_what_is_captured_into_a_graph_stays_and_says_why():
+    device = TwinDevice()
+    device.capturing = True
+    stash = stash_on(device, host="64MiB")
+    x = leaf()
+    with stash:
+        loss = chain(x)
+    assert torch.equal(gradient(loss, x), expected())
+    left = stash.stats().left
+    assert left["a graph of the accelerator is being captured"].count == 8
+    stash.close()
+
+
+def test_without_host_memory_everything_stays(tmp_path):
+    stash = stash_on(TwinDevice(), host=0, disk=tmp_path)
+    x = leaf()
+    with stash:
+        loss = chain(x)
+    assert stash.stats().left["no tier below: give host="].count == 8
+    assert torch.equal(gradient(loss, x), expected())
+    stash.close()
+
+
+def test_keep_auto_follows_the_memory_that_is_free():
+    device = TwinDevice(chance=1.0, free=8 * BLOCK)
+    stash = stash_on(device, keep="auto", host="64MiB", inflight=0, prefetch=0)
+    x = leaf()
+    with stash:
+        loss = chain(x)
+    assert stash.stats().keep_bytes == 4 * BLOCK
+    del loss
+    device.free = 2 * BLOCK
+    with stash:
+        loss = chain(x)
+    assert stash.stats().keep_bytes <= 3 * BLOCK
+    device.free = 1 << 40
+    loss.backward()
+    del loss
+    stash.close()
+
+
+def test_closing_waits_for_what_runs_and_unpins():
+    device = TwinDevice()
+    stash = stash_on(device, host="64MiB")
+    x = leaf()
+    with stash:
+        chain(x)
+    assert device.downs
+    stash.close()
+    assert device.pinned_bytes == 0
+    assert not device.downs
