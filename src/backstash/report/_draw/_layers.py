@@ -50,20 +50,22 @@ def _rank(cells: list[Cell], links: list[Link]) -> None:
     for link in links:
         below[link.source].append(link.target)
         waiting[link.target] += 1
-    has_top = any(cell.kind == "top" for cell in cells)
-    sources = [index for index, count in enumerate(waiting) if not count]
-    for index in sources:
-        cells[index].rank = int(has_top and cells[index].kind != "top")
-    ready = list(sources)
-    while ready:
-        index = ready.pop()
+    first = int(any(cell.kind == "top" for cell in cells))
+    order = [index for index, count in enumerate(waiting) if not count]
+    free = [
+        cell.kind == "box" for cell in cells
+    ]  # made of leaves only, which come when they are used
+    for index in order:
+        if cells[index].kind != "top":
+            cells[index].rank = max(cells[index].rank, first)
         for target in below[index]:
-            cells[target].rank = max(cells[target].rank, cells[index].rank + 1, int(has_top))
+            cells[target].rank = max(cells[target].rank, cells[index].rank + 1)
+            free[target] = free[target] and free[index]
             waiting[target] -= 1
             if not waiting[target]:
-                ready.append(target)
-    for index in sources:  # what uses nothing comes just above its first user
-        if cells[index].kind == "box" and below[index]:
+                order.append(target)
+    for index in reversed(order):
+        if free[index] and below[index]:
             cells[index].rank = min(cells[target].rank for target in below[index]) - 1
     last = max(cell.rank for cell in cells if cell.kind != "bottom") + 1
     for cell in cells:
