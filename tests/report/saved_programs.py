@@ -50,10 +50,7 @@ def program() -> tuple[Net, Callable[[], Tensor]]:
 
 
 def saved_plainly(outputs: Any, owned: nn.Module | None = None) -> tuple[int, int, int]:
-    """(bytes saved, bytes of their storages, each once and without ``owned``'s, saves) of a graph without hooks.
-
-    A wrapped scalar is saved by no hook, and neither here.
-    """
+    """Of a graph without hooks: bytes saved; of their storages, each once, not ``owned``'s; how many saves."""
     own = set()
     if owned is not None:
         tensors = [*owned.parameters(), *owned.buffers()]

@@ -1,4 +1,4 @@
-"""saved_report: the same figures as the plain graph's, under whichever hooks, and nothing is changed or left."""
+"""saved_report: the plain graph's figures, under whichever hooks, and nothing is changed or left."""
 
 from __future__ import annotations
 
@@ -20,7 +20,12 @@ from backstash import Stash, graph
 from backstash.errors import InplaceError, UsageError
 from backstash.report import saved_report
 
-PLACES = {"disk": {"disk", "in place"}, "clone": {"copied"}, "composed": {"copied"}, "numpy": {"hooks"}}
+PLACES = {
+    "disk": {"disk", "in place"},
+    "clone": {"copied"},
+    "composed": {"copied"},
+    "numpy": {"hooks"},
+}
 
 
 def test_figures_are_those_of_the_plain_graph() -> None:
@@ -292,10 +297,12 @@ def test_tensors_made_of_others_count_by_their_parts() -> None:
     with saved_report() as saved:
         y = torch.sparse.mm(sparse, dense)
         nested = torch.nested.as_nested_tensor([x[:2], x[2:]], layout=torch.jagged).exp()
-    parts = {tensor.op: tensor for tensor in saved.tensors if len(tensor.storages) > 1}
-    (made,) = [tensor for tensor in parts.values() if tensor.nbytes == 6 * (2 * 8 + 4)]
-    assert made.kind == "input"
-    assert sum(len(tensor.storages) > 1 for tensor in saved.tensors) == 2
+    found = {tensor.op: tensor for tensor in saved.tensors}
+    assert found["SparseAddmmBackward0"].nbytes == sparse._nnz() * (2 * 8 + 4)
+    assert found["SparseAddmmBackward0"].kind == "input"
+    assert found["ExpBackward0"].nbytes >= x.nbytes and found["ExpBackward0"].shape is None
+    assert {tensor.where for tensor in saved.tensors} == {"in place"} and not saved.notes
+    assert all(len(tensor.storages) > 1 for tensor in found.values())
     assert y.requires_grad and nested.requires_grad
 
 
@@ -349,7 +356,7 @@ def test_nothing_is_left_and_other_threads_are_not_touched() -> None:
 
 
 def test_misuse_is_told() -> None:
-    with pytest.raises(UsageError, match="allowed is an nn.Module"):
+    with pytest.raises(UsageError, match=r"allowed is an nn\.Module"):
         saved_report("model")  # type: ignore[arg-type]
     saved = saved_report()
     with saved:
@@ -375,7 +382,7 @@ def test_a_deep_graph_is_no_trouble() -> None:
     del y
 
 
-def test_a_policy_of_budgets_is_what_a_stash_does(disk_dir: Path) -> None:
+def test_budgets_are_what_a_stash_does(disk_dir: Path) -> None:
     model = nn.Sequential(*(nn.Sequential(nn.Linear(256, 256), nn.Tanh()) for _ in range(6)))
     x = torch.randn(256, 256)
     with saved_report(model) as saved:
@@ -384,16 +391,17 @@ def test_a_policy_of_budgets_is_what_a_stash_does(disk_dir: Path) -> None:
     for budget in saved.budgets():
         stash = Stash(keep=budget.keep_bytes, disk=disk_dir, min_bytes="64KiB")
         with stash:
-            loss = model(x * 1).sum()
-        moved = stash.stats().written_bytes
-        loss.backward()
-        # The stash also moves x * 1, which is saved first; the report knows it as an input.
-        assert moved in (budget.moved_bytes, budget.moved_bytes + x.nbytes)
-    assert [budget.moved_bytes for budget in saved.budgets()][0] == 0
+            loss = model(x).sum()
+            loss.backward()
+        stats = stash.stats()
+        assert stats.written_bytes == budget.moved_bytes
+        assert stats.keep_peak_bytes <= budget.keep_bytes
+    moved = [budget.moved_bytes for budget in saved.budgets()]
+    assert moved == sorted(moved) and moved[0] == 0 and moved[-1] == saved.unique_bytes
 
 
 @pytest.mark.parametrize("inner", [nullcontext, graph.allow_mutation_on_saved_tensors])
-def test_compiled_autograd_functions_of_users_are_seen(inner: type) -> None:
+def test_functions_of_users_are_seen(inner: type) -> None:
     class Double(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x, y):  # type: ignore[no-untyped-def]

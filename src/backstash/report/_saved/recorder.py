@@ -21,9 +21,10 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from ..._nodes import RECOMPUTED, Held, Pair, current_pair, pop_owned
 from .calls import Calls, is_recomputing
 from .pairs import Pack, Unpack, listen, push_unseen, stop_listening
+from .pieces import identities
 from .save import Found, Packed, Save
 from .storages import Storages, existing_tensors
-from .waste import find_waste
+from .waste import LEAST_BYTES, find_waste
 
 __all__ = ["Recorder"]
 
@@ -126,7 +127,9 @@ class Recorder:
             if save is None or not save.is_saved:
                 return Packed(value, unpack, save)
             packed = Packed(value, unpack, save, self.found.lives)
-            packed.storage = _identity(tensor)
+            if pack is None:
+                return packed
+            packed.storages = identities(tensor)
             save.where = packed.where()
             if save.where in ("hooks", "copied", "compressed"):
                 name, foreign = _name_of(pack), self.found.foreign
@@ -155,7 +158,7 @@ class Recorder:
     def _look_at(self, tensor: Tensor, save: Save) -> None:
         found = find_waste(tensor)
         if found is None:
-            self.found.not_looked += 1
+            self.found.not_looked += save.nbytes >= LEAST_BYTES
         elif found[1] < save.nbytes:
             save.waste = found
 
@@ -195,13 +198,6 @@ def _own(pack: Any) -> Any:
 
 def _module_of(pack: Any) -> str:
     return getattr(_own(pack), "__module__", None) or ""
-
-
-def _identity(tensor: Tensor) -> int:
-    try:
-        return int(tensor.untyped_storage()._cdata)
-    except (NotImplementedError, RuntimeError):
-        return 0
 
 
 def _nbytes_of(tensor: Tensor) -> int:

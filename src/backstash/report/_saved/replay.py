@@ -49,9 +49,9 @@ def peak_bytes(lives: Lives) -> int:
 
 
 def _can_move(stored: Stored) -> bool:
-    """Whether a stash would move it: made by forward, large enough, in place, of the CPU."""
+    """Whether a stash would move it: large enough, in place, of the CPU, and nothing that gets a gradient."""
     return (
-        stored.kind == "activation"
+        not stored.stays
         and stored.nbytes >= MIN_BYTES
         and stored.device.type == "cpu"
         and stored.holder is not None
@@ -70,7 +70,10 @@ def movable_peak_bytes(lives: Lives) -> int:
 
 
 def replay(lives: Lives, keep_bytes: int) -> Replay:
-    """Keep at most ``keep_bytes`` of what can move, the newest, as ``Stash(keep=...)`` does."""
+    """Keep at most ``keep_bytes`` of what can move, the newest, as ``Stash(keep=...)`` does.
+
+    An input moves too, and yet stays in memory: the program has it.
+    """
     kept: OrderedDict[Stored, None] = OrderedDict()
     in_place = others = moved = peak = 0
     for stored, begins in _changes(lives):
@@ -83,8 +86,11 @@ def replay(lives: Lives, keep_bytes: int) -> Replay:
                 oldest, _ = kept.popitem(last=False)
                 in_place -= oldest.nbytes
                 moved += oldest.nbytes
+                others += oldest.nbytes if oldest.kind == "input" else 0
         elif stored in kept:
             del kept[stored]
             in_place -= stored.nbytes
+        elif stored.kind == "input":
+            others -= stored.nbytes
         peak = max(peak, in_place + others)
     return Replay(moved, peak)

@@ -242,7 +242,7 @@ class SavedReport:
                 "selective checkpointing keeps outputs that no hook sees: they are not counted"
             )
         if found.not_looked:
-            notes.append(f"the values of {found.not_looked} large tensors could not be looked at")
+            notes.append(f"large tensors whose values could not be looked at: {found.not_looked}")
         if not found.has_calls:
             notes.append("a debugger or tracer is active: calls were not counted")
         return tuple(notes)

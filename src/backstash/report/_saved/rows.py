@@ -12,7 +12,7 @@ from .save import OWNED, Save
 __all__ = ["PART", "Row", "SavedTensorRow", "Waste", "add_up", "describe", "pattern", "wasted"]
 
 PART = "a small part holds a large storage: a copy would do"
-_LEAST_BYTES = 64 << 10
+_LEAST_BYTES = 64 << 10  # smaller storages are not worth a word
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from ..._nodes import RECOMPUTED, look, running_node
+from .pieces import identities, pieces
 
 __all__ = ["ADDED", "OWNED", "Found", "Packed", "Save", "Stored"]
 
@@ -24,7 +25,7 @@ OWNED = ("parameter", "buffer")
 class Stored:
     """One storage that saved tensors look into."""
 
-    __slots__ = ("device", "dropper", "holder", "index", "kind", "nbytes", "saved_bytes")
+    __slots__ = ("device", "dropper", "holder", "index", "kind", "nbytes", "saved_bytes", "stays")
 
     def __init__(self, index: int, nbytes: int, kind: str, device: torch.device) -> None:
         self.index = index  # in the order of first saves
@@ -32,6 +33,7 @@ class Stored:
         self.kind = kind
         self.device = device
         self.saved_bytes = 0  # of all tensors saved that look into it
+        self.stays = False  # a leaf that gets a gradient, or a view of one: no stash moves it
         self.holder: Save | None = None  # the first save that holds it
         self.dropper: Save | None = None  # the first that would compute it again
 
@@ -140,7 +142,7 @@ class Found:
 class Packed:
     """What autograd holds in place of a tensor while a report is made: what the pair around it packed."""
 
-    __slots__ = ("__weakref__", "lives", "save", "storage", "unpack", "value")
+    __slots__ = ("__weakref__", "lives", "save", "storages", "unpack", "value")
 
     def __init__(
         self,
@@ -153,7 +155,7 @@ class Packed:
         self.unpack = unpack
         self.save = save
         self.lives = lives
-        self.storage = 0  # the identity of the saved tensor's own, while it is held in place
+        self.storages: frozenset[int] = frozenset()  # the saved tensor's own, to be found again
         if save is not None:
             save.held = weakref.ref(self)
             if lives is not None:
@@ -195,12 +197,12 @@ class Packed:
         """Where the bytes are, as far as what the pair packed tells."""
         described, where = look(self.value)
         save = self.save
-        if save is None or not self.storage or where not in ("in place", "hooks"):
+        if save is None or not self.storages or where not in ("in place", "hooks"):
             return where
         tensors = [described] if isinstance(described, Tensor) else tensors_in(self.value)
         if not tensors:
             return where
-        return _place_of(tensors, self.storage, save)
+        return _place_of(tensors, self.storages, save)
 
 
 def tensors_in(packed: Any) -> list[Tensor]:
@@ -210,13 +212,10 @@ def tensors_in(packed: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(packed) if isinstance(leaf, Tensor)]
 
 
-def _place_of(tensors: list[Tensor], storage: int, save: Save) -> str:
-    try:
-        if any(each.untyped_storage()._cdata == storage for each in tensors):
-            return "in place"
-    except (NotImplementedError, RuntimeError):  # a layout or a subclass without one storage
-        return "hooks"
+def _place_of(tensors: list[Tensor], storages: frozenset[int], save: Save) -> str:
+    if any(storages & identities(each) for each in tensors):
+        return "in place"
     if save.device.type != "cpu" and all(each.device.type == "cpu" for each in tensors):
         return "host"
-    held = sum(each.nbytes for each in tensors)
+    held = sum(nbytes for each in tensors for _, nbytes in pieces(each))
     return "compressed" if held < save.nbytes else "copied"

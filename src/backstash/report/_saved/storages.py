@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from .pieces import pieces
 from .save import Stored
 
-__all__ = ["Storages", "existing_tensors", "pieces"]
+__all__ = ["Storages", "existing_tensors"]
 
 _RANK = {"input": 0, "buffer": 1, "parameter": 2}
 
@@ -54,6 +54,7 @@ class Storages:
                 one = Stored(
                     self.count, storage.nbytes(), self._kind(tensor, storage), tensor.device
                 )
+                one.stays = _gets_gradient(tensor)
                 self.count += 1
                 self._known[storage._cdata] = (_weak(storage), one)
             else:
@@ -68,13 +69,9 @@ class Storages:
         owned = self._owned.get(storage._cdata)
         if owned is not None and not owned[0].expired():
             return owned[1]
-        base = tensor._base
-        for each in (tensor, base) if base is not None else (tensor,):
-            if isinstance(each, nn.Parameter):
-                return "parameter"
-            if each.is_leaf and each.requires_grad:
-                return "input"
-        return "activation"
+        if isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter):
+            return "parameter"
+        return "input" if _gets_gradient(tensor) else "activation"
 
     def forget(self) -> None:
         """Know no storage as saved any more; what was found stays with the saves."""
@@ -86,37 +83,13 @@ class Storages:
         self._owned.clear()
 
 
+def _gets_gradient(tensor: Tensor) -> bool:
+    leaves = (each for each in (tensor, tensor._base) if each is not None and each.is_leaf)
+    return any(each.requires_grad for each in leaves)
+
+
 def _weak(storage: torch.UntypedStorage) -> Any:
     return StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-
-
-def pieces(tensor: Tensor) -> Iterator[tuple[torch.UntypedStorage, int]]:
-    """The storages that a tensor is made of, each with the bytes of the elements in it.
-
-    Several for sparse tensors and for subclasses that are made of others; none for what has no storage that
-    can be seen.
-    """
-    try:
-        if is_traceable_wrapper_subclass(tensor):
-            several: Any = tensor
-            inner = [getattr(several, name) for name in several.__tensor_flatten__()[0]]
-        elif tensor.layout is torch.sparse_coo:
-            inner = [tensor._indices(), tensor._values()]
-        elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-            inner = [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
-        elif tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
-            inner = [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
-        else:
-            storage = tensor.untyped_storage()
-            nbytes = (
-                storage.nbytes() if tensor.is_nested else tensor.numel() * tensor.element_size()
-            )
-            yield storage, nbytes
-            return
-    except (NotImplementedError, RuntimeError):
-        return
-    for each in inner:
-        yield from pieces(each)
 
 
 def existing_tensors() -> list[Tensor]:

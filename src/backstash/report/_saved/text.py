@@ -51,7 +51,7 @@ def headline(report: SavedReport) -> list[str]:
     peak, unique = report.peak_bytes, report.unique_bytes
     at_once = f", at most {size(peak)} at once" if peak < unique else ""
     first = f"{size(unique)} held for backward, each storage counted once, parameters not{at_once}"
-    second = f"{size(report.total_bytes)} saved in all, {count:,} tensors"
+    second = f"{size(report.total_bytes)} saved in all, {count:,} tensor{'' if count == 1 else 's'}"
     return [first, f"{second}: {', '.join(parts)}" if parts else second]
 
 

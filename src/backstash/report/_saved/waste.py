@@ -10,12 +10,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["MASK", "ZEROS", "find_waste"]
+__all__ = ["LEAST_BYTES", "MASK", "ZEROS", "find_waste"]
 
 MASK = "two values: one bit each would do"
 ZEROS = "zeros: a bitmap and the others would do"
 _FEW_ZEROS = 0.25  # below, a bitmap and the other values save too little
-_LEAST_BYTES = 64 << 10
+LEAST_BYTES = 64 << 10
+"""Smaller tensors are not looked at."""
 _SAMPLE = 2048
 _CHUNK = 1 << 20
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -30,7 +31,7 @@ def find_waste(tensor: Tensor) -> tuple[str, int] | None:
     if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.is_nested:
         return None
     nbytes = tensor.numel() * tensor.element_size()
-    if nbytes < _LEAST_BYTES:
+    if nbytes < LEAST_BYTES:
         return "", nbytes
     if tensor.dtype is torch.bool:
         return MASK, -(-tensor.numel() // 8)
