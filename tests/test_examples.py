@@ -86,6 +86,14 @@ def test_custom_function_has_true_derivatives() -> None:
     assert torch.autograd.gradgradcheck(function, sites)
 
 
+def test_draw_graph_reads_nothing_back(tmp_path: Path) -> None:
+    output = run(EXAMPLES / "draw_graph.py", "--tiny", "--out", tmp_path / "out", cwd=tmp_path)
+    assert "\n0 bytes were read back to draw it\n" in output
+    names = ["graph-gpt.dot", "graph-gpt.html", "graph-gpt.svg", "graph-product.svg"]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == names
+    assert "3 x Block  blocks.0 … blocks.2" in (tmp_path / "out/graph-gpt.svg").read_text("utf-8")
+
+
 def control_groups() -> list[Path]:
     """The examples' control groups that exist now."""
     return list(Path("/sys/fs/cgroup").rglob("backstash-example-*"))
