@@ -161,7 +161,7 @@ def _made(node: Any) -> int:
 def _op(node: Any, given: str, reader: Reader) -> Op:
     made = getattr(node, "_input_metadata", None)  # of the gradient that comes in: the output's own
     shape, dtype = None, ""
-    if made and not made[0].is_cpp_nested_tensor:
+    if made and not getattr(made[0], "is_cpp_nested_tensor", False):
         shape = tuple(str(size) for size in made[0].shape)
         dtype = str(made[0].dtype).removeprefix("torch.")
     path = split_path(module_of(node))

@@ -50,7 +50,7 @@ class Reader:
         raw = _raw(node, value.name, lists)
         packed = _quietly(raw, "data")
         shape, dtype, nbytes = value.shape, value.dtype, value.nbytes
-        if isinstance(getattr(packed, "parts", None), dict):
+        if isinstance(getattr(packed, "parts", None), dict) and hasattr(packed, "kind"):
             return _in_parts(value.name, packed)
         if value.where == RECOMPUTED:
             known = self._metadata(raw, packed)
@@ -120,7 +120,7 @@ def _in_parts(name: str, packed: Any) -> Held:
     known = sum(each for each in nbytes if each is not None) if None not in nbytes else None
     where = " and ".join(dict.fromkeys(where for _, where in looks)) or "hooks"
     dtype = getattr(packed.kind, "__name__", "")
-    return Held(name, _strings(packed.shape), dtype, known, where, None)
+    return Held(name, sizes_of(packed), dtype, known, where, None)
 
 
 def _storage_below(packed: Any) -> tuple[object, int] | None:
@@ -154,7 +154,7 @@ def sizes_of(tensor: Any) -> tuple[str, ...] | None:
     """A tensor's sizes as text; some are symbols (``"j1"``), and some tensors have none to tell."""
     try:
         return _strings(tensor.shape)
-    except RuntimeError:
+    except (AttributeError, RuntimeError):
         return None
 
 
