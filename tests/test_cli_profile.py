@@ -1,0 +1,160 @@
+"""`backstash profile`: a script's steps, what they saved, and what each budget would cost."""
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from backstash.cli import main
+
+TRAIN = """
+import sys
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+model = nn.Sequential(*(nn.Sequential(nn.Linear(128, 128), nn.Tanh()) for _ in range(4)))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+other = torch.optim.SGD(model.parameters(), lr=0.1)
+try:
+    for step in range(int(sys.argv[1])):
+        for _ in range(2):
+            model(torch.randn(256 * (1 + step % 2), 128)).square().mean().backward()
+        optimizer.step()
+        other.step()
+        optimizer.zero_grad()
+        print("step", step)
+    print("end of the script")
+finally:
+    print("cleaned up")
+"""
+
+
+def profile(
+    directory: Path, source: str, *arguments: str, options: tuple[str, ...] = ()
+) -> subprocess.CompletedProcess[str]:
+    """The script under ``backstash profile``, with the directory's disk."""
+    (directory / "script.py").write_text(textwrap.dedent(source))
+    words = ["-m", "backstash", "profile", "--disk", str(directory), *options]
+    return subprocess.run(
+        [sys.executable, *words, "script.py", *arguments],
+        cwd=directory,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+
+
+def test_steps_are_counted_and_the_script_is_ended(tmp_path: Path) -> None:
+    files = ("--json", "out.json", "--html", "out.html")
+    done = profile(tmp_path, TRAIN, "9", options=("--steps", "3", *files))
+    assert (done.returncode, done.stderr) == (0, "")
+    head, _, shown = done.stdout.partition("\nbackstash profile: ")
+    assert head == "step 0\nstep 1\ncleaned up\n"
+    first = shown.splitlines()[0]
+    assert first.startswith("step 2 of 3, which held most, ")
+    assert first.endswith(" s with recording; nothing was moved")
+    found = json.loads((tmp_path / "out.json").read_text())
+    # A step runs forward and backward twice: half of what it saves is held at once.
+    small, large = (rows * 128 * 4 * (4 + 1) for rows in (256, 512))
+    figures = [(step["unique_bytes"], step["peak_bytes"]) for step in found["steps"]]
+    assert figures == [(2 * small, small), (2 * large, large), (2 * small, small)]
+    rows = {row["name"]: (row["calls"], row["saves"]) for row in found["report"]["rows"]}
+    assert rows["0.0"] == (2, 2) and rows["0.1"] == (2, 2) and rows["1.0"] == (2, 4)
+    ops = {row["name"] for row in found["report"]["by_op"]}
+    assert ops == {"AddmmBackward0", "TanhBackward0", "PowBackward0"}
+    assert found["outcome"] == "enough steps" and found["directory"] == str(tmp_path)
+    costs = {cost["name"]: cost for cost in found["costs"]}
+    assert costs["nothing"]["moved_bytes"] == 2 * large and costs["everything"]["moved_bytes"] == 0
+    for cost in costs.values():
+        expected = cost["moved_bytes"] / found["disk"]["write_bytes_per_second"]
+        assert cost["write_seconds"] == pytest.approx(expected)
+    assert f'Stash(disk="{tmp_path}")' in shown and "half (" in shown
+    page = (tmp_path / "out.html").read_text()
+    assert "backstash profile --disk" in page and '"0.1"' in page
+
+
+def test_a_script_that_ends_first_keeps_its_status(tmp_path: Path) -> None:
+    done = profile(tmp_path, TRAIN + "\nsys.exit(3)", "2", options=("--steps", "5"))
+    assert done.returncode == 3
+    assert "end of the script\ncleaned up\n" in done.stdout
+    assert "step 2 of 2, which held most" in done.stdout
+    assert "; the script ended first: exit 3; nothing was moved" in done.stdout
+
+
+def test_without_an_optimizer_all_is_one_report(tmp_path: Path) -> None:
+    source = """
+        import torch
+        x = torch.randn(300, 300, requires_grad=True)
+        for _ in range(3):
+            x.exp().sum().backward()
+        raise ValueError("no")
+        """
+    done = profile(tmp_path, source)
+    assert done.returncode == 1 and done.stderr.endswith("ValueError: no\n")
+    assert done.stderr.count("File ") == 1  # the script's own frame
+    assert "backstash profile: the whole script (ValueError); nothing was moved" in done.stdout
+    assert "note: no optimizer has stepped" in done.stdout
+    assert "1.03 MiB held for backward" in done.stdout and "at most 352 KiB at once" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        (
+            "import torch\nprint('ran')",
+            "nothing was saved for backward in the main thread (finished)",
+        ),
+        ("print('ran')", "the script did not import torch"),
+    ],
+)
+def test_a_script_without_training_is_told_so(tmp_path: Path, source: str, said: str) -> None:
+    done = profile(tmp_path, source)
+    assert (done.returncode, done.stdout) == (0, "ran\n")
+    assert said in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_a_script_with_hooks_of_its_own_is_profiled_too(tmp_path: Path) -> None:
+    source = TRAIN.replace(
+        "try:",
+        "import contextlib\nstack = contextlib.ExitStack()\n"
+        "stack.enter_context(torch.autograd.graph.save_on_cpu())\ntry:",
+    )
+    done = profile(tmp_path, source, "9", options=("--steps", "1"))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "step 1 of 1, " in done.stdout and "640 KiB" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "no script given"),
+        (["--steps", "0", "x.py"], "'0' is no number of steps; allowed: 1, 2, 3, ..."),
+        (["--steps", "two", "x.py"], "'two' is no number of steps"),
+        (["no-such-script.py"], "no script 'no-such-script.py'; allowed: a Python file"),
+        (["--keep", "1", "x.py"], "unknown argument '--keep'; options: --help, --steps"),
+        (["--disk", "/no/such/place", "x.py"], "is not a directory"),
+        (["--json", "/no/such/place/x", "x.py"], "cannot be written"),
+    ],
+)
+def test_mistakes_are_one_line(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["profile", *arguments]) == 2
+    shown = capsys.readouterr()
+    assert said in shown.err and shown.err.startswith("backstash profile: ")
+    assert shown.err.count("\n") == 1 and shown.out == ""
+
+
+def test_help_tells_a_newcomer_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["profile", "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert "backstash profile train.py" in shown and "Nothing is moved." in shown
+    main(["--help"])
+    assert "  profile " in capsys.readouterr().out
