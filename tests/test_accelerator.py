@@ -202,6 +202,35 @@ def test_a_change_between_landing_and_the_copy_s_end_is_told():
     stash.close()
 
 
+def test_bytes_still_on_their_way_down_come_back_after_they_have_arrived():
+    device = LatePromise()
+    stash = stash_on(device, host="64MiB", inflight=0, prefetch=0)
+    x = leaf()
+    with stash:
+        loss = chain(x)
+    assert len(device.downs) == 8, "let go, and not yet copied"
+    assert torch.equal(gradient(loss, x), expected())
+    del loss
+    stash.close()
+
+
+def test_every_view_of_a_block_is_ordered_after_its_copy():
+    """Two views may be used on two streams: each has to wait."""
+    device = TwinDevice()
+    stash = stash_on(device, host="64MiB", inflight=0)
+    x = leaf()
+    with stash:
+        h = x * 2
+        one, other = h.sin(), h.t().cos()
+    first = one.grad_fn._saved_self
+    device.orders = 0
+    second = other.grad_fn._saved_self
+    assert device.orders == 1
+    assert first.untyped_storage()._cdata == second.untyped_storage()._cdata
+    del one, other, first, second
+    stash.close()
+
+
 # Rooms.
 
 

@@ -173,13 +173,11 @@ class HostReading:
         return self._read.done() and self._read.exception() is None
 
     def exception(self) -> BaseException | None:
-        """Wait for the disk, let the current stream wait for the copy; the error, if there was one."""
+        """Wait for the disk and begin the copy; the error, if there was one. The host waits for no copy."""
         error = self._read.exception()
         if error is None:
             with self.host.lock:
                 self.send()
-                assert self.arrival is not None
-                self.arrival.order()
         return error
 
 

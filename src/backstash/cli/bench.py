@@ -12,7 +12,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ._arguments import Parser, directory, words
+from ._bench._device import device_benchmark
 from ._bench._gradients import gradients
 from ._bench._limit import limit
 from ._bench._small import alive, overhead
@@ -66,6 +69,7 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.read(arguments)
     if options.table is not None:
         return _print(_read(parser, options.table))
+    _check_device(parser, options)
     for what in options.what:
         if what not in _KINDS:
             parser.error(f"unknown benchmark {what!r}; allowed: {', '.join(_KINDS)}")
@@ -93,6 +97,11 @@ def _parser() -> Parser:
     add("--repeats", metavar="N", type=_count, default=3, help="processes of each variant (3)")
     add("--steps", metavar="N", type=_count, default=3, help="steps timed in each process (3)")
     add(
+        "--device",
+        metavar="DEVICE",
+        help="measure an accelerator (cuda) instead, all of it in about ten minutes",
+    )
+    add(
         "--only",
         metavar="KEY,...",
         type=words(tuple(VARIANTS)),
@@ -105,6 +114,19 @@ def _parser() -> Parser:
         "--table", metavar="FILE", type=Path, help="print the table of such a FILE, measure nothing"
     )
     return parser
+
+
+def _check_device(parser: Parser, options: argparse.Namespace) -> None:
+    if options.device is None:
+        return
+    if options.what:
+        parser.error(f"--device measures a set of its own; leave out {options.what[0]!r}")
+    accelerator = torch.accelerator.current_accelerator()
+    there = accelerator.type if accelerator is not None and torch.accelerator.is_available() else ""
+    if options.device.partition(":")[0] != there and not (options.device == "cpu" and options.tiny):
+        parser.error(
+            f"--device {options.device}: PyTorch finds {there or 'no accelerator'} on this machine"
+        )
 
 
 def _count(text: str) -> int:
@@ -126,7 +148,19 @@ def _measure(
 ) -> dict[str, Any]:
     date = time.strftime("%Y-%m-%d")
     with tempfile.TemporaryDirectory(prefix="backstash-bench-", dir=options.disk) as where:
-        sections = [_section(what, options, where, say) for what in options.what or _KINDS]
+        if options.device is not None:
+            sections = [
+                device_benchmark(
+                    options.device,
+                    repeats=options.repeats,
+                    steps=options.steps,
+                    directory=where,
+                    tiny=options.tiny,
+                    say=say,
+                )
+            ]
+        else:
+            sections = [_section(what, options, where, say) for what in options.what or _KINDS]
         kind, disk = file_system(where), measure(where, _DISK_BYTES, say)
     return {
         "command": _command(arguments),

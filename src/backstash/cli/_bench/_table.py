@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ...units import format_bytes
+from ._device_table import device_table
+from ._markdown import markdown
 from ._step_table import step_rows
 
 __all__ = ["table"]
@@ -31,6 +32,7 @@ def table(results: dict[str, Any]) -> str:
         "alive": _alive,
         "limit": _limit,
         "gradients": _gradients,
+        "device": device_table,
     }
     parts = [draw[section["kind"]](section) for section in results["sections"]]
     machine, disk = results["machine"], results["disk"]
@@ -42,11 +44,6 @@ def table(results: dict[str, Any]) -> str:
         f"torch {results['versions']['torch']}; {results['date']}; `{results['command']}`"
     )
     return "\n\n".join([*parts, about])
-
-
-def _markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    rule = ["---", *("---:" for _ in head[1:])]
-    return "\n".join("| " + " | ".join(row) + " |" for row in (head, rule, *rows))
 
 
 def _step(section: dict[str, Any]) -> str:
@@ -69,7 +66,7 @@ def _step(section: dict[str, Any]) -> str:
     ]
     skipped = [f"`{key}` skipped: {why}" for key, why in section["skipped"].items()]
     title = f"{section['description']}; {times}:"
-    return "\n\n".join([title, _markdown(_STEP_HEAD, rows), *failed, *skipped])
+    return "\n\n".join([title, markdown(_STEP_HEAD, rows), *failed, *skipped])
 
 
 def _overhead(section: dict[str, Any]) -> str:
@@ -96,7 +93,7 @@ def _overhead(section: dict[str, Any]) -> str:
     ]
     head = ("hooks", "per operation", "more than none", "of empty hooks', gross", "net")
     count = good[0]["operations"]
-    return f"A chain of {count} small operations, forward and backward:\n\n{_markdown(head, rows)}"
+    return f"A chain of {count} small operations, forward and backward:\n\n{markdown(head, rows)}"
 
 
 def _alive(section: dict[str, Any]) -> str:
@@ -109,7 +106,7 @@ def _alive(section: dict[str, Any]) -> str:
         for run in section["runs"]
     ]
     head = ("saved tensors alive", "a pack", "an unpack")
-    return f"With many saved tensors alive:\n\n{_markdown(head, rows)}"
+    return f"With many saved tensors alive:\n\n{markdown(head, rows)}"
 
 
 def _limit(section: dict[str, Any]) -> str:
@@ -129,7 +126,7 @@ def _limit(section: dict[str, Any]) -> str:
         f"{first['description']}: a step saves {format_bytes(section['saved_bytes'])}; the control "
         f"group's limit is {format_bytes(section['limit_bytes'])}:"
     )
-    return f"{title}\n\n{_markdown(('run', 'end', 'resident peak', 'losses'), rows)}"
+    return f"{title}\n\n{markdown(('run', 'end', 'resident peak', 'losses'), rows)}"
 
 
 def _gradients(section: dict[str, Any]) -> str:
@@ -151,7 +148,7 @@ def _gradients(section: dict[str, Any]) -> str:
     size = format_bytes(section["gradient_bytes"])
     title = f"{section['description']}; its gradients are {size}:"
     head = ("optimizer", "peak over start", "step", "weights after")
-    return f"{title}\n\n{_markdown(head, rows)}"
+    return f"{title}\n\n{markdown(head, rows)}"
 
 
 def _ended(status: int) -> str:
