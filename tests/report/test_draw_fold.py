@@ -160,6 +160,27 @@ def test_modules_that_are_called_twice_make_no_circle() -> None:
     assert is_whole(drawing)
 
 
+def test_operations_are_in_the_order_in_which_forward_ran() -> None:
+    x = torch.rand(4, requires_grad=True)
+    a, b = x.sin(), x.cos()
+    c, d = a.exp(), b.tanh()
+    drawing = draw([d * c + a.sqrt() + b.sigmoid()])
+    labels = [node.label for node in drawing.nodes if node.kind == "operation"]
+    assert labels == ["Sin", "Cos", "Exp", "Tanh", "Mul", "Sqrt", "Add", "Sigmoid", "Add"]
+
+
+def test_nodes_of_one_module_in_a_row_are_one_frame() -> None:
+    model = Gpt(2)
+    drawing = draw(labelled(model), model, depth=9, collapse_repeated=False)
+    titles = [group.title for group in drawing.groups]
+    assert titles == [
+        "blocks  ModuleList", "0  Block", "up  Linear", "down  Linear",
+        "1  Block", "up  Linear", "down  Linear", "head  Linear",
+    ]  # fmt: skip
+    parents = [group.parent for group in drawing.groups]
+    assert parents == [None, 0, 1, 1, 0, 4, 4, None]
+
+
 def test_depth_opens_modules() -> None:
     model = Gpt(3)
     loss = labelled(model)

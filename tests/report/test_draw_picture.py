@@ -201,6 +201,9 @@ def test_dot_has_one_statement_for_each_thing() -> None:
             if after == "[" and before != "->" and re.fullmatch(r"n\d+|s\d+_\d+", name)
         }
         assert len(declared) == len(drawing.nodes) + rows
+        for token in tokens:  # escapes and character references are read within quotes too
+            inside = token[1:-1] if token.startswith('"') else ""
+            assert re.fullmatch(r"(?:[^\\&]|\\[\\\"nl]|&amp;)*", inside), token
         assert "evil" not in tokens and "script" not in tokens
 
 
