@@ -131,9 +131,11 @@ class Chart {
     this.svg.setAttribute("width", this.width);
     this.svg.setAttribute("viewBox", `0 0 ${this.width} ${HEIGHT}`);
     this.svg.replaceChildren();
+    this.named = [];
     this.drawSpans();
     this.drawGrid();
     this.drawTiers(Math.max(0, first - 1), last);
+    this.svg.append(...this.named);
     this.cursor = drawn("g", { class: "cursor" });
     this.svg.append(this.cursor);
     this.move(this.at);
@@ -146,9 +148,7 @@ class Chart {
       const [begin, end] = [clip(phase.begin), clip(phase.end)];
       if (phase.label !== "backward" || end - begin < 0.5) continue;
       this.svg.append(drawn("rect", { class: "backward", x: begin, y: TOP, width: end - begin, height: bottom - TOP }));
-      if (end - begin > 70) {
-        this.svg.append(drawn("text", { x: end - 6, y: TOP + 14, "text-anchor": "end" }, "backward"));
-      }
+      if (end - begin > 70) this.named.push(drawn("text", { class: "over-shade", x: end - 6, y: TOP + 14, "text-anchor": "end" }, "backward"));
     }
     for (const mark of this.curve.marks || []) {
       const [begin, end] = [clip(mark.begin), clip(mark.end)];
