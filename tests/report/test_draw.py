@@ -53,6 +53,12 @@ def test_the_tutorials_product() -> None:
     assert (drawing.saved, drawing.saved_bytes) == (2, 40)
     assert (drawing.unique_bytes, drawing.leaf_bytes) == (0, 40)
     assert drawing.notes == ()
+    assert repr(drawing) == "<Drawing of 3 nodes as 4 boxes; save() shows it>"
+    assert str(drawing).splitlines() == [
+        "Autograd graph: 3 nodes, 2 saved tensors, drawn as 4 boxes",
+        "Saved: 40 B in place",
+        "Held by the graph alone, shared memory counted once: 0 B (40 B more are leaves' own)",
+    ]
 
 
 def test_the_tutorials_powers_share_what_they_save() -> None:

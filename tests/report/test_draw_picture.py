@@ -282,7 +282,12 @@ def test_a_browser_shows_it_as_measured(chromium: Any, tmp_path: Path) -> None:
                 || at.bottom > rect.bottom + 1
         }).map(text => text.textContent)
     })"""
-    for number, drawing in enumerate([*drawings()[:3], hostile_drawing()]):
+    wide = {
+        name: torch.ones(2, requires_grad=True)
+        for name in ("张量张量张量", "тензор", "🙂" * 9, "W" * 30)
+    }
+    drawn = [*drawings()[:3], hostile_drawing(), draw(sum(wide.values()), wide)]
+    for number, drawing in enumerate(drawn):
         path = drawing.save(tmp_path / f"{number}.html")
         chromium.open(path, dark=bool(number % 2))
         assert chromium.run(code) == []

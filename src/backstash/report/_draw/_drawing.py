@@ -11,11 +11,12 @@ from ._dot import to_dot
 from ._page import to_page
 from ._records import DrawnEdge, DrawnGroup, DrawnNode, Place
 from ._svg import to_svg
+from ._words import headline
 
 __all__ = ["Drawing"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Drawing:
     """A graph as it is drawn. It holds no tensor and no node, so it keeps no memory of the graph alive.
 
@@ -80,6 +81,12 @@ class Drawing:
     def _repr_html_(self) -> str:
         return f'<div style="overflow:auto;max-height:80vh">{self.to_svg()}</div>'
 
+    def __repr__(self) -> str:
+        return (
+            f"<Drawing of {self.graph_nodes:,} nodes as {len(self.nodes):,} boxes; save() shows it>"
+        )
+
     def __str__(self) -> str:
-        parts = [f"{self.graph_nodes:,} nodes drawn as {len(self.nodes):,} boxes", *self.notes]
-        return "\n".join(parts)
+        drawn = f"drawn as {len(self.nodes):,} box{'es' if len(self.nodes) != 1 else ''}"
+        first, *rest = headline(self)
+        return "\n".join([f"{first}, {drawn}", *rest, *self.notes])

@@ -53,6 +53,8 @@ def _width(character: str) -> int:
     if unicodedata.combining(character):
         return 0
     # What a monospaced font lacks comes from another one, which may be wide.
+    if character >= "\U0001f000":
+        return 3
     return 1 if ord(character) < 0x250 or character == "…" else 2
 
 
