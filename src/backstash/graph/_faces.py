@@ -8,28 +8,29 @@ import tempfile
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.autograd.graph import save_on_cpu as stock_save_on_cpu
 
 from ..policy import Action, Policy, SavedTensor
 from ..stash import Stash
 from ..stores import Disk
 from ._hooks import saved_tensors_hooks
 
-__all__ = ["InPlace", "save_on_cpu", "save_on_disk"]
+__all__ = ["save_on_cpu", "save_on_disk"]
 
 
 class save_on_cpu(saved_tensors_hooks):
     """Within it, saved tensors are kept in host memory and come back when backward needs them.
 
-    As ``torch.autograd.graph.save_on_cpu``, with a check: a CPU tensor is there already and is left in
-    place by a stash, so that a change in place before backward is an error, not a wrong gradient. An
-    accelerator's tensors are copied by torch's own hooks.
+    As ``torch.autograd.graph.save_on_cpu``, and a thin face of :class:`~backstash.Stash`: each storage is
+    copied once however many views of it are saved, the copies run beside compute, and a change in place
+    before backward is an error, not a wrong gradient. A CPU tensor is in host memory already and stays in
+    place.
 
     Args:
-        pin_memory: copy an accelerator's tensors to pinned memory, without waiting. Default ``False``.
-        device_type: the accelerator whose pinned memory is used. Default ``"cuda"``.
-        parameters: ``False`` leaves parameters, and views of them, where they are. Default ``True``.
+        pin_memory: as in torch's. An accelerator's tensors go to pinned memory either way, where the
+            system grants it.
+        device_type: as in torch's; which accelerator there is, is found by itself.
+        parameters: ``False`` leaves views of parameters where they are. Default ``True``. Parameters
+            themselves always stay: the model holds them, so a copy would free nothing.
 
     Raises:
         InplaceError: from backward, when a tensor that stayed in place was changed in place.
@@ -48,38 +49,18 @@ class save_on_cpu(saved_tensors_hooks):
     def __init__(
         self, pin_memory: bool = False, device_type: str = "cuda", *, parameters: bool = True
     ) -> None:
-        self._in_place = Stash(min_bytes=0)
-        self._copied = stock_save_on_cpu(pin_memory, device_type)
-        self._parameters = parameters
-        super().__init__(self._pack, self._unpack)
-
-    def _pack(self, tensor: Tensor) -> Any:
-        if tensor.is_cpu or (not self._parameters and _is_parameter(tensor)):
-            return InPlace(self._in_place.pack(tensor))
-        return self._copied.pack_hook(tensor)
-
-    def _unpack(self, packed: Any) -> Tensor:
-        if isinstance(packed, InPlace):
-            return self._in_place.unpack(packed.value)
-        return self._copied.unpack_hook(packed)
+        self._stash = Stash(host=None, min_bytes=0, policy=_to_host(parameters))
+        super().__init__(self._stash.pack, self._stash.unpack)
 
 
-class InPlace:
-    """What the stash packed, told apart from what torch's own hooks packed."""
+def _to_host(parameters: bool) -> Policy | None:
+    if not torch.accelerator.is_available():
+        return None  # CPU tensors stay in place whatever is asked
 
-    __slots__ = ("value",)
+    def choose(saved: SavedTensor) -> Action | None:
+        return Action("host" if parameters or not saved.is_parameter else "keep")
 
-    def __init__(self, value: object) -> None:
-        self.value = value
-
-    @property
-    def packed_inside(self) -> object:
-        """What the stash packed, for whoever looks without unpacking."""
-        return self.value
-
-
-def _is_parameter(tensor: Tensor) -> bool:
-    return any(isinstance(each, torch.nn.Parameter) for each in (tensor, tensor._base))
+    return choose
 
 
 def save_on_disk(
