@@ -52,8 +52,9 @@ class Action:
     """
 
     tier: Literal["keep", "host", "disk"]
-    """``"keep"``: leave it where it is, outside the budgets. ``"disk"``: move it down at once. ``"host"``:
-    for a CPU tensor the same as ``"keep"``, since it is there already."""
+    """``"keep"``: leave it where it is, outside the budgets. ``"host"``: an
+    accelerator's tensor moves to host memory at once; for a CPU tensor the same as ``"keep"``, since it is
+    there already. ``"disk"``: move it down at once, all the way."""
 
     def __post_init__(self) -> None:
         if self.tier not in _TIERS:

@@ -51,8 +51,11 @@ class Stash:
     entered again, nested, and used from any thread; backward may run anywhere, also outside.
 
     Args:
-        keep: bytes that may stay in place; the oldest saved beyond it move down. ``None``: no limit.
-        host: bytes of pinned host memory for an accelerator's tensors. CPU tensors do not use it.
+        keep: bytes that may stay in place, on each device; the oldest saved beyond it move down. ``None``:
+            no limit. ``"auto"``: half of what is free when a step begins, what is kept already included.
+        host: bytes of pinned host memory for each accelerator's tensors, what the pool holds idle
+            included. ``"auto"``: half of what the machine or its control group can spare when the first
+            such tensor comes. CPU tensors do not use it.
         disk: ``None``, a directory, or a :class:`Disk`. Without one, CPU tensors stay in place.
         policy: ``callable(SavedTensor) -> Action | None``; ``None`` from it means the default.
         codec: ``None``: bytes move as they are.
