@@ -223,6 +223,19 @@ def test_a_weight_that_is_used_elsewhere_is_a_box_of_its_own() -> None:
     assert len(users) == 2
 
 
+def test_leaves_of_a_module_that_is_called_again_stay_apart() -> None:
+    model = nn.ModuleDict({"cell": nn.Linear(3, 3), "out": nn.Linear(3, 1)})
+    with label_modules(model):
+        h, found = torch.zeros(2, 3), []
+        for _ in range(20):
+            h = model["cell"](h).tanh()
+            found.append(model["out"](h))
+    drawing = draw(torch.stack(found).sum(), model)
+    leaves = {node.label: node.repeats for node in drawing.nodes if node.kind == "parameter"}
+    assert leaves == {"cell.weight": 1, "cell.bias": 1, "out.weight": 1, "out.bias": 1}
+    assert is_whole(drawing)
+
+
 @pytest.mark.timeout(110)
 def test_a_hundred_thousand_nodes_in_a_row() -> None:
     y = chain(100_000)

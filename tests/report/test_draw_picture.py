@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import itertools
-import math
 import re
 import shutil
 import subprocess
@@ -20,7 +19,7 @@ from backstash.graph import label_modules
 from backstash.report import Drawing, draw
 from backstash.report._draw import _style
 from backstash.report._draw._boxes import BoxText, text_width
-from backstash.report._draw._layout import Layout, Rectangle
+from backstash.report._draw._layout import Rectangle
 from backstash.report._draw._svg import placed
 from backstash.units import format_bytes
 
@@ -306,7 +305,6 @@ def test_edge_labels_do_not_meet() -> None:
     boxes = []
     for label in labels:
         width = text_width(label.text or "", 9.5)
-        boxes.append(Rectangle(float(label.get("x", 0)), float(label.get("y", 0)) - 8, width, 9))
+        left = float(label.get("x", 0)) - (width if label.get("text-anchor") == "end" else 0)
+        boxes.append(Rectangle(left, float(label.get("y", 0)) - 8, width, 9))
     assert not any(overlap(one, other) for one, other in itertools.combinations(boxes, 2))
-    assert math.isfinite(sum(box.x for box in boxes))
-    assert isinstance(placed(drawing)[1], Layout)

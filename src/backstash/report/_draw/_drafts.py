@@ -38,6 +38,8 @@ class Drafts:
     groups: list[DrawnGroup] = field(default_factory=list)
     box_of: list[int] = field(default_factory=list)
     """For each node of the graph, its box."""
+    start_of: list[int] = field(default_factory=list)
+    """For each node of the graph, the first node of the run that it is in."""
     copies_of: list[tuple[int, ...]] = field(default_factory=list)
     """For each node, which time it is of each repeat that it is in, the outermost first."""
     repeats_of: list[tuple[int, ...]] = field(default_factory=list)
@@ -57,7 +59,7 @@ class _Visit:
 
 def draft(root: Item, classes: dict[str, str]) -> Drafts:
     """Boxes and frames for ``root``; ``classes`` are of modules, by path."""
-    found = Drafts(box_of=[0] * root.end, copies_of=[()] * root.end)
+    found = Drafts([], [], [0] * root.end, [0] * root.end, [()] * root.end)
     repeats = 0
     ahead = [_Visit(root, None, (), [0], [()])] if root.end else []
     while ahead:
@@ -96,6 +98,7 @@ def _add_box(found: Drafts, visit: _Visit) -> None:
     for offset, copies in zip(visit.offsets, visit.copies, strict=True):
         for index in range(visit.item.first + offset, visit.item.end + offset):
             found.box_of[index] = box
+            found.start_of[index] = visit.item.first + offset
             found.copies_of[index] = copies
 
 

@@ -30,23 +30,21 @@ def place_leaves(facts: Facts, drafts: Drafts) -> tuple[list[LeafBox], dict[int,
     """Boxes for leaves; and for each folded box, the leaves that nothing else uses."""
     roots = {root.leaf for root in facts.roots if root.leaf is not None}
     uses: list[dict[int, int]] = [{} for _ in facts.leaves]
-    slots: list[list[object]] = [[] for _ in facts.leaves]
+    slots: list[list[object]] = [[("leaf", leaf)] for leaf in range(len(facts.leaves))]
     for index, op in enumerate(facts.ops):
         box = drafts.box_of[index]
-        folded = drafts.boxes[box].item.kind == "fold"
         for slot, leaf in enumerate(op.leaves):
             uses[leaf][box] = uses[leaf].get(box, 0) + 1
-            if not folded:
-                slots[leaf].append((box, slot))
+            # The same for each time of a repeated run: what is used there is one box.
+            slots[leaf].append((box, index - drafts.start_of[index], slot))
     inside: dict[int, list[int]] = {}
     classes = _Classes()
     for leaf, used in enumerate(uses):
-        if not slots[leaf] and leaf not in roots:
-            if len(used) == 1:
-                inside.setdefault(next(iter(used)), []).append(leaf)
-                continue
-            slots[leaf] = [("shared", *sorted(used))]
-        classes.add(leaf, slots[leaf] or [("leaf", leaf)])
+        only = next(iter(used)) if len(used) == 1 and leaf not in roots else None
+        if only is not None and drafts.boxes[only].item.kind == "fold":
+            inside.setdefault(only, []).append(leaf)
+        else:
+            classes.add(leaf, slots[leaf])
     return _merged([_box(leaves, uses) for leaves in classes.groups()]), inside
 
 

@@ -164,14 +164,18 @@ def _wire_lines(wire: Wire) -> Iterator[str]:
 
 
 def _label_lines(layout: Layout) -> Iterator[str]:
-    """Labels at the ends of edges, each second one a line higher so that neighbours do not touch."""
-    ends: dict[float, int] = {}
+    """Labels at the ends of edges, to the outer side, each further one of a side on a line above."""
+    used: dict[tuple[float, float, bool], int] = {}
     for wire in sorted(layout.wires, key=lambda each: each.points[-1]):
-        if wire.label:
-            x, y = wire.points[-1]
-            number = ends[y] = ends.get(y, -1) + 1
-            at = f'x="{_n(x + 4)}" y="{_n(y - 6 - 10 * (number % 2))}"'
-            yield f'<text class="on-wire" {at}>{xml(wire.label)}</text>'
+        if not wire.label:
+            continue
+        x, y = wire.points[-1]
+        box = next(box for box in layout.boxes if box.y == y and box.x <= x <= box.x + box.width)
+        left = x < box.x + box.width / 2 - 1
+        line = used[box.x, y, left] = used.get((box.x, y, left), -1) + 1
+        at = f'x="{_n(x - 5 if left else x + 5)}" y="{_n(y - 4 - 10 * (line % 3))}"'
+        anchor = ' text-anchor="end"' if left else ""
+        yield f'<text class="on-wire" {at}{anchor}>{xml(wire.label)}</text>'
 
 
 def _box_lines(
