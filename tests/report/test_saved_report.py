@@ -372,6 +372,50 @@ def test_misuse_is_told() -> None:
     inner.__exit__()
 
 
+def test_it_is_left_on_the_thread_that_entered_it() -> None:
+    x = torch.ones(3, requires_grad=True)
+    caught = []
+
+    def leave() -> None:
+        try:
+            saved.__exit__(None, None, None)
+        except UsageError as error:
+            caught.append(str(error))
+
+    with saved_report() as saved:
+        thread = threading.Thread(target=leave)
+        thread.start()
+        thread.join()
+        y = x.exp()
+    assert caught == ["a saved report is left on the thread that entered it"]
+    assert saved.unique_bytes == 12 and y.requires_grad
+
+
+def test_a_stash_inside_a_checkpoint_counts_once(disk_dir: Path) -> None:
+    x = torch.randn(300, 300, requires_grad=True)
+    stash = Stash(disk=disk_dir)
+    inside = stash(lambda x: x.exp().sin())
+    with saved_report() as saved:
+        checkpointing.checkpoint(inside, x, use_reentrant=False).sum().backward()
+    ops = sorted(tensor.op for tensor in saved.tensors)
+    assert ops == ["ExpBackward0", "SinBackward0", "checkpoint"]
+
+
+def test_modes_of_the_program_do_not_see_the_questions() -> None:
+    asked = []
+
+    class Watch(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            asked.append(getattr(func, "__name__", str(func)))
+            return func(*args, **(kwargs or {}))
+
+    x = torch.randn(300, 300, requires_grad=True)
+    with saved_report(), Watch():
+        y = x.relu()
+    assert "untyped_storage" not in asked and "count_nonzero" not in asked and "relu" in asked
+    assert y.requires_grad
+
+
 def test_a_deep_graph_is_no_trouble() -> None:
     x = torch.ones(1, requires_grad=True)
     with saved_report(look=False) as saved:

@@ -24,6 +24,8 @@ __all__ = ["Calls", "is_recomputing"]
 
 _CALL_CODE = nn.Module._call_impl.__code__
 _CHECKPOINT = torch.utils.checkpoint.__name__
+_AGAIN = ("backward", "unpack_hook")  # of the reentrant kind, and of the other
+_BETWEEN = ("backstash.", "torch.autograd.function")
 _serials = itertools.count()
 
 
@@ -73,7 +75,7 @@ class Calls:
         """(the path of the innermost module that runs; the kind of checkpoint that itself saves, or "")."""
         new: list[FrameType] = []
         found: tuple[str, nn.Module] | None = None
-        boundary = ""
+        boundary = _checkpoint_that_saves(frame)
         while frame is not None:
             if frame.f_code is _CALL_CODE:
                 mark: Any = frame.f_trace
@@ -81,8 +83,6 @@ class Calls:
                     found = mark.prefixes[self._serial]
                     break
                 new.append(frame)
-            elif not new and frame.f_globals.get("__name__") == _CHECKPOINT:
-                boundary = _kind_of_checkpoint(frame, boundary)
             frame = frame.f_back
         for each in reversed(new):
             found = self._begin(each, found)
@@ -144,16 +144,26 @@ class Calls:
         self._model = None
 
 
-def _kind_of_checkpoint(frame: FrameType, known: str) -> str:
-    if frame.f_code.co_name == "_checkpoint_without_reentrant_generator":
-        return "checkpoint"
-    return known or "reentrant checkpoint"
+def _checkpoint_that_saves(frame: FrameType | None) -> str:
+    """Which kind of checkpoint calls, with nothing but us and ``Function.apply`` in between; or ``""``."""
+    kind = ""
+    while frame is not None:
+        name = frame.f_globals.get("__name__", "")
+        if name == _CHECKPOINT:
+            if frame.f_code.co_name == "_checkpoint_without_reentrant_generator":
+                return "checkpoint"
+            kind = "reentrant checkpoint"
+        elif kind or not name.startswith(_BETWEEN):
+            break
+        frame = frame.f_back
+    return kind
 
 
 def is_recomputing(frame: FrameType | None) -> bool:
-    """Whether a reentrant checkpoint runs its function again, within backward, in a frame above ``frame``."""
+    """Whether a checkpoint runs its function again, within backward, in a frame above ``frame``."""
     while frame is not None:
-        if frame.f_code.co_name == "backward" and frame.f_globals.get("__name__") == _CHECKPOINT:
+        again = frame.f_code.co_name in _AGAIN
+        if again and frame.f_globals.get("__name__") == _CHECKPOINT:
             return True
         frame = frame.f_back
     return False

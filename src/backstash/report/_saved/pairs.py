@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Pack", "StandIn", "Unpack", "listen", "push_unseen", "stop_listening"]
+__all__ = ["Pack", "StandIn", "Unpack", "is_listening", "listen", "push_unseen", "stop_listening"]
 
 Pack = Callable[[Tensor], Any]
 Unpack = Callable[[Any], Tensor]
@@ -46,6 +46,11 @@ def listen(stand_in: StandIn) -> None:
             setattr(_autograd, _NAME, _push)
         _state["count"] += 1
     _local.listeners = (*getattr(_local, "listeners", ()), stand_in)
+
+
+def is_listening(stand_in: StandIn) -> bool:
+    """Whether this thread's pairs are replaced by ``stand_in``."""
+    return stand_in in getattr(_local, "listeners", ())
 
 
 def stop_listening(stand_in: StandIn) -> None:

@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from ..._nodes import RECOMPUTED, Held, Pair, current_pair, pop_owned
+from ...errors import UsageError
 from .calls import Calls, is_recomputing
-from .pairs import Pack, Unpack, listen, push_unseen, stop_listening
+from .pairs import Pack, Unpack, is_listening, listen, push_unseen, stop_listening
 from .pieces import identities
 from .save import Found, Packed, Save
 from .storages import Storages, existing_tensors
@@ -66,7 +67,12 @@ class Recorder:
         listen(self._stand_in)
 
     def stop(self) -> None:
-        """End. Raises ``UsageError`` where contexts are left in the wrong order; it has ended all the same."""
+        """End. Raises ``UsageError`` where contexts are left in the wrong order; it has ended all the same.
+
+        On another thread than it began, the same error, and it goes on.
+        """
+        if not is_listening(self._stand_in):
+            raise UsageError("a saved report is left on the thread that entered it")
         self._base = None
         stop_listening(self._stand_in)
         try:
@@ -139,6 +145,10 @@ class Recorder:
             self._local.is_packing = False
 
     def _save(self, tensor: Tensor, pack: Pack | None, frame: FrameType) -> Save | None:
+        with torch._C.DisableTorchFunction():  # modes are for what the program does
+            return self._described(tensor, pack, frame)
+
+    def _described(self, tensor: Tensor, pack: Pack | None, frame: FrameType) -> Save | None:
         if _task_id() != -1 and is_recomputing(frame):
             return None
         module, boundary = self._calls.running(frame)

@@ -86,10 +86,11 @@ class SavedReport:
     ) -> None:
         if self._recorder is None:
             raise UsageError("a saved report was left more often than it was entered")
-        recorder, self._recorder = self._recorder, None
         try:
-            recorder.stop()
+            self._recorder.stop()
         finally:
+            if not self._recorder.is_on:
+                self._recorder = None
             self._saves()
 
     def take(self) -> SavedReport:
@@ -248,6 +249,10 @@ class SavedReport:
         return tuple(notes)
 
     # Where it goes.
+
+    def __repr__(self) -> str:
+        size, saves = format_bytes(self.unique_bytes), len(self._found.saves)
+        return f"SavedReport({size} held for backward, {saves:,} saves; print it for the table)"
 
     def __str__(self) -> str:
         return self.text()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -94,6 +94,11 @@ def _weak(storage: torch.UntypedStorage) -> Any:
 
 def existing_tensors() -> list[Tensor]:
     """Every tensor that Python's collector knows of now."""
-    objects = gc.get_objects()
-    kinds = {kind for kind in set(map(type, objects)) if issubclass(kind, Tensor)}
-    return [each for each in objects if type(each) in kinds]
+    kinds = set(_with_subclasses(Tensor))
+    return [each for each in gc.get_objects() if type(each) in kinds]
+
+
+def _with_subclasses(kind: type) -> Iterator[type]:
+    yield kind
+    for each in type.__subclasses__(kind):
+        yield from _with_subclasses(each)
