@@ -298,13 +298,16 @@ def test_a_browser_shows_it_as_measured(chromium: Any, tmp_path: Path) -> None:
 def test_edge_labels_do_not_meet() -> None:
     x = torch.rand(6, 6, requires_grad=True)
     parts: list[Tensor] = [*torch.linalg.svd(x), *x.chunk(3)]
-    drawing = draw([a.sum() + b.sum() for a, b in itertools.pairwise(parts)], {"x": x})
+    outputs = [a.sum() + b.sum() for a, b in itertools.pairwise(parts)]
+    outputs += [a + b for a, b in zip(x.unbind(), x.t().unbind(), strict=True)]
+    drawing = draw(outputs, {"x": x}, collapse_repeated=False)
     tree = ElementTree.fromstring(drawing.to_svg())
     labels = [e for e in tree.iter(f"{SVG}text") if e.get("class") == "on-wire"]
-    assert len(labels) >= 5
+    assert len(labels) >= 15
     boxes = []
     for label in labels:
         width = text_width(label.text or "", 9.5)
         left = float(label.get("x", 0)) - (width if label.get("text-anchor") == "end" else 0)
         boxes.append(Rectangle(left, float(label.get("y", 0)) - 8, width, 9))
     assert not any(overlap(one, other) for one, other in itertools.combinations(boxes, 2))
+    assert not any(overlap(one, box) for one in boxes for box in placed(drawing)[1].boxes)

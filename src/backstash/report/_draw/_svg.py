@@ -23,6 +23,7 @@ _MARGIN = 20.0
 _LEAST_WIDTH = 460.0
 _TITLE_PX = 11.5
 _HEAD_PX = 14.0
+_WIRE_PX = 9.5
 _NOTE_LINE = 16.0
 _MOST_TITLE = 60
 
@@ -164,18 +165,26 @@ def _wire_lines(wire: Wire) -> Iterator[str]:
 
 
 def _label_lines(layout: Layout) -> Iterator[str]:
-    """Labels at the ends of edges, to the outer side, each further one of a side on a line above."""
-    used: dict[tuple[float, float, bool], int] = {}
+    """Labels at the ends of edges, to the outer side; higher where another one is already."""
+    taken: list[tuple[float, float, float]] = []
     for wire in sorted(layout.wires, key=lambda each: each.points[-1]):
         if not wire.label:
             continue
         x, y = wire.points[-1]
         box = next(box for box in layout.boxes if box.y == y and box.x <= x <= box.x + box.width)
         left = x < box.x + box.width / 2 - 1
-        line = used[box.x, y, left] = used.get((box.x, y, left), -1) + 1
-        at = f'x="{_n(x - 5 if left else x + 5)}" y="{_n(y - 4 - 10 * (line % 3))}"'
+        width = text_width(wire.label, _WIRE_PX)
+        start = x - 5 - width if left else x + 5
+        baseline = y - 4
+        while any(
+            line == baseline and start < end + 4 and begin < start + width + 4
+            for line, begin, end in taken
+        ):
+            baseline -= 10
+        taken.append((baseline, start, start + width))
         anchor = ' text-anchor="end"' if left else ""
-        yield f'<text class="on-wire" {at}{anchor}>{xml(wire.label)}</text>'
+        at = f'x="{_n(x - 5 if left else x + 5)}" y="{_n(baseline)}"{anchor}'
+        yield f'<text class="on-wire" {at}>{xml(wire.label)}</text>'
 
 
 def _box_lines(
