@@ -48,7 +48,7 @@ def sections_of(line: Timeline) -> dict[str, Any]:
 
 def _curve(line: Timeline, began: float) -> dict[str, Any]:
     levels = line.levels
-    tiers = [
+    tiers: list[dict[str, Any]] = [
         {
             "key": field.removesuffix("_bytes"),
             "name": name,
