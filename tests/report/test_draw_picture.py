@@ -206,6 +206,22 @@ def test_dot_has_one_statement_for_each_thing() -> None:
         assert "evil" not in tokens and "script" not in tokens
 
 
+def test_dot_has_the_colours_too() -> None:
+    drawing = drawings()[0]
+    assert drawing.to_dot().count('fillcolor="orange"') == sum(
+        len(n.tensors) for n in drawing.nodes
+    )
+    colored = {
+        by: set(
+            re.findall(r'[^l]color="(#\w+)"', dataclasses.replace(drawing, color_by=by).to_dot())
+        )
+        for by in ("where", "module", "dtype", "bytes")
+    }
+    assert len(colored["where"]) == 1 and len(colored["dtype"]) == 2 and len(colored["bytes"]) > 2
+    modules = dataclasses.replace(drawing, color_by="module").to_dot()
+    assert len(set(re.findall(r'fillcolor="(#\w+)"', modules))) > 5
+
+
 @pytest.mark.skipif(shutil.which("dot") is None, reason="no dot here; nothing else needs it")
 def test_graphviz_reads_it(tmp_path: Path) -> None:
     for number, drawing in enumerate([hostile_drawing(), *drawings()[:2]]):

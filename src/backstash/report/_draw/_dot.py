@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from ._colors import Colors
 from ._records import DrawnNode, DrawnTensor
+from ._style import LIGHT, NAMES
 from ._text import dot_quoted, joined_shape, shortened
 from ._words import bytes_of, headline, places_of, same_words
 
@@ -22,19 +24,20 @@ _FILLS = {
     "leaf": "#e0d7fa",
     "output": "#cdecc8",
 }
-_SAVED = "#ffb45c"
 _MOST = 60
+_PALETTE = dict(zip(NAMES, LIGHT, strict=True))
 
 
 def to_dot(drawing: Drawing) -> str:
     """The text of one ``digraph``."""
+    colors = Colors(drawing)
     caption = dot_quoted(*headline(drawing), *drawing.notes)
     lines = [
         "digraph autograd {",
         f"  graph [label={caption}, labelloc=b, labeljust=l, rankdir=TB, fontname=Helvetica];",
         '  node [shape=box, style=filled, fontname=Helvetica, fontsize=11, margin="0.12,0.06"];',
         "  edge [fontname=Helvetica, fontsize=9, color=gray40];",
-        *_group_lines(drawing),
+        *_group_lines(drawing, colors),
     ]
     for edge in drawing.edges:
         label = f" [label={dot_quoted(edge.label)}]" if edge.label else ""
@@ -42,7 +45,7 @@ def to_dot(drawing: Drawing) -> str:
     return "\n".join([*lines, "}", ""])
 
 
-def _group_lines(drawing: Drawing) -> Iterator[str]:
+def _group_lines(drawing: Drawing, colors: Colors) -> Iterator[str]:
     """Frames as clusters, each in the one around it, with their boxes; then the boxes in no frame."""
     inside: dict[int | None, list[int]] = {}
     for index, group in enumerate(drawing.groups):
@@ -56,17 +59,17 @@ def _group_lines(drawing: Drawing) -> Iterator[str]:
             continue
         group = drawing.groups[index]
         yield f"  subgraph cluster_{index} {{"
-        yield f"    label={dot_quoted(shortened(group.title, _MOST))}; labeljust=l; color=gray60;"
+        yield f"    label={dot_quoted(shortened(group.title, _MOST))}; labelloc=t; labeljust=l; color=gray60;"
         for node in group.nodes:
-            yield from _node_lines(node, drawing.nodes[node])
+            yield from _node_lines(node, drawing.nodes[node], colors)
         ahead.append((index, True))
         ahead += [(each, False) for each in reversed(inside.get(index, []))]
     for number, free in enumerate(drawing.nodes):
         if number not in framed:
-            yield from _node_lines(number, free)
+            yield from _node_lines(number, free, colors)
 
 
-def _node_lines(index: int, node: DrawnNode) -> Iterator[str]:
+def _node_lines(index: int, node: DrawnNode, colors: Colors) -> Iterator[str]:
     times = f"{node.repeats:,} x " if node.repeats > 1 else ""
     size = joined_shape(node.shape)
     if node.kind in ("parameter", "leaf", "output") and node.nbytes:
@@ -78,14 +81,19 @@ def _node_lines(index: int, node: DrawnNode) -> Iterator[str]:
     ]
     label = "\\n".join(dot_quoted(text)[1:-1] for text in texts if text)
     dashed = ', style="filled,dashed"' if node.kind == "folded" else ""
-    yield f'    n{index} [label="{label}", fillcolor="{_FILLS[node.kind]}"{dashed}];'
+    fill = _PALETTE.get(colors.box(node), _FILLS[node.kind])
+    yield f'    n{index} [label="{label}", fillcolor="{fill}"{dashed}];'
     for place, tensor in enumerate(node.tensors):
-        yield f'    s{index}_{place} [label={_tensor_label(tensor)}, fillcolor="{_SAVED}"];'
+        fill = _PALETTE.get(colors.band(tensor), "orange")
+        edge = _PALETTE[max(colors.chip(tensor), key=lambda share: share.part).style]
+        look = f'fillcolor="{fill}", color="{edge}", penwidth=2'
+        yield f"    s{index}_{place} [label={_tensor_label(tensor)}, {look}];"
         yield f"    n{index} -> s{index}_{place} [dir=none, style=dotted];"
 
 
 def _tensor_label(tensor: DrawnTensor) -> str:
-    known = " ".join(filter(None, (joined_shape(tensor.shape), tensor.dtype)))
+    times = f"{tensor.count:,} x" if tensor.count > 1 and tensor.shape is not None else ""
+    known = " ".join(filter(None, (times, joined_shape(tensor.shape), tensor.dtype)))
     size = bytes_of(tensor.nbytes, tensor.unknown, tensor.count)
     same = same_words(tensor)
     return dot_quoted(*filter(None, (tensor.name, known, size, places_of(tensor), same)))
