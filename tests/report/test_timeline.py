@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 import threading
+from dataclasses import astuple
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -62,6 +63,8 @@ def test_it_adds_up_to_what_the_stash_counted():
     assert line.reads_on_demand == stats.prefetch_misses
     assert line.memory_peak_bytes == max(step.peak_bytes for step in line.steps)
     assert max(level.ahead_bytes for level in line.levels) <= stats.ahead_peak_bytes
+    held = [astuple(level)[1:] for level in line.levels]
+    assert all(a != b for a, b in pairwise(held)), "a level that changes nothing"
     assert all(
         a.end_seconds == b.begin_seconds for a, b in zip(line.steps, line.steps[1:], strict=False)
     )
@@ -364,6 +367,23 @@ def test_an_empty_timeline_has_a_trace(tmp_path):
     line = timeline(SimpleNamespace(events=()))
     line.remove()
     assert chrome_trace(line, tmp_path / "trace.json")["traceEvents"]
+
+
+def test_its_page_has_what_it_knows(tmp_path):
+    with Stash(disk=MemoryStore()) as stash:
+        line = trained(stash)
+    line.to_html(tmp_path / "line.html", title="a & b", graph="<svg/>")
+    page = (tmp_path / "line.html").read_text(encoding="utf-8")
+    report = json.loads(page.split('id="report">')[1].split("</script>")[0])
+    assert report["title"] == "a & b" and report["graph"].startswith("data:image/svg+xml;base64,")
+    assert report["facts"][0]["value"] == line.saved_peak_bytes
+    assert {row[0]: row[1] for row in report["modules"]["rows"]} == {
+        use.path: use.saved_bytes for use in line.modules
+    }
+    tiers = {tier["key"]: tier["bytes"] for tier in report["curve"]["tiers"]}
+    assert max(tiers["disk"]) == max(level.disk_bytes for level in line.levels)
+    lives = report["modules"]["lives"]
+    assert sum(lives["memory"]) + sum(lives["down"]) == 0
 
 
 def test_without_matplotlib_the_install_line_is_printed(monkeypatch):

@@ -207,11 +207,18 @@ class Timeline:
         """``curve``, ``modules``, ``stalls`` and ``notes``, as plain values for :func:`render_page`."""
         return sections_of(self)
 
-    def to_html(self, path: str | os.PathLike[str], *, title: str = "timeline") -> None:
-        """Write the page of this timeline: one HTML file that needs nothing else. See :func:`render_page`."""
-        page = render_page({"title": title, "facts": facts_of(self), **self.sections()})
+    def to_html(
+        self, path: str | os.PathLike[str], *, title: str = "timeline", graph: str | None = None
+    ) -> None:
+        """Write the page of this timeline: one HTML file that needs nothing else. See :func:`render_page`.
+
+        Args:
+            title: the page's heading.
+            graph: SVG text to show too, such as ``draw(loss).to_svg()``.
+        """
+        parts = {"title": title, "facts": facts_of(self), "graph": graph}
         with open(path, "w", encoding="utf-8") as file:
-            file.write(page)
+            file.write(render_page(parts | self.sections()))
 
     def __str__(self) -> str:
         return table(self)
