@@ -72,6 +72,41 @@ def test_a_million_nodes_deep() -> None:
     assert sum(1 for _ in iter_graph(y)) == DEEP + 1
 
 
+@pytest.mark.timeout(100)
+def test_many_outputs_of_one_deep_graph_are_freed_with_what_is_theirs_alone() -> None:
+    y = torch.rand(1, requires_grad=True)
+    outputs, gone = [], []
+
+    def branch(start: Tensor, nodes: int) -> Tensor:
+        for _ in range(nodes):
+            start = start + 1
+        return start
+
+    # What all share, and what some have alone, is long enough that freeing it must not nest.
+    y = branch(y, 150_000)
+    for number in range(300):
+        y = branch(y, 100)
+        outputs.append(branch(y, 100_000 if number in (0, 150) else 2))
+        marker = nn.Module()
+        outputs[-1].grad_fn.next_functions[0][0].metadata["marker"] = marker
+        gone.append(weakref.ref(marker))
+        del marker
+    assert len(list(iter_graph(outputs))) == 180_000 + 298 * 2 + 200_000 + 1
+    del y
+    for number in (0, 7, 299):
+        outputs[number] = outputs[1]
+        assert gone[number]() is None
+        assert sum(ref() is not None for ref in gone) == {0: 299, 7: 298, 299: 297}[number]
+    (slope,) = torch.autograd.grad(outputs[298], list(leaves_of(outputs[298])))
+    assert slope.item() == 1
+    outputs.clear()
+    assert not any(ref() for ref in gone)
+
+
+def leaves_of(tensor: Tensor) -> Any:
+    return (node.variable for node in iter_graph(tensor) if short(node) == "AccumulateGrad")
+
+
 def one(tensor: Tensor) -> Any:
     (found,) = saved(tensor.grad_fn)
     return found

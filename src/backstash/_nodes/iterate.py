@@ -13,6 +13,7 @@ from ..errors import UsageError
 __all__ = ["Outputs", "iter_graph", "roots_of"]
 
 _DEEP = 10_000
+_BATCH = 1_000  # sources whose reach is found together
 _KEY = "backstash.nodes"
 _Output: TypeAlias = "Tensor | stock.Node | stock.GradientEdge"
 Outputs: TypeAlias = "_Output | Iterable[_Output]"
@@ -40,10 +41,8 @@ def iter_graph(outputs: Outputs) -> Iterator[stock.Node]:
     roots = roots_of(outputs)
     order, sources = _topological(roots)
     if len(order) > _DEEP:
-        for source in sources:
-            order_of_one = order if len(sources) == 1 else _topological([source])[0]
-            metadata: Any = source.metadata
-            metadata[_KEY] = _FreedInOrder(order_of_one[1:])
+        for first in range(0, len(sources), _BATCH):
+            _hold(order, sources[first : first + _BATCH])
     yield from order
 
 
@@ -107,8 +106,36 @@ def _count_uses(roots: list[stock.Node]) -> dict[stock.Node, int]:
     return uses
 
 
+def _hold(order: list[stock.Node], sources: list[stock.Node]) -> None:
+    """Let each source own the nodes below it: those that just the same sources reach are one run.
+
+    What fewer sources reach is never below what more of them reach, so runs are let go in that order.
+    """
+    reached_by = {source: 1 << number for number, source in enumerate(sources)}
+    for node in order:
+        if mask := reached_by.get(node):
+            for following, _ in node.next_functions:
+                if following is not None:
+                    reached_by[following] = reached_by.get(following, 0) | mask
+    runs: dict[int, list[Any]] = {}
+    above = set(sources)
+    for node in order:
+        if node in reached_by and node not in above:
+            runs.setdefault(reached_by[node], []).append(node)
+    owned: list[list[Any]] = [[] for _ in sources]
+    for mask in sorted(runs, key=int.bit_count):
+        run = _FreedInOrder(runs[mask])
+        while mask:
+            lowest = mask & -mask
+            owned[lowest.bit_length() - 1].append(run)
+            mask ^= lowest
+    for source, below in zip(sources, owned, strict=True):
+        metadata: Any = source.metadata
+        metadata[_KEY] = _FreedInOrder(below)
+
+
 class _FreedInOrder:
-    """The nodes below a node, owned by it, to be let go one by one when it goes.
+    """Nodes, or runs of nodes, owned by a node above them, to be let go one by one when it goes.
 
     torch frees a long graph step by step, but only where Python has not seen its nodes; else each node's
     end frees the next inside it, and some tens of thousands of them overflow the stack. Here a node that
@@ -117,7 +144,7 @@ class _FreedInOrder:
 
     __slots__ = ("nodes",)
 
-    def __init__(self, nodes: list[stock.Node]) -> None:
+    def __init__(self, nodes: list[Any]) -> None:
         self.nodes = nodes
 
     def __del__(self) -> None:
