@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import sys
 import threading
 import weakref
@@ -427,7 +428,9 @@ def test_a_deep_graph_is_no_trouble() -> None:
 
 
 def test_budgets_are_what_a_stash_does(disk_dir: Path) -> None:
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(256, 256), nn.Tanh()) for _ in range(6)))
+    widths = [256, 1024, 128, 512, 16, 640, 256]  # unlike sizes: what goes first matters
+    layers = (nn.Linear(a, b) for a, b in itertools.pairwise(widths))
+    model = nn.Sequential(*(nn.Sequential(layer, nn.Tanh()) for layer in layers))
     x = torch.randn(256, 256)
     with saved_report(model) as saved:
         loss = model(x).sum()
@@ -441,7 +444,8 @@ def test_budgets_are_what_a_stash_does(disk_dir: Path) -> None:
         assert stats.written_bytes == budget.moved_bytes
         assert stats.keep_peak_bytes <= budget.keep_bytes
     moved = [budget.moved_bytes for budget in saved.budgets()]
-    assert moved == sorted(moved) and moved[0] == 0 and moved[-1] == saved.unique_bytes
+    small = 16 * 256 * 4
+    assert moved == sorted(moved) and moved[0] == 0 and moved[-1] == saved.unique_bytes - small
 
 
 @pytest.mark.parametrize("inner", [nullcontext, graph.allow_mutation_on_saved_tensors])

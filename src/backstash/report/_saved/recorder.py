@@ -109,7 +109,7 @@ class Recorder:
 
     def _stand_in_for(self, pack: Pack, unpack: Unpack) -> tuple[Pack, Unpack]:
         has_stood_in = self in getattr(pack, "recorders", ())
-        if not self.is_on or has_stood_in or _is_recomputation(pack):
+        if not self.is_on or has_stood_in:
             return pack, unpack
 
         def stand_in(tensor: Tensor) -> Any:
@@ -189,11 +189,6 @@ class _Base:
 
     def unpack(self, packed: Packed) -> Tensor:
         return packed.get()
-
-
-def _is_recomputation(pack: Any) -> bool:
-    """Whether a pair is that of a checkpoint's second forward, whose saves do not last."""
-    return _module_of(pack) == _CHECKPOINT and "_recomputation_hook" in _own(pack).__qualname__
 
 
 def _is_caching() -> bool:

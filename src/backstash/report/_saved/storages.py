@@ -34,7 +34,7 @@ class Storages:
         """Remember that ``tensor``'s storage is a ``"parameter"``, ``"buffer"`` or ``"input"``."""
         for storage, _ in pieces(tensor) if tensor is not None else ():
             found = self._owned.get(storage._cdata)
-            if found is None or found[0].expired() or _RANK[found[1]] < _RANK[kind]:
+            if found is None or _RANK[found[1]] < _RANK[kind]:
                 self._owned[storage._cdata] = (_weak(storage), kind)
 
     def own_all(self, tensors: Iterable[Tensor]) -> None:
@@ -50,7 +50,7 @@ class Storages:
         stored, total = [], 0
         for storage, nbytes in pieces(tensor):
             found = self._known.get(storage._cdata)
-            if found is None or found[0].expired():
+            if found is None:
                 one = Stored(
                     self.count, storage.nbytes(), self._kind(tensor, storage), tensor.device
                 )
@@ -67,7 +67,7 @@ class Storages:
 
     def _kind(self, tensor: Tensor, storage: torch.UntypedStorage) -> str:
         owned = self._owned.get(storage._cdata)
-        if owned is not None and not owned[0].expired():
+        if owned is not None:
             return owned[1]
         if isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter):
             return "parameter"
