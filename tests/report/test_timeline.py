@@ -157,10 +157,13 @@ def test_it_can_be_read_while_it_records_and_says_when_it_is_full():
         assert len(line.modules) == 1
         loss.backward()
     with Stash(disk=MemoryStore()) as stash:
-        line = timeline(stash.record(limit=2))
-        x.exp().exp().sum().backward()
+        line = timeline(stash.record(limit=20))
+        for _ in range(9):
+            x.exp().exp().sum().backward()
+            line.mark()
         line.remove()
-    assert "at its limit of 2 events" in " ".join(line.notes)
+    assert "at its limit of 20 events" in " ".join(line.notes)
+    assert 0 < len(line.steps) < 9, "a step that was not recorded to its end"
 
 
 @pytest.mark.parametrize("reentrant", [True, False])

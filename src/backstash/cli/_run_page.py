@@ -80,7 +80,8 @@ def _facts(
             "Waited",
             stats["stall_seconds"],
             "seconds",
-            f"{waited:.1%} of {figures['seconds']:.1f} s",
+            f"{waited:.1%} of {figures['seconds']:.1f} s; {stats['prefetch_hits']:,} blocks read ahead of "
+            f"need, {stats['prefetch_misses']:,} not",
         ),
     ]
 

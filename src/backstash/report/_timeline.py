@@ -254,4 +254,8 @@ class _Reading:
 
     @cached_property
     def steps(self) -> tuple[Step, ...]:
-        return steps_of(self._moments, self._began, self.events)
+        moments = self._moments
+        if getattr(self._recording, "full", False) and self.events:
+            last = self.events[-1].seconds + self.events[-1].duration_seconds
+            moments = [moment for moment in moments if moment[0] <= last]
+        return steps_of(moments, self._began, self.events)
