@@ -13,8 +13,8 @@ from ._timeline import Timeline, timeline
 
 __all__ = [
     "Drawing",
-    "StepMarks",
     "SavedReport",
+    "StepMarks",
     "Timeline",
     "draw",
     "render_page",
