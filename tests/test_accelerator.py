@@ -125,6 +125,27 @@ def test_device_memory_stays_within_the_budget_and_the_window():
     stash.close()
 
 
+def test_blocks_larger_than_the_windows_still_overlap():
+    """One at a time is on its way, and the next is on its way back while one is used."""
+    device = TwinDevice()
+    stash = stash_on(device, host="64MiB", inflight=BLOCK // 2, prefetch=BLOCK // 2)
+    x, true = leaf(), expected()
+    with stash:
+        first = torch.tanh(x)
+        assert len(device.downs) == 1 and device.orders == 0, "nobody waits for it yet"
+        second = torch.tanh(first)
+        assert len(device.downs) == 1 and device.orders == 1, "until the next one comes"
+        del first, second
+        loss = chain(x)
+    assert torch.equal(gradient(loss, x), true)
+    stats = stash.stats()
+    assert stats.prefetch_hits >= 6
+    assert stats.inflight_peak_bytes <= BLOCK
+    assert stats.ahead_peak_bytes <= 2 * BLOCK
+    del loss
+    stash.close()
+
+
 # Changes in place.
 
 

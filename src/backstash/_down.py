@@ -241,11 +241,12 @@ class Down:
         block.parcel = parcel
         self._leave_place(block)
         self._fly(_Flight(weakref.ref(block), block.nbytes, block.lane, parcel.writing))
-        if (
-            self.inflight_bytes > self._inflight
-        ):  # larger than the window: it is moved within this call
-            self._wait(parcel.writing)
-            self.land(lane, all_that_ended=True)
+        if self.inflight_bytes <= self._inflight:
+            return
+        if self._host is not None and self._inflight and len(self._flights) == 1:
+            return  # larger than the window, and alone in it: compute goes on until the next one
+        self._wait(parcel.writing)  # it is moved within this call
+        self.land(lane, all_that_ended=True)
 
     # Small blocks: copied into a segment.
 
@@ -370,7 +371,10 @@ class Down:
         return flight.cargo() is None and flight.writing.cancel()
 
     def _touch_down(self, cargo: Block | Segment, flight: _Flight) -> None:
-        failure = None if flight.writing.cancelled() else flight.writing.exception()
+        writing = flight.writing
+        failure = None
+        if not isinstance(writing, Copy) and not writing.cancelled():
+            failure = writing.exception()
         if isinstance(cargo, Block) and cargo.has_moved:
             self._return_to_place(cargo)  # whatever was written, or could not be
         elif isinstance(cargo, Segment):

@@ -227,6 +227,10 @@ class HostTier:
         self.stall_seconds = 0.0
         self.disk_peak_bytes = 0
 
+    reads_one_beyond = True
+    """A layer's tensors may be larger than any window that is sensible for others; the device hides their
+    copies only if the next begins while one is used."""
+
     # What the way down looks at.
 
     @property

@@ -65,8 +65,6 @@ class Copy(ABC):
         """What has begun is not called back."""
         return False
 
-    cancelled = cancel
-
 
 class Device(ABC):
     """What a stash needs of one device."""

@@ -53,6 +53,7 @@ class Up:
         self._tape = tape
         self._prefetch = prefetch
         self._window: deque[weakref.ref[Any]] = deque()  # oldest first
+        self._beyond: weakref.ref[Any] | None = None  # the one parcel that may exceed the window
         self.ahead_bytes = self.ahead_peak_bytes = 0
         self.read_bytes = 0
         self.stall_seconds = 0.0
@@ -197,7 +198,7 @@ class Up:
 
     def ahead(self, block: Block) -> None:
         """After ``block`` was used: ask for what comes next, as far as the window goes."""
-        self._shrink(to_bytes=self._prefetch)
+        self._shrink(to_bytes=self._prefetch, using=block)
         self._source.poll()
         for following in block.round.successors(block.index):
             parcel = following.parcel
@@ -209,7 +210,8 @@ class Up:
                 continue  # at hand, or used in this pass: the node that runs now holds it still
             if isinstance(parcel, Segment) and parcel.buffer is not None:
                 continue
-            if self.ahead_bytes + parcel.nbytes > self._prefetch:
+            goes_beyond = self.ahead_bytes + parcel.nbytes > self._prefetch
+            if goes_beyond and not self._may_go_beyond(parcel.nbytes):
                 break
             if not self._source.has_memory(parcel.nbytes):
                 break
@@ -218,6 +220,8 @@ class Up:
             except (MemoryError, torch.OutOfMemoryError):
                 break
             parcel.ahead = True
+            if goes_beyond:
+                self._beyond = weakref.ref(parcel)
             if reading.needs_worker:
                 self._submit(self._runner(reading, parcel.nbytes, following, "ahead"))
             elif self._tape.on:
@@ -231,13 +235,27 @@ class Up:
             return reading.run
         return functools.partial(_run_and_tell, self._tape, reading, nbytes, _named(block), cause)
 
-    def _shrink(self, *, to_bytes: int) -> None:
-        """Bring what is held under ``to_bytes``, the longest held first; the newest is in use."""
-        window = self._window
+    def _may_go_beyond(self, nbytes: int) -> bool:
+        """Whether a parcel that is larger than the window may come ahead all the same: one at a time."""
+        if not self._source.reads_one_beyond or not 0 < self._prefetch < nbytes:
+            return False
+        one = self._beyond() if self._beyond is not None else None
+        return one is None or not one.held
+
+    def _shrink(self, *, to_bytes: int, using: Block | None = None) -> None:
+        """Bring what is held under ``to_bytes``, the longest held first; what is in use stays."""
+        window, stay = self._window, []
+        beyond = self._beyond() if self._beyond is not None and to_bytes else None
         while len(window) > 1 and self.ahead_bytes > to_bytes:
-            holder = window.popleft()()
-            if holder is not None and holder.held:
+            ref = window.popleft()
+            holder = ref()
+            if holder is None or not holder.held:
+                continue
+            if holder is using or holder is beyond:
+                stay.append(ref)
+            else:
                 self._drop(holder)
+        window.extendleft(reversed(stay))
         while window and ((first := window[0]()) is None or not first.held):
             window.popleft()
 
@@ -264,6 +282,9 @@ def _run_and_tell(
 
 class PoolSource:
     """Where the CPU's parcels come back to: memory of the pool, read to by a worker or the one who waits."""
+
+    reads_one_beyond = False
+    """Whether a block larger than the ``prefetch`` window is read ahead all the same, one at a time."""
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool

@@ -62,7 +62,10 @@ def mapped(nbytes: int) -> torch.Tensor:
     Raises ``MemoryError`` when the system has none.
     """
     try:
-        return torch.frombuffer(memoryview(_map(nbytes)), dtype=torch.uint8)
+        mapping = _map(nbytes)
+        if hasattr(mmap, "MADV_DONTFORK"):
+            mapping.madvise(mmap.MADV_DONTFORK)  # a device writes here: no child may share the pages
+        return torch.frombuffer(memoryview(mapping), dtype=torch.uint8)
     except OSError as error:
         raise MemoryError(f"no memory for {nbytes} bytes: {error}") from error
 
