@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from backstash.cli._bench._limit import limited_group
-from backstash.memory import memory_group
 from backstash.cli._machine import file_system, machine, versions
 from backstash.cli._resident import reset_resident_peak, resident_bytes, resident_peak_bytes
+from backstash.memory import memory_group
 
 MIB = 1 << 20
 
