@@ -410,10 +410,17 @@ def test_modes_of_the_program_do_not_see_the_questions() -> None:
             asked.append(getattr(func, "__name__", str(func)))
             return func(*args, **(kwargs or {}))
 
+    class Relu(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):  # type: ignore[no-untyped-def]
+            ctx.save_for_backward(x.relu())  # saved when forward has ended, outside any torch function
+            return x.relu()
+
     x = torch.randn(300, 300, requires_grad=True)
-    with saved_report(), Watch():
-        y = x.relu()
-    assert "untyped_storage" not in asked and "count_nonzero" not in asked and "relu" in asked
+    with saved_report() as saved, Watch():
+        y = Relu.apply(x)
+    assert saved.waste and "relu" in asked
+    assert not set(asked) & {"untyped_storage", "storage_offset", "count_nonzero", "aminmax"}
     assert y.requires_grad
 
 

@@ -84,8 +84,8 @@ def advise(found: Found) -> tuple[Advice, ...]:
         row = rows[name]
         window = min(row.moved_bytes, _WINDOW_BYTES)
         text = (
-            f"at most {size(row.memory_bytes)} of saved tensors in memory instead of {size(peak)}, "
-            f"{size(window)} of it on the way down; {size(row.moved_bytes)} move down and up again"
+            f"saved tensors take at most {size(row.memory_bytes)} of memory, not {size(peak)}; "
+            f"{size(row.moved_bytes)} move down and up again, {size(window)} of it at a time"
         )
         texts.append(Advice(text, row.code))
     return tuple(texts)

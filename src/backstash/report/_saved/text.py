@@ -161,8 +161,10 @@ def as_rich(report: SavedReport, *, advice: bool) -> Any:
 
 
 def _rich_line(line: str) -> Any:
+    from rich.padding import Padding
     from rich.text import Text
 
     is_head = line.endswith(":") and not line.startswith(" ")
     style = "bold" if is_head else "green" if line.startswith("  Stash(") else ""
-    return Text(line, style=style)
+    words = line.lstrip(" ")
+    return Padding(Text(words, style=style), (0, 0, 0, len(line) - len(words)))
