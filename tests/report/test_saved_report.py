@@ -281,14 +281,16 @@ def test_take_begins_anew() -> None:
     model = nn.Sequential(nn.Tanh())
     x = torch.ones(10, requires_grad=True)
     with saved_report(model) as saved:
-        model(x).sum().backward()
+        model(x * x).sum().backward()
         first = saved.take()
         for _ in range(2):
-            model(x).sum().backward()
-    assert [(row.module, row.calls, row.saves) for row in first.rows] == [("0", 1, 1)]
-    assert [(row.module, row.calls, row.saves) for row in saved.rows] == [("0", 2, 2)]
+            model(x * x).sum().backward()
+    found = [(row.module, row.calls, row.saves, row.unique_bytes) for row in first.rows]
+    assert found == [("", None, 2, 40), ("0", 1, 1, 40)]  # x, and the tanh's result
+    found = [(row.module, row.calls, row.saves, row.unique_bytes) for row in saved.rows]
+    assert found == [("0", 2, 2, 80), ("", None, 4, 40)]
     rest = saved.take()
-    assert rest.total_bytes == 80 and saved.rows == ()
+    assert rest.total_bytes == 240 and saved.rows == ()
 
 
 def test_tensors_made_of_others_count_by_their_parts() -> None:
