@@ -109,7 +109,7 @@ class WrapperEntry:
     def where(self) -> str:
         """The lowest tier that has bytes of a part."""
         places = {getattr(part, "where", "keep") for part in self.parts.values()}
-        return "disk" if "disk" in places else "keep"
+        return next((tier for tier in ("disk", "host") if tier in places), "keep")
 
     def is_of(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` is what was packed, and neither it nor what it is made of has changed."""
