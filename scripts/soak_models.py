@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Models that no one here wrote, from ``transformers``, at tiny sizes: a training step with and without a stash.
+"""Models that no one here wrote, from ``transformers``, at tiny sizes: a step with and without a stash.
 
     scripts/soak_models.py                       # every architecture below, in every mix of tiers
     scripts/soak_models.py --only 'bert|llama'   # those whose name matches
