@@ -16,6 +16,8 @@ from torch import Tensor, nn
 
 from backstash import Stash
 from backstash.report import SavedReport, saved_report
+from backstash.report._saved.advice import budgets
+from backstash.report._saved.save import Found, Save, Stored
 from backstash.report._saved.waste import MASK, ZEROS, find_waste
 
 COUNT = 40_000
@@ -149,6 +151,24 @@ def test_advice_is_to_move_what_can_be_moved() -> None:
     y.sum().backward()
     small, _ = wasteful()
     assert "gain little" in small.advice[0].text and small.advice[0].code == ""
+
+
+def test_budgets_are_for_each_device_and_go_where_a_stash_would() -> None:
+    """The accelerator is only a name here: what is reckoned is sizes."""
+    found, places = Found(), {"cpu": 40, "cuda": 100}
+    for device, mebibytes in places.items():
+        for _ in range(2):
+            save = Save(torch.ones(1), "", 0)
+            stored = Stored(0, mebibytes << 20, "activation", torch.device(device))
+            save.looks_into((stored,))
+            found.lives.append((save, True))
+    everything, half, _, nothing = budgets(found, "/d")
+    assert everything.moved_bytes == 0 and everything.keep_bytes == 280 << 20
+    assert nothing.moved_bytes == 280 << 20 and nothing.code == 'Stash(host="auto", disk="/d")'
+    assert half.code == 'Stash(keep="140MiB", host="auto", disk="/d")'
+    assert half.moved_bytes == 100 << 20  # of the accelerator's 200; all of the CPU's 80 stay
+    found.lives = [life for life in found.lives if life[0].stored[0].device.type == "cuda"]
+    assert budgets(found)[-1].code == 'Stash(host="auto")'
 
 
 def test_text_has_every_module_and_fits_its_columns() -> None:

@@ -164,7 +164,9 @@ def costs_of(report: SavedReport, disk: str, speed: DiskSpeed | None) -> tuple[C
     found = []
     for budget in report.budgets(disk):
         write = read = None
-        if speed is not None:
+        if (
+            speed is not None and "host=" not in budget.code
+        ):  # the link to a device was not measured
             write = budget.moved_bytes / speed.write_bytes_per_second
             read = budget.moved_bytes / speed.read_bytes_per_second
         found.append(

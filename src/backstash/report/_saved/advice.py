@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass
 
 from ...units import format_bytes
-from .replay import movable_peak_bytes, peak_bytes, replay
+from .replay import movable_devices, movable_peak_bytes, peak_bytes, replay
 from .save import Found
 
 __all__ = ["PLACE", "Advice", "Budget", "advise", "budgets"]
@@ -35,25 +35,27 @@ class Budget:
     name: str
     """How much would be kept, in words: ``"half"``."""
     keep_bytes: int
-    """The budget."""
+    """The budget, for each device."""
     moved_bytes: int
     """Bytes that would move down in forward and, if backward uses them, up again."""
     memory_bytes: int
     """The most bytes of saved tensors in memory at once, with those still on their way down."""
     code: str
-    """The line to paste; ``""`` for everything, which needs no stash."""
+    """The line to paste; ``""`` for everything, which needs no stash. An accelerator's tensors go to host
+    memory (``host=``), the CPU's to the disk."""
 
 
 def budgets(found: Found, disk: str = PLACE) -> tuple[Budget, ...]:
     """What it would cost to keep everything, half, a tenth and nothing of what can move."""
     movable, peak = movable_peak_bytes(found.lives), peak_bytes(found.lives)
+    devices = movable_devices(found.lives)
     rows = []
     for name, share in _SHARES:
         keep = _rounded(int(movable * share))
         would = replay(found.lives, keep)
         on_the_way = min(would.moved_bytes, _WINDOW_BYTES)
         memory = min(peak, would.memory_peak_bytes + on_the_way)
-        code = _line(keep, disk) if share < 1 else ""
+        code = _line(keep, disk, devices) if share < 1 else ""
         rows.append(Budget(name, keep, would.moved_bytes, memory, code))
     return tuple(rows)
 
@@ -63,12 +65,15 @@ def _rounded(nbytes: int) -> int:
     return -(-nbytes >> 20) << 20 if nbytes >= 1 << 20 else nbytes
 
 
-def _line(keep: int, disk: str) -> str:
-    place = json.dumps(disk)
-    if keep == 0:
-        return f"Stash(disk={place})"
-    size = f'"{keep >> 20}MiB"' if keep >= 1 << 20 else str(keep)
-    return f"Stash(keep={size}, disk={place})"
+def _line(keep: int, disk: str, devices: frozenset[str]) -> str:
+    arguments = []
+    if keep:
+        arguments.append(f'keep="{keep >> 20}MiB"' if keep >= 1 << 20 else f"keep={keep}")
+    if devices - {"cpu"}:
+        arguments.append('host="auto"')  # an accelerator's tensors go there first
+    if "cpu" in devices or not devices:
+        arguments.append(f"disk={json.dumps(disk)}")
+    return f"Stash({', '.join(arguments)})"
 
 
 def advise(found: Found) -> tuple[Advice, ...]:
@@ -93,14 +98,11 @@ def advise(found: Found) -> tuple[Advice, ...]:
 
 def _why_nothing(found: Found, movable: int, peak: int) -> str:
     size = format_bytes
-    other = below = 0
+    below = 0
     for save in found.saves:
-        other += save.unique_bytes if save.device.type != "cpu" else 0
         below += save.unique_bytes if save.where in ("disk", "keep", "host") else 0
     if below:
         return f"a stash has {size(below)} already; {size(movable)} more could move"
-    if other > peak // 2:
-        return f"{size(other)} are on an accelerator: what a stash would do there is not reckoned"
     if not peak:
         return "nothing was saved that is not there without backward too"
     return f"{size(movable)} of {size(peak)} could move: a stash would gain little"

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import torch
+
 from .save import ADDED, Save, Stored
 
-__all__ = ["MIN_BYTES", "Replay", "movable_peak_bytes", "peak_bytes", "replay"]
+__all__ = ["MIN_BYTES", "Replay", "movable_devices", "movable_peak_bytes", "peak_bytes", "replay"]
 
 MIN_BYTES = 64 << 10
 """The default of ``Stash(min_bytes=...)``."""
@@ -49,11 +51,11 @@ def peak_bytes(lives: Lives) -> int:
 
 
 def _can_move(stored: Stored) -> bool:
-    """Whether a stash would move it: large enough, in place, of the CPU, and nothing that gets a gradient."""
+    """Whether a stash would move it: large enough, in place, and nothing that gets a gradient."""
     return (
         not stored.stays
         and stored.nbytes >= MIN_BYTES
-        and stored.device.type == "cpu"
+        and stored.device.type != "meta"
         and stored.holder is not None
         and stored.holder.where == "in place"
     )
@@ -70,27 +72,35 @@ def movable_peak_bytes(lives: Lives) -> int:
 
 
 def replay(lives: Lives, keep_bytes: int) -> Replay:
-    """Keep at most ``keep_bytes`` of what can move, the newest, as ``Stash(keep=...)`` does.
+    """Keep at most ``keep_bytes`` on each device of what can move, the newest, as ``Stash(keep=...)`` does.
 
     An input moves too, and yet stays in memory: the program has it.
     """
-    kept: OrderedDict[Stored, None] = OrderedDict()
-    in_place = others = moved = peak = 0
+    kept: dict[torch.device, OrderedDict[Stored, None]] = {}
+    in_place: Counter[torch.device] = Counter()
+    others = moved = peak = 0
     for stored, begins in _changes(lives):
+        device = stored.device
+        newest = kept.setdefault(device, OrderedDict())
         if not _can_move(stored):
             others += stored.nbytes if begins else -stored.nbytes
         elif begins:
-            kept[stored] = None
-            in_place += stored.nbytes
-            while in_place > keep_bytes:
-                oldest, _ = kept.popitem(last=False)
-                in_place -= oldest.nbytes
+            newest[stored] = None
+            in_place[device] += stored.nbytes
+            while in_place[device] > keep_bytes:
+                oldest, _ = newest.popitem(last=False)
+                in_place[device] -= oldest.nbytes
                 moved += oldest.nbytes
                 others += oldest.nbytes if oldest.kind == "input" else 0
-        elif stored in kept:
-            del kept[stored]
-            in_place -= stored.nbytes
+        elif stored in newest:
+            del newest[stored]
+            in_place[device] -= stored.nbytes
         elif stored.kind == "input":
             others -= stored.nbytes
-        peak = max(peak, in_place + others)
+        peak = max(peak, in_place.total() + others)
     return Replay(moved, peak)
+
+
+def movable_devices(lives: Lives) -> frozenset[str]:
+    """The types of the devices that have what a stash would move."""
+    return frozenset(stored.device.type for stored, _ in _changes(lives) if _can_move(stored))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -94,11 +94,10 @@ def _weak(storage: torch.UntypedStorage) -> Any:
 
 def existing_tensors() -> list[Tensor]:
     """Every tensor that Python's collector knows of now."""
-    kinds = set(_with_subclasses(Tensor))
+    kinds: set[type] = {Tensor}
+    ahead: list[type] = [Tensor]
+    while ahead:
+        below: list[type] = type.__subclasses__(ahead.pop())
+        ahead += [kind for kind in below if kind not in kinds]
+        kinds.update(below)
     return [each for each in gc.get_objects() if type(each) in kinds]
-
-
-def _with_subclasses(kind: type) -> Iterator[type]:
-    yield kind
-    for each in type.__subclasses__(kind):
-        yield from _with_subclasses(each)
