@@ -171,6 +171,17 @@ def test_budgets_are_for_each_device_and_go_where_a_stash_would() -> None:
     assert budgets(found)[-1].code == 'Stash(host="auto")'
 
 
+def test_what_gets_a_gradient_stays(disk_dir: Path) -> None:
+    x = torch.randn(300, 300, requires_grad=True)
+    with Stash(disk=disk_dir) as stash:
+        y = x * x[:200].repeat(2, 1)[:300]
+    with saved_report() as saved:
+        z = x * x[:200].repeat(2, 1)[:300]
+    assert saved.unique_bytes == x.nbytes + 400 * 300 * 4
+    assert saved.budgets()[-1].moved_bytes == stash.stats().eligible_bytes == 400 * 300 * 4
+    (y + z).sum().backward()
+
+
 def test_text_has_every_module_and_fits_its_columns() -> None:
     model, forward = program()
     with saved_report(model) as saved:
