@@ -18,6 +18,7 @@ from backstash import Stash
 from backstash.report import SavedReport, saved_report
 from backstash.report._saved.advice import budgets
 from backstash.report._saved.save import Found, Save, Stored
+from backstash.report._saved.text import where_of
 from backstash.report._saved.waste import MASK, ZEROS, find_waste
 
 COUNT = 40_000
@@ -169,6 +170,19 @@ def test_budgets_are_for_each_device_and_go_where_a_stash_would() -> None:
     assert half.moved_bytes == 100 << 20  # of the accelerator's 200; all of the CPU's 80 stay
     found.lives = [life for life in found.lives if life[0].stored[0].device.type == "cuda"]
     assert budgets(found)[-1].code == 'Stash(host="auto")'
+
+
+def test_under_a_stash_the_table_says_how_much_is_where(disk_dir: Path) -> None:
+    model = nn.Sequential(*(nn.Tanh() for _ in range(4)))
+    x = torch.randn(1 << 15, requires_grad=True)
+    with Stash(keep="128KiB", disk=disk_dir) as stash, saved_report() as saved:
+        y = nn.Sequential(model)(x)
+    stash.stats()
+    (row,) = saved.by_module(1)
+    assert dict(row.where) == {"disk": 3 * x.nbytes, "keep": x.nbytes}
+    assert "disk 75%, keep 25%" in "".join(where_of(row) for row in saved.by_module(1))
+    assert "a stash holds 128 KiB in place, 384 KiB on disk; 0 B more" in saved.advice[0].text
+    y.sum().backward()
 
 
 def test_what_gets_a_gradient_stays(disk_dir: Path) -> None:

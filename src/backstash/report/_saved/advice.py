@@ -14,6 +14,7 @@ __all__ = ["PLACE", "Advice", "Budget", "advise", "budgets"]
 _WINDOW_BYTES = 128 << 20  # of Stash(inflight=...)
 _WORTH_BYTES = 16 << 20
 _SHARES = (("everything", 1.0), ("half", 0.5), ("a tenth", 0.1), ("nothing", 0.0))
+_TIERS = {"keep": "in place", "host": "in host memory", "disk": "on disk"}
 PLACE = "/path/on/a/fast/disk"
 """What stands in a line to paste for a directory that is not known."""
 
@@ -98,11 +99,13 @@ def advise(found: Found) -> tuple[Advice, ...]:
 
 def _why_nothing(found: Found, movable: int, peak: int) -> str:
     size = format_bytes
-    below = 0
+    held: dict[str, int] = {}
     for save in found.saves:
-        below += save.unique_bytes if save.where in ("disk", "keep", "host") else 0
-    if below:
-        return f"a stash has {size(below)} already; {size(movable)} more could move"
+        if save.unique_bytes and save.where in _TIERS:
+            held[save.where] = held.get(save.where, 0) + save.unique_bytes
+    if held:
+        places = ", ".join(f"{size(held[tier])} {_TIERS[tier]}" for tier in _TIERS if tier in held)
+        return f"a stash holds {places}; {size(movable)} more could move"
     if not peak:
         return "nothing was saved that is not there without backward too"
     return f"{size(movable)} of {size(peak)} could move: a stash would gain little"

@@ -80,9 +80,9 @@ def _cells(row: Row) -> tuple[str, ...]:
 def where_of(row: Row) -> str:
     """The places of a row's bytes, in words."""
     total = sum(row.where.values())
-    words = [f"{place} {nbytes / total:.0%}" for place, nbytes in row.where.items() if nbytes]
-    if len(words) == 1:
-        words = [next(place for place, nbytes in row.where.items() if nbytes)]
+    shares = {place: nbytes / total for place, nbytes in row.where.items() if nbytes}
+    shown = {place: share for place, share in shares.items() if share >= 0.005}
+    words = [f"{place} {share:.0%}" if len(shown) > 1 else place for place, share in shown.items()]
     if row.recomputed_bytes:
         words.append(f"{format_bytes(row.recomputed_bytes)} recomputed")
     if not words and row.saves:
