@@ -674,3 +674,62 @@ def test_what_waits_on_a_thread_that_ended_may_go_later(tmp_path):
     found.clear()
     del loss
     stash.close()
+
+
+# Buffers that a program fills itself, unseen, between two saves.
+
+
+class FillsUnseen(torch.autograd.Function):
+    """Writes a column of a buffer through ``.data`` and returns the buffer, as torchdiffeq's solvers do."""
+
+    @staticmethod
+    def forward(ctx, buffer, value, column):
+        ctx.column = column
+        buffer.data[..., column] = value
+        return buffer
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, grad[..., ctx.column], None
+
+
+@pytest.mark.parametrize("columns", [3, 12])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_buffer_that_is_filled_unseen_between_two_saves(tmp_path, way, columns):
+    def program():
+        x = leaf(300)
+        buffer = torch.full((300, columns), float("nan"), dtype=x.dtype)
+        total, value = x, x
+        for column in range(columns):
+            buffer = FillsUnseen.apply(buffer, value.sin(), column)
+            value = (buffer[:, : column + 1] * buffer[:, : column + 1]).sum(1) / columns
+            total = total + value
+        return lambda: gradients(total, x)
+
+    check_exact(tmp_path, way, program)
+
+
+def check_exact(tmp_path, way, program):
+    (true,) = program()()
+    assert not true.isnan().any()
+    options = dict(WAYS[way])
+    stash = Stash(**{"disk": tmp_path, **options})
+    with stash:
+        backward = program()
+    (mine,) = backward()
+    assert same_bits(mine, true)
+    del backward
+    stash.close()
+
+
+def test_slices_of_a_batch_move_once_each(tmp_path):
+    """What needs no gradient moves slice by slice, and each slice once."""
+    data = torch.randn(4, 100, 100)
+    weight = leaf(100, 100).to(torch.float32).detach().requires_grad_()
+    stash = Stash(disk=tmp_path, min_bytes=0, inflight=0)
+    with stash:
+        loss = sum((data[i] * weight * data[i]).sum() for i in range(4))
+        loss = loss + (data[1] * weight).sum()
+    assert stash.stats().written_bytes <= data.nbytes + 4 * weight.nbytes + 4096
+    del loss
+    stash.close()

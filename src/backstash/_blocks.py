@@ -22,6 +22,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 if TYPE_CHECKING:
     from ._lanes import Lane
     from ._order import Round
+    from ._parts import Part
     from ._sides import Side
     from ._streams import Copy
 
@@ -114,6 +115,7 @@ class Block:
         "root_low",
         "root_version",
         "round",
+        "saved_parts",
         "serial",
         "served",
         "shape",
@@ -143,6 +145,7 @@ class Block:
         self.index = 0  # in its round
         self.serial = -1  # among all blocks of the stash
         self.parcel: Any = None  # what carries it below: a Parcel or a HostParcel
+        self.saved_parts: list[Part] = []  # what its entries need, as far as that had to be asked
         self.goes_on = False  # whether it is to go to disk whatever room the host has
         self.unsure = False  # whether it landed while its copy still ran
         self.arrival: Copy | None = None  # of root, on an accelerator
@@ -161,6 +164,19 @@ class Block:
         self.grave.append(
             (self.side.number, self.kept, self.held, self.nbytes, self.serial, self.module)
         )
+
+    def serves(self, part: Part) -> bool:
+        """Whether its bytes are right for ``part`` too, where nobody knows what else is written.
+
+        While it is in place they are, and stay so. Once it has left, only what had been saved by then is.
+        """
+        for saved in self.saved_parts:
+            if saved.covers(part):
+                return True
+        if self.parcel is not None or self.alias is None:
+            return False
+        self.saved_parts.append(part)
+        return True
 
     def let_go(self) -> None:
         """Drop the storage that was read back; the parcel still has the bytes."""

@@ -131,13 +131,16 @@ class Intake:
         storage = tensor.untyped_storage()
         source = self._source_of(tensor, storage)
         block = source.block() if source.block is not None else None
-        if block is None:
-            part = Part(tensor)
-            if part.nbytes * 4 < storage.nbytes():
+        part = Part(tensor) if block is None or _may_be_being_filled(tensor) else None
+        serves = block is not None and (part is None or block.serves(part))
+        if block is None or not serves:
+            assert part is not None
+            if block is not None or part.nbytes * 4 < storage.nbytes():
                 entry = self._pack_part(tensor, lane, modules, side, tier, source, part)
                 if entry is not None:
                     return entry
             block = Block(source, raw_alias(tensor), side)
+            block.saved_parts.append(part)
             source.block = weakref.ref(block)
             self._admit(block, tensor, lane, modules, tier)
         else:
@@ -266,6 +269,17 @@ def _is_parameter(tensor: Tensor) -> bool:
     """Whether ``tensor`` is a leaf that gets a gradient, a parameter frozen or not, or a view of one."""
     base = tensor._base
     return _gets_gradient(tensor) or (base is not None and _gets_gradient(base))
+
+
+def _may_be_being_filled(tensor: Tensor) -> bool:
+    """Whether parts of the storage may still be written unseen, while others have been saved.
+
+    What autograd made is complete. A buffer that a program made itself may be filled through ``.data``
+    between two saves of it (torchdiffeq's solvers do), which raises no version and is right in plain
+    PyTorch as long as nothing that was saved is touched.
+    """
+    base = tensor._base
+    return not (tensor if base is None else base).requires_grad
 
 
 def _gets_gradient(tensor: Tensor) -> bool:

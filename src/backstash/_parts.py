@@ -66,6 +66,17 @@ class Part:
         """Equal for two views of one storage that need the same elements."""
         return self.itemsize, self.first, self.sizes, self.strides
 
+    def covers(self, other: Part) -> bool:
+        """Whether every element that ``other`` needs is one of its own; a rare "no" that is wrong costs bytes."""
+        if self.key == other.key:
+            return True
+        first, last = self._span()
+        others_first, others_last = other._span()
+        return self.is_dense and first <= others_first and others_last <= last
+
+    def _span(self) -> tuple[int, int]:
+        return self.first * self.itemsize, (self.first + self.extent) * self.itemsize
+
     def copy(self, tensor: Tensor) -> Tensor:
         """The elements, dense, after ``residue`` others, in a storage of their own."""
         source = raw_alias(tensor).view(self.carrier)
