@@ -196,8 +196,8 @@ def enter_case(repeats: int) -> dict[str, Any]:
 
 
 def results(options: argparse.Namespace) -> dict[str, Any]:
-    models = ["gpt-tiny", "resnet-tiny"] if options.tiny else ["gpt", "resnet"]
-    repeats, rounds = (1, 2) if options.tiny else (3, 5)
+    models = {"gpt-tiny": 2, "resnet-tiny": 2} if options.tiny else {"gpt": 3, "resnet": 7}
+    repeats = 1 if options.tiny else 3
     torch.set_num_threads(1)
     flags = [*(["--tiny"] if options.tiny else [])]
     flags += ["--device", options.device] if options.device != "cpu" else []
@@ -208,7 +208,9 @@ def results(options: argparse.Namespace) -> dict[str, Any]:
         "machine": machine().as_dict(),
         "versions": versions() | {"torch": torch.__version__},
         "memory": {name: memory_case(name, options.device, repeats) for name in models},
-        "overhead": {name: overhead_case(name, options.device, rounds) for name in models},
+        "overhead": {
+            name: overhead_case(name, options.device, rounds) for name, rounds in models.items()
+        },
         "an operation": save_case(100 if options.tiny else 2000, 2 if options.tiny else 9),
         "entering": enter_case(2 if options.tiny else 9),
     }

@@ -1,11 +1,33 @@
-"""benchmarks/saved_report.py runs, small; the committed result keeps what the report promises."""
+"""benchmarks/saved_report.py runs, small; report and operating system agree, here and in what is committed."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+MEASURE = """
+import json, sys
+sys.path.insert(0, sys.argv[1])
+from saved_report import WORKLOADS, memory
+from backstash.cli._bench._workloads import _gpt
+WORKLOADS["check"] = lambda: _gpt(2, 128, 24, 256)
+print(json.dumps(memory("check", "cpu")))
+"""
+
+
+def test_a_forward_adds_what_the_report_says() -> None:
+    """Tensors are mapped one by one, so that what is resident is what is alive."""
+    command = [sys.executable, "-c", MEASURE, str(ROOT / "benchmarks")]
+    variables = os.environ | {"MALLOC_MMAP_THRESHOLD_": str(64 << 10)}
+    done = subprocess.run(
+        command, env=variables, capture_output=True, text=True, check=True, timeout=100
+    )
+    found = json.loads(done.stdout)
+    assert found["added_bytes"] > 100e6
+    assert abs(found["activation_bytes"] / found["added_bytes"] - 1) < 0.02
+    assert abs(found["added_under_report_bytes"] / found["added_bytes"] - 1) < 0.02
 
 
 def test_the_benchmark_runs_small(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ ZEROS = "zeros: a bitmap and the others would do"
 _FEW_ZEROS = 0.25  # below, a bitmap and the other values save too little
 LEAST_BYTES = 64 << 10
 """Smaller tensors are not looked at."""
-_SAMPLE = 2048
+_SAMPLE = 512
 _CHUNK = 1 << 20
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32)
@@ -69,8 +69,11 @@ def _floats(flat: Tensor, nbytes: int) -> tuple[str, int]:
     """By their bits, as integers: 0.0 and -0.0 are two values, and a NaN is one."""
     bits = flat.view(_BITS[flat.element_size()])
     count = bits.numel()
-    sample = bits[:: max(1, count // _SAMPLE)]
-    if _has_two_values(sample) and _has_two_values(bits):
+    sample = bits[:: max(1, count // _SAMPLE)].clone()
+    low, high = _ends(sample)
+    if low == high:  # the other value is rare, or there is none
+        low, high = _ends(bits)
+    if _has_only(sample, low, high) and _has_only(bits, low, high):
         return MASK, -(-count // 8) + 2 * flat.element_size()
     if _has_zeros(sample):
         nonzero = int(torch.count_nonzero(bits))
@@ -83,22 +86,32 @@ def _gaps(values: Tensor, nbytes: int) -> tuple[str, int] | None:
     if not values.is_floating_point():
         return None
     for dim, size in enumerate(values.shape):
-        values = values.narrow(dim, 0, min(size, 64)) if values.numel() > _SAMPLE else values
+        values = values.narrow(dim, 0, max(1, min(size, size * _SAMPLE // values.numel())))
     bits = values.flatten().view(_BITS[values.element_size()])
-    return None if _has_two_values(bits) or _has_zeros(bits) else ("", nbytes)
+    return None if _has_only(bits, *_ends(bits)) or _has_zeros(bits) else ("", nbytes)
 
 
 def _has_zeros(sample: Tensor) -> bool:
     return int(torch.count_nonzero(sample)) <= sample.numel() * (1 - _FEW_ZEROS)
 
 
-def _has_two_values(values: Tensor) -> bool:
+def _ends(values: Tensor) -> tuple[int, int]:
     low, high = torch.aminmax(values)
-    for at in range(0, values.numel(), _CHUNK):
-        part = values[at : at + _CHUNK]
-        if not bool(((part == low) | (part == high)).all()):
+    return int(low), int(high)
+
+
+def _has_only(values: Tensor, one: int, other: int) -> bool:
+    for part in values.split(_CHUNK):
+        count = _count(part, one) + (_count(part, other) if other != one else 0)
+        if count != part.numel():
             return False
     return True
+
+
+def _count(values: Tensor, value: int) -> int:
+    if value == 0:  # several times as fast, and nearly every mask has zeros
+        return values.numel() - int(torch.count_nonzero(values))
+    return int(torch.count_nonzero(values == value))
 
 
 def _flat(values: Tensor) -> Tensor | None:
