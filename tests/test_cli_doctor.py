@@ -71,7 +71,8 @@ def test_a_quarter_of_the_memory_that_is_left_may_stay_in_place() -> None:
     assert advise(facts(spare_bytes=GIB)).line == 'Stash(keep="256MiB", disk="/scratch")'
     assert advise(facts(spare_bytes=0)).line == 'Stash(keep="0", disk="/scratch")'
     assert advise(facts()).command == "backstash run --keep 2GiB --disk /scratch SCRIPT"
-    assert 'host="4GiB"' in advise(facts(accelerator="1 x cuda")).line
+    assert 'keep="auto", host="4GiB"' in advise(facts(accelerator="1 x cuda")).line
+    assert "--keep auto" in advise(facts(accelerator="1 x cuda")).command
     assert advise(facts()).remarks == ()
 
 

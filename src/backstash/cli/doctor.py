@@ -125,6 +125,8 @@ def advise(facts: dict[str, Any]) -> Advice:
     spare = facts["spare_bytes"]
     memory = available if spare is None else min(available, spare)
     keep = _round_size(memory // 4)
+    if facts["accelerator"]:
+        keep = "auto"
     arguments = [f'keep="{keep}"']
     if facts["accelerator"]:
         arguments.append(f'host="{_round_size(memory // 2)}"')

@@ -79,14 +79,14 @@ def _parser() -> Parser:
     add(
         "--keep",
         metavar="SIZE",
-        type=limit,
+        type=_or_auto,
         default=0,
-        help="bytes that may stay in place (default 0; or unlimited)",
+        help="bytes that may stay in place (default 0; or unlimited, or auto: half of what is free)",
     )
     add(
         "--host",
         metavar="SIZE",
-        type=_host,
+        type=_or_auto,
         default="auto",
         help="bytes of host memory for an accelerator's tensors (default auto)",
     )
@@ -131,7 +131,7 @@ def _parser() -> Parser:
     return parser
 
 
-def _host(text: str) -> int | str | None:
+def _or_auto(text: str) -> int | str | None:
     return text if text == "auto" else limit(text)
 
 
