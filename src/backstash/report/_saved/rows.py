@@ -152,13 +152,19 @@ def describe(save: Save) -> SavedTensorRow:
 def wasted(saves: Iterable[Save]) -> tuple[Waste, ...]:
     """What could be smaller, that with the most bytes to gain first."""
     found: dict[tuple[str, str], list[int]] = {}
+    paths: dict[tuple[str, str], set[str]] = {}
     for save in saves:
         for what, nbytes, could_be in _wastes(save):
-            counts = found.setdefault((what, pattern(save.module)), [0, 0, 0])
+            key = what, pattern(save.module)
+            paths.setdefault(key, set()).add(save.module)
+            counts = found.setdefault(key, [0, 0, 0])
             counts[0] += 1
             counts[1] += nbytes
             counts[2] += could_be
-    rows = [Waste(what, name, *counts) for (what, name), counts in found.items()]
+    rows = [
+        Waste(key[0], key[1] if len(paths[key]) > 1 else paths[key].pop(), *counts)
+        for key, counts in found.items()
+    ]
     return tuple(sorted(rows, key=lambda each: each.could_be_bytes - each.nbytes))
 
 
