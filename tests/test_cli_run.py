@@ -336,6 +336,7 @@ def test_report_is_a_page_of_the_run(tmp_path: Path) -> None:
     parts = {part["name"]: part["bytes"] for part in report["split"]["parts"]}
     assert parts["went down"] == found["stats"]["written_bytes"]
     assert "backstash: compared" in second.stderr and "plain.json" in second.stderr
+    assert "\x1b" not in second.stderr, "a live line, where there is no terminal"
 
 
 def test_what_a_report_cannot_know_it_says(tmp_path: Path) -> None:
