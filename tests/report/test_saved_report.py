@@ -375,6 +375,22 @@ def test_misuse_is_told() -> None:
     inner.__exit__()
 
 
+def test_the_graph_can_be_looked_at_meanwhile(disk_dir: Path) -> None:
+    x = torch.randn(300, 300, requires_grad=True)
+    with saved_report():
+        plain = x.exp()
+        with Stash(disk=disk_dir) as stash:
+            moved = x.exp()
+        stash.stats()
+    with saved_report(), saved_tensors_hooks(lambda t: "gone", lambda name: x):
+        foreign = x.exp()
+    for node, where in ((plain, "in place"), (moved, "disk"), (foreign, "hooks")):
+        (found,) = graph.saved(node.grad_fn)
+        assert (found.name, found.shape, found.nbytes) == ("result", (300, 300), x.nbytes)
+        assert (found.where, found.dtype) == (where, torch.float32)
+    (plain + moved).sum().backward()
+
+
 def test_it_is_left_on_the_thread_that_entered_it() -> None:
     x = torch.ones(3, requires_grad=True)
     caught = []
@@ -415,7 +431,9 @@ def test_modes_of_the_program_do_not_see_the_questions() -> None:
     class Relu(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x):  # type: ignore[no-untyped-def]
-            ctx.save_for_backward(x.relu())  # saved when forward has ended, outside any torch function
+            ctx.save_for_backward(
+                x.relu()
+            )  # saved when forward has ended, outside any torch function
             return x.relu()
 
     x = torch.randn(300, 300, requires_grad=True)
