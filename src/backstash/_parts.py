@@ -67,7 +67,7 @@ class Part:
         return self.itemsize, self.first, self.sizes, self.strides
 
     def covers(self, other: Part) -> bool:
-        """Whether every element that ``other`` needs is one of its own; a rare "no" that is wrong costs bytes."""
+        """Whether every element of ``other`` is one of its own; a rare "no" that is wrong costs bytes."""
         if self.key == other.key:
             return True
         first, last = self._span()
