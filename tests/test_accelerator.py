@@ -296,6 +296,41 @@ def test_a_room_is_not_used_again_while_it_is_read():
     stash.close()
 
 
+class SlowToEnd(TwinDevice):
+    """What is ordered sees its bytes, and the copy has still not ended for the host until ``over``."""
+
+    over = False
+
+    def up(self, source, after):
+        copy = super().up(source, after)
+        device = self
+
+        class Slow(type(copy)):
+            def ended(self):
+                return device.over and super().ended()
+
+        copy.__class__ = Slow
+        return copy
+
+
+def test_a_room_that_bytes_were_staged_in_waits_for_their_copy(tmp_path):
+    """Read from disk to a room, on its way to the device: nobody may write there before it has arrived."""
+    device = SlowToEnd(chance=1.0)
+    stash = stash_on(device, host=2 * BLOCK, disk=tmp_path, inflight=2 * BLOCK, prefetch=0)
+    x = leaf()
+    with stash:
+        outs = [torch.tanh(x * number) for number in range(1, 7)]
+    stash._workers.close()  # all are on disk, so both rooms may be had
+    for number in (1, 2):
+        assert torch.equal(outs[number - 1].grad_fn._saved_result, torch.tanh(x * number))
+    del outs
+    gc.collect()
+    assert stash.stats().host_bytes >= BLOCK
+    device.over = True
+    assert settled(stash, device).host_bytes == 0
+    stash.close()
+
+
 @pytest.mark.parametrize("chance", [0.0, 0.4])
 def test_shapes_may_change_and_the_pool_stays_inside_its_budget(chance):
     device = TwinDevice(chance=chance)

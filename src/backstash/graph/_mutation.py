@@ -170,7 +170,9 @@ class Guard:
 
 def is_guard(pair: Pair) -> bool:
     """Whether a pair is a guard, or stands in for one that was guarded."""
-    return isinstance(getattr(own_pack(pair), "__self__", None), Guard) or hasattr(pair.pack, "guard")
+    return isinstance(getattr(own_pack(pair), "__self__", None), Guard) or hasattr(
+        pair.pack, "guard"
+    )
 
 
 def _guard_current(table: WatchTable) -> None:
