@@ -221,12 +221,21 @@ def main() -> int:
     parser.add_argument("--tiny", action="store_true", help="seconds; the figures mean nothing")
     parser.add_argument("--out", type=Path, default=OUT, metavar="FILE", help="where the JSON goes")
     parser.add_argument("--device", default="cpu", help="where the models are (default cpu)")
+    parser.add_argument(
+        "--only", metavar="MODEL", help="its overhead again; the rest of FILE stays"
+    )
     parser.add_argument("--memory", metavar="MODEL", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.memory:
         print(json.dumps(memory(options.memory, options.device)))
         return 0
-    found = results(options)
+    if options.only:
+        torch.set_num_threads(1)
+        found = json.loads(options.out.read_text(encoding="utf-8"))
+        found["overhead"][options.only] = overhead_case(options.only, options.device, 7)
+        found["command"] += f", then the same with --only {options.only}"
+    else:
+        found = results(options)
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     print(json.dumps(found, indent=1))

@@ -46,7 +46,7 @@ class Calls:
 
     Args:
         model: its modules are called what ``named_modules()`` calls them; others by the module that runs them.
-        met: called with each module when it is first met running.
+        met: called with each module that is not the model's, when it is first met running.
         given: called with the tensors that an outermost call was given.
         found: where calls are counted.
     """
@@ -93,7 +93,7 @@ class Calls:
     ) -> tuple[str, nn.Module]:
         local = frame.f_locals
         module = local["self"]
-        if id(module) not in self._modules:
+        if id(module) not in self._names and id(module) not in self._modules:
             self._modules[id(module)] = module
             self._met(module)
         if above is None:

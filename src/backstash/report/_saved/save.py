@@ -120,7 +120,7 @@ class Save:
     def update(self) -> None:
         """Where it is now; where it was, if backward has freed it."""
         packed = self.held() if self.held is not None else None
-        if packed is not None:
+        if packed is not None and packed.storages:  # without any, no pair has it
             self.where = packed.where()
 
 

@@ -17,7 +17,7 @@ ZEROS = "zeros: a bitmap and the others would do"
 _FEW_ZEROS = 0.25  # below, a bitmap and the other values save too little
 LEAST_BYTES = 64 << 10
 """Smaller tensors are not looked at."""
-_SAMPLE = 512
+_SAMPLE = 128
 _CHUNK = 1 << 20
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32)
