@@ -297,7 +297,9 @@ def test_room_that_a_dead_block_s_write_still_takes_is_waited_for(tmp_path, monk
         for _ in range(2):
             assert store.begun.acquire(timeout=30)
         wait = stash._books.sides[0].down._wait
-        monkeypatch.setattr(stash._books.sides[0].down, "_wait", lambda w: (store.writes.set(), wait(w)))
+        monkeypatch.setattr(
+            stash._books.sides[0].down, "_wait", lambda w: (store.writes.set(), wait(w))
+        )
         loss = chain(x, 2)
     (gradient,) = torch.autograd.grad(loss, x)
     assert torch.equal(gradient, plain_gradient(x, 2))

@@ -64,7 +64,9 @@ def mapped(nbytes: int) -> torch.Tensor:
     try:
         mapping = _map(nbytes)
         if hasattr(mmap, "MADV_DONTFORK"):
-            mapping.madvise(mmap.MADV_DONTFORK)  # a device writes here: no child may share the pages
+            mapping.madvise(
+                mmap.MADV_DONTFORK
+            )  # a device writes here: no child may share the pages
         return torch.frombuffer(memoryview(mapping), dtype=torch.uint8)
     except OSError as error:
         raise MemoryError(f"no memory for {nbytes} bytes: {error}") from error

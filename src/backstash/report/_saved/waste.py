@@ -101,7 +101,7 @@ def _ends(values: Tensor) -> tuple[int, int]:
 
 
 def _has_only(values: Tensor, one: int, other: int) -> bool:
-    for part in values.split(_CHUNK):
+    for part in torch.split(values, _CHUNK):
         count = _count(part, one) + (_count(part, other) if other != one else 0)
         if count != part.numel():
             return False
