@@ -1,5 +1,6 @@
 """`backstash run`: a script is what it is under plain Python; the stash is around it."""
 
+import base64
 import json
 import os
 import re
@@ -337,6 +338,25 @@ def test_report_is_a_page_of_the_run(tmp_path: Path) -> None:
     assert parts["went down"] == found["stats"]["written_bytes"]
     assert "backstash: compared" in second.stderr and "plain.json" in second.stderr
     assert "\x1b" not in second.stderr, "a live line, where there is no terminal"
+    kind, _, picture = report["graph"].partition(",")
+    assert kind == "data:image/svg+xml;base64"
+    drawn = base64.b64decode(picture).decode()
+    assert "Linear" in drawn and "Tanh" in drawn, "the model was found, and its names"
+
+
+def test_the_first_backward_is_drawn_and_what_stood_in_is_gone(tmp_path: Path) -> None:
+    last = "assert torch.autograd.backward.__module__ == 'torch.autograd', torch.autograd.backward"
+    write(tmp_path / "train.py", f"{TRAIN}{last}\nraise SystemExit(7)")
+    page = tmp_path / "out.html"
+    done = under_stash(["train.py"], tmp_path, "--disk", ".", "--report", str(page))
+    assert done.returncode == 7, done.stderr
+    report = embedded(page)
+    assert "graph" in report and not any("no graph" in note for note in report["notes"])
+    write(tmp_path / "train.py", TRAIN.replace("loss.backward()", "pass").replace("x.grad", "x"))
+    under_stash(["train.py"], tmp_path, "--disk", ".", "--report", str(page))
+    report = embedded(page)
+    assert "graph" not in report
+    assert "no graph: torch.autograd.backward was not called" in report["notes"]
 
 
 def test_what_a_report_cannot_know_it_says(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ import torch
 from .. import Disk, Stash
 from ..report import StepMarks, Timeline, render_page, timeline
 from ._allocator import is_loaded
+from ._first_backward import FirstBackward
 from ._live import Live
 from ._machine import machine, versions
 from ._resident import resident_bytes, resident_peak_bytes
@@ -58,8 +59,10 @@ class Session:
         self._stash.__enter__()
         self._marks = StepMarks(then=self._stepped)
         self._line: Timeline | None = None
+        self._graph: FirstBackward | None = None
         if plan["report"] is not None:
             self._line = timeline(self._stash.record(limit=_RECORDED_EVENTS), steps=self._marks)
+            self._graph = FirstBackward()
         quiet = plan["quiet"] or not Live.suits()
         self._live = None if quiet else Live(self._stash, self._marks.moments)
 
@@ -79,6 +82,8 @@ class Session:
         self._marks.remove()
         if self._line is not None:
             self._line.remove()
+        if self._graph is not None:
+            self._graph.remove()
         self._stash.__exit__(None, None, None)
         stats = self._stash.stats()
         if stats.saves == 0:
@@ -104,6 +109,9 @@ class Session:
         line = self._line
         if line is not None:
             page = run_page(figures, line, self._plan["compare"])
+            if self._graph is not None:
+                page["graph"] = self._graph.svg
+                page["notes"] = [*page.get("notes", ()), *filter(None, [self._graph.note])]
             self._write("report", lambda: render_page(page))
 
     def _write(self, option: str, text: Callable[[], str]) -> None:
