@@ -179,6 +179,7 @@ class _SavesOfOneCall:
         else:
             pack: Any = functools.partial(self.pack)
             pack.__wrapped__ = own_pack(self.under)
+            pack.takes_its_own = True
             replace_current(Pair(pack, self.unpack))
         guard_new_pair()
 

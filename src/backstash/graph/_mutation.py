@@ -170,6 +170,8 @@ class Guard:
 
 def is_guard(pair: Pair) -> bool:
     """Whether a pair is a guard, or stands in for one that was guarded."""
+    if hasattr(pair.pack, "takes_its_own"):  # it hands on only some of the saves to what it wraps
+        return hasattr(pair.pack, "guard")
     return isinstance(getattr(own_pack(pair), "__self__", None), Guard) or hasattr(
         pair.pack, "guard"
     )
