@@ -25,7 +25,9 @@ def open_descriptors() -> dict[int, str]:
 
 
 def running_threads() -> set[threading.Thread]:
-    return {thread for thread in threading.enumerate() if thread.is_alive()}
+    """All but the one that tqdm, where some library brings it, starts for its progress bars."""
+    alive = (thread for thread in threading.enumerate() if thread.is_alive())
+    return {thread for thread in alive if thread.name != "tqdm_monitor"}
 
 
 def leftovers(descriptors: dict[int, str], threads: set[threading.Thread]) -> list[str]:

@@ -93,7 +93,7 @@ def test_nothing_is_unpacked_and_backward_is_as_ever(disk_dir: Path) -> None:
         return packed[0] if isinstance(packed, tuple) else torch.ones(N)
 
     x = torch.rand(N, requires_grad=True)
-    stash = Stash(disk=disk_dir, min_bytes=0)
+    stash = Stash(disk=disk_dir, min_bytes=0, inflight=0)
     pairs = (
         saved_tensors_hooks(lambda t: "elsewhere", unpack),
         torch.autograd.graph.saved_tensors_hooks(lambda t: None, unpack),
@@ -288,7 +288,7 @@ def test_subclasses_and_nested_tensors_are_drawn(disk_dir: Path) -> None:
 
     pair = TwoTensor(torch.ones(64), torch.ones(64)).requires_grad_()
     assert draw(pair.sin()).nodes[0].tensors[0].shape == ("64",)
-    with Stash(disk=disk_dir, min_bytes=0) as stash:
+    with Stash(disk=disk_dir, min_bytes=0, inflight=0) as stash:
         y = (pair * 1).sin()
     (sin,) = [node for node in draw(y).nodes if node.label == "Sin"]
     assert (sin.tensors[0].dtype, sin.tensors[0].nbytes) == ("TwoTensor", 512)

@@ -175,7 +175,7 @@ def test_budgets_are_for_each_device_and_go_where_a_stash_would() -> None:
 def test_under_a_stash_the_table_says_how_much_is_where(disk_dir: Path) -> None:
     model = nn.Sequential(*(nn.Tanh() for _ in range(4)))
     x = torch.randn(1 << 15, requires_grad=True)
-    with Stash(keep="128KiB", disk=disk_dir) as stash, saved_report() as saved:
+    with Stash(keep="128KiB", disk=disk_dir, inflight=0) as stash, saved_report() as saved:
         y = nn.Sequential(model)(x)
     stash.stats()
     (row,) = saved.by_module(1)
@@ -187,7 +187,7 @@ def test_under_a_stash_the_table_says_how_much_is_where(disk_dir: Path) -> None:
 
 def test_what_gets_a_gradient_stays(disk_dir: Path) -> None:
     x = torch.randn(300, 300, requires_grad=True)
-    with Stash(disk=disk_dir) as stash:
+    with Stash(disk=disk_dir, inflight=0) as stash:
         y = x * x[:200].repeat(2, 1)[:300]
     with saved_report() as saved:
         z = x * x[:200].repeat(2, 1)[:300]

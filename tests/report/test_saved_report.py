@@ -379,7 +379,7 @@ def test_the_graph_can_be_looked_at_meanwhile(disk_dir: Path) -> None:
     x = torch.randn(300, 300, requires_grad=True)
     with saved_report():
         plain = x.exp()
-        with Stash(disk=disk_dir) as stash:
+        with Stash(disk=disk_dir, inflight=0) as stash:
             moved = x.exp()
         stash.stats()
     with saved_report(), saved_tensors_hooks(lambda t: "gone", lambda name: x):
@@ -412,7 +412,7 @@ def test_it_is_left_on_the_thread_that_entered_it() -> None:
 
 def test_a_stash_inside_a_checkpoint_counts_once(disk_dir: Path) -> None:
     x = torch.randn(300, 300, requires_grad=True)
-    stash = Stash(disk=disk_dir)
+    stash = Stash(disk=disk_dir, inflight=0)
     inside = stash(lambda x: x.exp().sin())
     with saved_report() as saved:
         checkpointing.checkpoint(inside, x, use_reentrant=False).sum().backward()
