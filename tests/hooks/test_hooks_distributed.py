@@ -1,12 +1,11 @@
 """Two processes under DDP and under FSDP2, on gloo: see distributed_worker.py."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+
+from two_processes import run_two
 
 WORKER = Path(__file__).with_name("distributed_worker.py")
 
@@ -16,22 +15,4 @@ WORKER = Path(__file__).with_name("distributed_worker.py")
     reason="torch was built without gloo",
 )
 def test_ddp_and_fsdp2(tmp_path: Path) -> None:
-    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    workers = [
-        subprocess.Popen(
-            [sys.executable, str(WORKER), str(rank), str(tmp_path / "store")],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        outputs = [worker.communicate(timeout=100)[0] for worker in workers]
-    finally:
-        for worker in workers:
-            worker.kill()
-            worker.wait()
-    for worker, output in zip(workers, outputs, strict=True):
-        assert worker.returncode == 0, output
+    run_two(WORKER, tmp_path / "store")

@@ -1,0 +1,28 @@
+"""Runs a script as two processes that talk over gloo, and fails with what they printed."""
+
+import os
+import subprocess
+import sys
+
+
+def run_two(worker, *arguments):
+    """``python worker RANK ARGUMENT ...`` for ranks 0 and 1, each on one thread; both have to succeed."""
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    workers = [
+        subprocess.Popen(
+            [sys.executable, str(worker), str(rank), *map(str, arguments)],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        outputs = [worker.communicate(timeout=100)[0] for worker in workers]
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.wait()
+    for worker, output in zip(workers, outputs, strict=True):
+        assert worker.returncode == 0, output
