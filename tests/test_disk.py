@@ -1,5 +1,6 @@
 import ctypes
 import errno
+import fcntl
 import os
 import stat
 import subprocess
@@ -73,6 +74,13 @@ def test_refused_direct_io_falls_back_and_says_so(tmp_path, monkeypatch):
             raise OSError(errno.EINVAL, "no direct I/O here")
         return opened(path, flags, *rest, **named)
 
+    def refuse_direct_later(fd, command, value=0):
+        if command == fcntl.F_SETFL and value & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "no direct I/O here")
+        return changed(fd, command, value)
+
+    changed = fcntl.fcntl
+    monkeypatch.setattr(fcntl, "fcntl", refuse_direct_later)
     monkeypatch.setattr(os, "open", refuse_direct)
     check_store(lambda: Disk(tmp_path))
     disk = Disk(tmp_path)

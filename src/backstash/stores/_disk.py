@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import stat
 import threading
 import weakref
 import zlib
@@ -32,14 +33,16 @@ class Disk(Store):
 
     Args:
         directory: an existing, writable directory on a real disk. A directory in memory (tmpfs) works and
-            is noted, since bytes there still take memory.
+            is noted, since bytes there still take memory. A link works, unless another user
+            put it where everyone may write.
         max_bytes: the most bytes that the file may have; ``None``: what the file system gives.
         direct: bypass the page cache with direct I/O; where that is refused, ``notes`` says so.
         verify: keep a CRC-32 of everything written and compare it at each read.
         threads: how many transfers run at a time. One or two reach a disk's speed.
 
     Raises:
-        StashIOError: the directory is missing or not writable; the message names it.
+        StashIOError: the directory is missing or not writable, or another user's link in a directory
+            open to all; the message names it.
         SizeError: ``max_bytes`` is no size.
 
     >>> import tempfile
@@ -68,6 +71,7 @@ class Disk(Store):
         self._extents = Extents(unit_bytes=_UNIT_BYTES)
         self._allocated = 0
         self._pid = os.getpid()
+        _refuse_links_of_others(self.directory)
         try:
             self._file = UnnamedFile(self.directory, direct=direct)
         except OSError as error:
@@ -213,6 +217,29 @@ def _checksum(address: int, nbytes: int) -> int:
         part = min(_CHECKSUM_CALL_BYTES, nbytes - done)
         value = zlib.crc32((ctypes.c_char * part).from_address(address + done), value)
     return value
+
+
+def _refuse_links_of_others(directory: str) -> None:
+    """Raise if someone else put a symbolic link where everyone may: he chose where the bytes would lie.
+
+    Linux has the same rule for directories with the sticky bit (``protected_symlinks``).
+    """
+    path = Path(directory).absolute()
+    for link in (path, *path.parents):
+        try:
+            own, above = os.lstat(link), os.stat(link.parent)
+        except OSError:
+            return  # Opening it says what is wrong.
+        if (
+            stat.S_ISLNK(own.st_mode)
+            and above.st_mode & stat.S_IWOTH
+            and own.st_uid not in (os.geteuid(), above.st_uid)
+        ):
+            raise StashIOError(
+                errno.ELOOP,
+                f"disk {directory!r} is not used: {str(link)!r} is a symbolic link that another user "
+                f"(uid {own.st_uid}) put into a directory open to all; give the directory it leads to",
+            )
 
 
 def _memory_note(directory: str) -> str:

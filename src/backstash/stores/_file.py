@@ -142,12 +142,24 @@ def _create(directory: str, flags: int) -> int:
             # Not every file system has unnamed files; EISDIR and ENOENT are how old kernels say so.
             if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL):
                 raise
-    named, path = tempfile.mkstemp(prefix=".backstash-", dir=directory)
+    return _create_named(directory, flags)
+
+
+def _create_named(directory: str, flags: int) -> int:
+    """A file whose name is gone when this returns, and that is never opened by it a second time.
+
+    In a directory that others may write to, the name might by then be of something else.
+    """
+    import fcntl
+
+    fd, path = tempfile.mkstemp(prefix=".backstash-", dir=directory)
     try:
-        return os.open(path, flags, 0o600)
-    finally:
         os.unlink(path)
-        os.close(named)
+        fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | flags)
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
 
 
 def _load_sync_file_range() -> ctypes._CFuncPtr | None:  # type: ignore[name-defined]
