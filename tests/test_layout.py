@@ -27,11 +27,11 @@ LEVELS = (
 ISOLATED = {
     "stores": {"errors", "units"},
     "codecs": {"errors", "units"},
-    "hooks": {"errors", "units", "policy"},
-    "report": {"errors", "units", "policy", "_nodes", "_modules"},
+    "hooks": {"errors", "units", "policy", "_text"},
+    "report": {"errors", "units", "policy", "_nodes", "_modules", "_text"},
 }
 # What knows nothing of a stash, so that an isolated part may read graphs and call stacks by it.
-PURE = {"_nodes": {"errors"}, "_modules": set[str]()}
+PURE = {"_nodes": {"errors"}, "_modules": set[str](), "_text": set[str]()}
 PUBLIC_ONLY = ("cli", "integrations")
 
 NAMES = {

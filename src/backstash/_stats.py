@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from ._text import clean
 from .units import format_bytes
 
 __all__ = ["Left", "Stats"]
@@ -106,4 +107,4 @@ class Stats:
         for reason, left in sorted(self.left.items(), key=lambda item: -item[1].nbytes):
             lines.append(f"  left       {size(left.nbytes):>9} in {left.count} saves: {reason}")
         lines += [f"  note       {note}" for note in self.notes]
-        return "\n".join(lines)
+        return "\n".join(map(clean, lines))

@@ -30,6 +30,7 @@ from ._modules import module_that_has
 from ._scopes import Attachment, enter_scope, leave_scope
 from ._sides import Plan
 from ._stats import Left, Stats
+from ._text import clean
 from ._trim import Trimmer
 from ._workers import Workers
 from .errors import InplaceError, StashClosedError, UsageError
@@ -422,7 +423,10 @@ def _levels_of(stash: weakref.ref[Stash]) -> Levels:
 
 def _changed(shape: Any, dtype: torch.dtype, module: str, versions: str) -> InplaceError:
     node = torch._C._current_autograd_node()
-    where = module or "a module that is not known for tensors below min_bytes (min_bytes=0 tells)"
+    where = (
+        clean(module)
+        or "a module that is not known for tensors below min_bytes (min_bytes=0 tells)"
+    )
     return InplaceError(
         "one of the variables needed for gradient computation has been modified by an inplace operation: "
         f"the {str(dtype).removeprefix('torch.')} tensor of shape {tuple(shape)} that {where} saved"

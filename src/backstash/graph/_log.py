@@ -17,6 +17,7 @@ from .._nodes.handle import Handle
 from .._nodes.iterate import Outputs, iter_graph
 from .._nodes.labels import module_of
 from .._nodes.saved import SavedValue, saved
+from .._text import clean
 from ..stash import Stash
 
 __all__ = ["BackwardLog", "NodeRun", "log_backward"]
@@ -161,7 +162,7 @@ def _line(row: NodeRun) -> str:
     names = ", ".join(f"{value.name} {value.shape} {value.where}" for value in row.unpacked)
     norms = ", ".join("none" if norm is None else f"{norm:.3g}" for norm in row.norms)
     waited = f", waited {row.waited_seconds:.2g} s" if row.waited_seconds is not None else ""
-    return (
+    return clean(
         f"{row.node}{' of ' + row.module if row.module else ''}: gradients {list(row.gradients)}"
         f"{' norms ' + norms if norms else ''}; unpacked [{names}]; {row.seconds:.2g} s{waited}"
     )

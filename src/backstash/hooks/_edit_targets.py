@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from .._text import clean
 from ..errors import UsageError
 from ._errors import NoMatchError
 from ._names import Selector, near, select
@@ -87,4 +88,4 @@ def _nothing(model: Target, name: Selector, at: At | None) -> str:
 
 
 def _few(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
+    return ", ".join(map(clean, names[:3])) + (", …" if len(names) > 3 else "")

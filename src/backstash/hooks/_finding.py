@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from .._text import clean
 from ._stats import Stats
 
 __all__ = ["Finding", "Kind"]
@@ -65,4 +66,4 @@ class Finding:
             lines.append(f"  before it: {self.before}")
         if self.parameters:
             lines.append(f"  not finite either: its {', '.join(self.parameters)}")
-        return "\n".join(lines)
+        return "\n".join(map(clean, lines))

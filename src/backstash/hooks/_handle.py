@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from types import TracebackType
 from typing import TypeVar
 
+from .._text import clean
 from ..errors import UsageError
 from ._errors import HookWarning
 from ._registration import HookRecord, Registration
@@ -83,7 +84,7 @@ class Handle(ABC):
         return silent if self._each or len(silent) == len(self._registration.records) else []
 
     def _complaint(self, silent: list[HookRecord]) -> str:
-        names = list(dict.fromkeys(f"{r.path or '(model)'} ({r.kind})" for r in silent))
+        names = list(dict.fromkeys(clean(f"{r.path or '(model)'} ({r.kind})") for r in silent))
         more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
         return (
             f"{self._registration.owner}: never fired: {', '.join(names[:_SHOWN])}{more}. Was the model "

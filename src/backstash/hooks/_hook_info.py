@@ -7,6 +7,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
+from .._text import clean
 from ._registration import record_of
 
 __all__ = ["HookInfo", "Inventory"]
@@ -54,9 +55,8 @@ class HookInfo:
         )
         fired = "fired: unknown" if self.fired is None else f"fired: {self.fired}"
         place = self.path or "(model)"
-        return (
-            f"{place}: {self.kind}, {self.owner} ({self.where or self.function}), {since}, {fired}"
-        )
+        who = f"{self.owner} ({self.where or self.function})"
+        return clean(f"{place}: {self.kind}, {who}, {since}, {fired}")
 
 
 def _plain(function: Any) -> Any:

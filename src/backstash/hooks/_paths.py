@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from .._text import clean
+
 __all__ = ["Site", "join", "unwrap", "walk"]
 
 _WRAPPED_AS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
@@ -30,7 +32,7 @@ class Site:
     @property
     def label(self) -> str:
         """The path as messages print it."""
-        return self.path or "(model)"
+        return clean(self.path) or "(model)"
 
     @property
     def callable(self) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from .._text import clean
 from ._distributed import Reduction
 from ._stats import Stats
 
@@ -52,7 +53,7 @@ class GradientReport:
                 yield f"grad/{name or '(model)'}/{number}", float(getattr(stats, number))
 
     def __str__(self) -> str:
-        names = [name or "(model)" for name in self.rows]
+        names = [clean(name) or "(model)" for name in self.rows]
         width = max(map(len, [*names, "total"]))
         lines = [f"gradients of backward {self.step}, per {self.per}{_REDUCED[self.reduction]}"]
         for name, stats in [*zip(names, self.rows.values(), strict=True), ("total", self.total)]:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .._text import clean
 from ..errors import UsageError
 from ._distributed import is_ddp
 from ._handle import Handle
@@ -162,7 +163,7 @@ def _made(factory: Factory, parameter: torch.Tensor, path: str) -> torch.optim.O
     optimizer = factory([parameter])
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise UsageError(
-            f"optimizer_factory([{path}]) returned a {type(optimizer).__name__}; it must return a "
+            f"optimizer_factory([{clean(path)}]) returned a {type(optimizer).__name__}; it must return a "
             "torch.optim.Optimizer, such as lambda parameters: torch.optim.AdamW(parameters, lr=1e-3)"
         )
     return optimizer

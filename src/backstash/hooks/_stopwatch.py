@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .._text import clean
 from ._autograd import in_backward
 from ._describe import device_of, dtype_of, inputs_of, shapes_of
 from ._paths import Site
@@ -58,7 +59,7 @@ class ModuleCall:
 
     def __str__(self) -> str:
         again = "  (recomputed)" if self.recomputed else ""
-        return (
+        return clean(
             f"{'  ' * self.depth}{self.path or '(model)'} {self.kind}: {self.inputs} -> {self.output}  "
             f"{self.dtype} {self.device}  {self.seconds * 1e3:.2f} ms{again}"
         )

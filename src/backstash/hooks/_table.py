@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from .._text import clean
 from ..units import format_bytes
 
 __all__ = ["Summary", "SummaryRow"]
@@ -67,7 +68,7 @@ class Summary:
 
 
 def _cells(row: SummaryRow) -> tuple[str, ...]:
-    name = "  " * row.depth + (row.path.rpartition(".")[2] or "(model)")
+    name = "  " * row.depth + (clean(row.path.rpartition(".")[2]) or "(model)")
     times = f" x{row.calls}" if row.calls != 1 else ""
     saved = format_bytes(row.saved_bytes) if row.saved_bytes else ""
     count = f"{row.parameters:,}" if row.parameters else ""

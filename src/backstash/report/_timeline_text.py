@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from .._text import clean
 from ..units import format_bytes
 from ._lives import RECOMPUTED, UNKNOWN
 
@@ -67,4 +68,5 @@ def table(line: Timeline) -> str:
         )
     hidden = max(0, len(line.modules) - _LONGEST)
     lines += [f"  and {hidden} more modules"] if hidden else []
-    return "\n".join([*lines, *(f"  note: {note}" for note in line.notes)])
+    lines += [f"  note: {note}" for note in line.notes]
+    return "\n".join(map(clean, lines))

@@ -4,26 +4,18 @@ from __future__ import annotations
 
 import unicodedata
 
-__all__ = ["cells", "clean", "dot_quoted", "joined_shape", "shortened", "wrapped", "xml"]
+from ..._text import clean as whole
 
-_HIDDEN = {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}
+__all__ = ["cells", "clean", "dot_quoted", "joined_shape", "shortened", "wrapped", "xml"]
 
 
 def clean(text: str, most: int = 400) -> str:
-    r"""``text`` on one line: what has no glyph, ends a line or turns the direction is written as an escape.
+    r"""``text`` on one line, at most ``most`` of its characters, with nothing in it that is not seen.
 
     >>> clean("a\nb\u202ec")
     'a\\nb\\u202ec'
     """
-    if len(text) > most:
-        text = shortened(text, most)
-    if text.isascii() and text.isprintable():
-        return text
-    return "".join(_visible(c) if unicodedata.category(c) in _HIDDEN else c for c in text)
-
-
-def _visible(character: str) -> str:
-    return character.encode("unicode_escape").decode("ascii")
+    return whole(shortened(text, most))
 
 
 def shortened(text: str, most: int) -> str:

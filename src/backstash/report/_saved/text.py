@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ..._text import clean
 from ...units import format_bytes
 from .rows import Row, Waste
 
@@ -68,7 +69,7 @@ def shown_rows(report: SavedReport) -> tuple[tuple[Row, ...], str]:
 
 def _cells(row: Row) -> tuple[str, ...]:
     return (
-        row.name or _NO_MODULE,
+        clean(row.name) or _NO_MODULE,
         "" if row.calls is None else f"{row.calls:,}",
         format_bytes(row.saved_bytes),
         format_bytes(row.unique_bytes),
@@ -114,7 +115,7 @@ def _below(report: SavedReport, advice: bool) -> list[str]:
         lines += [f"  {each.code}", f"      {each.text}"] if each.code else [f"  {each.text}"]
     if report.notes:
         lines += ["", *(f"note: {note}" for note in report.notes)]
-    return lines
+    return list(map(clean, lines))
 
 
 def waste_lines(waste: tuple[Waste, ...]) -> list[str]:
@@ -123,7 +124,7 @@ def waste_lines(waste: tuple[Waste, ...]) -> list[str]:
         (
             f"{format_bytes(each.nbytes)} -> {format_bytes(each.could_be_bytes)}",
             each.what,
-            f"{each.tensors} in {each.name or _NO_MODULE}",
+            f"{each.tensors} in {clean(each.name) or _NO_MODULE}",
         )
         for each in waste[:_MOST_WASTES]
     ]

@@ -1,0 +1,24 @@
+"""Text that is safe to show: names are other people's, and may hold what a terminal obeys."""
+
+from __future__ import annotations
+
+import unicodedata
+
+__all__ = ["clean"]
+
+_HIDDEN = {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}
+
+
+def clean(text: str) -> str:
+    r"""``text`` on one line: what has no glyph, ends a line or turns the direction is written as an escape.
+
+    >>> clean("layer\x1b[2J\n\u202ebackstash: 0 B")
+    'layer\\x1b[2J\\n\\u202ebackstash: 0 B'
+    """
+    if text.isascii() and text.isprintable():
+        return text
+    return "".join(_visible(c) if unicodedata.category(c) in _HIDDEN else c for c in text)
+
+
+def _visible(character: str) -> str:
+    return character.encode("unicode_escape").decode("ascii")
