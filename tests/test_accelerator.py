@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from backstash import Action, Disk, StashFullError
+from backstash import Action, Disk, StashFullError, StashWarning
 from backstash.errors import InplaceError
 from backstash.testing import Failing, Gated, MemoryStore, TwinDevice, stash_on
 
@@ -649,3 +649,18 @@ def test_closing_waits_for_what_runs_and_unpins():
     stash.close()
     assert device.pinned_bytes == 0
     assert not device.downs
+
+
+def test_a_block_larger_than_host_memory_stays_and_the_others_go_on(tmp_path):
+    device = TwinDevice(chance=1.0)
+    stash = stash_on(device, host=4 * BLOCK, disk=tmp_path, inflight=0, min_bytes=1)
+    x, large = leaf(), leaf(side=3 * SIDE)  # 9 times a block
+    with pytest.warns(StashWarning, match=r"no room for 2.25 MiB.*raise host="), stash:
+        kept = (large * 1.5).exp()
+        loss = chain(x, steps=20)
+    stats = stash.stats()
+    assert stats.keep_bytes == 9 * BLOCK
+    assert stats.written_bytes >= 20 * BLOCK and stats.disk_bytes > 0
+    assert torch.equal(gradient(loss, x), expected(lambda x: chain(x, steps=20)))
+    del kept, loss
+    stash.close()

@@ -181,6 +181,37 @@ def test_room_that_comes_back_is_used_again(tmp_path):
     assert (stats.keep_bytes, stats.written_bytes) == (0, 6 * MIB)
 
 
+def test_a_block_that_finds_no_room_does_not_keep_smaller_ones_from_going(tmp_path):
+    stash = Stash(keep=0, disk=Disk(tmp_path, max_bytes="3MiB"), inflight=0)
+    small, large = leaf(1), leaf(4)
+    with pytest.warns(StashWarning, match="no room for 4.00 MiB"), stash:
+        kept = chain(large, 2)
+        loss = chain(small, 3)
+    stats = stash.stats()
+    assert (stats.keep_bytes, stats.disk_bytes) == (8 * MIB, 3 * MIB)
+    (gradient,) = torch.autograd.grad(loss, small)
+    assert torch.equal(gradient, plain_gradient(small, 3))
+    del kept, loss
+    stash.close()
+
+
+def test_what_found_no_room_goes_when_room_comes_back(tmp_path):
+    stash = Stash(keep=0, disk=Disk(tmp_path, max_bytes="4MiB"), inflight=0)
+    x = leaf(1)
+    with pytest.warns(StashWarning), stash:
+        first, second = chain(x, 4), chain(x, 2)
+    assert stash.stats().keep_bytes == 2 * MIB
+    (gradient,) = torch.autograd.grad(first, x)
+    assert torch.equal(gradient, plain_gradient(x, 4))
+    with stash:
+        third = chain(x, 1)
+    assert stash.stats().keep_bytes == 0
+    for loss, length in ((second, 2), (third, 1)):
+        (gradient,) = torch.autograd.grad(loss, x)
+        assert torch.equal(gradient, plain_gradient(x, length))
+    stash.close()
+
+
 def test_on_full_raise_raises_and_the_graph_so_far_is_whole(tmp_path):
     stash = Stash(disk=Disk(tmp_path, max_bytes="2MiB"), on_full="raise")
     x = leaf(1)

@@ -29,6 +29,7 @@ from ._events import Tape, profiled
 from ._host import HostParcel, HostTier
 from ._lanes import Lane
 from ._parcels import Parcel, Segment
+from ._queue import WeakQueue
 from ._streams import Copy
 from .errors import StashError, StashFullError, StashIOError, StashWarning
 from .stores import Slot, Store
@@ -90,10 +91,12 @@ class Down:
         self._keep = keep
         self._inflight = inflight
         self._raises = on_full == "raise"
-        self._kept: deque[weakref.ref[Block]] = deque()  # oldest first
+        self._kept = WeakQueue[Block](_is_kept)  # oldest first
         self._flights: deque[_Flight] = deque()  # oldest first
         self._open: weakref.ref[Segment] | None = None  # being filled; dies with its blocks
-        self._full_at: int | None = None  # bytes used when the store last had no room
+        self._stuck = WeakQueue[Block](_is_kept)  # there was no room for them; oldest first
+        # Bytes used when the store last had no room, and the size of the smallest block that it refused.
+        self._full_at: tuple[int, int] | None = None
         self._broken: Callable[[], StashError] | None = (
             None  # after a failed write nothing more goes
         )
@@ -121,7 +124,7 @@ class Down:
 
     def queue(self, block: Block) -> None:
         """It may go when the budget next asks."""
-        self._kept.append(weakref.ref(block))
+        self._kept.append(block)
 
     def apply(self, lane: Lane, block: Block, at_once: bool) -> None:
         """Bring the budgets in order for a block that is complete."""
@@ -138,18 +141,17 @@ class Down:
             return
         most = self._keep if self._host is None else max(0, self._keep - self._inflight)
         while self.keep_bytes > most and self._kept:
-            block = self._kept.popleft()()
-            if block is None or not block.kept:
+            block = self._kept.popleft()
+            if block is None:
                 continue
             if not lane.may_land(block.lane) and not self._may_leave_unseen(block):
                 # Only its own thread may judge a copy of it, and that one may be waiting for us:
                 # move ours instead.
-                self._kept.appendleft(weakref.ref(block))
+                self._kept.appendleft(block)
                 if not newest.kept or not self._send(newest, lane):
                     return
             elif not self._send(block, lane):
-                self._kept.appendleft(weakref.ref(block))
-                return
+                self._stuck.append(block)  # a smaller one may find room
 
     def _may_leave_unseen(self, block: Block) -> bool:
         """Whether another thread's block may go: it is written, not copied, and need not be waited for."""
@@ -161,7 +163,7 @@ class Down:
     def _send(self, block: Block, lane: Lane) -> bool:
         """Move ``block`` down; whether it left. Raises ``StashFullError`` if the caller wants it."""
         store = self._store
-        if store is None or self._refuses(store):
+        if store is None or self._refuses(store, block.nbytes):
             return False
         if block.source.changed:
             self.lose(block)
@@ -178,19 +180,28 @@ class Down:
                 self._make_room(block.nbytes, lane)
                 self._take_off(block, self._begin(store, block), lane)
         except StashFullError as error:
-            self._full_at = store.used_bytes
+            self._full_at = store.used_bytes, block.nbytes
             self._tell(error)
             return False
         if self._host is None:
             self.disk_peak_bytes = max(self.disk_peak_bytes, store.used_bytes)
         return True
 
-    def _refuses(self, store: Store | HostTier) -> bool:
+    def _refuses(self, store: Store | HostTier, nbytes: int) -> bool:
         if self._broken is not None:
             if self._raises:
                 raise self._broken()
             return True
-        return self._full_at is not None and store.used_bytes >= self._full_at and not self._raises
+        if self._full_at is None:
+            return False
+        used_bytes, least = self._full_at
+        if (
+            store.used_bytes < used_bytes
+        ):  # room came back, for those who were told there was none too
+            self._full_at = None
+            self._kept.take_before(self._stuck)
+            return False
+        return nbytes >= least and not self._raises
 
     def _tell(self, error: StashError) -> None:
         if self._raises:
@@ -427,6 +438,10 @@ class Down:
         self._broken = lambda: kind(number, f"{text}; nothing more is sent there")
         if not self._raises:
             self._tell(self._broken())
+
+
+def _is_kept(block: Block) -> int:
+    return block.kept
 
 
 def _judged_by(lane: Lane, flight: _Flight) -> bool:

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from ._blocks import Block
 from ._events import profiled
+from ._queue import WeakQueue
 from ._streams import Copy, Device
 from .errors import StashFullError, StashIOError
 from .stores import Slot, Store
@@ -215,9 +216,9 @@ class HostTier:
         self.lock = lock
         self._submit = submit
         self._early = early
-        self._held: deque[weakref.ref[HostParcel]] = deque()  # oldest first; in a room only
+        self._held = WeakQueue[HostParcel](_is_in_a_room_only)  # oldest first
         self._spilling: deque[weakref.ref[HostParcel]] = deque()  # being written to disk
-        self._spilled: deque[weakref.ref[HostParcel]] = deque()  # in both: the room may go
+        self._spilled = WeakQueue[HostParcel](_has_a_room)  # in both: the room may go
         self._buried: deque[Remains] = deque()
         self._coming: deque[weakref.ref[HostReading]] = deque()  # from disk, ahead of need
         self._disk_refuses = ""
@@ -252,7 +253,7 @@ class HostTier:
             raise
         parcel = HostParcel(self, room, copy)
         if not (block.goes_on and self._spill(parcel)):
-            self._held.append(weakref.ref(parcel))
+            self._held.append(parcel)
             self._spill_early()
         return parcel
 
@@ -315,6 +316,8 @@ class HostTier:
         self.pool.trim()
 
     def _room(self, nbytes: int) -> Room:
+        if not self.pool.could_hold(nbytes):  # not even if all others went
+            raise self._full(nbytes)
         while True:
             room = self._idle_room(nbytes)
             if room is not None:
@@ -370,19 +373,19 @@ class HostTier:
         failure = parcel.spilling.exception()
         parcel.spilling = None
         if failure is None:
-            self._spilled.append(weakref.ref(parcel))
+            self._spilled.append(parcel)
             return
         self._disk_refuses = f", and the disk failed: {failure}"
         self._disk_has_failed = True
         self._bytes_on_the_way_out -= parcel.nbytes
         self.disk.release(parcel.slot)
         parcel.slot = None
-        self._held.appendleft(weakref.ref(parcel))
+        self._held.appendleft(parcel)
 
     def _evict(self) -> bool:
         """Take the room of the oldest parcel that is on disk too."""
         while self._spilled:
-            parcel = self._spilled.popleft()()
+            parcel = self._spilled.popleft()
             if parcel is None or parcel.room is None:
                 continue
             room, parcel.room = parcel.room, None
@@ -423,11 +426,11 @@ class HostTier:
     def _spill_oldest(self) -> bool:
         """Begin to write the oldest parcel that is in host memory alone."""
         while self._held:
-            parcel = self._held.popleft()()
+            parcel = self._held.popleft()
             if parcel is not None:
                 if self._spill(parcel):
                     return True
-                self._held.appendleft(weakref.ref(parcel))
+                self._held.appendleft(parcel)
                 return False
         return False
 
@@ -446,6 +449,14 @@ class HostTier:
         self._bytes_on_the_way_out += parcel.nbytes
         self._spilling.append(weakref.ref(parcel))
         return True
+
+
+def _is_in_a_room_only(parcel: HostParcel) -> bool:
+    return parcel.slot is None
+
+
+def _has_a_room(parcel: HostParcel) -> bool:
+    return parcel.room is not None
 
 
 def _bytes_of(alias: Tensor) -> Tensor:

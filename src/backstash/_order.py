@@ -3,59 +3,110 @@
 The blocks saved between two backwards form a *round*. The first time, the guess is the reverse of the
 saves, which is how autograd's engine mostly goes. Each round also records the order in which its blocks
 were really used; the next round with as many blocks is expected to go the same way.
+
+A round may have a million blocks, so all that is kept of each is a few integers without an object.
 """
 
 from __future__ import annotations
 
 import weakref
+from array import array
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
 from ._blocks import Block
 
 __all__ = ["Order", "Round"]
 
 _REMEMBERED_ROUNDS = 8
+_REMEMBERED_BLOCKS = 1 << 20  # of all remembered rounds; the last one is remembered however large
 _STEPS_LOOKED_AHEAD = 64
+_LEAST_BLOCKS = 1024  # in a round, below which dead ones are not looked for
+
+
+@dataclass(frozen=True, slots=True)
+class _Lesson:
+    """The order in which a round's blocks were used."""
+
+    order: array[int]
+    """Indices, in order of first use."""
+    place: array[int]
+    """Where in ``order`` each index is, or -1."""
+
+    def after(self, index: int) -> Iterable[int] | None:
+        """What followed ``index``; ``None`` when it was not used."""
+        start = self.place[index] + 1 if index < len(self.place) else 0
+        return self.order[start : start + _STEPS_LOOKED_AHEAD] if start else None
 
 
 class Round:
     """The blocks of one forward, and the order in which they were first used."""
 
-    __slots__ = ("__weakref__", "blocks", "previous", "taught", "used", "wanted")
+    __slots__ = ("__weakref__", "blocks", "previous", "seen", "sweep_at", "taught", "used")
 
     def __init__(self, previous: Round | None) -> None:
         self.blocks: list[weakref.ref[Block]] = []
         self.previous = weakref.ref(previous) if previous is not None else None
-        self.used: dict[int, None] = {}  # indices, in order of first use
-        self.wanted = False  # whether backward has begun on it
-        self.taught: tuple[list[int], dict[int, int]] | None = None
+        self.sweep_at = _LEAST_BLOCKS
+        self.used = array("q")  # indices, in order of first use
+        self.seen = bytearray()  # which those are, once backward has begun on it
+        self.taught: _Lesson | None = None
+
+    @property
+    def wanted(self) -> bool:
+        """Whether backward has begun on it: then no block is added any more."""
+        return bool(self.seen)
+
+    def add(self, block: Block) -> None:
+        """A new block, the youngest."""
+        if len(self.blocks) >= self.sweep_at:
+            self._forget_dead()
+        block.round = self
+        block.index = len(self.blocks)
+        self.blocks.append(weakref.ref(block))
+
+    def _forget_dead(self) -> None:
+        """Number the living anew: without a backward a round never ends, whatever dies meanwhile."""
+        # Set aside first: a finalizer that the collector runs meanwhile may add.
+        blocks, self.blocks = self.blocks, []
+        alive = [block for ref in blocks if (block := ref()) is not None]
+        for index, block in enumerate(alive):
+            block.index = index
+        self.blocks = [*map(weakref.ref, alive), *self.blocks]
+        self.sweep_at = max(_LEAST_BLOCKS, 2 * len(alive))
+
+    def use(self, index: int) -> None:
+        """Backward wants the block at ``index``."""
+        self.seen.extend(bytes(len(self.blocks) - len(self.seen)))
+        if not self.seen[index]:
+            self.seen[index] = True
+            self.used.append(index)
+
+    def lesson(self) -> _Lesson:
+        """The order so far."""
+        place = array("q", [-1]) * len(self.blocks)
+        for at, index in enumerate(self.used):
+            place[index] = at
+        return _Lesson(self.used[:], place)
 
     def successors(self, index: int) -> Iterator[Block]:
         """Blocks expected after the one at ``index``, nearest first; dead ones are passed over."""
-        yield from self._alive(self._indices_after(index))
+        following = self.taught.after(index) if self.taught is not None else None
+        yield from self._alive(_before(index) if following is None else following)
         earlier = self.previous() if self.previous is not None else None
         if earlier is not None:
-            yield from self._alive_of(earlier)
+            yield from earlier._alive(_before(len(earlier.blocks)))
 
-    def _indices_after(self, index: int) -> Iterator[int]:
-        if self.taught is not None:
-            order, place = self.taught
-            if index in place:
-                start = place[index] + 1
-                return iter(order[start : start + _STEPS_LOOKED_AHEAD])
-        return iter(range(index - 1, max(-1, index - 1 - _STEPS_LOOKED_AHEAD), -1))
-
-    def _alive(self, indices: Iterator[int]) -> Iterator[Block]:
+    def _alive(self, indices: Iterable[int]) -> Iterator[Block]:
         for index in indices:
             block = self.blocks[index]()
             if block is not None:
                 yield block
 
-    @staticmethod
-    def _alive_of(other: Round) -> Iterator[Block]:
-        count = len(other.blocks)
-        return other._alive(iter(range(count - 1, max(-1, count - 1 - _STEPS_LOOKED_AHEAD), -1)))
+
+def _before(index: int) -> Iterable[int]:
+    return range(index - 1, max(-1, index - 1 - _STEPS_LOOKED_AHEAD), -1)
 
 
 class Order:
@@ -64,7 +115,7 @@ class Order:
     def __init__(self) -> None:
         self._current = Round(None)
         self._blocks = 0  # so far
-        self._taught: OrderedDict[int, tuple[list[int], dict[int, int]]] = OrderedDict()
+        self._taught: OrderedDict[int, _Lesson] = OrderedDict()
 
     def add(self, block: Block) -> None:
         """A new block; the first one after a backward begins a new round."""
@@ -73,21 +124,20 @@ class Order:
             self._current = Round(self._current)
         block.serial = self._blocks
         self._blocks += 1
-        block.round = self._current
-        block.index = len(self._current.blocks)
-        self._current.blocks.append(weakref.ref(block))
+        self._current.add(block)
 
     def use(self, block: Block) -> None:
         """Backward wants ``block``."""
         in_round = block.round
         if not in_round.wanted:
-            in_round.wanted = True
             in_round.taught = self._taught.get(len(in_round.blocks))
-        in_round.used.setdefault(block.index)
+        in_round.use(block.index)
 
     def _conclude(self, finished: Round) -> None:
-        order = list(finished.used)
-        self._taught[len(finished.blocks)] = order, {index: at for at, index in enumerate(order)}
-        self._taught.move_to_end(len(finished.blocks))
-        while len(self._taught) > _REMEMBERED_ROUNDS:
-            self._taught.popitem(last=False)
+        taught = self._taught
+        taught[len(finished.blocks)] = finished.lesson()
+        taught.move_to_end(len(finished.blocks))
+        while len(taught) > 1 and (
+            len(taught) > _REMEMBERED_ROUNDS or sum(taught) > _REMEMBERED_BLOCKS
+        ):
+            taught.popitem(last=False)

@@ -12,7 +12,6 @@ import ctypes
 import functools
 import time
 import weakref
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeAlias
@@ -25,6 +24,7 @@ from ._entry import Entry
 from ._events import Tape, profiled
 from ._host import HostParcel, HostReading, HostTier
 from ._parcels import Parcel, Reading, Segment
+from ._queue import WeakQueue
 from .stores._memory import Pool
 
 __all__ = ["PoolSource", "Up"]
@@ -52,7 +52,7 @@ class Up:
         self._freed = freed
         self._tape = tape
         self._prefetch = prefetch
-        self._window: deque[weakref.ref[Any]] = deque()  # oldest first
+        self._window = WeakQueue[Any](_is_held)  # oldest first
         self._beyond: weakref.ref[Any] | None = None  # the one parcel that may exceed the window
         self.ahead_bytes = self.ahead_peak_bytes = 0
         self.read_bytes = 0
@@ -135,7 +135,7 @@ class Up:
     def _hold(self, holder: AnyParcel | Block) -> None:
         holder.held = holder.nbytes
         self.ahead_bytes += holder.held
-        self._window.append(weakref.ref(holder))
+        self._window.append(holder)
 
     def _drop(self, holder: AnyParcel | Block) -> None:
         holder.let_go()
@@ -247,25 +247,27 @@ class Up:
         window, stay = self._window, []
         beyond = self._beyond() if self._beyond is not None and to_bytes else None
         while len(window) > 1 and self.ahead_bytes > to_bytes:
-            ref = window.popleft()
-            holder = ref()
-            if holder is None or not holder.held:
+            holder = window.popleft()
+            if holder is None:
                 continue
             if holder is using or holder is beyond:
-                stay.append(ref)
+                stay.append(holder)
             else:
                 self._drop(holder)
-        window.extendleft(reversed(stay))
-        while window and ((first := window[0]()) is None or not first.held):
-            window.popleft()
+        for holder in reversed(stay):
+            window.appendleft(holder)
 
     def forked(self, lock: Any) -> None:
         """In a forked process: let go of what is held, since reads that had begun never end."""
         self._lock = lock
         while self._window:
-            holder = self._window.popleft()()
+            holder = self._window.popleft()
             if holder is not None:
                 self._drop(holder)
+
+
+def _is_held(holder: AnyParcel | Block) -> int:
+    return holder.held
 
 
 def _named(block: Block) -> tuple[int, str]:

@@ -74,6 +74,10 @@ class HostPool:
         self.used_bytes = 0
         self.note = ""
 
+    def could_hold(self, nbytes: int) -> bool:
+        """Whether ``nbytes`` are no more than the budget."""
+        return self.budget is None or _pages(nbytes) <= self.budget
+
     def take(self, nbytes: int) -> Room | None:
         """A room for ``nbytes``, or ``None`` where the budget or the system has none."""
         for slab in self._slabs:
