@@ -1,165 +1,129 @@
 #!/usr/bin/env python
-"""Every operator that PyTorch can differentiate, under a stash on disk and without: the bits must agree.
+"""Every operator that PyTorch can differentiate, with a stash and without: the bits must agree.
 
-    scripts/soak_operators.py                          # all dtypes, all samples, first and second gradients
+    scripts/soak_operators.py                          # all lists, dtypes, samples and mixes of tiers
     scripts/soak_operators.py --only 'linalg|nn.functional' --dtypes float64 --first-sample
+    scripts/soak_operators.py --lists foreach nested --mixes disk
 
-The operators and their sample inputs are torch's own (``torch.testing._internal``). Each sample's inputs
-are made to be results of another operation, since leaves stay where they are. An operator whose plain run
-does not repeat to the bit, or does not run, says nothing and is counted as such.
+The operators and their sample inputs, views and broadcasts among them, are torch's own
+(``torch.testing._internal``): its ``op_db``, the same in place, on sparse and on nested tensors, the
+``_foreach`` functions, all modules of ``torch.nn``, custom functions and operators. Each sample's inputs are
+made to be results of another operation, since leaves stay where they are. First and second gradients are
+compared. A sample whose plain run does not repeat to the bit, or does not run, says nothing and is counted as
+such. See ``tests/operators.py`` for the mixes.
 """
 
 from __future__ import annotations
 
 import argparse
+import multiprocessing
+import os
 import re
 import sys
 import tempfile
 import time
 import warnings
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import nullcontext
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor
-from torch.testing._internal.common_methods_invocations import op_db
-from torch.testing._internal.opinfo.core import OpInfo, SampleInput
-from torch.utils._pytree import tree_flatten, tree_map
-
-from backstash import Disk, Stash
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
-from oracle import same_bits
+from operators import LISTS, MIXES, Stashes, difference
 
-ATTEMPTS = 5
-DTYPES = (
-    torch.float32,
-    torch.float64,
-    torch.complex64,
-    torch.complex128,
-    torch.bfloat16,
-    torch.float16,
-)
+DTYPES = ("float32", "float64", "complex64", "complex128", "bfloat16", "float16")
 
 
-def operators(pattern: str = "") -> list[OpInfo]:
-    """Those that can be differentiated on the CPU and match ``pattern``."""
-    return [op for op in op_db if op.supports_autograd and re.search(pattern, op.full_name)]
+def examine(work: tuple[str, int, argparse.Namespace]) -> tuple[Counter[str], list[str]]:
+    """One operator in every dtype, sample, order and mix: what came of each, and what went wrong."""
+    kind, index, args = work
+    counts: Counter[str] = Counter()
+    wrong: list[str] = []
+    stashes = _stashes(args.directory)
+    operator = LISTS[kind]()[index]
+    for name in args.dtypes:
+        cases = operator.cases(getattr(torch, name))
+        for number, case in enumerate(islice(cases, 1 if args.first_sample else None)):
+            for second in (False, True)[: 1 + (operator.second and not args.no_second)]:
+                found = difference(case, stashes, args.mixes, second=second)
+                for mix, text in found.items():
+                    result = text.split()[0] if text else "equal"
+                    counts[f"{kind}: {mix}: {result}"] += 1
+                    if result in ("differs", "raises"):
+                        order = "second" if second else "first"
+                        wrong.append(
+                            f"{operator.name} {name} sample {number} {order}, {mix}: {text}"
+                        )
+    return counts, wrong
 
 
-def samples(op: OpInfo, dtype: torch.dtype) -> Iterator[SampleInput]:
-    """torch's own sample inputs; the same ones at each call."""
-    torch.manual_seed(0)
-    yield from op.sample_inputs("cpu", dtype, requires_grad=True)
+_OF_THIS_PROCESS: list[Stashes] = []
 
 
-def gradients(op: OpInfo, sample: SampleInput, stash: Stash | None, *, second: bool) -> list[Any]:
-    """The outputs and the first (and second) gradients of one sample."""
-    leaves: list[Tensor] = []
-
-    def fresh(value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        copy = value.detach().clone()
-        if not value.requires_grad:
-            return copy
-        leaves.append(copy.requires_grad_())
-        return copy.clone()  # a result, not a leaf
-
-    value, args, kwargs = tree_map(fresh, (sample.input, sample.args, sample.kwargs))
-    torch.manual_seed(1)
-    with stash or nullcontext():
-        result = sample.output_process_fn_grad(op(value, *args, **kwargs))
-        outputs = [out for out in tree_flatten(result)[0] if isinstance(out, Tensor)]
-        first = _grad([out for out in outputs if out.requires_grad], leaves, create_graph=second)
-        results = outputs + first
-        if second:
-            results += _grad([g for g in first if g is not None and g.requires_grad], leaves)
-    return [None if each is None else each.detach() for each in results]
-
-
-def _grad(outputs: list[Tensor], leaves: list[Tensor], **options: Any) -> list[Tensor | None]:
-    if not outputs or not leaves:
-        return []
-    weights = [torch.linspace(0.5, 1.5, out.numel()).reshape(out.shape).to(out) for out in outputs]
-    return list(torch.autograd.grad(outputs, leaves, weights, allow_unused=True, **options))
-
-
-def difference(op: OpInfo, sample: SampleInput, stash: Stash, *, second: bool) -> str:
-    """What the stash changes: ``""`` for nothing, else it starts with "plain", "differs" or "raises"."""
-    found = ""
-    for _ in range(ATTEMPTS):  # some routines of LAPACK depend on where their memory happens to lie
-        found = _difference(op, sample, stash, second=second)
-        if not found.startswith("differs"):
-            break
-    return found
-
-
-def _difference(op: OpInfo, sample: SampleInput, stash: Stash, *, second: bool) -> str:
-    try:
-        want = gradients(op, sample, None, second=second)
-        again = gradients(op, sample, None, second=second)
-    except Exception as error:
-        return f"plain raises {error!r:.80}"
-    if not all(same_bits(*pair) for pair in zip(want, again, strict=True)):
-        return "plain does not repeat"
-    try:
-        got = gradients(op, sample, stash, second=second)
-    except Exception as error:
-        return f"raises {error!r:.400}"
-    pairs = enumerate(zip(got, want, strict=True))
-    wrong = [number for number, pair in pairs if not same_bits(*pair)]
-    return f"differs in {wrong} of {len(want)}" if wrong else ""
+def _stashes(directory: str) -> Stashes:
+    if not _OF_THIS_PROCESS:
+        warnings.simplefilter("ignore")
+        torch.set_num_threads(1)
+        _OF_THIS_PROCESS.append(Stashes(directory))
+    return _OF_THIS_PROCESS[0]
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--only", default="", metavar="REGEX", help="operators to run (default: all)"
-    )
-    parser.add_argument("--dtypes", nargs="+", default=[str(d).split(".")[1] for d in DTYPES])
-    parser.add_argument("--first-sample", action="store_true", help="one sample an operator")
-    parser.add_argument("--no-second", action="store_true", help="first gradients only")
-    parser.add_argument("--directory", help="where the disk tier lies (default: a temporary one)")
+    add = parser.add_argument
+    add("--only", default="", metavar="REGEX", help="operators to run (default: all)")
+    add("--lists", nargs="+", default=list(LISTS), choices=list(LISTS))
+    add("--mixes", nargs="+", default=list(MIXES), choices=list(MIXES))
+    add("--dtypes", nargs="+", default=list(DTYPES))
+    add("--first-sample", action="store_true", help="one sample an operator")
+    add("--no-second", action="store_true", help="first gradients only")
+    add("--jobs", type=int, default=os.cpu_count(), help="processes at a time (default: all cores)")
+    add("--directory", help="where the disk tier lies (default: a temporary one)")
     args = parser.parse_args(argv)
     warnings.simplefilter("ignore")
-    counts: Counter[str] = Counter()
-    wrong: list[str] = []
     began = time.monotonic()
-    with tempfile.TemporaryDirectory(dir=args.directory) as directory:
-        store = Disk(directory)
-        stash = Stash(disk=store, min_bytes=0, inflight=0)
-        chosen = operators(args.only)
-        for number, op in enumerate(chosen, 1):
-            for dtype in [getattr(torch, name) for name in args.dtypes]:
-                if dtype not in op.supported_backward_dtypes("cpu"):
-                    continue
-                for index, sample in enumerate(
-                    islice(samples(op, dtype), 1 if args.first_sample else None)
-                ):
-                    for second in (False,) if args.no_second else (False, op.supports_gradgrad):
-                        found = difference(op, sample, stash, second=second)
-                        kind = found.split()[0] if found else "equal"
-                        counts[kind] += 1
-                        if kind in ("differs", "raises"):
-                            order = "second" if second else "first"
-                            wrong.append(f"{op.full_name} {dtype} sample {index} {order}: {found}")
-                            print(wrong[-1], flush=True)
-                        if not op.supports_gradgrad:
-                            break
-            if sys.stderr.isatty():
-                print(f"\r{number}/{len(chosen)} {op.full_name:60.60}", end="", file=sys.stderr)
-        stats = stash.stats()
-        stash.close()
-        store.close()
-    print(f"{len(chosen)} operators, {time.monotonic() - began:.0f} s: {dict(counts)}")
-    print(stats)
-    return 1 if wrong else 0
+    total: Counter[str] = Counter()
+    failed = 0
+    with tempfile.TemporaryDirectory(dir=args.directory) as args.directory:
+        work = [
+            (kind, index, args)
+            for kind in args.lists
+            for index, operator in enumerate(LISTS[kind]())
+            if re.search(args.only, operator.name)
+        ]
+        with multiprocessing.get_context("fork").Pool(args.jobs) as pool:
+            for number, (counts, wrong) in enumerate(pool.imap_unordered(examine, work), 1):
+                total += counts
+                failed += len(wrong)
+                for text in wrong:
+                    print(text, flush=True)
+                if sys.stderr.isatty():
+                    print(f"\r{number}/{len(work)}", end="", file=sys.stderr)
+    _print_counts(total, Counter(kind for kind, _, _ in work))
+    cases = sum(count for name, count in total.items() if not name.endswith("plain"))
+    seconds = time.monotonic() - began
+    print(f"{len(work)} operators, {cases} comparisons, {failed} different in {seconds:.0f} s")
+    return 1 if failed else 0
+
+
+def _print_counts(total: Counter[str], operators: Counter[str]) -> None:
+    for kind, count in operators.items():
+        silent = max(
+            (n for name, n in total.items() if re.match(f"{kind}: .*: plain", name)), default=0
+        )
+        print(
+            f"{kind}: {count} operators; {silent} samples say nothing (plain does not run or repeat)"
+        )
+        rows: dict[str, list[str]] = {}
+        for name, n in total.items():
+            list_name, mix, result = name.split(": ")
+            if list_name == kind and result != "plain":
+                rows.setdefault(mix, []).append(f"{n} {result}")
+        for mix in MIXES:
+            if mix in rows:
+                print(f"  {mix:16} {', '.join(rows[mix])}")
 
 
 if __name__ == "__main__":

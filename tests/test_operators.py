@@ -1,39 +1,30 @@
 """Every operator that can be differentiated, one sample each; `scripts/soak_operators.py` is the long form."""
 
-import sys
 from itertools import islice
-from pathlib import Path
 
 import pytest
 import torch
 
-from backstash import Disk, Stash
+from operators import LISTS, Stashes, difference
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
-
-import soak_operators
-
-OPERATORS = soak_operators.operators()
 SLICES = 8
+OPERATORS = LISTS["operators"]()
 
 
-def findings(operators, directory, dtype, *, second):
-    """What a stash on disk changes, by operator, and how many samples said anything."""
-    store = Disk(directory)
-    stash = Stash(disk=store, min_bytes=0, inflight=0)
+def findings(operators, directory, dtype, *, second, mixes=("disk",)):
+    """What a stash changes, by operator, and how many samples said anything."""
+    stashes = Stashes(directory)
     found, said = {}, 0
-    for op in operators:
-        if dtype not in op.supported_backward_dtypes("cpu") or (
-            second and not op.supports_gradgrad
-        ):
+    for operator in operators:
+        if second and not operator.second:
             continue
-        for sample in islice(soak_operators.samples(op, dtype), 1):
-            text = soak_operators.difference(op, sample, stash, second=second)
-            said += not text.startswith("plain")
-            if text and not text.startswith("plain"):
-                found[op.full_name] = text
-    stash.close()
-    store.close()
+        for case in islice(operator.cases(dtype), 1):
+            texts = difference(case, stashes, mixes, second=second)
+            for mix, text in texts.items():
+                if text and not text.startswith("plain"):
+                    found[operator.name, mix] = text
+            said += not any(text.startswith("plain") for text in texts.values())
+    stashes.close()
     return found, said
 
 
@@ -57,3 +48,12 @@ def test_complex_gradients_of_every_fifth(tmp_path):
     found, said = findings(OPERATORS[::5], tmp_path, torch.complex64, second=False)
     assert not found
     assert said > 30
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", list(LISTS))
+def test_every_list_in_several_mixes(tmp_path, kind):
+    mixes = ("keep, disk", "straight", "host, disk")
+    found, said = findings(LISTS[kind]()[::20], tmp_path, torch.float64, second=False, mixes=mixes)
+    assert not found
+    assert said
