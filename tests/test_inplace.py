@@ -11,6 +11,7 @@ from torch import nn
 from backstash import Disk, Stash
 from backstash._up import Up
 from backstash.errors import InplaceError
+from backstash.stores._file import UnnamedFile
 from backstash.testing import Gated
 from oracle import WAYS, gradients, same_bits
 
@@ -392,6 +393,31 @@ def test_memory_that_is_gone_when_its_write_begins(tmp_path):
     del loss
     stash.close()
     gated.close()
+
+
+def test_memory_that_is_gone_between_its_write_and_its_checksum(tmp_path, monkeypatch):
+    """The checksum is made of the tensor's memory too."""
+    stash = Stash(disk=Disk(tmp_path, verify=True))
+    x = leaf(3000, 5000)
+    held = torch.ones(3000, 5000)
+    wrote, resized, write = threading.Event(), threading.Event(), UnnamedFile.write
+
+    def held_up(file, address, nbytes, offset):
+        write(file, address, nbytes, offset)
+        wrote.set()
+        assert resized.wait(PATIENCE_SECONDS)
+
+    monkeypatch.setattr(UnnamedFile, "write", held_up)
+    with stash:
+        loss = x * held
+    assert wrote.wait(PATIENCE_SECONDS)
+    held.untyped_storage().resize_(200 << 20)
+    resized.set()
+    stash._workers.close()
+    stash.stats()
+    assert same_bits(*gradients(loss, x), torch.ones(3000, 5000))
+    del loss
+    stash.close()
 
 
 @pytest.mark.parametrize("side", [1024, 256], ids=["large", "small"])

@@ -22,6 +22,7 @@ __all__ = ["Disk"]
 _UNIT_BYTES = 4096
 _GROW_BYTES = 256 << 20
 _CHECKSUM_CALL_BYTES = 64 << 20
+_CHECKSUM_READ_BYTES = 1 << 20
 _MEMORY_FILE_SYSTEMS = {0x01021994: "tmpfs", 0x858458F6: "ramfs"}
 
 
@@ -163,12 +164,12 @@ class Disk(Store):
         start, middle = self._middle(slot, address)
         try:
             self._file.write(start, middle, slot.offset)
+            if self.verify:
+                slot.checksum = _checksum_by_the_system(start, middle)
         except OSError as error:
             raise StashIOError(
                 error.errno, f"{self.name}: write failed: {error.strerror}"
             ) from error
-        if self.verify:
-            slot.checksum = _checksum(start, middle)
 
     def read(self, slot: Slot, address: int) -> None:
         """Read a slot to memory at ``address``, which lies as its source did modulo 4096."""
@@ -216,6 +217,25 @@ def _checksum(address: int, nbytes: int) -> int:
     for done in range(0, nbytes, _CHECKSUM_CALL_BYTES):
         part = min(_CHECKSUM_CALL_BYTES, nbytes - done)
         value = zlib.crc32((ctypes.c_char * part).from_address(address + done), value)
+    return value
+
+
+def _checksum_by_the_system(address: int, nbytes: int) -> int:
+    """The checksum of a tensor's memory, which a ``resize_`` may unmap meanwhile: an error then, no crash."""
+    try:
+        memory = os.open("/proc/self/mem", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return _checksum(address, nbytes)  # A system that cannot read memory for us.
+    value = 0
+    try:
+        for done in range(0, nbytes, _CHECKSUM_READ_BYTES):
+            part = min(_CHECKSUM_READ_BYTES, nbytes - done)
+            seen = os.pread(memory, part, address + done)
+            if len(seen) < part:
+                raise OSError(errno.EFAULT, "the memory is gone")
+            value = zlib.crc32(seen, value)
+    finally:
+        os.close(memory)
     return value
 
 
