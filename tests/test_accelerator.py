@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from backstash import Action, Disk, StashFullError, StashWarning
-from backstash.errors import InplaceError
+from backstash.errors import InplaceError, UsageError
 from backstash.testing import Failing, Gated, MemoryStore, TwinDevice, stash_on
 
 SIDE = 256
@@ -308,6 +308,10 @@ class SlowToEnd(TwinDevice):
         class Slow(type(copy)):
             def ended(self):
                 return device.over and super().ended()
+
+            def wait(self):
+                device.over = True
+                super().wait()
 
         copy.__class__ = Slow
         return copy
@@ -611,6 +615,62 @@ def test_what_is_captured_into_a_graph_stays_and_says_why():
     stash.close()
 
 
+def test_a_capture_in_the_midst_of_copies_asks_nothing_of_the_device(tmp_path):
+    """An event that is asked, or a copy that begins, would end the capture."""
+    device = TwinDevice(free=2 * BLOCK)
+    stash = stash_on(device, keep="auto", host="64MiB", disk=tmp_path, inflight=2 * BLOCK)
+    x, true = leaf(), expected()
+    with stash:
+        before = chain(x)
+        assert device.downs, "copies are under way when the capture begins"
+        kept = torch.rand(SIDE, SIDE)  # as an operation's own: it waits on the lane
+        product = x * kept
+        device.capturing = True
+        captured = chain(x)
+        got = gradient(captured, x)
+    with stash:  # entered and left within the capture
+        assert torch.equal(gradient(chain(x), x), true)
+    stash.stats()
+    assert torch.equal(got, true)
+    device.capturing = False
+    assert torch.equal(gradient(before, x), true)
+    assert torch.equal(gradient(product.sum(), x), kept)
+    assert device.faults == []
+    del before, captured, product
+    settled(stash, device)
+    stash.close()
+
+
+def test_backward_alone_cannot_be_captured_and_says_why():
+    device = TwinDevice(chance=1.0)
+    stash = stash_on(device, host="64MiB", inflight=0)
+    x = leaf()
+    with stash:
+        loss = chain(x)
+    device.capturing = True
+    with pytest.raises(UsageError, match="capture forward and backward together"):
+        gradient(loss, x)
+    device.capturing = False
+    assert torch.equal(gradient(loss, x), expected())
+    assert device.faults == []
+    del loss
+    stash.close()
+
+
+def test_what_is_in_place_is_used_in_a_capture_as_it_is():
+    device = TwinDevice()
+    stash = stash_on(device, keep="64MiB", host="64MiB")
+    x = leaf()
+    with stash:
+        loss = chain(x)
+    device.capturing = True
+    assert torch.equal(gradient(loss, x), expected())
+    device.capturing = False
+    assert device.faults == []
+    del loss
+    stash.close()
+
+
 def test_without_host_memory_everything_stays(tmp_path):
     stash = stash_on(TwinDevice(), host=0, disk=tmp_path)
     x = leaf()
@@ -637,6 +697,20 @@ def test_keep_auto_follows_the_memory_that_is_free():
     loss.backward()
     del loss
     stash.close()
+
+
+def test_closing_waits_for_what_was_brought_back_for_nobody():
+    """A guess that was wrong still reads the room when the stash is closed."""
+    device = SlowToEnd(chance=1.0)
+    stash = stash_on(device, host="64MiB", inflight=0)
+    x = leaf()
+    with stash:
+        loss = chain(x)
+    assert torch.equal(gradient(loss, x), expected())
+    del loss
+    gc.collect()
+    stash.close()
+    assert device.over and device.pinned_bytes == 0
 
 
 def test_closing_waits_for_what_runs_and_unpins():

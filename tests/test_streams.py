@@ -14,6 +14,7 @@ class FakeEvent:
         self.log, self.stream, self.has_ended = log, stream, False
 
     def query(self):
+        self.log.append(("asked", self.stream))
         return self.has_ended
 
     def synchronize(self):
@@ -34,6 +35,11 @@ class FakeStream:
 
     def wait_event(self, event):
         self.log.append((self.name, "waits for", event.stream))
+
+    def synchronize(self):
+        self.log.append(("the host waits for", self.name))
+        for event in self.events:
+            event.has_ended = True
 
 
 @pytest.fixture
@@ -93,7 +99,7 @@ def test_ordering_a_copy_asks_the_stream_and_never_the_host(played):
     copy = device.down(bytes_of(7), bytes_of(0), compute)
     log.clear()
     copy.order()
-    assert log == [("compute", "waits for", "down")]
+    assert log == [("asked", "down"), ("compute", "waits for", "down")]
     assert copy.done(), "the memory may go: what the stream does next comes after the copy"
     assert not copy.ended(), "and a worker may not read it yet"
     copy.wait()
@@ -109,11 +115,80 @@ def test_memory_of_another_stream_is_recorded_there(played, monkeypatch):
     copy = device.down(bytes_of(7), bytes_of(0), compute)
     current[0] = FakeStream(log, "other")
     copy.order()
-    assert recorded == ["down", "other"]
+    assert recorded == ["down"]
     recorded.clear()
-    own = device.down(bytes_of(7), bytes_of(0), current[0])
+    current[0] = compute
+    own = device.down(bytes_of(7), bytes_of(0), compute)
     own.order()
     assert recorded == [], "only where it is needed: it delays reuse"
+    other = device.down(bytes_of(7), bytes_of(0), FakeStream(log, "second"))
+    for copy in (own, other):
+        copy.order()
+    assert recorded == ["down", "down"], "memory of one stream may be saved on another"
+    copy.release()
+    recorded.clear()
+    copy.order()
+    assert recorded == [], "what was released is nobody's"
+
+
+def test_what_came_is_recorded_on_each_other_stream_that_uses_it(played, monkeypatch):
+    """Also where the copy ended long ago: its memory goes back to the stream it was asked for on."""
+    device, log, _, current = played
+    recorded = []
+    monkeypatch.setattr(
+        torch.Tensor, "record_stream", lambda tensor, stream: recorded.append(stream.name)
+    )
+    copy = device.up(bytes_of(7), None)
+    copy.order()
+    assert recorded == []
+    current[0] = FakeStream(log, "other")
+    copy.order()
+    assert recorded == ["other", "up"]
+    copy._event.has_ended = True
+    recorded.clear()
+    current[0] = FakeStream(log, "third")
+    copy.order()
+    assert recorded == ["third"]
+
+
+def test_while_a_graph_is_captured_no_event_is_asked(played):
+    device, log, compute, _ = played
+    copy = device.down(bytes_of(7), bytes_of(0), compute)
+    copy._event.has_ended = True
+    device.is_capturing = lambda: True
+    log.clear()
+    assert not copy.ended() and not copy.done()
+    copy.release()
+    assert log == [] and len(device.unfinished) == 1
+    device.is_capturing = lambda: False
+    assert copy.ended() and copy.done() and log == [("asked", "down")]
+    device.is_capturing = lambda: True
+    assert copy.ended(), "what is known need not be asked"
+
+
+def test_without_memory_on_the_device_what_nobody_waits_for_is_let_go(played, monkeypatch):
+    device, log, compute, _ = played
+    empty, refused = torch.empty, []
+
+    def scarce(*args, **kwargs):
+        if device.unfinished:
+            refused.append(len(device.unfinished))
+            raise torch.OutOfMemoryError("no")
+        return empty(*args, **kwargs)
+
+    monkeypatch.setattr(torch, "empty", scarce)
+    del_me = device.down(bytes_of(7), bytes_of(0), compute)
+    del del_me
+    gc.collect()
+    log.clear()
+    device.up(bytes_of(7), None).order()
+    assert refused == [1] and not device.unfinished
+    assert ("the host waits for", "down") in log
+    monkeypatch.setattr(
+        torch, "empty", lambda *args, **kwargs: (_ for _ in ()).throw(torch.OutOfMemoryError("no"))
+    )
+    with pytest.raises(torch.OutOfMemoryError):
+        device.up(bytes_of(7), None)
 
 
 def test_a_copy_up_fills_memory_of_the_current_stream(played):
@@ -191,7 +266,10 @@ def test_what_has_no_streams_has_a_reason(monkeypatch):
     assert accelerator(torch.device("cpu")) == "device cpu has no streams: none here"
 
 
-@pytest.mark.parametrize("status, reason", [(0, ""), (2, "cudaHostRegister answers 2")])
+REFUSAL = "cudaHostRegister answers 2: out of it"
+
+
+@pytest.mark.parametrize("status, reason", [(0, ""), (2, REFUSAL)])
 def test_pinning_is_by_registering_and_says_what_was_answered(monkeypatch, status, reason):
     asked = []
 
@@ -204,6 +282,9 @@ def test_pinning_is_by_registering_and_says_what_was_answered(monkeypatch, statu
             asked.append(address)
             return 0
 
+        def cudaGetErrorString(self, status):
+            return "out of it"
+
     class Module:
         @staticmethod
         def cudart():
@@ -212,7 +293,37 @@ def test_pinning_is_by_registering_and_says_what_was_answered(monkeypatch, statu
     device = Accelerator.__new__(Accelerator)
     device._device = torch.device("cuda", 0)
     device._module = Module
-    memory = torch.zeros(4096, dtype=torch.uint8)
+    device._down, device._up = FakeStream(asked, "down"), FakeStream(asked, "up")
+    memory, zeros = torch.zeros(4096, dtype=torch.uint8), torch.zeros
+    launched = []
+    monkeypatch.setattr(
+        torch, "zeros", lambda *size, device: (launched.append(device), zeros(*size))[1]
+    )
     assert device.pin(memory) == reason
+    assert len(launched) == bool(reason), "the next kernel is not blamed for what was refused"
     device.unpin(memory)
-    assert asked == [(memory.data_ptr(), 4096, _streams._PORTABLE), memory.data_ptr()]
+    assert asked == [
+        (memory.data_ptr(), 4096, _streams._PORTABLE),
+        ("the host waits for", "down"),
+        ("the host waits for", "up"),
+        memory.data_ptr(),
+    ]
+
+
+def test_free_memory_is_what_the_process_may_still_take(monkeypatch):
+    gib = 1 << 30
+    shares = [1.0]
+
+    class Module:
+        get_per_process_memory_fraction = staticmethod(lambda device: shares[0])
+
+    statistics = {"reserved_bytes.all.current": 6 * gib, "active_bytes.all.current": 2 * gib}
+    monkeypatch.setattr(
+        torch.accelerator, "get_memory_info", lambda device: (10 * gib, 20 * gib), raising=False
+    )
+    monkeypatch.setattr(torch.accelerator, "memory_stats", lambda device: statistics)
+    device = Accelerator.__new__(Accelerator)
+    device._device, device._module = torch.device("cuda", 0), Module
+    assert device.free_bytes() == 14 * gib, "with what the allocator keeps"
+    shares[0] = 0.5
+    assert device.free_bytes() == 8 * gib, "and no more than the process is allowed"

@@ -91,6 +91,8 @@ class Books:
     def follow_free_memory(self) -> None:
         """Let each side keep half of what its memory has free, with what it keeps already."""
         for side in self.sides:
+            if side.device is not None and side.device.is_capturing():
+                continue
             free = side.device.free_bytes() if side.device is not None else spare_bytes()
             side.down.limit((side.down.keep_bytes + free) // 2)
 

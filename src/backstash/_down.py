@@ -165,6 +165,8 @@ class Down:
         store = self._store
         if store is None or self._refuses(store, block.nbytes):
             return False
+        if self._host is not None and self._host.device.is_capturing():
+            return False
         if block.source.changed:
             self.lose(block)
             return True

@@ -312,6 +312,8 @@ class HostTier:
 
     def close(self) -> None:
         """Give back what is at rest. What live graphs hold stays until they go."""
+        for remains in self._buried:
+            remains.wait()
         self.sweep()
         self.pool.trim()
 

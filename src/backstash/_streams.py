@@ -7,8 +7,12 @@ This file alone knows how a device is driven; ``_streams_twin`` is the same for 
   for it: memory that the current stream gets back is then not written before the copy has read it.
 - A copy *up* goes to memory of the current stream, so that the caching allocator may use it again for what
   that stream does; the side stream waits for that memory, whoever uses the bytes waits for the copy.
+- Memory goes back to the pool of the stream that asked for it. Where another stream has used it, or where
+  saves come from several streams, so that nobody can know which one asked, the allocator is told
+  (``record_stream``) who else must have come past before the memory is used again.
 - Nothing here makes the computing thread wait for the device. Whoever reads the host's bytes, a worker that
   writes them to disk, waits for the event itself.
+- While a graph is captured no event is asked and no copy begins: either would end the capture.
 
 Sources: PyTorch's notes on CUDA streams and on ``Tensor.record_stream``; Transformer Engine's offloading
 allocates on the compute stream likewise.
@@ -117,8 +121,10 @@ class _StreamCopy(Copy):
         self._device = device
         self._side = side  # the stream that copies
         self._owner = owner  # the stream whose memory the device's end is
+        self._has_ended = False
+        self._is_safe = True  # whether the device's end may be let go
         self._event = side.record_event()
-        self._is_safe = False  # whether the device's end may be let go
+        self._is_safe = False
 
     def __del__(self) -> None:
         # May run on any thread in the middle of anything: it only appends.
@@ -129,21 +135,21 @@ class _StreamCopy(Copy):
         return self._is_safe or self.ended()
 
     def ended(self) -> bool:
-        if self._event.query():
-            self._is_safe = True
-            return True
-        return False
+        if not self._has_ended and not self._device.is_capturing():
+            self._has_ended = self._event.query()
+            self._is_safe |= self._has_ended
+        return self._has_ended
 
     def order(self) -> None:
-        if self.ended():
-            return
-        stream = self._device.stream()
-        stream.wait_event(self._event)
-        if stream != self._owner:  # whose memory it is must know who else uses it, and until when
-            on_device = self._source if self._source.device.type != "cpu" else self.memory
-            on_device.record_stream(self._side)
-            on_device.record_stream(stream)
+        stream, has_ended = self._device.stream(), self.ended()
+        if not has_ended:
+            stream.wait_event(self._event)
+        self._tell_the_allocator(stream, has_ended)
         self._is_safe = True
+
+    @abstractmethod
+    def _tell_the_allocator(self, stream: Any, has_ended: bool) -> None:
+        """Say which streams besides its owner must have come past before the memory is used again."""
 
     def wait(self) -> None:
         self._event.synchronize()
@@ -156,6 +162,23 @@ class _StreamCopy(Copy):
     def follow(self, side: Any) -> None:
         """Let ``side`` come after it."""
         side.wait_event(self._event)
+
+
+class _CopyDown(_StreamCopy):
+    def _tell_the_allocator(self, stream: Any, has_ended: bool) -> None:
+        if has_ended or self._source is self.memory:  # released
+            return
+        if stream != self._owner or self._device.has_several_owners:
+            self._source.record_stream(self._side)
+
+
+class _CopyUp(_StreamCopy):
+    def _tell_the_allocator(self, stream: Any, has_ended: bool) -> None:
+        if stream == self._owner:
+            return
+        self.memory.record_stream(stream)  # it uses what came, however long that has been there
+        if not has_ended:
+            self.memory.record_stream(self._side)
 
 
 class Accelerator(Device):
@@ -174,8 +197,14 @@ class Accelerator(Device):
         self._module: Any = getattr(torch, device.type)
         self._down = torch.Stream(device)
         self._up = torch.Stream(device)
+        self._owners: list[Any] = []  # streams that saved tensors were made on, as far as two tell
         # What copies that nobody waits for any more still read and write.
         self.unfinished: deque[tuple[Any, Tensor, Tensor]] = deque()
+
+    @property
+    def has_several_owners(self) -> bool:
+        """Whether saves came from several streams: then one may use memory that another asked for."""
+        return len(self._owners) > 1
 
     def stream(self) -> Any:
         """See :meth:`Device.stream`."""
@@ -189,43 +218,72 @@ class Accelerator(Device):
     def down(self, source: Tensor, target: Tensor, made_on: Any) -> Copy:
         """See :meth:`Device.down`."""
         self._let_go_of_ended()
+        if not self.has_several_owners and made_on not in self._owners:
+            self._owners.append(made_on)
         self._down.wait_event(made_on.record_event())
         with self._current(self._down):
             target.copy_(source, non_blocking=True)
-            return _StreamCopy(self, self._down, made_on, source, target)
+            return _CopyDown(self, self._down, made_on, source, target)
 
     def up(self, source: Tensor, after: Copy | None) -> Copy:
         """See :meth:`Device.up`."""
         self._let_go_of_ended()
         stream = self.stream()
-        memory = torch.empty(source.numel(), dtype=torch.uint8, device=self._device)
+        memory = self._empty(source.numel())
         self._up.wait_event(stream.record_event())
         if isinstance(after, _StreamCopy):
             after.follow(self._up)
         with self._current(self._up):
             memory.data.copy_(source, non_blocking=True)  # its version stays 0: nobody changed it
-            return _StreamCopy(self, self._up, stream, source, memory)
+            return _CopyUp(self, self._up, stream, source, memory)
+
+    def _empty(self, nbytes: int) -> Tensor:
+        try:
+            return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        except torch.OutOfMemoryError:
+            if not self.unfinished:
+                raise
+        self._up.synchronize()  # what nobody waits for any more is memory, too
+        self._down.synchronize()
+        self._let_go_of_ended()
+        return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
     def pin(self, memory: Tensor) -> str:
         """See :meth:`Device.pin`. By registering memory that exists: exact in size, aligned to pages."""
         if self._device.type != "cuda":
             return f"{self._device.type} cannot lock memory that exists"
         runtime: Any = self._module.cudart()
-        status = int(runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, _PORTABLE))
-        return f"cudaHostRegister answers {status}" if status else ""
+        status = runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, _PORTABLE)
+        if not int(status):
+            return ""
+        self._forget_error()
+        return f"cudaHostRegister answers {int(status)}: {runtime.cudaGetErrorString(status)}"
+
+    def _forget_error(self) -> None:
+        """A refused call leaves its error for the next kernel to be blamed with: let it be this one."""
+        try:
+            torch.zeros(1, device=self._device).add_(1)
+        except RuntimeError:
+            pass
 
     def unpin(self, memory: Tensor) -> None:
-        """See :meth:`Device.unpin`."""
-        if self._device.type == "cuda":
-            self._module.cudart().cudaHostUnregister(memory.data_ptr())
+        """See :meth:`Device.unpin`. Waits for the copies: a stash that is dropped may have some under way."""
+        if self._device.type != "cuda":
+            return
+        self._down.synchronize()
+        self._up.synchronize()
+        self._module.cudart().cudaHostUnregister(memory.data_ptr())
 
     def free_bytes(self) -> int:
         """See :meth:`Device.free_bytes`."""
         asks = getattr(torch.accelerator, "get_memory_info", None) or self._module.mem_get_info
+        share = getattr(self._module, "get_per_process_memory_fraction", None)
+        free, total = asks(self._device)
         statistics = torch.accelerator.memory_stats(self._device)
-        idle = statistics.get("reserved_bytes.all.current", 0)
-        idle -= statistics.get("allocated_bytes.all.current", 0)
-        return int(asks(self._device)[0]) + int(idle)
+        reserved = statistics.get("reserved_bytes.all.current", 0)
+        if share is not None:  # what set_per_process_memory_fraction leaves of it
+            free = min(free, int(share(self._device) * total) - reserved)
+        return int(free + reserved - statistics.get("active_bytes.all.current", 0))
 
     def _let_go_of_ended(self) -> None:
         for _ in range(len(self.unfinished)):

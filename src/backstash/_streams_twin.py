@@ -4,7 +4,8 @@ Ordinary CPU tensors are its memory. What computes runs at once, as CPU operatio
 always idle; the two side streams are queues. A copy runs when the test says so (:meth:`TwinDevice.run`),
 when the current stream is told to come after it, when a thread waits for it, or by chance. Until then its
 target is garbage, as memory is that nobody has filled. A source that is let go before its copy has run is
-a fault, kept in ``faults``, and its bytes are garbage from then on.
+a fault, kept in ``faults``, and its bytes are garbage from then on. So is whatever is asked of the device
+while ``capturing``.
 """
 
 from __future__ import annotations
@@ -37,21 +38,25 @@ class _TwinCopy(Copy):
         self._queue = queue
         self._source: Tensor | None = source
         self._after = after
-        self._has_run = False
+        self._has_run = self._was_seen = False
         queue.append(self)
 
     def done(self) -> bool:
         return self.ended()
 
     def ended(self) -> bool:
-        self._device.by_chance()
-        return self._has_run
+        if not self._device.capturing:
+            self._device.by_chance()
+            self._was_seen = self._has_run
+        return self._was_seen
 
     def order(self) -> None:
+        self._device.used("ordered")
         self._device.orders += 1
         self._run_up_to_here()
 
     def wait(self) -> None:
+        self._device.used("waited for")
         self._device.waits += 1
         self._run_up_to_here()
 
@@ -113,6 +118,11 @@ class TwinDevice(Device):
                     if queue:
                         queue[0].run()
 
+    def used(self, how: str) -> None:
+        """Something is asked of the device, which ends a capture."""
+        if self.capturing:
+            self.faults.append(f"a copy was {how} while a graph was captured")
+
     def by_chance(self) -> None:
         """Somebody looks: what is waiting may have run meanwhile."""
         if self._chance:
@@ -132,12 +142,14 @@ class TwinDevice(Device):
 
     def down(self, source: Tensor, target: Tensor, made_on: Any) -> Copy:
         """See :meth:`Device.down`."""
+        self.used("begun")
         with self.lock:
             target.fill_(_GARBAGE)
             return _TwinCopy(self, self.downs, source, target, None)
 
     def up(self, source: Tensor, after: Copy | None) -> Copy:
         """See :meth:`Device.up`."""
+        self.used("begun")
         if source.numel() > self.free:
             raise torch.OutOfMemoryError(f"the twin has {self.free} bytes")
         with self.lock:
@@ -158,4 +170,5 @@ class TwinDevice(Device):
 
     def free_bytes(self) -> int:
         """See :meth:`Device.free_bytes`."""
+        self.used("planned")
         return self.free

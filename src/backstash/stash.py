@@ -279,6 +279,8 @@ class Stash:
         block = entry.block
         view = None
         self._books.is_forked()
+        if block.side.device is not None and block.side.device.is_capturing():
+            return self._unpack_captured(entry)
         lane = self._lane()
         with self._books.lock:
             self._books.drain()
@@ -300,6 +302,18 @@ class Stash:
         with self._books.lock:
             block.side.up.ahead(block)
         return view
+
+    def _unpack_captured(self, entry: Entry) -> Tensor:
+        """While a graph of the device is captured nothing can be asked of it: what is in place will do."""
+        block = entry.block
+        with self._books.lock:
+            if block.alias is not None and not block.source.changed:
+                return entry.view_of(block.alias, 0)
+        raise UsageError(
+            f"the {str(entry.dtype).removeprefix('torch.')} tensor of shape {tuple(entry.shape)} that "
+            f"{block.module or 'no module'} saved before this capture has moved, and a captured "
+            "graph would not bring it back when it is replayed: capture forward and backward together"
+        )
 
     # Looking, and the end.
 

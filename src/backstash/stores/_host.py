@@ -81,6 +81,8 @@ class HostPool:
     def take(self, nbytes: int) -> Room | None:
         """A room for ``nbytes``, or ``None`` where the budget or the system has none."""
         for slab in self._slabs:
+            if slab.memory.numel() - slab.extents.used_bytes < nbytes:
+                continue
             offset = slab.take(nbytes)
             if offset is not None:
                 return self._room(slab, offset, nbytes)
