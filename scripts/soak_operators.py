@@ -43,6 +43,7 @@ def examine(work: tuple[str, int, argparse.Namespace]) -> tuple[Counter[str], li
     wrong: list[str] = []
     stashes = _stashes(args.directory)
     operator = LISTS[kind]()[index]
+    before = {mix: stashes.of(mix).stats().written_bytes for mix in args.mixes}
     for name in args.dtypes:
         cases = operator.cases(getattr(torch, name))
         for number, case in enumerate(islice(cases, 1 if args.first_sample else None)):
@@ -56,6 +57,8 @@ def examine(work: tuple[str, int, argparse.Namespace]) -> tuple[Counter[str], li
                         wrong.append(
                             f"{operator.name} {name} sample {number} {order}, {mix}: {text}"
                         )
+    for mix, already in before.items():
+        counts[f"{kind}: {mix}: bytes down"] += stashes.of(mix).stats().written_bytes - already
     return counts, wrong
 
 
@@ -102,7 +105,9 @@ def main(argv: list[str] | None = None) -> int:
                 if sys.stderr.isatty():
                     print(f"\r{number}/{len(work)}", end="", file=sys.stderr)
     _print_counts(total, Counter(kind for kind, _, _ in work))
-    cases = sum(count for name, count in total.items() if not name.endswith("plain"))
+    cases = sum(
+        count for name, count in total.items() if not name.endswith(("plain", "bytes down"))
+    )
     seconds = time.monotonic() - began
     print(f"{len(work)} operators, {cases} comparisons, {failed} different in {seconds:.0f} s")
     return 1 if failed else 0
