@@ -65,3 +65,14 @@ def test_changing_sizes_do_not_fragment_without_bound():
             extents.free(*alive.pop((number * 31) % len(alive)))
         most = max(most, extents.used_bytes)
     assert extents.end_bytes < 1.5 * most
+
+
+def test_a_hole_of_the_very_size_is_used_again():
+    extents = Extents(unit_bytes=4096)
+    nbytes = 33 * 4096  # shares its bin with 34 units, so not every extent there is large enough
+    taken = [extents.take(nbytes) for _ in range(10)]
+    end = extents.end_bytes
+    for offset in taken[1::2]:
+        extents.free(offset, nbytes)
+    assert sorted(extents.take(nbytes) for _ in range(5)) == taken[1::2]
+    assert extents.end_bytes == end

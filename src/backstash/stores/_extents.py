@@ -4,13 +4,19 @@ A two-level segregated fit (Masmano et al., "TLSF", ECRTS 2004): free extents ar
 of two split in sixteen, so taking, freeing and joining neighbours all cost the same however many extents
 there are. An extent from a higher bin than asked for is split; the rest goes back. Freed neighbours join,
 and free space at the end of the file is given up, so a file whose blocks all died is empty again.
+
+Every extent of a higher bin is large enough; one of the request's own bin may be. So the oldest few there are
+looked at first: training frees and asks for the very same sizes, and their holes must serve them again.
 """
 
 from __future__ import annotations
 
+from itertools import islice
+
 __all__ = ["Extents"]
 
 _SPLIT_BITS = 4
+_LOOKED_AT = 16  # extents of the own bin
 
 
 def _bin_of(nunits: int) -> int:
@@ -98,6 +104,9 @@ class Extents:
         return max(1, -(-nbytes // self._unit))
 
     def _find(self, nunits: int) -> int | None:
+        for start in islice(self._bins.get(_bin_of(nunits), ()), _LOOKED_AT):
+            if self._size_at[start] >= nunits:
+                return start
         fitting = self._occupied >> _bin_that_fits(nunits)
         if not fitting:
             return None
