@@ -36,7 +36,7 @@ class Part:
 
     def __init__(self, tensor: Tensor) -> None:
         self.itemsize = tensor.element_size()
-        self.carrier = _CARRIERS.get(self.itemsize, torch.uint8)
+        self.carrier = _CARRIERS[self.itemsize]
         self.first = int(tensor.storage_offset())
         runs = _runs(tensor)
         self.extent = 1 + sum((size - 1) * stride for stride, size in runs)

@@ -1,0 +1,1 @@
+"""What scripts/soak_mutants.py is made of."""

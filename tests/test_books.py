@@ -1,0 +1,274 @@
+"""The books: devices and their sides, what waits for its operation, forks, and settling what died."""
+
+import os
+import threading
+import weakref
+from collections import deque
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from backstash._books import Books
+from backstash._events import Tape
+from backstash._host import Remains
+from backstash._lanes import Lane
+
+CPU, OTHER = torch.device("cpu"), torch.device("cuda", 0)
+
+
+class Lock:
+    """A lock that knows whether it is held, and does something when it is taken."""
+
+    def __init__(self, when_taken=lambda: None):
+        self.held = 0
+        self.when_taken = when_taken
+
+    def __enter__(self):
+        self.held += 1
+        self.when_taken()
+
+    def __exit__(self, *_):
+        self.held -= 1
+
+
+class Down:
+    def __init__(self):
+        self.applied, self.queued, self.landed, self.limits = [], [], [], []
+        self.keep_bytes = self.inflight_bytes = 0
+
+    def apply(self, lane, block, at_once):
+        self.applied.append((lane, block, at_once))
+
+    def queue(self, block):
+        self.queued.append(block)
+
+    def land(self, lane):
+        self.landed.append(lane)
+
+    def limit(self, keep):
+        self.limits.append(keep)
+
+
+def side(**more):
+    up = SimpleNamespace(forked=lambda lock: locks.append(lock), ahead_bytes=0)
+    locks = []
+    return SimpleNamespace(down=Down(), up=up, locks=locks, device=None, host=None, **more)
+
+
+class Block:
+    def __init__(self, of, kept=1):
+        self.side, self.kept = of, kept
+
+
+def books_with(make=lambda device, number: "no driver", lock=None):
+    return Books(side(), deque(), lock or Lock(), Tape(lambda: (0,) * 5), make)
+
+
+# Sides.
+
+
+def test_a_device_gets_its_side_once_and_under_the_lock():
+    lock, made = Lock(), []
+
+    def make(device, number):
+        assert lock.held
+        made.append((device, number))
+        return side()
+
+    books = books_with(make, lock)
+    cpu = books.sides[0]
+    assert books.side_of(CPU) is cpu and not made
+    other = books.side_of(OTHER)
+    assert books.side_of(OTHER) is other and made == [(OTHER, 1)]
+    assert books.sides == [cpu, other] and not lock.held
+
+
+def test_a_known_device_takes_no_lock():
+    lock = Lock()
+    books = books_with(lock=lock)
+    lock.when_taken = lambda: pytest.fail("it was known already")
+    assert books.side_of(CPU) is books.sides[0]
+
+
+def test_a_device_without_a_side_says_why_and_is_asked_once():
+    asked = []
+    books = books_with(lambda device, number: asked.append(device) or "no driver")
+    assert books.side_of(OTHER) == books.side_of(OTHER) == "no driver"
+    assert asked == [OTHER] and len(books.sides) == 1
+
+
+def test_two_threads_that_meet_a_device_make_one_side():
+    """The other one was quicker: while this one waited for the lock, it made the side."""
+    quicker = side()
+    lock = Lock()
+    books = books_with(lambda device, number: pytest.fail("made twice"), lock)
+    lock.when_taken = lambda: books.put(OTHER, quicker)
+    assert books.side_of(OTHER) is quicker
+    assert books.sides == [books.sides[0], quicker]
+
+
+# Forks.
+
+
+def test_a_forked_process_has_a_lock_of_its_own(monkeypatch):
+    lock = Lock()
+    books = books_with(lock=lock)
+    second = side()
+    books.put(OTHER, second)
+    assert books.is_forked() is False and books.lock is lock
+    here = os.getpid()
+    monkeypatch.setattr(os, "getpid", lambda: here + 1)
+    assert books.is_forked() is True
+    mine = books.lock
+    assert mine is not lock and isinstance(mine, type(threading.RLock()))
+    assert books.sides[0].locks == second.locks == [mine]
+    assert books.is_forked() is True and books.lock is mine  # once for each process
+    monkeypatch.setattr(os, "getpid", lambda: here + 2)  # a child of the child
+    assert books.is_forked() is True and books.lock is not mine
+    assert second.locks == [mine, books.lock]
+
+
+# What waits for its operation to end.
+
+
+def waiting(books, *kept, at_once=False):
+    lane = Lane()
+    blocks = [Block(books.sides[0], each) for each in kept]
+    lane.waiting.extend((weakref.ref(block), at_once) for block in blocks)
+    return lane, blocks
+
+
+def test_what_waits_goes_when_its_operation_has_ended():
+    books = books_with()
+    down = books.sides[0].down
+    for at_once in (False, True):
+        lane, (block,) = waiting(books, 1, at_once=at_once)
+        lane.operation = torch.autograd._get_sequence_nr()
+        books.settle(lane)
+        assert down.applied == [] and len(lane.waiting) == 1  # it may still be filled
+        (torch.ones(1, requires_grad=True) * 2).sum()  # later nodes
+        books.settle(lane)
+        assert down.applied == [(lane, block, at_once)] and not lane.waiting
+        down.applied.clear()
+
+
+def test_at_the_end_everything_that_waits_goes_except_what_is_gone():
+    books = books_with()
+    lane, blocks = waiting(books, 1, 0, 1, 1)
+    lane.operation = torch.autograd._get_sequence_nr()
+    kept = [blocks[0], blocks[2]]  # the second has left its place, the fourth is dead
+    del blocks[3]
+    books.settle(lane, ended=True)
+    assert [block for _, block, _ in books.sides[0].down.applied] == kept
+    assert not lane.waiting
+
+
+def test_one_that_raises_leaves_the_rest_waiting():
+    books = books_with()
+    lane, blocks = waiting(books, 1, 1)
+    down = books.sides[0].down
+    down.apply = lambda *_: (_ for _ in ()).throw(OSError("full"))
+    with pytest.raises(OSError, match="full"):
+        books.settle(lane, ended=True)
+    assert [ref() for ref, _ in lane.waiting] == blocks[1:]
+
+
+def test_what_waited_on_a_thread_that_ended_is_queued():
+    books = books_with()
+    lane, blocks = waiting(books, 1, 1, 1)
+    del blocks[1]
+    books.adopt(lane)
+    assert books.sides[0].down.queued == blocks and not lane.waiting
+
+
+# Budgets.
+
+
+def test_every_side_lands_and_follows_the_memory_that_is_free(monkeypatch):
+    books = books_with()
+    second = side()
+    second.device = SimpleNamespace(free_bytes=lambda: 1000, is_capturing=lambda: False)
+    books.put(OTHER, second)
+    lane = Lane()
+    books.land(lane)
+    assert books.sides[0].down.landed == second.down.landed == [lane]
+    monkeypatch.setattr("backstash._books.spare_bytes", lambda: 300)
+    books.sides[0].down.keep_bytes, second.down.keep_bytes = 101, 50
+    books.follow_free_memory()
+    assert (books.sides[0].down.limits, second.down.limits) == ([200], [525])
+    second.device.is_capturing = lambda: True  # the driver may not be asked then
+    books.follow_free_memory()
+    assert (books.sides[0].down.limits, second.down.limits) == ([200, 200], [525])
+
+
+# What died.
+
+
+class Writing:
+    def __init__(self, done, can_be_cancelled=False):
+        self.is_done, self.can, self.asked = done, can_be_cancelled, 0
+
+    def done(self):
+        return self.is_done
+
+    def cancel(self):
+        self.asked += 1
+        return self.can
+
+
+def test_a_dead_block_is_taken_off_the_books_of_its_side():
+    books, told = books_with(), []
+    second = side()
+    books.put(OTHER, second)
+    for each in books.sides:
+        each.down.keep_bytes, each.up.ahead_bytes = 100, 50
+    books.blocks_alive = 3
+    books.grave.append((1, 30, 20, 64, 7, "layer"))
+    books.drain()
+    assert (second.down.keep_bytes, second.up.ahead_bytes, books.blocks_alive) == (70, 30, 2)
+    assert (books.sides[0].down.keep_bytes, books.sides[0].up.ahead_bytes) == (100, 50)
+    books._tape.start(told.append)
+    books.grave.append((0, 1, 2, 64, 8, "head"))
+    books.drain()
+    assert [(what[0], *what[3:6]) for what in told] == [("free", 64, 8, "head")]
+    assert not books.grave
+
+
+def test_a_dead_parcel_s_slot_is_released_when_nothing_writes_to_it():
+    books, released = books_with(), []
+    store = SimpleNamespace(release=released.append)
+    cpu = books.sides[0]
+    cpu.down.inflight_bytes, cpu.up.ahead_bytes = 1000, 1000
+    runs, stopped = Writing(False), Writing(False, can_be_cancelled=True)
+    books.grave.extend(
+        [
+            [store, "never written", None, 1, 10],
+            [store, "still written to", runs, 2, 20],
+            [store, "written", Writing(True), 4, 40],
+            [store, "not begun", stopped, 8, 80],
+            [store, None, None, 16, 160],  # its slot was taken back before
+        ]
+    )
+    books.drain()
+    assert released == ["never written", "written", "not begun"]
+    assert (cpu.down.inflight_bytes, cpu.up.ahead_bytes) == (1000 - 290, 1000 - 29)
+    assert len(books.grave) == 1 and stopped.asked == 1
+    books.drain()
+    assert len(released) == 3
+    runs.is_done = True
+    books.drain()
+    assert released[3:] == ["still written to"] and not books.grave
+    assert (cpu.down.inflight_bytes, cpu.up.ahead_bytes) == (1000 - 310, 1000 - 31)
+
+
+def test_what_is_left_of_a_host_parcel_goes_to_its_side():
+    books, buried = books_with(), []
+    second = side()
+    second.host = SimpleNamespace(bury=buried.append)
+    second.up.ahead_bytes = 50
+    books.put(OTHER, second)
+    remains = Remains(1, None, None, (), None, 20)
+    books.grave.append(remains)
+    books.drain()
+    assert buried == [remains] and second.up.ahead_bytes == 30
