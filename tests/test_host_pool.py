@@ -1,0 +1,166 @@
+"""The host tier's slabs: inside their budget, used again, and pinned or let go as a whole."""
+
+import pytest
+import torch
+
+from backstash.stores import _host
+from backstash.stores._host import HostPool
+
+PAGE = 4096
+
+
+class Pins:
+    def __init__(self, refusal=""):
+        self.refusal, self.pinned, self.unpinned = refusal, [], []
+
+    def pool(self, budget):
+        return HostPool(budget, self.pin, self.unpin)
+
+    def pin(self, memory):
+        self.pinned.append(memory.numel())
+        return self.refusal
+
+    def unpin(self, memory):
+        self.unpinned.append(memory.numel())
+
+
+@pytest.fixture(autouse=True)
+def small_slabs(monkeypatch):
+    monkeypatch.setattr(_host, "_SLAB_BYTES", 8 * PAGE)
+
+
+def test_rooms_lie_side_by_side_in_a_slab():
+    pins = Pins()
+    pool = pins.pool(None)
+    rooms = [pool.take(nbytes) for nbytes in (100, PAGE, PAGE + 1)]
+    assert [room.offset for room in rooms] == [0, PAGE, 2 * PAGE]
+    assert [room.memory.numel() for room in rooms] == [100, PAGE, PAGE + 1]
+    assert all(room.memory.data_ptr() % PAGE == 0 for room in rooms)
+    assert rooms[1].memory.dtype == torch.uint8
+    assert (pool.used_bytes, pool.slab_bytes, pool.slab_peak_bytes) == (
+        4 * PAGE,
+        8 * PAGE,
+        8 * PAGE,
+    )
+    pool.give(rooms[1])
+    assert pool.used_bytes == 3 * PAGE
+    assert pool.take(PAGE).offset == PAGE  # its room again
+    assert pins.pinned == [8 * PAGE] and pool.note == ""
+
+
+def test_a_slab_is_as_large_as_what_asks_for_it():
+    pins = Pins()
+    pool = pins.pool(None)
+    large = pool.take(20 * PAGE - 5)
+    assert (pool.slab_bytes, large.memory.numel()) == (20 * PAGE, 20 * PAGE - 5)
+    other = pool.take(PAGE)
+    assert other.slab is not large.slab and pool.slab_bytes == 28 * PAGE
+    assert pool.slab_peak_bytes == 28 * PAGE and pins.pinned == [20 * PAGE, 8 * PAGE]
+
+
+def test_a_slab_that_is_full_is_passed_over():
+    pool = Pins().pool(None)
+    first = [pool.take(8 * PAGE), pool.take(PAGE)]
+    assert first[0].slab is not first[1].slab
+    held = pool.take(7 * PAGE)
+    assert held.slab is first[1].slab and held.offset == PAGE
+    pool.give(first[0])
+    assert pool.take(8 * PAGE).slab is first[0].slab
+    assert pool.slab_bytes == 16 * PAGE
+
+
+def test_room_in_pieces_is_not_room():
+    """Enough is free in the slab, and nowhere in one piece: what was tried is put back."""
+    pool = Pins().pool(8 * PAGE)
+    rooms = [pool.take(2 * PAGE) for _ in range(4)]
+    pool.give(rooms[0])
+    pool.give(rooms[2])
+    assert pool.take(4 * PAGE) is None
+    assert pool.used_bytes == 4 * PAGE and rooms[0].slab.extents.end_bytes == 8 * PAGE
+    assert pool.take(2 * PAGE).offset in (0, 4 * PAGE)
+
+
+def test_the_budget_is_never_exceeded():
+    pins = Pins()
+    pool = pins.pool(11 * PAGE + 100)
+    first = pool.take(PAGE)
+    second = pool.take(8 * PAGE)  # one slab of 8 pages is there, 3 pages are left: none
+    assert second is None and pool.slab_bytes == 8 * PAGE
+    held = pool.take(7 * PAGE)
+    last = pool.take(3 * PAGE)
+    assert pins.pinned == [8 * PAGE, 3 * PAGE] and last.slab is not first.slab
+    assert pool.take(1) is None and pool.slab_bytes == 11 * PAGE
+    assert [pool.could_hold(n) for n in (11 * PAGE, 11 * PAGE + 1, 12 * PAGE)] == [
+        True,
+        False,
+        False,
+    ]
+    assert pool.used_bytes == 11 * PAGE and held.offset == PAGE
+
+
+def test_no_limit_holds_anything():
+    pool = Pins().pool(None)
+    assert pool.budget is None and pool.could_hold(1 << 60)
+    exact = Pins().pool(2 * PAGE)
+    assert exact.could_hold(2 * PAGE) and exact.take(2 * PAGE) is not None
+
+
+def test_empty_slabs_make_room_for_another_size():
+    pins = Pins()
+    pool = pins.pool(10 * PAGE)
+    room = pool.take(8 * PAGE)
+    assert pool.take(10 * PAGE) is None and pins.unpinned == []
+    pool.give(room)
+    del room
+    whole = pool.take(10 * PAGE)
+    assert whole.memory.numel() == 10 * PAGE
+    assert (pool.slab_bytes, pool.slab_peak_bytes) == (10 * PAGE, 10 * PAGE)
+    assert pins.unpinned == [8 * PAGE]
+
+
+def test_trim_lets_go_of_what_is_empty_only():
+    pins = Pins()
+    pool = pins.pool(None)
+    first, second = pool.take(8 * PAGE), pool.take(8 * PAGE)
+    pool.give(first)
+    pool.trim()
+    assert (pool.slab_bytes, pins.unpinned) == (8 * PAGE, [8 * PAGE])
+    pool.trim()
+    assert len(pins.unpinned) == 1
+    pool.give(second)
+    pool.trim()
+    assert (pool.slab_bytes, pool.used_bytes, len(pins.unpinned)) == (0, 0, 2)
+    assert pool.slab_peak_bytes == 16 * PAGE
+
+
+def test_a_pool_that_dies_unpins_and_a_room_keeps_its_slab():
+    pins = Pins()
+    pool = pins.pool(None)
+    room = pool.take(PAGE)
+    del pool
+    assert pins.unpinned == []
+    room.memory.fill_(7)
+    del room
+    assert pins.unpinned == [8 * PAGE]
+
+
+def test_a_refused_pin_is_noted_once_and_never_undone():
+    pins = Pins("ulimit -l")
+    pool = pins.pool(None)
+    first = pool.take(8 * PAGE)
+    pins.refusal = "something else"
+    pool.give(pool.take(8 * PAGE))
+    pool.give(first)
+    assert pool.note == "host memory is not pinned (ulimit -l): copies do not run beside compute"
+    pool.trim()
+    assert pool.slab_bytes == 0 and pins.unpinned == []
+
+
+def test_a_system_without_memory_has_no_room(monkeypatch):
+    def none(nbytes):
+        raise MemoryError(f"no memory for {nbytes} bytes")
+
+    monkeypatch.setattr(_host, "mapped", none)
+    pool = Pins().pool(None)
+    assert pool.take(PAGE) is None
+    assert (pool.slab_bytes, pool.used_bytes, pool.slab_peak_bytes) == (0, 0, 0)
