@@ -24,7 +24,7 @@ __all__ = ["PACKAGE", "ROOT", "Coverage", "Trial", "the_map"]
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = "src/backstash"
 # Too slow, or about something else, to say anything about the files that are mutated.
-_NOT_RUN = re.compile(r"cli|examples|benchmarks|docs|distributed|models|compile|gpu|layout|mutants")
+_NOT_RUN = re.compile(r"operators|cli|examples|benchmarks|docs|distributed|models|compile|gpu|layout|mutants")
 _QUICK = 16  # tests that are collected and run before the rest
 
 
