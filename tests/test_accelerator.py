@@ -699,6 +699,97 @@ def test_keep_auto_follows_the_memory_that_is_free():
     stash.close()
 
 
+# A device that runs short.
+
+
+class Small(TwinDevice):
+    """Has so many bytes for what is kept or on its way, and knows it."""
+
+    def __init__(self, nbytes):
+        super().__init__()
+        self.nbytes, self.asked = nbytes, 0
+
+    def free_bytes(self):
+        self.asked += 1
+        down = self.stash._books.sides[1].down
+        return self.nbytes - down.keep_bytes - down.inflight_bytes
+
+
+@pytest.mark.parametrize("keep", [None, "16MiB"])
+def test_where_the_device_runs_short_less_stays_than_may(keep):
+    device = Small(12 * BLOCK)
+    stash = device.stash = stash_on(device, keep=keep, host="64MiB", inflight=BLOCK)
+    x, most, out = leaf(), 0, leaf()
+    with stash:
+        for _ in range(24):
+            out = torch.tanh(out * 1.5)
+            down = stash._books.sides[1].down
+            most = max(most, down.keep_bytes + down.inflight_bytes)
+        loss = chain(x)
+    assert 6 * BLOCK <= most <= 9 * BLOCK, "four blocks are left for what comes next"
+    assert torch.equal(gradient(loss, x), expected())
+    assert device.faults == []
+    del loss, out
+    stash.close()
+
+
+def test_a_device_with_room_is_seldom_asked():
+    device = Small(1 << 40)
+    stash = device.stash = stash_on(device, keep=None, host="64MiB")
+    x = leaf()
+    with stash:
+        for _ in range(20):
+            chain(x)
+    assert device.asked <= 2
+    assert stash.stats().written_bytes == 0
+    stash.close()
+
+
+def test_out_of_memory_in_a_step_lowers_keep_and_leaves_nothing():
+    device = TwinDevice(chance=0.5)
+    stash = stash_on(device, keep=6 * BLOCK, host="64MiB", inflight=2 * BLOCK)
+    x, true = leaf(), expected()
+    for kept in (3, 1):
+        with pytest.raises(torch.OutOfMemoryError), stash:
+            out = chain(x)
+            raise torch.OutOfMemoryError("a large one")
+        del out
+        gc.collect()
+        stats = settled(stash, device)
+        assert (stats.blocks, stats.host_bytes, stats.keep_bytes) == (0, 0, 0)
+        with stash:
+            loss = chain(x)
+        stats = stash.stats()
+        assert stats.keep_bytes + stats.inflight_bytes <= (kept + 2) * BLOCK
+        assert any("keep is" in note for note in stats.notes)
+        assert torch.equal(gradient(loss, x), true)
+        del loss
+    assert device.faults == []
+    stash.close()
+
+
+def test_a_part_that_finds_no_memory_goes_as_a_whole(monkeypatch):
+    from backstash._parts import Part
+
+    def fail(part, tensor):
+        raise torch.OutOfMemoryError("no")
+
+    monkeypatch.setattr(Part, "copy", fail)
+    device = TwinDevice(chance=1.0)
+    stash = stash_on(device, host="64MiB", min_bytes=0)
+    x = leaf()
+
+    def program(x):
+        return (x * 2)[3].sin().sum()
+
+    with stash:
+        loss = program(x)
+    assert torch.equal(gradient(loss, x), expected(program))
+    assert stash.stats().written_bytes == BLOCK
+    del loss
+    stash.close()
+
+
 def test_closing_waits_for_what_was_brought_back_for_nobody():
     """A guess that was wrong still reads the room when the stash is closed."""
     device = SlowToEnd(chance=1.0)

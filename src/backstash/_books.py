@@ -25,9 +25,17 @@ class Books:
     """The lock, the budgets and the queue of what died. Everything but ``is_forked`` wants the lock held."""
 
     def __init__(
-        self, cpu: Side, grave: deque[Any], lock: Any, tape: Tape, make: Callable[..., Side | str]
+        self,
+        cpu: Side,
+        grave: deque[Any],
+        lock: Any,
+        tape: Tape,
+        make: Callable[..., Side | str],
+        *,
+        keep: int | None,
     ) -> None:
         self.sides = [cpu]
+        self._keep = keep  # of the sides that are yet to come, too
         self._side_of: dict[torch.device, Side | str] = {torch.device("cpu"): cpu}
         self._make = make
         self.grave = grave
@@ -55,6 +63,7 @@ class Books:
                 if device not in self._side_of:
                     made = self._side_of[device] = self._make(device, len(self.sides))
                     if not isinstance(made, str):
+                        made.down.limit(self._keep)
                         self.sides.append(made)
                 side = self._side_of[device]
         return side
@@ -63,6 +72,12 @@ class Books:
         """From now on, tensors of ``device`` are of ``side``."""
         self.sides.append(side)
         self._side_of[device] = side
+
+    def limit(self, keep: int | None) -> None:
+        """See :meth:`Down.limit`."""
+        self._keep = keep
+        for side in self.sides:
+            side.down.limit(keep)
 
     def land(self, lane: Lane) -> None:
         """See :meth:`Down.land`."""
@@ -95,6 +110,11 @@ class Books:
                 continue
             free = side.device.free_bytes() if side.device is not None else spare_bytes()
             side.down.limit((side.down.keep_bytes + free) // 2)
+
+    def ease(self) -> None:
+        """See :meth:`Down.ease`."""
+        for side in self.sides:
+            side.down.ease()
 
     def drain(self) -> None:
         """Settle what died since the last call."""

@@ -34,6 +34,7 @@ from ._streams import Copy
 from .errors import StashError, StashFullError, StashIOError, StashWarning
 from .stores import Slot, Store
 from .stores._memory import Pool
+from .units import format_bytes
 
 __all__ = ["Down", "sequence_number"]
 
@@ -64,7 +65,8 @@ class Down:
         keep, inflight: budgets in bytes; ``keep=None`` is no limit.
         on_full: ``"keep"`` or ``"raise"``.
         host: on an accelerator, its host tier, in place of the store. Copies then begin ``inflight``
-            bytes before ``keep`` is reached, and memory is let go only beyond it.
+            bytes before ``keep`` is reached, and memory is let go only beyond it, or where the device
+            runs short.
     """
 
     def __init__(
@@ -100,6 +102,7 @@ class Down:
         self._broken: Callable[[], StashError] | None = (
             None  # after a failed write nothing more goes
         )
+        self._short = 0  # bytes that the device lacked when it was last asked
         self.keep_bytes = self.keep_peak_bytes = 0
         self.inflight_bytes = self.inflight_peak_bytes = 0
         self.written_bytes = self.disk_peak_bytes = 0
@@ -137,10 +140,8 @@ class Down:
         self.inflight_peak_bytes = max(self.inflight_peak_bytes, self.inflight_bytes)
 
     def _press(self, lane: Lane, newest: Block) -> None:
-        if self._keep is None:
-            return
-        most = self._keep if self._host is None else max(0, self._keep - self._inflight)
-        while self.keep_bytes > most and self._kept:
+        most = self._most(newest.nbytes)
+        while most is not None and self.keep_bytes > most and self._kept:
             block = self._kept.popleft()
             if block is None:
                 continue
@@ -152,6 +153,29 @@ class Down:
                     return
             elif not self._send(block, lane):
                 self._stuck.append(block)  # a smaller one may find room
+
+    def _most(self, nbytes: int) -> int | None:
+        """How many bytes may stay in place now that ``nbytes`` have come; ``None``: no limit."""
+        if self._host is None:
+            return self._keep
+        if self._host.device.is_capturing():
+            return None  # nothing may be asked of the device
+        most = None if self._keep is None else max(0, self._keep - self._inflight)
+        if most != 0:  # else all goes anyway
+            self._short = self._host.shortage(nbytes, self.inflight_bytes)
+            if self._short:
+                left = max(0, self.keep_bytes - self._short)
+                most = left if most is None else min(most, left)
+        return most
+
+    def ease(self) -> None:
+        """The device ran out of memory: from now on keep half of what was kept, at most."""
+        kept = self.keep_peak_bytes if self._keep is None else min(self._keep, self.keep_peak_bytes)
+        if self._host is not None and kept:
+            self._keep = kept // 2
+            self.notes[f"out of device memory: keep is {format_bytes(self._keep)} from then on"] = (
+                None
+            )
 
     def _may_leave_unseen(self, block: Block) -> bool:
         """Whether another thread's block may go: it is written, not copied, and need not be waited for."""
@@ -323,8 +347,8 @@ class Down:
                 flight.writing.wait()
         self.land(lane, all_that_ended=True)
 
-    def limit(self, keep: int) -> None:
-        """From now on, keep at most so many bytes in place."""
+    def limit(self, keep: int | None) -> None:
+        """From now on, keep at most so many bytes in place; ``None``: no limit."""
         self._keep = keep
 
     def _make_room(self, nbytes: int, lane: Lane) -> None:
@@ -375,6 +399,8 @@ class Down:
 
     def _is_pressed(self) -> bool:
         if self._host is None:
+            return True
+        if self._short:
             return True
         return self._keep is not None and self.keep_bytes + self.inflight_bytes > self._keep
 

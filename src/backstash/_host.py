@@ -224,6 +224,10 @@ class HostTier:
         self._disk_refuses = ""
         self._disk_has_failed = False
         self._unasked_bytes = 0  # that may be taken on the device before it is asked again
+        self._largest_bytes = 0  # of all blocks so far
+        self._unlooked_bytes = (
+            0  # that may be saved before the device is asked whether it runs short
+        )
         self._bytes_on_the_way_out = 0  # of rooms that are being written or are on disk too
         self.stall_seconds = 0.0
         self.disk_peak_bytes = 0
@@ -302,6 +306,20 @@ class HostTier:
         if self._unasked_bytes < 0:  # not asked each time: the driver takes its time
             self._unasked_bytes = (self.device.free_bytes() - _RESERVE_BYTES) // 2 - nbytes
         return self._unasked_bytes >= 0
+
+    def shortage(self, nbytes: int, leaving: int) -> int:
+        """How many bytes the device lacks for what comes next, beside those that are ``leaving`` it.
+
+        What comes next is taken to need four times the largest block so far: an operation's inputs and
+        outputs, and what it works with. Asked when half of what was free has been saved since.
+        """
+        self._largest_bytes = max(self._largest_bytes, nbytes)
+        self._unlooked_bytes -= nbytes
+        if self._unlooked_bytes >= 0:
+            return 0
+        spare = self.device.free_bytes() + leaving - 4 * self._largest_bytes
+        self._unlooked_bytes = max(0, spare) // 2
+        return max(0, -spare)
 
     # Rooms.
 

@@ -167,7 +167,10 @@ class Intake:
         if block is None or block.source.changed:  # by a backward that was given the copy
             if origin.copied_bytes + part.nbytes > tensor.untyped_storage().nbytes():
                 return None
-            copy = part.copy(tensor)
+            try:
+                copy = part.copy(tensor)
+            except torch.OutOfMemoryError:
+                return None  # the whole of it needs no memory to be saved
             block = Block(Source(copy, copy.untyped_storage()), copy, side)
             block.origin = origin
             origin.slices[part.key] = weakref.ref(block)

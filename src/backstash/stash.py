@@ -54,6 +54,8 @@ class Stash:
     Args:
         keep: bytes that may stay in place, on each device; the oldest saved beyond it move down. ``None``:
             no limit. ``"auto"``: half of what is free when a step begins, what is kept already included.
+            On an accelerator less stays where its memory runs short; and when it runs out all the same
+            within the context, half of it from then on, so that the step can be tried again.
         host: bytes of pinned host memory for each accelerator's tensors, what the pool holds idle
             included. ``"auto"``: half of what the machine or its control group can spare when the first
             such tensor comes. CPU tensors do not use it.
@@ -130,7 +132,7 @@ class Stash:
             on_full=on_full,
         )
         cpu = self._plan.cpu(self._pool, freed)
-        self._books = Books(cpu, grave, lock, self._tape, self._plan.side_of)
+        self._books = Books(cpu, grave, lock, self._tape, self._plan.side_of, keep=keep_bytes)
         self._intake = Intake(self._books, policy=policy, min_bytes=min_nbytes)
         self._local = threading.local()
         self._lanes: list[Lane] = []
@@ -149,6 +151,9 @@ class Stash:
         trace: TracebackType | None,
     ) -> None:
         self._leave(None)
+        if isinstance(error, torch.OutOfMemoryError):
+            with self._books.lock:
+                self._books.ease()
         if isinstance(error, RuntimeError) and _REFUSAL in str(error):
             raise UsageError(_REMEDY) from error
 
@@ -230,6 +235,15 @@ class Stash:
                 f"attach({module!r}): allowed is an nn.Module; wrap a function by stash(fn)"
             )
         return Attachment(self, module)
+
+    def set_keep(self, keep: int | str | None) -> None:
+        """Change the ``keep`` budget from now on; as the constructor takes it.
+
+        What is kept beyond a lower one moves when the next tensor is saved.
+        """
+        self._keep_follows = keep == "auto"
+        with self._books.lock:
+            self._books.limit(0 if keep == "auto" else parse_limit(keep, name="keep"))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Stash:
         """A copied model shares the stash that is attached to it."""

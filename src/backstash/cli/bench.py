@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from ..errors import SizeError
+from ..units import parse_bytes
 from ._arguments import Parser, directory, words
 from ._bench._device import device_benchmark
 from ._bench._gradients import gradients
@@ -75,9 +77,17 @@ def main(arguments: Sequence[str]) -> int:
             parser.error(f"unknown benchmark {what!r}; allowed: {', '.join(_KINDS)}")
     with Progress(lines=True) as progress:
         results = _measure(options, list(arguments), progress.say)
-    if options.out is not None:
-        options.out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    _save(options, results)
     return _print(results)
+
+
+def _save(options: argparse.Namespace, results: dict[str, Any]) -> None:
+    if options.out is None:
+        return
+    # In one step: whoever cuts the run off finds the last whole one.
+    part = options.out.with_name(options.out.name + ".part")
+    part.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    part.replace(options.out)
 
 
 def _print(results: dict[str, Any]) -> int:
@@ -99,7 +109,20 @@ def _parser() -> Parser:
     add(
         "--device",
         metavar="DEVICE",
-        help="measure an accelerator (cuda) instead, all of it in about ten minutes",
+        help="measure an accelerator (cuda) instead, all of it within --seconds",
+    )
+    add(
+        "--seconds",
+        metavar="N",
+        type=_count,
+        default=590,
+        help="end by then, with what was measured; with --device only (590)",
+    )
+    add(
+        "--host",
+        metavar="SIZE",
+        type=_size,
+        help="host memory for stashes; with --device only (three quarters of what is to spare)",
     )
     add(
         "--only",
@@ -135,6 +158,13 @@ def _count(text: str) -> int:
     return int(text)
 
 
+def _size(text: str) -> int:
+    try:
+        return parse_bytes(text, name="host")
+    except SizeError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
 def _read(parser: Parser, path: Path) -> dict[str, Any]:
     try:
         results: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
@@ -146,9 +176,17 @@ def _read(parser: Parser, path: Path) -> dict[str, Any]:
 def _measure(
     options: argparse.Namespace, arguments: list[str], say: Callable[[str], None]
 ) -> dict[str, Any]:
-    date = time.strftime("%Y-%m-%d")
+    results: dict[str, Any] = {
+        "command": _command(arguments),
+        "date": time.strftime("%Y-%m-%d"),
+        "machine": machine().as_dict(),
+        "versions": versions(),
+    }
     with tempfile.TemporaryDirectory(prefix="backstash-bench-", dir=options.disk) as where:
+        results["file_system"] = file_system(where)
         if options.device is not None:
+            disk = measure(where, _DISK_BYTES, say)
+            results["disk"] = disk.as_dict()
             sections = [
                 device_benchmark(
                     options.device,
@@ -157,20 +195,15 @@ def _measure(
                     directory=where,
                     tiny=options.tiny,
                     say=say,
+                    seconds=options.seconds,
+                    host=options.host,
+                    save=lambda section: _save(options, results | {"sections": [section]}),
                 )
             ]
         else:
             sections = [_section(what, options, where, say) for what in options.what or _KINDS]
-        kind, disk = file_system(where), measure(where, _DISK_BYTES, say)
-    return {
-        "command": _command(arguments),
-        "date": date,
-        "machine": machine().as_dict(),
-        "file_system": kind,
-        "disk": disk.as_dict(),
-        "versions": versions(),
-        "sections": sections,
-    }
+            results["disk"] = measure(where, _DISK_BYTES, say).as_dict()
+    return results | {"sections": sections}
 
 
 def _section(

@@ -1,40 +1,45 @@
-"""The accelerator's benchmark: the link, every model in every way, the largest that trains, no growth."""
+"""The accelerator's benchmark: the link, every model in every way, the largest that trains, no growth.
+
+Each task is a process of its own that tells each figure as it has it, and the figures are written to the
+result file at once: a run that is cut off leaves what it measured. A process that hangs is ended at its
+deadline; what it was at says so, and the rest goes on.
+"""
 
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from ._device_ways import WAYS
-from ._link import measure_link
-from ._process import python
+from ...memory import spare_bytes
+from ._device_plan import Task, plan
+from ._sanitizer import sanitized
+from ._stream import told_by
 
 __all__ = ["device_benchmark"]
 
 _WORKER = "backstash.cli._bench._device_worker"
-_SHARES = ("stash-all", "stash-half", "stash-tenth", "stash")
-_PEERS = ("save_on_cpu", "save_on_cpu-pinned", "checkpoint", "trl", "torchtune")
-_SPENDS_SECONDS = 590  # of ten minutes
-_GIB = 1 << 30
-
-_MODELS = {
-    "resnet152": ("plain", *_PEERS, *_SHARES, "stash-checkpoint"),
-    "resnet152-bf16": ("plain", "save_on_cpu-pinned", "checkpoint", *_SHARES, "stash-checkpoint"),
-    "llama-4k": ("plain", *_PEERS, *_SHARES, "stash-checkpoint", "stash-disk"),
-    "llama-16k": ("plain", "checkpoint", *_SHARES, "stash-checkpoint"),
-    "gpt2-medium": ("plain", "save_on_cpu-pinned", "checkpoint", *_SHARES, "stash-disk"),
-}
-_TINY_MODELS = {"resnet-tiny": tuple(WAYS), "llama-tiny": ("plain", "stash", "stash-disk")}
+_GRACE_SECONDS = 10  # a worker ends by itself when its time is over; beyond this it is ended
+_BROKEN = 3  # a worker's status when its device may be, and a new process is to go on
 
 
 def device_benchmark(
-    device: str, *, repeats: int, steps: int, directory: str, tiny: bool, say: Callable[[str], None]
+    device: str,
+    *,
+    repeats: int,
+    steps: int,
+    directory: str,
+    tiny: bool,
+    say: Callable[[str], None],
+    seconds: float = 590.0,
+    host: int | None = None,
+    save: Callable[[dict[str, Any]], None] = lambda section: None,
 ) -> dict[str, Any]:
-    """Everything in one go, inside ten minutes; what no time was left for says so.
+    """Everything in one go, within ``seconds``; what no time was left for says so.
 
     Args:
         device: ``"cuda"``, or another accelerator; ``"cpu"``, with ``tiny``, for tests.
@@ -43,47 +48,87 @@ def device_benchmark(
         directory: where the disk tier is.
         tiny: small models, for tests; the figures mean nothing.
         say: called with a line of progress before each part.
+        seconds: of all parts together.
+        host: bytes of host memory for the stashes; ``None``: three quarters of what is to spare.
+        save: called with what there is whenever something was added.
     """
-    until = time.perf_counter() + _SPENDS_SECONDS
-    common = {"device": device, "directory": directory, "repeats": repeats, "steps": steps}
-    say(f"{device}: the link")
+    until = time.monotonic() + seconds
     section: dict[str, Any] = {
         "kind": "device",
         "tiny": tiny,
         "device": _name(device),
         "repeats": repeats,
         "steps": steps,
-        "link": measure_link(torch.device(device), 1 << 20 if tiny else _GIB, 64 if tiny else 8192),
-        "models": {},
+        "seconds": seconds,
+        "host_bytes": spare_bytes() * 3 // 4 if host is None else host,
     }
-    for workload, ways in (_TINY_MODELS if tiny else _MODELS).items():
-        say(f"{device}: {workload}")
-        task = common | {"kind": "rows", "workload": workload, "ways": ways}
-        section["models"][workload] = _run(task, until - 120)
-    say(f"{device}: the longest sequence")
-    largest: dict[str, Any] = {
-        "kind": "largest",
-        "ways": ("plain", "checkpoint", "stash", "stash-checkpoint"),
-        "blocks": 2 if tiny else 24,
-        "width": 256 if tiny else 2048,
-        "tokens": 1024 if tiny else 4096,
-        "seconds": 1 if tiny else 20,
-        "most": 2048 if tiny else 1 << 40,
+    common = {
+        "device": device,
+        "directory": directory,
+        "repeats": repeats,
+        "steps": steps,
+        "host_bytes": section["host_bytes"],
     }
-    section["largest"] = _run(common | largest | {"budget_bytes": 24 * _GIB}, until - 30)
-    say(f"{device}: many steps")
-    steady = {"kind": "steady", "width": 64 if tiny else 1024, "steps": 20 if tiny else 1000}
-    section["steady"] = _run(common | steady, until)
+    for task in plan(tiny):
+        left = until - time.monotonic()
+        say(f"{device}: {task.title} ({left:.0f} s left)")
+        if left < task.least_seconds:
+            _put(section, [*task.path, "failed"], "no time was left")
+        else:
+            _run(task, common, min(left, task.seconds), section, save)
+        save(section)
+    left = until - time.monotonic()
+    say(f"{device}: compute-sanitizer ({left:.0f} s left)")
+    section["sanitizer"] = sanitized(_WORKER, common, min(left, 120.0))
+    save(section)
     return section
 
 
-def _run(task: dict[str, Any], until: float) -> dict[str, Any]:
-    if time.perf_counter() > until:
-        return {"failed": "no time was left"}
-    ended = python(["-m", _WORKER, json.dumps(task)])
-    if ended.status == 0 and ended.result:
-        return ended.result
-    return {"failed": f"status {ended.status}: {ended.error}"}
+def _run(
+    task: Task,
+    common: dict[str, Any],
+    seconds: float,
+    section: dict[str, Any],
+    save: Callable[[dict[str, Any]], None],
+) -> None:
+    """Run a task, and once more in a new process where its own may have broken the device."""
+    ends = time.monotonic() + seconds
+
+    def hear(told: dict[str, Any]) -> None:
+        _put(section, [*task.path, *told["put"]], told["value"])
+        save(section)
+
+    for _ in range(3):
+        left = ends - time.monotonic()
+        known = list(_get(section, [*task.path, "rows"]))
+        words = common | task.arguments | {"seconds": left - _GRACE_SECONDS, "known": known}
+        command = [sys.executable, "-m", _WORKER, json.dumps(words)]
+        status, error = told_by(command, hear, left)
+        if status == 0:
+            return
+        section.setdefault("ended", []).append(
+            {"task": task.title, "status": status, "error": error}
+        )
+        goes_on = status == _BROKEN or len(_get(section, [*task.path, "rows"])) > len(known)
+        if not goes_on or task.arguments["kind"] != "rows":
+            _put(section, [*task.path, "failed"], f"status {status}: {error}")
+            return
+        if ends - time.monotonic() < task.least_seconds:
+            return
+
+
+def _get(section: dict[str, Any], path: list[str]) -> dict[str, Any]:
+    found = section
+    for name in path:
+        found = found.get(name, {})
+    return found
+
+
+def _put(section: dict[str, Any], path: list[str], value: Any) -> None:
+    inner = section
+    for name in path[:-1]:
+        inner = inner.setdefault(name, {})
+    inner[path[-1]] = value
 
 
 def _name(device: str) -> str:

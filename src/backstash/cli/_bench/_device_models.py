@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +12,9 @@ from torch.nn import functional as F
 
 from ._workloads import Around, BlockStack, ResNet, Workload, call
 
-__all__ = ["DEVICE_WORKLOADS", "llama"]
+__all__ = ["DEVICE_WORKLOADS", "llama", "resnet_within"]
+
+_152 = (3, 8, 36, 3)
 
 
 class LlamaBlock(nn.Module):
@@ -90,22 +94,55 @@ def _gpt2(blocks: int, width: int, batch: int, tokens: int, device: torch.device
     return Workload(model, (x,), words)
 
 
+class _Torchvision(nn.Module):
+    """torchvision's ResNet-152, as one that can be put around block by block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net: Any = importlib.import_module("torchvision.models").resnet152(weights=None)
+        net = self.net
+        stages = (net.layer1, net.layer2, net.layer3, net.layer4)
+        self.blocks = [block for stage in stages for block in stage]
+
+    def forward(self, images: Tensor, labels: Tensor, around: Around = call) -> Tensor:
+        """``images``: batch x 3 x height x width; ``labels``: batch. Returns the loss."""
+        net = self.net
+        x = net.maxpool(net.relu(net.bn1(net.conv1(images))))
+        for block in self.blocks:
+            x = around(block, x)
+        return F.cross_entropy(net.fc(net.avgpool(x).flatten(1)), labels)
+
+
+def _resnet152() -> tuple[nn.Module, str]:
+    """torchvision's where it can be imported, else our own."""
+    try:
+        return _Torchvision(), "torchvision's ResNet-152"
+    except Exception:  # not installed, or built for another torch
+        return ResNet(_152, 64), "ResNet-152 of our own"
+
+
+def resnet_within(batch: int, device: torch.device) -> Workload:
+    """ResNet-152 in bfloat16, channels_last."""
+    return _resnet(_152, 64, batch, 224, device, True)
+
+
 def _resnet(
     depths: tuple[int, ...], middle: int, batch: int, pixels: int, device: torch.device, bf16: bool
 ) -> Workload:
     with torch.device(device):
-        model = ResNet(depths, middle)
+        model: nn.Module = ResNet(depths, middle)
+        words = f"ResNet of {sum(depths)} Bottlenecks"
+        if depths == _152:
+            model, words = _resnet152()
         images = torch.randn(batch, 3, pixels, pixels)
         labels = torch.randint(1000, (batch,))
-    words = f"ResNet of {sum(depths)} Bottlenecks, batch {batch} x 3 x {pixels} x {pixels}"
+    words += f", batch {batch} x 3 x {pixels} x {pixels}"
     if bf16:
         model = model.to(dtype=torch.bfloat16, memory_format=torch.channels_last)  # type: ignore[call-overload]
         images = images.to(dtype=torch.bfloat16, memory_format=torch.channels_last)
     words += ", bf16 channels_last" if bf16 else ", float32"
     return Workload(model, (images, labels), words)
 
-
-_152 = (3, 8, 36, 3)
 
 DEVICE_WORKLOADS: dict[str, Callable[[torch.device], Workload]] = {
     "resnet152": lambda device: _resnet(_152, 64, 256, 224, device, False),
@@ -114,6 +151,7 @@ DEVICE_WORKLOADS: dict[str, Callable[[torch.device], Workload]] = {
     "llama-16k": lambda device: llama(24, 2048, 16_384, device),
     "gpt2-medium": lambda device: _gpt2(24, 1024, 8, 1024, device),
     "resnet-tiny": lambda device: _resnet((1, 1), 8, 2, 32, device, False),
+    "resnet152-tiny": lambda device: _resnet(_152, 64, 1, 32, device, True),
     "llama-tiny": lambda device: llama(2, 256, 64, device),
 }
 """From name to what builds it on a device; seed torch before."""

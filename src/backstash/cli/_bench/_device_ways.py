@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
-from ._workloads import Around, call
+from ._workloads import Around, Workload, blocks_of, call
 
 __all__ = ["WAYS", "DeviceWay"]
 
@@ -23,11 +23,13 @@ class DeviceWay:
 
     title: str
     """What the table calls it."""
-    make: Callable[[int, str], AbstractContextManager[Any] | dict[str, Any]]
-    """From the bytes that a step saves, and the disk's directory, to what is entered for each forward
-    pass: a context, or the options of a stash."""
+    make: Callable[[Workload], tuple[Any, Around | None]] = lambda workload: (nullcontext(), None)
+    """What is entered for each forward pass, and what is put around each block where ``around`` is not."""
     around: Around = call
     """Put around each block."""
+    stash: dict[str, Any] | None = None
+    """For a stash: ``keep``, the share of what a step saves that stays on the device (``None``: all), and
+    ``disk``, whether three quarters of the rest go on to disk."""
 
 
 def _checkpointed(block: nn.Module, x: Tensor) -> Tensor:
@@ -35,38 +37,43 @@ def _checkpointed(block: nn.Module, x: Tensor) -> Tensor:
     return y
 
 
-def _stash(share: float, **more: Any) -> Callable[[int, str], dict[str, Any]]:
-    """A stash that keeps a share of what is saved on the device and all the rest in host memory."""
-
-    def options(saved: int, directory: str) -> dict[str, Any]:
-        return {"keep": int(share * saved), "host": None, **more}
-
-    return options
-
-
-def _on_disk(saved: int, directory: str) -> dict[str, Any]:
-    return {"keep": 0, "host": max(saved // 4, 1 << 20), "disk": directory}
-
-
-def _foreign(module: str, name: str) -> Callable[[int, str], AbstractContextManager[Any]]:
+def _foreign(module: str, name: str) -> Callable[[Workload], tuple[Any, None]]:
     """Another library's offloading context, where that library is installed."""
 
-    def context(saved: int, directory: str) -> AbstractContextManager[Any]:
-        made: AbstractContextManager[Any] = getattr(importlib.import_module(module), name)()
-        return made
+    def context(workload: Workload) -> tuple[Any, None]:
+        return getattr(importlib.import_module(module), name)(), None
 
     return context
 
 
+def _transformer_engine(workload: Workload) -> tuple[Any, Around]:
+    """Its context is entered around each block, and told of each block's end."""
+    module = importlib.import_module("transformer_engine.pytorch")
+    count = len(list(blocks_of(workload.model)))
+    context, after = module.get_cpu_offload_context(
+        enabled=True,
+        num_layers=count - 1,
+        model_layers=count,
+        offload_activations=True,
+        offload_weights=False,
+    )
+
+    def around(block: nn.Module, x: Tensor) -> Tensor:
+        with context:
+            y = block(x)
+        synchronized: Tensor = after(y)
+        return synchronized
+
+    return nullcontext(), around
+
+
 WAYS: dict[str, DeviceWay] = {
-    "plain": DeviceWay("plain PyTorch", lambda saved, directory: nullcontext()),
-    "save_on_cpu": DeviceWay("`save_on_cpu`", lambda saved, directory: save_on_cpu()),
+    "plain": DeviceWay("plain PyTorch"),
+    "save_on_cpu": DeviceWay("`save_on_cpu`", lambda workload: (save_on_cpu(), None)),
     "save_on_cpu-pinned": DeviceWay(
-        "`save_on_cpu(pin_memory=True)`", lambda saved, directory: save_on_cpu(pin_memory=True)
+        "`save_on_cpu(pin_memory=True)`", lambda workload: (save_on_cpu(pin_memory=True), None)
     ),
-    "checkpoint": DeviceWay(
-        "`torch.utils.checkpoint`", lambda saved, directory: nullcontext(), _checkpointed
-    ),
+    "checkpoint": DeviceWay("`torch.utils.checkpoint`", around=_checkpointed),
     "trl": DeviceWay(
         "TRL's `OffloadActivations`",
         _foreign("trl.models.activation_offloading", "OffloadActivations"),
@@ -74,11 +81,16 @@ WAYS: dict[str, DeviceWay] = {
     "torchtune": DeviceWay(
         "torchtune's `OffloadActivations`", _foreign("torchtune.training", "OffloadActivations")
     ),
-    "stash-all": DeviceWay("`Stash(keep=None)`", lambda saved, _: {"keep": None, "host": None}),
-    "stash-half": DeviceWay("`Stash`, half in place", _stash(0.5)),
-    "stash-tenth": DeviceWay("`Stash`, a tenth in place", _stash(0.1)),
-    "stash": DeviceWay("`Stash`, nothing in place", _stash(0.0)),
-    "stash-disk": DeviceWay("`Stash`, a quarter in host memory, then disk", _on_disk),
-    "stash-checkpoint": DeviceWay("`Stash` and checkpoint", _stash(0.0), _checkpointed),
+    "transformer-engine": DeviceWay("Transformer Engine's offloading", _transformer_engine),
+    "stash-all": DeviceWay("`Stash(keep=None)`", stash={"keep": None}),
+    "stash-half": DeviceWay("`Stash`, half in place", stash={"keep": 0.5}),
+    "stash-tenth": DeviceWay("`Stash`, a tenth in place", stash={"keep": 0.1}),
+    "stash": DeviceWay("`Stash`, nothing in place", stash={"keep": 0.0}),
+    "stash-disk": DeviceWay(
+        "`Stash`, a quarter in host memory, then disk", stash={"keep": 0.0, "disk": True}
+    ),
+    "stash-checkpoint": DeviceWay(
+        "`Stash` and checkpoint", around=_checkpointed, stash={"keep": 0.0}
+    ),
 }
 """From what ``--only`` calls it to the row."""

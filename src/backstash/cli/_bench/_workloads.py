@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-__all__ = ["WORKLOADS", "Around", "Workload", "call"]
+__all__ = ["WORKLOADS", "Around", "ResNet", "Workload", "blocks_of", "call"]
 
 Around = Callable[[nn.Module, Tensor], Tensor]
 
@@ -34,6 +35,12 @@ def call(block: nn.Module, x: Tensor) -> Tensor:
     """The :data:`Around` that does nothing else."""
     y: Tensor = block(x)
     return y
+
+
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    """What an :data:`Around` is put around, in order."""
+    blocks: Any = model.blocks
+    return list(blocks)
 
 
 class Block(nn.Module):

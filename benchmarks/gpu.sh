@@ -1,0 +1,47 @@
+#!/usr/bin/env bash
+# Checks and measures an accelerator from source: needs a python that has torch, and nothing else.
+#
+#   benchmarks/gpu.sh OUT [SECONDS]      all of it, within SECONDS (570)
+#
+# Writes OUT/machine.txt, checks.txt, checks.json, bench.txt and bench.json; the last two grow as it goes, so a
+# run that is cut off leaves what it measured. Status 1 when a check failed.
+#
+#   PYTHON    the interpreter (python3)
+#   DEVICE    what to measure (cuda); cpu plays one, tiny, to try the script
+#   DISK      where the disk tier is (/var/tmp); not a file system in memory
+#   HOST      host memory for stashes (three quarters of what is to spare)
+
+set -uo pipefail
+out=${1:?usage: benchmarks/gpu.sh OUT [SECONDS]}
+seconds=${2:-570}
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+python=${PYTHON:-python3}
+device=${DEVICE:-cuda}
+mkdir -p "$out" || exit 2
+export PYTHONPATH="$root/src${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 CUBLAS_WORKSPACE_CONFIG=:4096:8
+SECONDS=0
+
+{
+    date -u
+    uname -a
+    nvidia-smi
+    "$python" -c 'import sys, torch; print(sys.version, torch.__version__, torch.version.cuda, torch.accelerator.is_available())'
+    free -g
+    df -h "${DISK:-/var/tmp}"
+    ulimit -l
+} >"$out/machine.txt" 2>&1
+
+checks_seconds=$((seconds / 4))
+timeout -k 5 $((checks_seconds + 20)) "$python" "$root/tests/test_gpu.py" \
+    --out "$out/checks.json" --seconds "$checks_seconds" 2>&1 | tee "$out/checks.txt"
+status=${PIPESTATUS[0]}
+
+left=$((seconds - SECONDS - 10))
+options=(--device "$device" --seconds "$left" --disk "${DISK:-/var/tmp}" --out "$out/bench.json")
+[[ -n ${HOST:-} ]] && options+=(--host "$HOST")
+[[ $device == cpu ]] && options+=(--tiny --repeats 1 --steps 1)
+timeout -k 5 $((left + 8)) "$python" -m backstash bench "${options[@]}" 2>&1 | tee "$out/bench.txt"
+bench=${PIPESTATUS[0]}
+
+echo "checks: status $status; benchmark: status $bench; $SECONDS s; see $out"
+exit $((status != 0 || bench != 0))

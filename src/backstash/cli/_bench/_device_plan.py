@@ -1,0 +1,76 @@
+"""What the accelerator's benchmark runs, in the order of what matters most, and how long each may take."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from ._device_ways import WAYS
+
+__all__ = ["Task", "plan"]
+
+_GIB = 1 << 30
+_SHARES = ("stash-all", "stash-half", "stash-tenth", "stash")
+_OURS = ("plain", "checkpoint", *_SHARES, "stash-checkpoint")
+# What pins or fills host memory by itself; after the others, in a process of its own.
+_PEERS = ("plain", "save_on_cpu-pinned", "trl", "torchtune", "transformer-engine", "save_on_cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One process of the benchmark."""
+
+    title: str
+    """What progress calls it."""
+    path: list[str]
+    """Where in the result its figures go."""
+    seconds: float
+    """How long it may take."""
+    arguments: dict[str, Any] = field(default_factory=dict)
+    """For the worker."""
+    least_seconds: float = 20.0
+    """With less it is not begun: a process with its model takes so long to come up."""
+
+
+def plan(tiny: bool) -> list[Task]:
+    """All tasks; with ``tiny`` small ones, in seconds."""
+    if tiny:
+        return _tiny()
+    return [
+        Task("the link", ["link"], 40, {"kind": "link", "bytes": _GIB, "side": 8192}),
+        _model("llama-4k", _OURS, 75),
+        _model("resnet152", _OURS, 75),
+        _largest("sequence", 60, size=4096, step=1024, most=1 << 18),
+        Task("many steps", ["steady"], 40, {"kind": "steady", "width": 1024, "count": 1000}),
+        _model("resnet152-bf16", _OURS, 50),
+        _model("gpt2-medium", ("plain", *_SHARES, "stash-disk"), 60),
+        _model("llama-16k", _OURS, 50),
+        _model("resnet152", _PEERS, 75, "peers"),
+        _model("llama-4k", _PEERS, 75, "peers"),
+        _largest("batch", 60, size=16, step=8, most=1 << 12),
+    ]
+
+
+def _model(workload: str, ways: tuple[str, ...], seconds: float, group: str = "models") -> Task:
+    arguments = {"kind": "rows", "workload": workload, "ways": ways}
+    title = workload + (", other ways" if group == "peers" else "")
+    return Task(title, [group, workload], seconds, arguments)
+
+
+def _largest(what: str, seconds: float, *, size: int, step: int, most: int) -> Task:
+    arguments = {"kind": "largest", "what": what, "size": size, "step": step, "most": most}
+    arguments |= {
+        "ways": ("plain", "checkpoint", "stash", "stash-checkpoint"),
+        "budget_bytes": 16 * _GIB,
+    }
+    return Task(f"the largest {what}", ["largest", what], seconds, arguments)
+
+
+def _tiny() -> list[Task]:
+    tasks = [
+        Task("the link", ["link"], 60, {"kind": "link", "bytes": 1 << 20, "side": 64}),
+        _model("resnet-tiny", tuple(WAYS), 60),
+        _largest("sequence-tiny", 60, size=64, step=64, most=192),
+        Task("many steps", ["steady"], 60, {"kind": "steady", "width": 64, "count": 20}),
+    ]
+    return [Task(each.title, each.path, each.seconds, each.arguments, 0.0) for each in tasks]

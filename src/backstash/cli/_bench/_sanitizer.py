@@ -1,0 +1,57 @@
+"""compute-sanitizer over a small program, where it is installed: reads and writes out of order or of place."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+from ._stream import told_by
+
+__all__ = ["sanitized"]
+
+_PLACES = ("CUDA_HOME", "CUDA_PATH")
+_LEAST_SECONDS = 30
+# The allocator that frees in stream order, so that memory which is used outside that order is seen.
+_VARIABLES = {"PYTORCH_ALLOC_CONF": "backend:cudaMallocAsync"}
+_OPTIONS = ("--tool", "memcheck", "--track-stream-ordered-races", "all", "--error-exitcode", "9")
+
+
+def sanitized(worker: str, common: dict[str, Any], seconds: float) -> dict[str, Any]:
+    """Run a few steps under ``compute-sanitizer``.
+
+    Args:
+        worker: the module that runs them.
+        common: its arguments.
+        seconds: after which it is ended.
+
+    Returns:
+        ``{"clean": True}``, or ``{"clean": False, "said": ...}``; ``{"skipped": why}`` where it did not run.
+    """
+    program = _found()
+    if program is None:
+        return {"skipped": "compute-sanitizer is neither in PATH nor in CUDA_HOME/bin"}
+    if not common["device"].startswith("cuda"):
+        return {"skipped": "it checks CUDA devices"}
+    if seconds < _LEAST_SECONDS:
+        return {"skipped": "no time was left"}
+    words = json.dumps(common | {"kind": "small", "seconds": seconds})
+    heard: list[dict[str, Any]] = []
+    command = [program, *_OPTIONS, sys.executable, "-m", worker, words]
+    status, error = told_by(command, heard.append, seconds, _VARIABLES)
+    if status == 0:
+        return {"clean": True, "steps": len(heard)}
+    if status < 0:
+        return {"skipped": f"it did not end within {seconds:.0f} s, after {len(heard)} steps"}
+    return {"clean": False, "status": status, "said": error, "steps": len(heard)}
+
+
+def _found() -> str | None:
+    homes = [os.environ[name] for name in _PLACES if os.environ.get(name)] + ["/usr/local/cuda"]
+    path = os.pathsep.join(
+        [os.environ.get("PATH", ""), *(str(Path(home, "bin")) for home in homes)]
+    )
+    return shutil.which("compute-sanitizer", path=path)

@@ -1,0 +1,75 @@
+"""A process whose figures are heard as it tells them, and which ends at its deadline whatever it does."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import tempfile
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+__all__ = ["told_by"]
+
+_LAST_LINES = 40  # of its output, those that are no figures
+_LAST_BYTES = 2000  # of what it wrote to stderr
+
+
+def told_by(
+    command: Sequence[str],
+    hear: Callable[[dict[str, Any]], None],
+    seconds: float,
+    variables: dict[str, str] | None = None,
+) -> tuple[int, str]:
+    """Run ``command`` and call ``hear`` with each line of its output that is JSON.
+
+    Args:
+        command: and its arguments.
+        hear: called at once with each.
+        seconds: after which it and all its children are ended.
+        variables: added to the environment.
+
+    Returns:
+        Its status (negative: the signal that ended it) and the end of what else it wrote.
+    """
+    environ = os.environ | {"PYTHONUNBUFFERED": "1"} | (variables or {})
+    said: deque[str] = deque(maxlen=_LAST_LINES)
+    with tempfile.TemporaryFile("w+") as errors:
+        process = subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            env=environ,
+            start_new_session=True,
+        )
+        timer = threading.Timer(max(0.0, seconds), _end, (process,))
+        timer.start()
+        output = process.stdout
+        assert output is not None
+        try:
+            for line in output:
+                if line.startswith("{"):
+                    hear(json.loads(line))
+                else:
+                    said.append(line)
+            process.wait()
+        finally:
+            timer.cancel()
+            timer.join()
+            _end(process)
+            process.wait()
+            output.close()
+        errors.seek(0)
+        return process.returncode, ("".join(said) + errors.read()[-_LAST_BYTES:]).strip()
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    if process.poll() is None:
+        try:
+            os.killpg(process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass

@@ -1,0 +1,535 @@
+"""What is checked on an accelerator: each by itself, small, and in an order that leaves the risky ones last.
+
+``tests/test_gpu.py`` runs them, under pytest or alone. On the CPU a twin plays the accelerator.
+"""
+
+import functools
+import gc
+import subprocess
+import sys
+import threading
+import warnings
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from backstash import Disk, graph
+from backstash.errors import InplaceError, UsageError
+from gpu_place import MIB, Place, Skip, same
+
+
+def names_of_torch(place: Place) -> None:
+    """Everything of torch that the device's side is driven by, one by one: the first to look at."""
+    place.only_real()
+    device = torch.device(place.device.type, torch.accelerator.current_device_index())
+    stream, before = torch.Stream(device), torch.accelerator.current_stream(device)
+    assert stream != before and before == torch.accelerator.current_stream(device), (
+        "streams compare"
+    )
+    torch.accelerator.set_stream(stream)
+    assert torch.accelerator.current_stream(device) == stream, "set_stream"
+    torch.accelerator.set_stream(before)
+    x = torch.ones(1 << 20, device=device)
+    event = before.record_event()
+    stream.wait_event(event)
+    x.record_stream(stream)
+    event.synchronize()
+    assert event.query() is True, "query"
+    assert len(torch.accelerator.get_memory_info(device)) == 2
+    statistics = torch.accelerator.memory_stats(device)
+    for name in ("reserved_bytes.all.current", "active_bytes.all.current"):
+        assert statistics[name] > 0, f"memory_stats has no {name}"
+    if device.type == "cuda":
+        assert torch.cuda.is_current_stream_capturing() is False
+        assert torch.cuda.get_per_process_memory_fraction(device) > 0
+
+
+def memory_is_pinned(place: Place) -> None:
+    """Registering a slab works, its rooms are pinned for torch, and it is unpinned again."""
+    place.only_real()
+    from backstash._streams import Accelerator, accelerator
+    from backstash.stores._host import HostPool
+
+    device = accelerator(torch.device(place.device.type, 0))
+    assert isinstance(device, Accelerator), f"nothing drives the device: {device}"
+    pool = HostPool(64 * MIB, device.pin, device.unpin)
+    room = pool.take(5 * MIB)
+    assert room is not None and pool.note == "", pool.note
+    assert room.memory.is_pinned(), "torch does not see that the room is pinned"
+    source = torch.randint(0, 255, (5 * MIB,), dtype=torch.uint8, device=place.device)
+    device.down(source, room.memory, device.stream()).wait()
+    assert torch.equal(room.memory, source.cpu()), "bytes down"
+    copy = device.up(room.memory, None)
+    copy.order()
+    assert torch.equal(copy.memory, source), "bytes up"
+    pool.give(room)
+    memory = room.memory
+    del room, copy
+    pool.trim()
+    assert not memory.is_pinned(), "still pinned after trim"
+
+
+MIXES: dict[str, dict[str, object]] = {
+    "host": {"host": 2048},
+    "small windows": {"host": 2048, "inflight": 8, "prefetch": 8},
+    "no windows": {"host": 2048, "inflight": 0, "prefetch": 0},
+    "keep and host": {"keep": 32, "host": 2048, "inflight": 16},
+    "keep auto": {"keep": "auto", "host": 2048},
+    "host and disk": {"host": 64, "inflight": 16, "prefetch": 16},
+}
+
+
+def exact(place: Place, mix: str, dtype: torch.dtype) -> None:
+    """Several steps, then a second backward of the same graph, equal to plain's to the bit."""
+    model, x = place.model(dtype), place.batch(dtype)
+    true = place.gradients(model, x)
+    same(place.gradients(model, x), true, "plain against itself")
+    stash = place.stash(**MIXES[mix], disk=place.directory if "disk" in mix else None)
+    for step in range(3):
+        same(place.gradients(model, x, stash), true, f"step {step}")
+    doubled = place.gradients(model, x, stash, backwards=2)
+    same(doubled, [each + each for each in true], "two backwards")
+    stats = stash.stats()
+    assert stats.notes == (), f"something was refused: {stats.notes}"
+    assert mix == "keep auto" or stats.written_bytes > 0, "nothing moved"
+    assert "disk" not in mix or stats.disk_peak_bytes > 0, "nothing went to disk"
+    stash.close()
+
+
+def memory_is_let_go(place: Place) -> None:
+    """What forward leaves on the device is a small part of what it does without a stash."""
+    model, x = place.model(), place.batch(rows=8)
+
+    def left(hold: object = None) -> int:
+        before = place.allocated()
+        with hold or torch.enable_grad():  # type: ignore[attr-defined]
+            loss = model(x).square().mean()
+        after = place.allocated()
+        loss.backward()
+        return after - before
+
+    left()
+    plain = left()
+    stash = place.stash(host=4096, inflight=32)
+    left(stash)
+    held = left(stash)
+    assert held <= plain // 3, f"{held / MIB:.0f} MiB left on the device, plain {plain / MIB:.0f}"
+    stash.close()
+
+
+def nothing_grows(place: Place) -> None:
+    """Device and pinned memory after 60 steps of changing shapes are what they were after 30."""
+    model, stash = place.model(), place.stash(host=1024, inflight=32, prefetch=32)
+    seen = []
+    for step in range(60 if place.is_real else 12):
+        x = place.batch()[: 256 + 64 * (step % 5)]
+        place.gradients(model, x, stash)
+        del x
+        seen.append((place.allocated(), stash.stats().host_peak_bytes))
+    half = len(seen) // 2
+    for what, numbers in zip(("device", "pinned"), zip(*seen, strict=True), strict=True):
+        assert numbers[-1] <= max(numbers[:half]), f"{what} memory grows: {numbers}"
+    gc.collect()
+    place.synchronize()
+    held = stash.stats().host_bytes
+    assert held == 0 or held <= 64 * MIB, f"{held} bytes of rooms are still held"
+    stash.close()
+
+
+def streams_of_the_program(place: Place) -> None:
+    """All of it on a stream that is not the default one; then forwards on two streams in turn."""
+    place.only_real()
+    warnings.filterwarnings("ignore", "The AccumulateGrad node's stream")
+    model, x = place.model(), place.batch()
+    true = place.gradients(model, x)
+    stash = place.stash(host=2048, inflight=8, prefetch=8)
+    before = torch.accelerator.current_stream()
+    streams = [torch.Stream(place.device), torch.Stream(place.device)]
+    place.synchronize()
+    try:
+        for step in range(6):
+            torch.accelerator.set_stream(streams[0] if step < 3 else streams[step % 2])
+            same(place.gradients(model, x, stash), true, f"step {step}")
+    finally:
+        torch.accelerator.set_stream(before)
+    stash.close()
+
+
+def saved_here_used_there(place: Place) -> None:
+    """A saved tensor is made on one stream, used on another and unpacked on a third, under pressure."""
+    place.only_real()
+    side, main = torch.Stream(place.device), torch.accelerator.current_stream()
+    stash = place.stash(host=2048, inflight=4, prefetch=8)
+    x = place.batch().requires_grad_()
+    true = (x.detach() * 2).cos() * 2
+    for step in range(10):
+        x.grad = None
+        with stash:
+            h = x * 2
+            side.wait_stream(main)
+            torch.accelerator.set_stream(side)
+            h.record_stream(side)
+            loss = h.sin().sum()
+            torch.accelerator.set_stream(main)
+        del h
+        noise = [
+            torch.full_like(x, float("nan")) for _ in range(8)
+        ]  # takes what was let go too early
+        main.wait_stream(side)
+        loss.backward()
+        place.synchronize()
+        same([x.grad], [true], f"step {step}")
+        del noise
+    stash.close()
+
+
+def changes_in_place(place: Place) -> None:
+    """Told, or the gradient is the one of what was saved; never anything between."""
+    stash = place.stash(host=2048, inflight=4)
+    told = 0
+    for step in range(10):
+        x = place.batch().requires_grad_()
+        with stash:
+            h = x * 2
+            loss = h.sin().sum()
+        true = (x.detach() * 2).cos() * 2
+        with torch.no_grad():
+            h.mul_(3)
+        try:
+            loss.backward()
+        except InplaceError:
+            told += 1
+        else:
+            same([x.grad], [true], f"step {step}")
+    stash.close()
+
+
+def checkpoint_autocast_thread(place: Place) -> None:
+    """Checkpointed blocks under autocast, backward on another thread; their inputs go to the stash."""
+    model, x = place.model(), place.batch().requires_grad_()
+
+    def loss_of() -> torch.Tensor:
+        h = x
+        with torch.autocast(place.device.type, torch.bfloat16):
+            for block in model:
+                h = checkpoint(block, h, use_reentrant=False)
+        return h.float().square().mean()
+
+    loss_of().backward()
+    true, x.grad = x.grad, None
+    stash = place.stash(host=2048, inflight=4, prefetch=4)
+    with stash:
+        loss = loss_of()
+    thread = threading.Thread(target=loss.backward)
+    thread.start()
+    thread.join(60)
+    assert not thread.is_alive(), "backward on another thread hangs"
+    same([x.grad], [true], "gradient of the input")
+    assert stash.stats().written_bytes > 0, "the checkpoints' inputs did not go to the stash"
+    del loss, thread
+    stash.close()
+
+
+def disk_under_host(place: Place) -> None:
+    """Checksums of what comes back from disk, and the host's budget, hold."""
+    model, x = place.model(), place.batch(rows=4)
+    true = place.gradients(model, x)
+    disk = Disk(place.directory, verify=True)
+    stash = place.stash(host=128, disk=disk, inflight=32, prefetch=32)
+    for step in range(2):
+        same(place.gradients(model, x, stash), true, f"step {step}")
+    stats = stash.stats()
+    assert stats.disk_peak_bytes > place.size(64), f"{stats.disk_peak_bytes} bytes on disk"
+    assert stats.host_peak_bytes <= place.size(128), f"host: {stats.host_peak_bytes} bytes taken"
+    stash.close()
+    disk.close()
+
+
+def views_and_kinds(place: Place) -> None:
+    """Double backward, parts of storages, transposes, complex and conjugate views, channels_last."""
+    convolution = nn.Conv2d(8, 16, 3, padding=1).to(place.device, memory_format=torch.channels_last)
+
+    def program(x: torch.Tensor) -> torch.Tensor:
+        half = x.shape[0] // 2
+        q, k, v = (x @ x).split(half, dim=1)[0].unsqueeze(0), x.t(), x[::2, ::3]
+        y = (q * k[:, :half]).sin().sum() + (v * v).sum() + (x[3] * x[5]).sum()
+        z = torch.view_as_complex(x[:, : 2 * half].reshape(-1, 2))
+        y = y + (z.conj() * z * z).real.sum()
+        image = x[: half // 8 * 8, :64].reshape(-1, 8, 8, 8)
+        y = y + convolution(image.contiguous(memory_format=torch.channels_last)).relu().sum()
+        (first,) = torch.autograd.grad(y, x, create_graph=True)
+        return (first**3).sum() + y
+
+    x = place.batch(rows=1).requires_grad_()
+    with torch.backends.cudnn.flags(enabled=True, benchmark=False, deterministic=True):
+        true = torch.autograd.grad(program(x), x)
+        same(list(torch.autograd.grad(program(x), x)), list(true), "plain against itself")
+        stash = place.stash(host=2048, inflight=4, prefetch=4)
+        with stash:
+            loss = program(x)
+        same(list(torch.autograd.grad(loss, x)), list(true), "under the stash")
+    del loss
+    stash.close()
+
+
+def graphs_in_turn(place: Place) -> None:
+    """Several graphs alive at once, one dropped without backward, gradients accumulated."""
+    model, stash = place.model(layers=4), place.stash(host=2048, inflight=8, prefetch=8)
+    batches = [place.batch()[: 200 + 40 * each] for each in range(4)]
+
+    def accumulated(hold: object) -> list[torch.Tensor]:
+        model.zero_grad()
+        losses = []
+        for x in batches:
+            with hold:  # type: ignore[attr-defined]
+                losses.append(model(x).square().mean())
+        del losses[1]
+        for loss in (losses[2], losses[0], losses[1]):
+            loss.backward()
+        place.synchronize()
+        return [each.grad.clone() for each in model.parameters()]
+
+    true = accumulated(torch.enable_grad())
+    for step in range(3):
+        same(accumulated(stash), true, f"step {step}")
+    stash.close()
+
+
+def save_on_cpu_of_ours(place: Place) -> None:
+    """``backstash.graph.save_on_cpu``, made anew for each step as programs do."""
+    place.only_real()
+    model, x = place.model(layers=4), place.batch()
+    true = place.gradients(model, x)
+    for step in range(3):
+        same(place.gradients(model, x, graph.save_on_cpu(pin_memory=True)), true, f"step {step}")
+
+
+def pinning_refused(place: Place) -> None:
+    """Where the system refuses to lock memory the result is the same, and the note says why."""
+    place.only_real()
+    from backstash import _streams
+
+    honest = _streams.Accelerator.pin
+    _streams.Accelerator.pin = lambda self, memory: "refused for a check"  # type: ignore[method-assign]
+    try:
+        model, x = place.model(layers=4), place.batch()
+        true = place.gradients(model, x)
+        stash = place.stash(host=2048, inflight=8, prefetch=8)
+        same(place.gradients(model, x, stash), true, "from pageable memory")
+        assert any("refused for a check" in note for note in stash.stats().notes)
+        stash.close()
+    finally:
+        _streams.Accelerator.pin = honest  # type: ignore[method-assign]
+
+
+def llama_in_bf16(place: Place) -> None:
+    """Grouped-query attention with torch's fused kernels, made deterministic."""
+    from backstash.cli._bench._device_models import llama
+
+    torch.manual_seed(0)
+    width, tokens = (512, 1024) if place.is_real else (256, 64)
+    workload = llama(2, width, tokens, place.device)
+    torch.use_deterministic_algorithms(True)
+    try:
+        x = workload.inputs[0]
+        true = place.gradients(workload.model, x)
+        same(place.gradients(workload.model, x), true, "plain against itself")
+        stash = place.stash(host=2048, inflight=8, prefetch=8)
+        for step in range(2):
+            same(place.gradients(workload.model, x, stash), true, f"step {step}")
+        stash.close()
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def several_devices(place: Place) -> None:
+    """A model over two devices: each has budgets, streams and rooms of its own."""
+    place.only_real()
+    if torch.accelerator.device_count() < 2:
+        raise Skip("needs two devices")
+    here, there = (torch.device(place.device.type, index) for index in range(2))
+    one, two = place.model(layers=2).to(here), place.model(layers=2).to(there)
+    x = place.batch().to(here).requires_grad_()
+    stash = place.stash(host=1024, inflight=8, prefetch=8)
+    two(one(x).to(there)).square().mean().backward()
+    true, x.grad = x.grad, None
+    with stash:
+        loss = two(one(x).to(there)).square().mean()
+    loss.backward()
+    same([x.grad], [true], "over two devices")
+    stash.close()
+
+
+def out_of_memory(place: Place) -> None:
+    """Where plain runs out of memory a stash trains; where it too does, nothing is leaked and it goes on."""
+    place.only_real()
+    if place.device.type != "cuda":
+        raise Skip("needs a limit on the device's memory")
+    model, x = place.model(layers=16), place.batch(rows=16)
+    true = place.gradients(model, x[: 4 * place.width])
+    whole = torch.cuda.get_device_properties(place.device).total_memory
+    stash = place.stash(keep=None, host=8192, inflight=64, prefetch=64)
+    gc.collect()
+    torch.accelerator.empty_cache()
+    start = place.allocated()
+    try:
+        torch.cuda.set_per_process_memory_fraction((start + 900 * MIB) / whole)
+        try:
+            place.gradients(model, x)
+        except torch.OutOfMemoryError:
+            pass
+        else:
+            raise AssertionError("plain was to run out of memory: the check is too small")
+        model.zero_grad()
+        gc.collect()
+        torch.accelerator.empty_cache()
+        for _ in range(3):
+            place.gradients(model, x, stash)
+        held = place.allocated()
+        try:
+            with stash:
+                loss = (model(x).repeat(32, 1) * 2).sin().sum()
+            raise AssertionError(f"2 GiB in 0.9: the check is too small ({loss})")
+        except torch.OutOfMemoryError:
+            pass
+        gc.collect()
+        assert place.allocated() <= held + 64 * MIB, f"leaked {place.allocated() - held} bytes"
+        same(place.gradients(model, x[: 4 * place.width], stash), true, "after it was short")
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    stash.close()
+
+
+def exit_without_closing(place: Place) -> None:
+    """A process that ends with copies under way ends without a word, status 0."""
+    place.only_real()
+    program = (
+        "import torch\nfrom backstash import Stash\n"
+        "stash = Stash(host='1GiB', inflight='1GiB')\n"
+        f"x = torch.randn(4096, 4096, device='{place.device.type}', requires_grad=True)\n"
+        "with stash:\n    loss = x.sin().exp().tanh().sum()\n"
+        "print('ended')\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, f"status {done.returncode}: {done.stderr[-500:]}"
+    assert done.stdout == "ended\n" and done.stderr == "", done.stderr[-500:]
+
+
+def compiled_blocks(place: Place) -> None:
+    """``torch.compile`` on each block, the stash around them."""
+    place.only_real()
+    model, x = place.model(layers=2), place.batch()
+    for block in model:
+        block.compile()
+    try:
+        true = place.gradients(model, x)
+    except Exception as error:
+        raise Skip(
+            f"torch.compile does not work here: {type(error).__name__}: {error}"[:200]
+        ) from error
+    same(place.gradients(model, x), true, "plain against itself")
+    stash = place.stash(host=2048, inflight=8, prefetch=8)
+    for step in range(2):
+        same(place.gradients(model, x, stash), true, f"step {step}")
+    stash.close()
+
+
+def captured_graph(place: Place) -> None:
+    """Forward and backward captured together under a stash replay to plain's gradients; alone is refused."""
+    place.only_real()
+    if place.device.type != "cuda":
+        raise Skip("needs CUDA graphs")
+    warnings.filterwarnings("ignore", "The AccumulateGrad node's stream")
+    model, x = place.model(layers=4), place.batch()
+    true = place.gradients(model, x)
+    stash = place.stash(host=2048, inflight=8, prefetch=8)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            model.zero_grad(set_to_none=True)
+            with stash:
+                loss = model(x).float().square().mean()
+            loss.backward()
+        del loss
+    torch.cuda.current_stream().wait_stream(stream)
+    captured = torch.cuda.CUDAGraph()
+    model.zero_grad(set_to_none=True)
+    with torch.cuda.graph(captured):
+        with stash:
+            loss = model(x).float().square().mean()
+        loss.backward()
+    for each in model.parameters():
+        each.grad.zero_()
+    captured.replay()
+    place.synchronize()
+    same([each.grad for each in model.parameters()], true, "replayed")
+    left = stash.stats().left
+    assert "a graph of the accelerator is being captured" in left, f"left: {list(left)}"
+    stash.close()
+
+
+def backward_alone_captured(place: Place) -> None:
+    """A backward that is captured without its forward, whose tensors have moved, is refused in words."""
+    place.only_real()
+    if place.device.type != "cuda":
+        raise Skip("needs CUDA graphs")
+    warnings.filterwarnings("ignore", "The AccumulateGrad node's stream")
+    model, x = place.model(layers=2), place.batch()
+    stash = place.stash(host=2048, inflight=0, prefetch=0)
+    with stash:
+        loss = model(x).float().square().mean()
+    place.synchronize()
+    stash.stats()
+    try:
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            loss.backward()
+    except UsageError:
+        pass
+    except RuntimeError as error:
+        assert isinstance(error.__cause__ or error.__context__, UsageError), repr(error)
+    else:
+        raise AssertionError("it was captured, and a replay would not bring the tensors back")
+    del loss
+    place.synchronize()
+    stash.close()
+
+
+CHECKS: dict[str, Callable[[Place], None]] = {
+    check.__name__: check for check in (names_of_torch, memory_is_pinned)
+}
+CHECKS |= {
+    f"exact, {mix}, {str(dtype).removeprefix('torch.')}": functools.partial(
+        exact, mix=mix, dtype=dtype
+    )
+    for mix in MIXES
+    for dtype in (torch.float32, torch.bfloat16)
+}
+CHECKS |= {
+    check.__name__: check
+    for check in (
+        memory_is_let_go,
+        nothing_grows,
+        streams_of_the_program,
+        saved_here_used_there,
+        changes_in_place,
+        checkpoint_autocast_thread,
+        disk_under_host,
+        views_and_kinds,
+        graphs_in_turn,
+        save_on_cpu_of_ours,
+        pinning_refused,
+        llama_in_bf16,
+        several_devices,
+        out_of_memory,
+        exit_without_closing,
+        compiled_blocks,
+        captured_graph,
+        backward_alone_captured,
+    )
+}
+"""By name, the risky ones last."""

@@ -1,0 +1,110 @@
+"""Where the checks of an accelerator run: on one, or on the CPU with a twin in its place and tiny sizes."""
+
+import contextlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from backstash import Stash
+from backstash.testing import TwinDevice, stash_on
+
+MIB = 1 << 20
+
+
+class Skip(Exception):
+    """Raised by a check that has nothing to check here; its words say why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A device and a directory."""
+
+    device: torch.device
+    """The accelerator, or the CPU."""
+    directory: Path
+    """Empty; a check may write there."""
+
+    @property
+    def is_real(self) -> bool:
+        """Whether there is an accelerator."""
+        return self.device.type != "cpu"
+
+    @property
+    def width(self) -> int:
+        """Of layers, and the rows of what goes through them."""
+        return 1024 if self.is_real else 128
+
+    def size(self, mib: int) -> int:
+        """So many MiB, or what takes their place where sizes are tiny."""
+        return mib * (MIB if self.is_real else MIB // 64)
+
+    def stash(self, **options: Any) -> Stash:
+        """A stash for this device's tensors; sizes in MiB."""
+        for name in ("keep", "host", "inflight", "prefetch"):
+            if isinstance(options.get(name), int):
+                options[name] = self.size(options[name])
+        if self.is_real:
+            return Stash(**options)
+        return stash_on(TwinDevice(chance=0.5), min_bytes=1024, **options)
+
+    def only_real(self) -> None:
+        """For checks that a twin cannot stand in for."""
+        if not self.is_real:
+            raise Skip("needs an accelerator")
+
+    def synchronize(self) -> None:
+        """Wait for the device."""
+        if self.is_real:
+            torch.accelerator.synchronize(self.device)
+
+    def allocated(self) -> int:
+        """Bytes that tensors take on the device."""
+        self.synchronize()
+        return int(torch.accelerator.memory_allocated(self.device)) if self.is_real else 0
+
+    def model(self, dtype: torch.dtype = torch.float32, layers: int = 8) -> nn.Sequential:
+        """A stack of linear layers with GELU and a norm."""
+        torch.manual_seed(0)
+        width = self.width
+        made = [
+            nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.LayerNorm(width))
+            for _ in range(layers)
+        ]
+        return nn.Sequential(*made).to(self.device, dtype)
+
+    def batch(self, dtype: torch.dtype = torch.float32, rows: int = 2) -> torch.Tensor:
+        """What the model takes: ``rows`` times its width."""
+        torch.manual_seed(1)
+        return torch.randn(rows * self.width, self.width, device=self.device, dtype=dtype)
+
+    def gradients(
+        self,
+        model: nn.Module,
+        x: torch.Tensor,
+        hold: contextlib.AbstractContextManager[Any] | None = None,
+        backwards: int = 1,
+    ) -> list[torch.Tensor]:
+        """Of one step, forward under ``hold``."""
+        model.zero_grad()
+        with hold if hold is not None else contextlib.nullcontext():
+            loss = model(x).float().square().mean()
+        for left in reversed(range(backwards)):
+            loss.backward(retain_graph=bool(left))
+        self.synchronize()
+        return [each.grad.clone() for each in model.parameters() if each.grad is not None]
+
+
+def same(found: list[torch.Tensor], true: list[torch.Tensor], where: str) -> None:
+    """Assert that both are equal to the bit; the message says where and how far off."""
+    assert len(found) == len(true), f"{where}: {len(found)} gradients, expected {len(true)}"
+    for number, (one, other) in enumerate(zip(found, true, strict=True)):
+        if not torch.equal(one, other):
+            wrong = int((one != other).sum())
+            far = float((one - other).abs().max())
+            raise AssertionError(
+                f"{where}: gradient {number} of {len(true)}, shape {tuple(one.shape)}: "
+                f"{wrong} of {one.numel()} elements differ, by up to {far:g}; NaN: {bool(one.isnan().any())}"
+            )

@@ -1,0 +1,230 @@
+"""The accelerator's benchmark, on one that is played; it ends and keeps its figures whatever happens."""
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from backstash.cli import main
+from backstash.cli._bench import _device
+from backstash.cli._bench._device_models import DEVICE_WORKLOADS
+from backstash.cli._bench._device_plan import Task, plan
+from backstash.cli._bench._device_rows import rows
+from backstash.cli._bench._device_table import device_rows, device_table
+from backstash.cli._bench._device_ways import WAYS, DeviceWay
+from backstash.cli._bench._sanitizer import sanitized
+from backstash.cli._bench._stream import told_by
+from backstash.cli._bench._workloads import blocks_of
+
+
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+def test_it_runs_and_can_be_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out.json"
+    options = ["--tiny", "--repeats", "1", "--steps", "1", "--disk", str(tmp_path)]
+    assert main(["bench", "--device", "cpu", *options, "--out", str(out)]) == 0
+    assert sorted(tmp_path.iterdir()) == [out], "something was left in the directory"
+    results = json.loads(out.read_text())
+    (section,) = results["sections"]
+    found = section["models"]["resnet-tiny"]
+    assert "ended" not in section, section.get("ended")
+    for name, row in found["rows"].items():
+        if name.startswith("stash"):
+            assert row["gradients"] == found["rows"]["plain"]["gradients"], name
+    assert found["rows"]["stash"]["down_bytes"] > 0.9 * found["saved_bytes"]
+    half = found["rows"]["stash-half"]
+    assert 0.3 < half["up_bytes"] / found["saved_bytes"] < 0.7
+    assert found["rows"]["stash-all"]["up_bytes"] == 0
+    assert found["rows"]["stash-disk"]["stats"]["disk_peak_bytes"] > 0
+    assert "No module named 'trl'" in found["rows"]["trl"]["failed"]
+    assert section["largest"]["sequence-tiny"]["rows"]["stash"]["most"] == 192
+    assert section["steady"]["steps"] == 20
+    assert "| `Stash`, nothing in place |" in capsys.readouterr().out
+
+
+def test_the_plan_fits_into_its_time() -> None:
+    tasks = plan(tiny=False)
+    assert len({tuple(task.path) for task in tasks}) == len(tasks), "each has a place of its own"
+    for task in tasks:
+        arguments = task.arguments
+        assert set(arguments.get("ways", ())) <= set(WAYS)
+        assert arguments.get("workload", "llama-4k") in DEVICE_WORKLOADS
+    assert sum(task.seconds for task in tasks[:5]) < 300, "what matters most is in the first half"
+
+
+WORKER = """
+import json, sys, time
+task = json.loads(sys.argv[1])
+def tell(path, value): print(json.dumps({"put": path, "value": value}), flush=True)
+tell(["description"], "a model")
+for way in ("good", "breaks", "crashes", "hangs", "last"):
+    if way in task["known"]:
+        continue
+    tell(["rows", way], {"failed": "it did not end"})
+    if way == "breaks":
+        tell(["rows", way], {"failed": "CUDA error"})
+        sys.exit(3)
+    if way == "crashes":
+        print("words on stderr", file=sys.stderr)
+        sys.exit(11)
+    if way == "hangs":
+        time.sleep(600)
+    tell(["rows", way], {"step_seconds": [1.0]})
+"""
+
+
+@pytest.fixture
+def worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a_worker.py").write_text(WORKER)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(_device, "_WORKER", "a_worker")
+
+
+def test_a_row_that_breaks_crashes_or_hangs_takes_nothing_else_along(worker: None) -> None:
+    task = Task("a task", ["models", "m"], 3.0, {"kind": "rows"}, least_seconds=0.0)
+    section: dict[str, Any] = {}
+    saved: list[str] = []
+    began = time.monotonic()
+    _device._run(task, {}, 3.0, section, lambda now: saved.append(json.dumps(now)))
+    assert time.monotonic() - began < 60, "it does not wait for what hangs"
+    rows = section["models"]["m"]["rows"]
+    assert rows == {
+        "good": {"step_seconds": [1.0]},
+        "breaks": {"failed": "CUDA error"},
+        "crashes": {"failed": "it did not end"},
+        "hangs": {"failed": "it did not end"},
+    }
+    assert [each["status"] for each in section["ended"]] == [3, 11, -9]
+    assert "words on stderr" in section["ended"][1]["error"]
+    assert any('"good": {"step_seconds"' in each and "breaks" not in each for each in saved)
+
+
+def test_a_task_that_fails_at_once_is_told_and_not_begun_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_device, "_WORKER", "no_such_module")
+    section: dict[str, Any] = {}
+    task = Task("a task", ["steady"], 30.0, {"kind": "steady"}, least_seconds=0.0)
+    _device._run(task, {}, 30.0, section, lambda now: None)
+    assert "no_such_module" in section["steady"]["failed"]
+    assert len(section["ended"]) == 1
+
+
+def test_without_time_everything_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    options: dict[str, Any] = {"repeats": 1, "steps": 1, "directory": ".", "tiny": False}
+    section = _device.device_benchmark("cpu", **options, say=lambda line: None, seconds=1.0, host=1)
+    assert section["models"]["llama-4k"] == {"failed": "no time was left"}
+    assert section["steady"] == {"failed": "no time was left"}
+    text = device_table(section)
+    assert "llama-4k: no time was left" in text and "not measured GB/s down" in text
+
+
+def test_what_a_process_says_besides_is_kept_and_its_children_end_with_it(tmp_path: Path) -> None:
+    gone = tmp_path / "child"
+    program = (
+        "import os, subprocess, sys, time\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+        f"open({str(gone)!r}, 'w').write(str(child.pid))\n"
+        "print('========= an error', flush=True)\n"
+        "print('{\"value\": 1}', flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    heard: list[dict[str, Any]] = []
+    status, said = told_by([sys.executable, "-c", program], heard.append, 2.0)
+    assert (status, heard, said) == (-9, [{"value": 1}], "========= an error")
+    state = Path(f"/proc/{gone.read_text()}/stat")
+    assert not state.exists() or state.read_text().split()[2] == "Z"
+
+
+def test_a_sanitizer_is_found_by_its_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    common = {"device": "cuda"}
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CUDA_PATH", raising=False)
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "nothing"))
+    if not Path("/usr/local/cuda").exists():
+        assert "neither in PATH" in sanitized("w", common, 100)["skipped"]
+    program = tmp_path / "home/bin/compute-sanitizer"
+    program.parent.mkdir(parents=True)
+    program.write_text("#!/bin/sh\necho ========= Invalid read\nexit 9\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "home"))
+    found = sanitized("w", common, 100)
+    assert (found["clean"], found["said"]) == (False, "========= Invalid read")
+    assert sanitized("w", common, 5) == {"skipped": "no time was left"}
+
+
+def test_a_row_out_of_memory_says_so_and_one_that_broke_the_device_ends_the_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Raises:
+        def __init__(self, error: Exception) -> None:
+            self.error = error
+
+        def __enter__(self) -> None:
+            raise self.error
+
+        def __exit__(self, *_: object) -> None: ...
+
+    no_memory = Raises(torch.OutOfMemoryError("CUDA out of memory."))
+    broken = Raises(RuntimeError("CUDA error: an illegal memory access"))
+    monkeypatch.setitem(WAYS, "short", DeviceWay("s", lambda workload: (no_memory, None)))
+    monkeypatch.setitem(WAYS, "broken", DeviceWay("b", lambda workload: (broken, None)))
+    task = {
+        "workload": "resnet-tiny",
+        "seconds": 60,
+        "repeats": 2,
+        "steps": 1,
+        "host_bytes": 1 << 26,
+    }
+    task |= {"ways": ["plain", "short", "broken", "stash"], "known": [], "directory": str(tmp_path)}
+    told: dict[str, Any] = {}
+    before = torch.are_deterministic_algorithms_enabled()
+
+    def tell(path: list[str], value: Any) -> None:
+        told[path[-1]] = dict(value) if isinstance(value, dict) else value
+
+    status = rows(task, torch.device("cpu"), tell)
+    torch.use_deterministic_algorithms(before)
+    assert status == 3
+    assert told["short"]["failed"] == "out of device memory"
+    assert "illegal memory access" in told["broken"]["failed"]
+    assert told["plain"]["step_seconds"] and "stash" not in told
+
+
+@pytest.mark.parametrize(
+    ("gradients", "plain", "word"),
+    [
+        (["a", "a"], ["a"], "equal"),
+        (["a", "b"], ["a"], "differ"),
+        (["a"], ["a", "b"], "plain's own vary"),
+        (["a"], [], ""),
+    ],
+)
+def test_gradients_are_compared_with_all_of_plain_s(
+    gradients: list[str], plain: list[str], word: str
+) -> None:
+    row = {"step_seconds": [2.0, 4.0], "peaks": [5], "down_bytes": 10, "up_bytes": 20}
+    found = {
+        "rows": {
+            "plain": {"step_seconds": [2.0], "peaks": [9], "gradients": plain},
+            "stash": row | {"gradients": gradients},
+        }
+    }
+    link = {"down_bytes_per_second": 10.0, "up_bytes_per_second": 20.0}
+    row = list(device_rows(found, link))[-1]
+    assert row.gradients == word
+    assert (row.ratio, row.compute_seconds, row.link_seconds) == (1.5, 2.0, 2.0)
+    assert row.of_floor == pytest.approx(2 / 3)
+
+
+def test_torchvision_s_resnet_is_ours_where_there_is_none() -> None:
+    workload = DEVICE_WORKLOADS["resnet152-tiny"](torch.device("cpu"))
+    assert "ResNet-152" in workload.description
+    assert len(blocks_of(workload.model)) == 50
