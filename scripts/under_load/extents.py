@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from backstash.stores._extents import Extents
 
-__all__ = ["PATTERNS", "SHARES", "Spread", "spread"]
+__all__ = ["PATTERNS", "SHARE", "Spread", "spread"]
 
 _UNIT_BYTES = 4096
 _KIB, _MIB = 1 << 10, 1 << 20
@@ -148,7 +148,7 @@ def _robson(steps: int, random: random.Random) -> Iterator[Event]:
         alive = alive[::2]
 
 
-SHARES = 1.5
+SHARE = 1.5
 """What the file may be of the most that was alive, in each pattern but Robson's."""
 
 PATTERNS: dict[str, Pattern] = {

@@ -9,7 +9,9 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 _WIDTHS = (16, 48, 64, 96, 144)  # squared, in float32: 1 KiB to 81 KiB
-_LARGE = 400  # 640 KB: written from where it lies, not gathered
+_LARGE = 400  # squared, 640 KB: written from where it lies, not gathered
+LARGEST_BYTES = _LARGE * _LARGE * 4
+"""Of all storages that a program saves."""
 
 
 def leaves(seed: int, *, large: bool = True) -> tuple[Tensor, Tensor]:

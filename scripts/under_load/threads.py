@@ -16,12 +16,15 @@ from backstash.errors import StashClosedError, UsageError
 from oracle import same_bits
 
 from .mixes import MIXES
-from .programs import forward, gradients, leaves, nested, second
+from .programs import LARGEST_BYTES, forward, gradients, leaves, nested, second
 
 __all__ = ["closed_meanwhile", "many_threads"]
 
 _SWITCH_SECONDS = 1e-5  # how often Python changes threads, so that they meet everywhere
 _DEPTH = 64
+_RUNNING_BYTES = (
+    8 * 2 * LARGEST_BYTES
+)  # an operation of each thread, which saves two tensors at most
 
 Job = Callable[[Stash], Sequence[Tensor]]
 
@@ -152,7 +155,9 @@ def many_threads(
         use_shared = None  # type: ignore[assignment]
         stash.close()
     stats = stash.stats()
-    found += looker.wrong + [text for text in [MIXES[mix].broken_by(stats)] if text]
+    found += looker.wrong + [
+        text for text in [MIXES[mix].broken_by(stats, running_bytes=_RUNNING_BYTES)] if text
+    ]
     if stats.blocks or stats.keep_bytes or stats.inflight_bytes or stats.ahead_bytes:
         found.append(f"left behind: {stats}")
     if mix != "in place" and not stats.written_bytes:
@@ -220,7 +225,7 @@ class _Looker:
     def _look(self) -> None:
         while not self._ended.wait(0.001):
             stats = self._stash.stats()
-            text = self._mix.broken_by(stats)
+            text = self._mix.broken_by(stats, running_bytes=_RUNNING_BYTES)
             if min(stats.keep_bytes, stats.inflight_bytes, stats.ahead_bytes, stats.blocks) < 0:
                 text += f" negative: {stats}"
             if text:

@@ -119,6 +119,7 @@ class Books:
     def drain(self) -> None:
         """Settle what died since the last call."""
         running = []
+        before = self.blocks_alive
         while self.grave:
             item = self.grave.popleft()
             if type(item) is tuple:
@@ -143,3 +144,14 @@ class Books:
                 side.down.inflight_bytes -= flown
             side.up.ahead_bytes -= held
         self.grave.extend(running)
+        if before and not self.blocks_alive:
+            self._forget()
+
+    def _forget(self) -> None:
+        """No block is alive any more: nothing need be remembered of those that were."""
+        self.order.forget()
+        for side in self.sides:
+            side.down.forget()
+            side.up.forget()
+            if side.host is not None:
+                side.host.forget()

@@ -129,6 +129,11 @@ class Down:
         """It may go when the budget next asks."""
         self._kept.append(block)
 
+    def forget(self) -> None:
+        """No block is alive any more."""
+        self._kept.clear()
+        self._stuck.clear()
+
     def apply(self, lane: Lane, block: Block, at_once: bool) -> None:
         """Bring the budgets in order for a block that is complete."""
         self.land(lane)

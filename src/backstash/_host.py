@@ -328,6 +328,11 @@ class HostTier:
         self._buried.append(remains)
         self.sweep()
 
+    def forget(self) -> None:
+        """No block is alive any more."""
+        self._held.clear()
+        self._spilled.clear()
+
     def close(self) -> None:
         """Give back what is at rest. What live graphs hold stays until they go."""
         for remains in self._buried:

@@ -126,6 +126,13 @@ class Order:
         self._blocks += 1
         self._current.add(block)
 
+    def forget(self) -> None:
+        """No block is alive any more."""
+        if self._current.wanted:
+            self._conclude(self._current)
+        if self._current.blocks:
+            self._current = Round(None)
+
     def use(self, block: Block) -> None:
         """Backward wants ``block``."""
         in_round = block.round

@@ -49,6 +49,12 @@ class WeakQueue(Generic[_T]):
         item = self._refs.popleft()()
         return item if item is not None and self._wanted(item) else None
 
+    def clear(self) -> None:
+        """Nothing is left that could wait here."""
+        if self._refs:
+            self._refs = deque()
+            self._sweep_at = _LEAST
+
     def take_before(self, other: WeakQueue[_T]) -> None:
         """Put all that waits in ``other`` before what waits here, and leave that empty."""
         refs, other._refs = other._refs, deque()

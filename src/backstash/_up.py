@@ -257,6 +257,10 @@ class Up:
         for holder in reversed(stay):
             window.appendleft(holder)
 
+    def forget(self) -> None:
+        """No block is alive any more."""
+        self._window.clear()
+
     def forked(self, lock: Any) -> None:
         """In a forked process: let go of what is held, since reads that had begun never end."""
         self._lock = lock
