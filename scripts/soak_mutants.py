@@ -130,6 +130,7 @@ def main() -> int:
         "--budget", type=float, default=12.0, help="seconds of tests for each mutant"
     )
     parser.add_argument("--map", type=Path, help="where what runs which line is kept between runs")
+    parser.add_argument("--tests", nargs="+", default=[], help="test files; all that say something")
     parser.add_argument("--list", action="store_true", help="print the keys and stop")
     parser.add_argument("--verbose", action="store_true", help="print what was killed, too")
     options = parser.parse_args()
@@ -146,7 +147,7 @@ def main() -> int:
         if options.list:
             print(*(mutant.key for mutant in mutants), sep="\n")
             return 0
-        coverage = the_map(options.map)
+        coverage = the_map(options.tests, options.map)
     return report(Trial(coverage, options.jobs, options.budget), mutants, options.verbose)
 
 

@@ -24,7 +24,9 @@ __all__ = ["PACKAGE", "ROOT", "Coverage", "Trial", "the_map"]
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = "src/backstash"
 # Too slow, or about something else, to say anything about the files that are mutated.
-_NOT_RUN = re.compile(r"operators|cli|examples|benchmarks|docs|distributed|models|compile|gpu|layout|mutants")
+_NOT_RUN = re.compile(
+    r"operators|cli|examples|benchmarks|docs|distributed|models|compile|gpu|layout|mutants"
+)
 _QUICK = 16  # tests that are collected and run before the rest
 
 
@@ -243,13 +245,14 @@ class Trial:
             killers[:] = [room.failed, *(each for each in killers if each != room.failed)]
 
 
-def the_map(kept: Path | None) -> Coverage:
-    """Which test runs which line, from ``kept`` if it is there, else found out (and kept)."""
+def the_map(tests: list[str], kept: Path | None) -> Coverage:
+    """Which of ``tests`` (all, if empty) runs which line: from ``kept``, or found out and kept there."""
     with tempfile.TemporaryDirectory() as directory:
         path = kept or Path(directory, "map.json")
         if not path.exists():
-            tests = sorted(str(each) for each in Path("tests").glob("test_*.py"))
-            tests = [test for test in tests if not _NOT_RUN.search(test)]
+            if not tests:
+                tests = sorted(str(each) for each in Path("tests").glob("test_*.py"))
+                tests = [test for test in tests if not _NOT_RUN.search(test)]
             child = os.fork()
             if not child:
                 look(tests, path)
