@@ -87,6 +87,10 @@ def test_the_limit_is_the_last_step(tmp_path, grown):
     disk.reserve(20 * KIB)
     assert (grown.sizes, disk.used_bytes) == ([64 * KIB, 100 * KIB], 100 * KIB)
     disk.close()
+    disk = grown.on(Disk(tmp_path, max_bytes=16 * KIB))
+    disk.reserve(16 * KIB)  # all of it at once
+    assert grown.sizes[2:] == [16 * KIB]
+    disk.close()
 
 
 def test_room_is_taken_and_given_under_the_lock(disk):
@@ -116,9 +120,10 @@ def test_what_a_disk_says_of_itself(tmp_path, monkeypatch):
     disk = Disk("~", threads=5)
     assert disk.directory == str(tmp_path) and disk.name == f"disk {str(tmp_path)!r}"
     assert (disk.threads, disk.verify, disk.max_bytes) == (5, False, None)
+    assert disk.direct is disk._file.direct
     disk.reserve(5000)
     assert repr(disk) == f"Disk({str(tmp_path)!r}, used_bytes=8192, direct={disk.direct})"
-    assert Disk(tmp_path, threads=1).threads == 1
+    assert (Disk(tmp_path, threads=1).threads, Disk(tmp_path).threads) == (1, 2)
     disk.close()
     for call in (disk.read, disk.write):
         with pytest.raises(StashClosedError):
@@ -266,7 +271,7 @@ def test_a_link_that_another_user_put_where_all_may_write(
         with pytest.raises(
             StashIOError, match=r"link' is a symbolic link that another user"
         ) as caught:
-            _disk._refuse_links_of_others(path)
+            Disk(path)
         assert caught.value.errno == errno.ELOOP and f"(uid {case['owner']})" in str(caught.value)
     else:
         _disk._refuse_links_of_others(path)
