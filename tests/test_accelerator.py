@@ -335,6 +335,57 @@ def test_a_room_that_bytes_were_staged_in_waits_for_their_copy(tmp_path):
     stash.close()
 
 
+class Behind(TwinDevice):
+    """The host runs ahead: what is ordered sees its bytes, and nothing has ended until ``over``."""
+
+    over, looks = False, 0
+
+    def up(self, source, after):
+        copy = super().up(source, after)
+        device = self
+
+        class Late(type(copy)):
+            def ended(self):
+                device.looks += 1
+                return device.over and super().ended()
+
+        copy.__class__ = Late
+        return copy
+
+
+def test_a_host_that_runs_ahead_does_not_ask_for_each_that_died_about_all_the_others():
+    device = Behind(chance=1.0)
+    stash = stash_on(device, host="256MiB", inflight=0, prefetch=0)
+    x = leaf()
+    with stash:
+        loss = chain(x, steps=100)
+    loss.backward()
+    del loss
+    gc.collect()
+    assert len(stash._books.sides[1].host._buried) >= 90
+    assert device.looks < 1000, "not ten thousand"
+    device.over = True
+    assert stash.stats().host_bytes == 0
+    stash.close()
+
+
+def test_rooms_that_have_come_to_rest_are_used_before_more_is_pinned():
+    device = Behind(chance=1.0)
+    stash = stash_on(device, host=None, inflight=0, prefetch=0, min_bytes=0)
+    pool = stash._books.sides[1].host.pool
+    big = torch.randn(16, MIB // 4, 16, requires_grad=True)  # as large as a slab
+    for _ in range(3):
+        with stash:
+            loss = big.sin().cos().sum()
+        device.over = False
+        loss.backward()
+        del loss
+        gc.collect()
+        device.over = True  # the first buried is at rest only now, when nobody looks
+    assert pool.slab_peak_bytes <= 2 * big.nbytes
+    stash.close()
+
+
 @pytest.mark.parametrize("chance", [0.0, 0.4])
 def test_shapes_may_change_and_the_pool_stays_inside_its_budget(chance):
     device = TwinDevice(chance=chance)

@@ -326,7 +326,10 @@ class HostTier:
     def bury(self, remains: Remains) -> None:
         """Take what died; its room is given back when nothing uses it."""
         self._buried.append(remains)
-        self.sweep()
+        # Mostly they come to rest in this order. The others are looked at when a room is needed: a host
+        # that runs ahead of its device may have buried hundreds, and each look asks the driver.
+        while self._buried and self._buried[0].at_rest():
+            self._give_back(self._buried.popleft())
 
     def forget(self) -> None:
         """No block is alive any more."""
@@ -360,7 +363,10 @@ class HostTier:
 
     def _idle_room(self, nbytes: int) -> Room | None:
         """A room that is free, or can be freed without a wait."""
-        room = self.pool.take(nbytes)
+        room = self.pool.take(nbytes, may_grow=False)
+        if room is None:
+            self.sweep()  # before more memory is pinned
+            room = self.pool.take(nbytes)
         while room is None and (self.sweep() or self._evict()):
             room = self.pool.take(nbytes)
         return room

@@ -222,3 +222,18 @@ def test_shallow_replicas_as_data_parallel_makes_them(wrap: Any) -> None:
     x = torch.rand(3, 8)
     assert torch.equal(replica(x), module(x))
     close(module)
+
+
+def test_on_an_accelerator_all_save_on_cpu_contexts_share_what_is_pinned(monkeypatch) -> None:
+    """Programs make one for each step; a stash of its own would pin anew each time."""
+    from backstash import graph
+    from backstash.graph import _faces
+
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    _faces._shared.cache_clear()
+    try:
+        one, two, other = (graph.save_on_cpu(parameters=p) for p in (True, True, False))
+        assert one._stash is two._stash
+        assert one._stash is not other._stash
+    finally:
+        _faces._shared.cache_clear()

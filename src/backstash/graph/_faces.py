@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import tempfile
@@ -27,7 +28,7 @@ class save_on_cpu(saved_tensors_hooks):
 
     Args:
         pin_memory: as in torch's. An accelerator's tensors go to pinned memory either way, where the
-            system grants it.
+            system grants it. It stays pinned for the next one, as in torch's, until the process ends.
         device_type: as in torch's; which accelerator there is, is found by itself.
         parameters: ``False`` leaves views of parameters where they are. Default ``True``. Parameters
             themselves always stay: the model holds them, so a copy would free nothing.
@@ -49,8 +50,18 @@ class save_on_cpu(saved_tensors_hooks):
     def __init__(
         self, pin_memory: bool = False, device_type: str = "cuda", *, parameters: bool = True
     ) -> None:
-        self._stash = Stash(host=None, min_bytes=0, policy=_to_host(parameters))
+        self._stash = _shared(parameters) if torch.accelerator.is_available() else _made(parameters)
         super().__init__(self._stash.pack, self._stash.unpack)
+
+
+def _made(parameters: bool) -> Stash:
+    return Stash(host=None, min_bytes=0, policy=_to_host(parameters))
+
+
+@functools.cache
+def _shared(parameters: bool) -> Stash:
+    """One for the process: programs make a context for each step, and what is pinned serves the next."""
+    return _made(parameters)
 
 
 def _to_host(parameters: bool) -> Policy | None:

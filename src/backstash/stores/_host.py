@@ -78,15 +78,18 @@ class HostPool:
         """Whether ``nbytes`` are no more than the budget."""
         return self.budget is None or _pages(nbytes) <= self.budget
 
-    def take(self, nbytes: int) -> Room | None:
-        """A room for ``nbytes``, or ``None`` where the budget or the system has none."""
+    def take(self, nbytes: int, *, may_grow: bool = True) -> Room | None:
+        """A room for ``nbytes``, or ``None`` where the budget or the system has none.
+
+        ``may_grow=False`` takes what is pinned already, or nothing.
+        """
         for slab in self._slabs:
             if slab.memory.numel() - slab.extents.used_bytes < nbytes:
                 continue
             offset = slab.take(nbytes)
             if offset is not None:
                 return self._room(slab, offset, nbytes)
-        added = self._add_slab(nbytes)
+        added = self._add_slab(nbytes) if may_grow else None
         if added is None:
             return None
         offset = added.take(nbytes)

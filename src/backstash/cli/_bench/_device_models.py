@@ -148,6 +148,8 @@ DEVICE_WORKLOADS: dict[str, Callable[[torch.device], Workload]] = {
     "resnet152": lambda device: _resnet(_152, 64, 256, 224, device, False),
     "resnet152-bf16": lambda device: _resnet(_152, 64, 256, 224, device, True),
     "llama-4k": lambda device: llama(24, 2048, 4096, device, batch=4),
+    "resnet152-64": lambda device: _resnet(_152, 64, 64, 224, device, False),
+    "llama-4k-1": lambda device: llama(24, 2048, 4096, device),
     "llama-16k": lambda device: llama(24, 2048, 16_384, device),
     "gpt2-medium": lambda device: _gpt2(24, 1024, 8, 1024, device),
     "resnet-tiny": lambda device: _resnet((1, 1), 8, 2, 32, device, False),

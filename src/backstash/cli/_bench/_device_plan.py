@@ -12,8 +12,16 @@ __all__ = ["Task", "plan"]
 _GIB = 1 << 30
 _SHARES = ("stash-all", "stash-half", "stash-tenth", "stash")
 _OURS = ("plain", "checkpoint", *_SHARES, "stash-checkpoint")
-# What pins or fills host memory by itself; after the others, in a process of its own.
-_PEERS = ("plain", "save_on_cpu-pinned", "trl", "torchtune", "transformer-engine", "save_on_cpu")
+# What fills host memory by itself, with a copy of each view and in powers of two: beside us on a smaller batch.
+_PEERS = (
+    "plain",
+    "stash",
+    "save_on_cpu-pinned",
+    "trl",
+    "torchtune",
+    "transformer-engine",
+    "save_on_cpu",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,17 +45,17 @@ def plan(tiny: bool) -> list[Task]:
     if tiny:
         return _tiny()
     return [
-        Task("the link", ["link"], 40, {"kind": "link", "bytes": _GIB, "side": 8192}),
-        _model("llama-4k", _OURS, 75),
-        _model("resnet152", _OURS, 75),
-        _largest("sequence", 60, size=4096, step=1024, most=1 << 18),
-        Task("many steps", ["steady"], 40, {"kind": "steady", "width": 1024, "count": 1000}),
-        _model("resnet152-bf16", _OURS, 50),
-        _model("gpt2-medium", ("plain", *_SHARES, "stash-disk"), 60),
-        _model("llama-16k", _OURS, 50),
-        _model("resnet152", _PEERS, 75, "peers"),
-        _model("llama-4k", _PEERS, 75, "peers"),
-        _largest("batch", 60, size=16, step=8, most=1 << 12),
+        Task("the link", ["link"], 25, {"kind": "link", "bytes": _GIB, "side": 8192}),
+        _model("llama-4k", _OURS, 60),
+        _model("resnet152", _OURS, 70),
+        _largest("sequence", 45, size=4096, step=1024, most=1 << 18),
+        Task("many steps", ["steady"], 30, {"kind": "steady", "width": 1024, "count": 1000}),
+        _model("llama-4k-1", _PEERS, 45, "peers"),
+        _model("resnet152-64", _PEERS, 50, "peers"),
+        _model("gpt2-medium", ("plain", *_SHARES, "stash-disk"), 55),
+        _model("resnet152-bf16", _OURS, 45),
+        _model("llama-16k", _OURS, 45),
+        _largest("batch", 40, size=16, step=8, most=1 << 12),
     ]
 
 

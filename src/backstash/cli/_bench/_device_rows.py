@@ -9,6 +9,8 @@ from typing import Any
 import torch
 
 from ... import Stash
+from ...memory import spare_bytes
+from ...units import format_bytes
 from ._device_models import DEVICE_WORKLOADS
 from ._device_step import Tell, allocated, digest, make_stash, peak, reset_peak, step, synchronize
 from ._device_ways import WAYS, DeviceWay
@@ -100,8 +102,13 @@ class _Rows:
         left = self._until - time.monotonic()
         if "failed" in row or row.get("slow") or left < 2 * row.get("turn_seconds", 0):
             return True
+        needs, spare = way.host_times * self.saved, spare_bytes()
         if left <= 0:
             row["failed"] = "no time was left"
+        elif not row["step_seconds"] and needs > spare:
+            row["failed"] = (
+                f"may take {format_bytes(needs)} of host memory: {format_bytes(spare)} is to spare"
+            )
         else:
             if not row["step_seconds"]:  # if this is the last that is heard of it
                 self._tell(["rows", name], row | {"failed": _DID_NOT_END})

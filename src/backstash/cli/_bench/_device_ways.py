@@ -27,6 +27,9 @@ class DeviceWay:
     """What is entered for each forward pass, and what is put around each block where ``around`` is not."""
     around: Around = call
     """Put around each block."""
+    host_times: int = 0
+    """Host memory that it may take beside a stash's, in times of what a step saves: each save is copied, and
+    a pinned copy rounded up to a power of two."""
     stash: dict[str, Any] | None = None
     """For a stash: ``keep``, the share of what a step saves that stays on the device (``None``: all), and
     ``disk``, whether three quarters of the rest go on to disk."""
@@ -69,19 +72,26 @@ def _transformer_engine(workload: Workload) -> tuple[Any, Around]:
 
 WAYS: dict[str, DeviceWay] = {
     "plain": DeviceWay("plain PyTorch"),
-    "save_on_cpu": DeviceWay("`save_on_cpu`", lambda workload: (save_on_cpu(), None)),
+    "save_on_cpu": DeviceWay("`save_on_cpu`", lambda workload: (save_on_cpu(), None), host_times=2),
     "save_on_cpu-pinned": DeviceWay(
-        "`save_on_cpu(pin_memory=True)`", lambda workload: (save_on_cpu(pin_memory=True), None)
+        "`save_on_cpu(pin_memory=True)`",
+        lambda workload: (save_on_cpu(pin_memory=True), None),
+        host_times=4,
     ),
     "checkpoint": DeviceWay("`torch.utils.checkpoint`", around=_checkpointed),
     "trl": DeviceWay(
         "TRL's `OffloadActivations`",
         _foreign("trl.models.activation_offloading", "OffloadActivations"),
+        host_times=4,
     ),
     "torchtune": DeviceWay(
-        "torchtune's `OffloadActivations`", _foreign("torchtune.training", "OffloadActivations")
+        "torchtune's `OffloadActivations`",
+        _foreign("torchtune.training", "OffloadActivations"),
+        host_times=4,
     ),
-    "transformer-engine": DeviceWay("Transformer Engine's offloading", _transformer_engine),
+    "transformer-engine": DeviceWay(
+        "Transformer Engine's offloading", _transformer_engine, host_times=4
+    ),
     "stash-all": DeviceWay("`Stash(keep=None)`", stash={"keep": None}),
     "stash-half": DeviceWay("`Stash`, half in place", stash={"keep": 0.5}),
     "stash-tenth": DeviceWay("`Stash`, a tenth in place", stash={"keep": 0.1}),
