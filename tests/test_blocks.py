@@ -179,6 +179,7 @@ def test_more_of_why_a_tensor_stays():
     gone = torch.ones(3)
     gone.untyped_storage().resize_(0)  # what FSDP2 does to a weight: elements, and no memory
     assert gone.numel() == 3 and reason_to_stay(gone) == "no bytes"
+    assert reason_to_stay(torch.ones(4)[2:2]) == "no bytes"
     assert reason_to_stay(torch.ones(1)) == "" and reason_to_stay(torch.ones(4)[1:]) == ""
     # An element of one byte, eight bytes into its storage, whose own address is aligned to nothing.
     assert reason_to_stay(torch.ones(64, dtype=torch.uint8)[9:]) == ""

@@ -223,7 +223,7 @@ def _checksum(address: int, nbytes: int) -> int:
 def _checksum_by_the_system(address: int, nbytes: int) -> int:
     """The checksum of a tensor's memory, which a ``resize_`` may unmap meanwhile: an error then, no crash."""
     try:
-        memory = os.open("/proc/self/mem", os.O_RDONLY | os.O_CLOEXEC)
+        memory = os.open("/proc/self/mem", os.O_RDONLY)
     except OSError:
         return _checksum(address, nbytes)  # A system that cannot read memory for us.
     value = 0

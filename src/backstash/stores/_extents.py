@@ -24,7 +24,7 @@ def _bin_of(nunits: int) -> int:
     level = nunits.bit_length() - 1
     if level < _SPLIT_BITS:
         return nunits
-    return (level << _SPLIT_BITS) + ((nunits >> (level - _SPLIT_BITS)) & ((1 << _SPLIT_BITS) - 1))
+    return (level << _SPLIT_BITS) + (nunits >> (level - _SPLIT_BITS))
 
 
 def _bin_that_fits(nunits: int) -> int:

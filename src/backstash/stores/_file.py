@@ -135,7 +135,7 @@ def _bytes_at(address: int, nbytes: int) -> ctypes.Array[ctypes.c_char]:
 
 
 def _create(directory: str, flags: int) -> int:
-    flags |= os.O_RDWR | getattr(os, "O_CLOEXEC", 0)
+    flags |= os.O_RDWR
     if hasattr(os, "O_TMPFILE"):
         try:
             return os.open(directory, flags | os.O_TMPFILE, 0o600)
