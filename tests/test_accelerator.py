@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from backstash import Action, Disk, StashFullError, StashWarning
-from backstash.errors import InplaceError, UsageError
+from backstash.errors import InplaceError, SizeError, UsageError
 from backstash.testing import Failing, Gated, MemoryStore, TwinDevice, stash_on
 
 SIDE = 256
@@ -381,7 +381,8 @@ def test_rooms_that_have_come_to_rest_are_used_before_more_is_pinned():
         loss.backward()
         del loss
         gc.collect()
-        device.over = True  # the first buried is at rest only now, when nobody looks
+        stash.stats()  # buries them
+        device.over = True  # and now they are at rest, when nobody looks
     assert pool.slab_peak_bytes <= 2 * big.nbytes
     stash.close()
 
@@ -781,6 +782,33 @@ def test_where_the_device_runs_short_less_stays_than_may(keep):
     assert torch.equal(gradient(loss, x), expected())
     assert device.faults == []
     del loss, out
+    stash.close()
+
+
+def test_keep_can_be_changed_before_and_after_the_first_tensor():
+    device = TwinDevice(chance=1.0, free=1 << 30)
+    stash = stash_on(device, host="64MiB", inflight=0)
+    x = leaf()
+    for keep, kept in ((4 * BLOCK, 4), (None, 8), ("auto", 8), ("256KiB", 1), (0, 0)):
+        stash.set_keep(keep)
+        with stash:
+            loss = chain(x)
+        assert stash.stats().keep_bytes == kept * BLOCK, keep
+        assert torch.equal(gradient(loss, x), expected())
+        del loss
+    with pytest.raises(SizeError):
+        stash.set_keep("plenty")
+    stash.close()
+
+
+def test_a_device_that_is_met_later_has_the_budget_that_was_set(monkeypatch):
+    from backstash import Stash, _sides
+
+    monkeypatch.setattr(_sides, "accelerator", lambda device: TwinDevice())
+    stash = Stash(keep=0, host="64MiB")
+    stash.set_keep("1MiB")
+    side = stash._books.side_of(torch.device("meta"))
+    assert side.down._keep == MIB
     stash.close()
 
 

@@ -1,6 +1,7 @@
 """What an accelerator is asked to do, and in which order: played by streams that only write it down."""
 
 import gc
+import os
 
 import pytest
 import torch
@@ -294,6 +295,7 @@ def test_pinning_is_by_registering_and_says_what_was_answered(monkeypatch, statu
     device._device = torch.device("cuda", 0)
     device._module = Module
     device._down, device._up = FakeStream(asked, "down"), FakeStream(asked, "up")
+    device._pid = os.getpid()
     memory, zeros = torch.zeros(4096, dtype=torch.uint8), torch.zeros
     launched = []
     monkeypatch.setattr(
@@ -301,6 +303,10 @@ def test_pinning_is_by_registering_and_says_what_was_answered(monkeypatch, statu
     )
     assert device.pin(memory) == reason
     assert len(launched) == bool(reason), "the next kernel is not blamed for what was refused"
+    device._pid += 1
+    device.unpin(memory)
+    assert len(asked) == 1, "what the parent of a fork pinned is the parent's to unpin"
+    device._pid -= 1
     device.unpin(memory)
     assert asked == [
         (memory.data_ptr(), 4096, _streams._PORTABLE),

@@ -20,6 +20,7 @@ allocates on the compute stream likewise.
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator
@@ -194,6 +195,7 @@ class Accelerator(Device):
     def __init__(self, device: torch.device) -> None:
         self.name = str(device)
         self._device = device
+        self._pid = os.getpid()
         self._module: Any = getattr(torch, device.type)
         self._down = torch.Stream(device)
         self._up = torch.Stream(device)
@@ -268,8 +270,8 @@ class Accelerator(Device):
 
     def unpin(self, memory: Tensor) -> None:
         """See :meth:`Device.unpin`. Waits for the copies: a stash that is dropped may have some under way."""
-        if self._device.type != "cuda":
-            return
+        if self._device.type != "cuda" or os.getpid() != self._pid:
+            return  # a forked process has no device
         self._down.synchronize()
         self._up.synchronize()
         self._module.cudart().cudaHostUnregister(memory.data_ptr())

@@ -57,6 +57,8 @@ def device_benchmark(
         "kind": "device",
         "tiny": tiny,
         "device": _name(device),
+        "cuda": torch.version.cuda,
+        "device_bytes": _total_bytes(device),
         "repeats": repeats,
         "steps": steps,
         "seconds": seconds,
@@ -129,6 +131,12 @@ def _put(section: dict[str, Any], path: list[str], value: Any) -> None:
     for name in path[:-1]:
         inner = inner.setdefault(name, {})
     inner[path[-1]] = value
+
+
+def _total_bytes(device: str) -> int:
+    if not device.startswith("cuda"):
+        return 0
+    return int(torch.cuda.get_device_properties(torch.device(device)).total_memory)
 
 
 def _name(device: str) -> str:

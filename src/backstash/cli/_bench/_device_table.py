@@ -108,8 +108,9 @@ def _about(section: dict[str, Any], link: dict[str, Any]) -> str:
     def rate(name: str, unit: float, digits: int) -> str:
         return f"{link[name] / unit:.{digits}f}" if name in link else "not measured"
 
+    name = section["device"] + (f", CUDA {section['cuda']}" if section.get("cuda") else "")
     return (
-        f"{section['device']}; link {rate('down_bytes_per_second', 1e9, 1)} GB/s down, "
+        f"{name}; link {rate('down_bytes_per_second', 1e9, 1)} GB/s down, "
         f"{rate('up_bytes_per_second', 1e9, 1)} up, "
         f"{rate('each_of_both_bytes_per_second', 1e9, 1)} each while both run; bf16 matrix product "
         f"{rate('matmul_operations_per_second', 1e12, 0)} TFLOP/s; up to {section['repeats']} repeats in "
