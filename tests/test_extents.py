@@ -141,6 +141,15 @@ def test_the_smallest_bin_that_fits_is_taken_and_in_it_who_was_freed_first():
     assert extents.take(1000) == extents.end_bytes - 1000  # none fits
 
 
+def test_who_is_left_in_a_bin_is_still_found():
+    extents = Extents(unit_bytes=1)
+    first, _, second, _ = extents.take(40), extents.take(1), extents.take(40), extents.take(1)
+    extents.free(first, 40)
+    extents.free(second, 40)
+    assert extents.take(12) == first
+    assert extents.take(35) == second
+
+
 def test_nothing_takes_a_unit_too():
     extents = Extents(unit_bytes=4096)
     assert (extents.take(0), extents.take(0), extents.end_bytes) == (0, 4096, 8192)

@@ -2,6 +2,7 @@
 
 import ctypes
 import errno
+import fcntl
 import os
 
 import pytest
@@ -47,6 +48,14 @@ def buffered(tmp_path):
 def test_buffered_if_asked_for_without_a_note(buffered):
     assert (buffered.direct, buffered.note, buffered.memory_align) == (False, "", 1)
     assert os.get_blocking(buffered.fd) and not os.get_inheritable(buffered.fd)
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_what_it_says_of_direct_io_is_what_its_descriptor_does(tmp_path, direct):
+    file = UnnamedFile(str(tmp_path), direct=direct)
+    flags = fcntl.fcntl(file.fd, fcntl.F_GETFL)
+    assert bool(flags & os.O_DIRECT) is file.direct and flags & os.O_ACCMODE == os.O_RDWR
+    file.close()
 
 
 def test_closing_twice(tmp_path):

@@ -20,7 +20,7 @@ from ..errors import StashIOError
 __all__ = ["UnnamedFile"]
 
 _CALL_BYTES = 16 << 20  # one system call moves at most this: 4 to 16 MiB a call run at full speed
-_SYNC_WRITE_AND_WAIT = 1 | 2 | 4  # SYNC_FILE_RANGE_WAIT_BEFORE | _WRITE | _WAIT_AFTER
+_SYNC_WRITE_AND_WAIT = 7  # SYNC_FILE_RANGE_WAIT_BEFORE | _WRITE | _WAIT_AFTER
 
 
 class UnnamedFile:
