@@ -44,7 +44,7 @@ def reasons(path: Path = REASONS) -> dict[str, str]:
     for line in path.read_text().splitlines():
         if line.startswith("#"):
             words = f"{words} {line[1:].strip()}" if in_words else line[1:].strip()
-        elif line.strip():
+        elif line.strip() and words:
             found[line.strip()] = words
         in_words = line.startswith("#")
     return found
