@@ -49,6 +49,12 @@ class Down:
     def limit(self, keep):
         self.limits.append(keep)
 
+    def ease(self):
+        self.eased = True
+
+    def forget(self):
+        self.forgot = True
+
 
 def side(**more):
     up = SimpleNamespace(forked=lambda lock: locks.append(lock), ahead_bytes=0)
@@ -62,7 +68,7 @@ class Block:
 
 
 def books_with(make=lambda device, number: "no driver", lock=None):
-    return Books(side(), deque(), lock or Lock(), Tape(lambda: (0,) * 5), make)
+    return Books(side(), deque(), lock or Lock(), Tape(lambda: (0,) * 5), make, keep=77)
 
 
 # Sides.
@@ -82,6 +88,10 @@ def test_a_device_gets_its_side_once_and_under_the_lock():
     other = books.side_of(OTHER)
     assert books.side_of(OTHER) is other and made == [(OTHER, 1)]
     assert books.sides == [cpu, other] and not lock.held
+    assert (cpu.down.limits, other.down.limits) == ([], [77])  # as the others were told
+    books.limit(88)
+    assert (cpu.down.limits, other.down.limits) == ([88], [77, 88])
+    assert books.side_of(torch.device("cuda", 1)).down.limits == [88]
 
 
 def test_a_known_device_takes_no_lock():
@@ -193,6 +203,8 @@ def test_every_side_lands_and_follows_the_memory_that_is_free(monkeypatch):
     lane = Lane()
     books.land(lane)
     assert books.sides[0].down.landed == second.down.landed == [lane]
+    books.ease()
+    assert books.sides[0].down.eased and second.down.eased
     monkeypatch.setattr("backstash._books.spare_bytes", lambda: 300)
     books.sides[0].down.keep_bytes, second.down.keep_bytes = 101, 50
     books.follow_free_memory()
@@ -233,6 +245,26 @@ def test_a_dead_block_is_taken_off_the_books_of_its_side():
     books.drain()
     assert [(what[0], *what[3:6]) for what in told] == [("free", 64, 8, "head")]
     assert not books.grave
+
+
+def test_when_the_last_block_is_gone_nothing_of_any_is_remembered():
+    books, forgot = books_with(), []
+    second = side()
+    second.host = SimpleNamespace(forget=lambda: forgot.append("host"))
+    books.put(OTHER, second)
+    for each in books.sides:
+        each.up.forget = lambda: forgot.append("up")
+    books.order.forget = lambda: forgot.append("order")
+    books.blocks_alive = 2
+    for alive in (1, 0):
+        assert not forgot
+        books.grave.append((0, 0, 0, 1, 0, ""))
+        books.drain()
+        assert books.blocks_alive == alive
+    assert forgot == ["order", "up", "up", "host"]
+    assert all(each.down.forgot for each in books.sides)
+    books.drain()  # there was none
+    assert len(forgot) == 4
 
 
 def test_a_dead_parcel_s_slot_is_released_when_nothing_writes_to_it():

@@ -112,6 +112,7 @@ def test_trim_counts_what_has_just_died_too():
     assert pool.idle_bytes == 0
     again = [pool.take(4096), pool.take(4096)]
     assert again[0].data_ptr() != again[1].data_ptr()
+    assert pool.idle_bytes == 0  # neither had waited
 
 
 @pytest.mark.parametrize("make", [lambda: Pool(idle_bytes=0).take(8192), lambda: mapped(8192)])
