@@ -164,3 +164,23 @@ def test_a_system_without_memory_has_no_room(monkeypatch):
     pool = Pins().pool(None)
     assert pool.take(PAGE) is None
     assert (pool.slab_bytes, pool.used_bytes, pool.slab_peak_bytes) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("budget", [28 * PAGE, 100 * PAGE, None])
+def test_an_empty_slab_stays_while_the_budget_has_room(budget):
+    """It is pinned already, and its size may be asked for again."""
+    pins = Pins()
+    pool = pins.pool(budget)
+    pool.give(pool.take(8 * PAGE))
+    large = pool.take(20 * PAGE)
+    assert pins.unpinned == [] and pool.slab_bytes == 28 * PAGE
+    del large
+
+
+def test_a_pool_that_may_not_grow_gives_what_it_has():
+    pins = Pins()
+    pool = pins.pool(None)
+    assert pool.take(PAGE, may_grow=False) is None and pins.pinned == []
+    room = pool.take(PAGE)
+    assert pool.take(7 * PAGE, may_grow=False).slab is room.slab
+    assert pool.take(PAGE, may_grow=False) is None and pins.pinned == [8 * PAGE]
