@@ -1,10 +1,12 @@
 """Parcels: what is told when one dies, where small blocks lie in a segment, and readings."""
 
 from collections import deque
+from contextlib import contextmanager
 
 import pytest
 import torch
 
+from backstash import _parcels
 from backstash._parcels import Parcel, Reading, Segment
 from backstash.errors import StashIOError
 from backstash.stores import Slot
@@ -45,6 +47,23 @@ def test_a_reading_puts_the_bytes_where_the_source_s_lay():
     reading.run()
     assert reading.exception() is None
     assert not reading.memory[:64].any() and torch.equal(reading.memory[64:], source)
+
+
+def test_a_profiler_sees_the_read(monkeypatch):
+    seen = []
+
+    @contextmanager
+    def profiled(name):
+        seen.append(name)
+        yield
+        seen.append("end of " + name)
+
+    monkeypatch.setattr(_parcels, "profiled", profiled)
+    store = MemoryStore()
+    slot = store.reserve(8)
+    store.write(slot, torch.zeros(8).data_ptr())
+    Reading(Parcel(store, slot, 0, deque()), torch.zeros(8, dtype=torch.uint8)).run()
+    assert seen == ["read", "end of read"]
 
 
 def test_a_reading_that_fails_says_so_to_whoever_waits():
