@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ._blocks import Block
+from ._blocks import Block, extent_bytes, raw_alias, reason_to_stay
 from ._parts import Part
 
 __all__ = ["Entry", "WrapperEntry"]
@@ -89,6 +89,7 @@ class WrapperEntry:
         "device",
         "dtype",
         "kind",
+        "offsets",
         "parts",
         "seen",
         "shape",
@@ -103,7 +104,9 @@ class WrapperEntry:
         self.device = tensor.device
         self.stride = tensor.stride()
         self.seen = [(weakref.ref(each), each._version) for each in _with_inner(tensor)]
-        self.parts = {name: pack(getattr(tensor, name)) for name in names}
+        inner = {name: getattr(tensor, name) for name in names}
+        self.offsets = {name: _offset_of(part) for name, part in inner.items()}
+        self.parts = {name: pack(part) for name, part in inner.items()}
 
     @property
     def where(self) -> str:
@@ -121,7 +124,9 @@ class WrapperEntry:
 
     def rebuild(self, unpack: Callable[[object], Tensor]) -> Tensor:
         """The wrapper around its unpacked parts."""
-        parts = {name: unpack(part) for name, part in self.parts.items()}
+        parts = {
+            name: _at_offset(unpack(part), self.offsets[name]) for name, part in self.parts.items()
+        }
         rebuilt: Tensor = self.kind.__tensor_unflatten__(
             parts, self.context, self.shape, self.stride
         )
@@ -133,6 +138,25 @@ def _with_inner(tensor: Any) -> Iterator[Tensor]:
     if is_traceable_wrapper_subclass(tensor):
         for name in tensor.__tensor_flatten__()[0]:
             yield from _with_inner(getattr(tensor, name))
+
+
+def _offset_of(part: Tensor) -> int | None:
+    """Where a plain tensor begins in its storage, which the subclass around it may go by."""
+    return int(part.storage_offset()) if type(part) is Tensor and not reason_to_stay(part) else None
+
+
+def _at_offset(part: Tensor, offset: int | None) -> Tensor:
+    """``part``, or a copy of it that begins at ``offset`` of its storage."""
+    if offset is None or part.storage_offset() == offset:
+        return part
+    raw = raw_alias(part)
+    first, end = (each // part.element_size() for each in extent_bytes(part))
+    flat = torch.empty(offset + end - first, dtype=part.dtype, device=part.device)
+    flat[offset:] = raw.as_strided((end - first,), (1,), first)
+    out = flat.as_strided(part.shape, part.stride(), offset)
+    if part.is_neg():
+        out = torch._neg_view(out)
+    return out.conj() if part.is_conj() else out
 
 
 def _flat(base: Tensor, itemsize: int) -> Tensor:

@@ -39,6 +39,11 @@ __all__ = [
     "is_guard",
 ]
 
+# An operation that saves a tensor and then fills it: that write makes what was saved, and changes nothing.
+_FILLED_ONCE_SAVED = {
+    ("aten::rrelu_with_noise", "noise"),
+    ("aten::rrelu_with_noise_", "noise"),
+}
 _local = threading.local()
 _written: dict[
     Any, tuple[tuple[int, str, bool], ...]
@@ -230,11 +235,13 @@ class _CloneBeforeWrite(TorchDispatchMode):
 def _written_arguments(func: Any) -> tuple[tuple[int, str, bool], ...]:
     found = _written.get(func)
     if found is None:
-        schema = getattr(func, "_schema", None)
+        schema: Any = getattr(func, "_schema", None)
         found = tuple(
             (position, argument.name, argument.kwarg_only)
             for position, argument in enumerate(schema.arguments if schema is not None else ())
-            if argument.alias_info is not None and argument.alias_info.is_write
+            if argument.alias_info is not None
+            and argument.alias_info.is_write
+            and (schema.name, argument.name) not in _FILLED_ONCE_SAVED
         )
         _written[func] = found
     return found

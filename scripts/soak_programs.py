@@ -1,0 +1,179 @@
+#!/usr/bin/env python
+"""Random programs under a stash in every way, against plain PyTorch: equal to the bit, or its error.
+
+    scripts/soak_programs.py                            # 10,000 programs in all ways
+    scripts/soak_programs.py --programs 500 --seed 7    # others, and fewer
+    scripts/soak_programs.py --way 'host|disk'          # ways whose name matches
+    scripts/soak_programs.py --ways-each 5              # each program in five of the ways, by turns
+    scripts/soak_programs.py --undo all                 # without each guard: is it missed?
+    scripts/soak_programs.py --undo 'version|dedup'     # without the guards that match
+
+Every seed is another set of programs. A program that fails is made as small as hypothesis can and printed as
+code for ``FOUND`` in ``tests/test_programs.py``. With ``--undo``, one guard of the library at a time is
+patched away, and the row says after how many programs the search caught it, and by which way.
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import json
+import re
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections import Counter
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+
+from guards import GUARDS
+from programs.judge import Verdict, judge
+from programs.search import Found, search
+from programs.ways import WAYS
+
+
+def soak(options: argparse.Namespace) -> int:
+    """The programs of this process; returns how many failed."""
+    ways = {name: way for name, way in WAYS.items() if re.search(options.way, name)}
+    names, failing = list(ways), list[str]()
+    said: Counter[str] = Counter()
+
+    def check(steps: list) -> None:
+        verdict = Verdict(steps)
+        said["programs"] += 1
+        said["steps"] += len(steps)
+        said["changed"] += "changed" in verdict.plain
+        said["gradients"] += sum(isinstance(result, list) for result in verdict.plain)
+        first = said["programs"] * options.ways_each
+        turns = [(first + number) % len(names) for number in range(options.ways_each or len(names))]
+        for name in failing or [names[turn] for turn in turns]:
+            said["runs"] += 1
+            try:
+                verdict.check(name, ways[name], directory)
+            except Exception:
+                failing[:] = [name]  # a smaller program is tried in this one
+                raise
+
+    failed = 0
+    until = time.monotonic() + 60 * options.minutes
+    with tempfile.TemporaryDirectory() as directory:
+        left, number = options.programs, options.seed
+        while left > 0:
+            found = search(check, min(left, 250), number=number, shrink=True, most=options.steps)
+            left -= found.programs
+            failing.clear()
+            failed += found.error is not None
+            print(f"seed {number:<6} {found.programs:5} programs  {_told(found)}", flush=True)
+            number += 1000
+            if failed >= options.most_failures or time.monotonic() > until:
+                break
+    print(_counts(said))
+    return failed
+
+
+def _told(found: Found) -> str:
+    if found.error is None:
+        return "equal"
+    kind = type(found.error).__name__
+    return f"FAILED: {kind}: {found.error}\n{found.as_code()}"
+
+
+def soak_in_processes(options: argparse.Namespace) -> int:
+    """The same in several processes, each with its share and seeds of its own."""
+    share = -(-options.programs // options.processes)
+    command = [sys.executable, __file__, "--way", options.way, "--steps", str(options.steps)]
+    command += ["--ways-each", str(options.ways_each), "--minutes", str(options.minutes)]
+    running = [
+        subprocess.Popen(
+            [*command, "--programs", str(share), "--seed", str(options.seed + number)],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for number in range(options.processes)
+    ]
+    said: Counter[str] = Counter()
+    failed = 0
+    for process in running:
+        out, _ = process.communicate()
+        *lines, _ = out.rstrip().split("\n")
+        counts = next((line for line in reversed(lines) if line.startswith("{")), "{}")
+        print("\n".join(line for line in lines if line is not counts), flush=True)
+        said.update(json.loads(counts))
+        failed += bool(process.returncode)
+    print(_counts(said))
+    return failed
+
+
+def _counts(said: Counter[str]) -> str:
+    return json.dumps(dict(said))
+
+
+def undo(options: argparse.Namespace) -> int:
+    """Without each guard in turn: how many programs until a wrong result; returns how many were missed."""
+    missed = 0
+    with tempfile.TemporaryDirectory() as directory:
+        for name, guard in GUARDS.items():
+            if options.undo != "all" and not re.search(options.undo, name):
+                continue
+            if guard.not_searched:
+                print(f"{name:52} not searched: {guard.not_searched}", flush=True)
+                continue
+            ways = {way: WAYS[way] for way in WAYS if re.search(guard.ways, way)}
+            began = time.perf_counter()
+            with guard.undone():
+                found = search(
+                    lambda steps, ways=ways: judge(steps, directory, ways),
+                    options.programs,
+                    number=options.seed,
+                    shrink=False,
+                    most=options.steps,
+                )
+            seconds = time.perf_counter() - began
+            missed += found.error is None
+            what = str(found.error).split(":")[0] if found.error is not None else "MISSED"
+            kind = type(found.error).__name__ if found.error is not None else ""
+            print(
+                f"{name:52} {found.programs:5} programs {seconds:6.1f} s  {kind} {what}", flush=True
+            )
+    return missed
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--programs", type=int, default=10_000, help="how many; default 10000")
+    parser.add_argument("--steps", type=int, default=40, help="the most steps of one; default 40")
+    parser.add_argument("--seed", type=int, default=0, help="which programs; default 0")
+    parser.add_argument("--way", default="", metavar="REGEX", help="ways that match")
+    parser.add_argument(
+        "--ways-each", type=int, default=0, help="ways of a program, by turns; default 0: all"
+    )
+    parser.add_argument(
+        "--minutes", type=float, default=1e9, help="begin no further search after so many"
+    )
+    parser.add_argument("--processes", type=int, default=1, help="at once; default 1")
+    parser.add_argument("--undo", default="", metavar="REGEX", help="guards to do without, or all")
+    parser.add_argument(
+        "--most-failures", type=int, default=3, help="stop after so many; default 3"
+    )
+    options = parser.parse_args()
+    warnings.simplefilter("ignore")
+    faulthandler.enable()
+    torch.set_num_threads(1)
+    began = time.perf_counter()
+    if options.undo:
+        bad = undo(options)
+        summary = f"{bad} missed"
+    else:
+        bad = soak_in_processes(options) if options.processes > 1 else soak(options)
+        summary = f"{bad} failed"
+    print(f"{summary} in {time.perf_counter() - began:.0f} s")
+    return int(bool(bad))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,393 @@
+"""What keeps gradients right, each thing that can be undone: a search that misses it is no search.
+
+A guard is undone by a small patch of the library, for as long as a context lasts.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+
+from backstash import _blocks, _entry, _host, _intake, _parts, _scopes, _streams_twin
+from backstash._books import Books
+from backstash._down import Down
+from backstash._lanes import Lane
+from backstash._up import Up
+from backstash.stash import Stash
+from backstash.stores._memory import Pool
+
+Patch = Callable[[], AbstractContextManager[Any]]
+
+
+@dataclass(frozen=True)
+class Guard:
+    """One thing that keeps gradients right."""
+
+    why: str
+    """What it is for, in a sentence."""
+    undone: Patch
+    """A context in which the library does without it."""
+    ways: str = ""
+    """The ways that are searched, as a pattern; ``""``: all."""
+    short: int = 0
+    """The programs within which the tests find it missing; 0: that takes too long for them."""
+    not_searched: str = ""
+    """Why no program can tell, where none can."""
+
+
+def _replaced(target: Any, name: str, new: Any) -> Patch:
+    return lambda: mock.patch.object(target, name, new)
+
+
+def _before(target: Any, name: str, act: Callable[..., None]) -> Patch:
+    """``act`` runs before the method, with its arguments."""
+    original = getattr(target, name)
+
+    def method(*args: Any, **kwargs: Any) -> Any:
+        act(*args, **kwargs)
+        return original(*args, **kwargs)
+
+    return _replaced(target, name, method)
+
+
+def _after(target: Any, name: str, act: Callable[..., None]) -> Patch:
+    """``act`` runs after the method, with its arguments."""
+    original = getattr(target, name)
+
+    def method(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        act(*args, **kwargs)
+        return result
+
+    return _replaced(target, name, method)
+
+
+def _all(*patches: Patch) -> Patch:
+    def undone() -> AbstractContextManager[Any]:
+        stack = ExitStack()
+        for patch in patches:
+            stack.enter_context(patch())
+        return stack
+
+    return undone
+
+
+def _unchecked_in(caller: str) -> Patch:
+    """The version is not looked at by one caller."""
+    look = _blocks.Source.changed.fget
+    assert look is not None
+
+    def changed(source: _blocks.Source) -> bool:
+        return sys._getframe(1).f_code.co_name != caller and look(source)
+
+    return _replaced(_blocks.Source, "changed", property(changed))
+
+
+def _by_address(intake: Any, tensor: torch.Tensor, storage: torch.UntypedStorage) -> _blocks.Source:
+    source = intake._sources.get(storage.data_ptr())
+    if source is None or source.version != tensor._version:
+        source = intake._sources[storage.data_ptr()] = _blocks.Source(tensor, storage)
+    return source
+
+
+def _same_version(source: _blocks.Source, tensor: torch.Tensor) -> bool:
+    return tensor._version == source.version == source.guard._version
+
+
+def _unowned(source: _blocks.Source, *_: Any) -> None:
+    source.weak = None
+
+
+def _unpack_unchecked(stash: Stash, packed: Any) -> Any:
+    if type(packed) is tuple:
+        return packed[0]
+    return packed if type(packed) is torch.Tensor else _UNPACK(stash, packed)
+
+
+_UNPACK = Stash.unpack
+_ADMIT = Down.admit
+_BEGIN = Down._begin
+_TAKE = Pool.take
+_STAY = _intake.Intake._stay
+_SEND = _host.HostReading.send
+
+
+def _admit_at_once(down: Down, block: Any, *, at_once: bool, complete: bool) -> None:
+    _ADMIT(down, block, at_once=at_once, complete=True)
+
+
+def _begin_and_let_go(down: Down, store: Any, block: Any) -> Any:
+    block.alias = None
+    return _BEGIN(down, store, block)
+
+
+def _delete(stash: Stash, entry: Any) -> None:
+    if entry.block.alias is None:
+        entry.block.lost = "was deleted"
+
+
+def _take_what_is_lent(pool: Pool, nbytes: int) -> torch.Tensor:
+    memory = _TAKE(pool, nbytes)
+    _, mapping = list(pool._lent.values())[-1]
+    pool._idle.setdefault(len(mapping), []).append(mapping)
+    return memory
+
+
+def _release_while_written(books: Books) -> None:
+    for item in books.grave:
+        if type(item) is list:
+            item[2] = None
+
+
+def _forget_the_change(up: Up, entry: Any) -> None:
+    if entry.block.root is not None:
+        entry.block.root_version = entry.block.root._version
+
+
+def _do_not_wait(up: Up, entry: Any) -> None:
+    entry.block.arrival = None
+
+
+def _write_at_once(copy: Any, disk: Any, slot: Any, memory: torch.Tensor) -> None:
+    disk.write(slot, memory.data_ptr())
+
+
+def _stay_as_it_is(intake: Any, tensor: torch.Tensor, reason: str) -> object:
+    _STAY(intake, tensor, reason)
+    return tensor if tensor._version == 0 else (tensor, tensor._version, "")
+
+
+def _set(name: str, value: Any) -> Callable[..., None]:
+    def act(target: Any, *_: Any, **__: Any) -> None:
+        setattr(target, name, value)
+
+    return act
+
+
+def _lose_strides(entry: Any, *_: Any) -> None:
+    if entry.part is None:
+        entry.stride = torch.empty(entry.shape, device="meta").stride()
+
+
+def _pop_the_top(scope: Any) -> None:
+    torch._C._autograd._pop_saved_tensors_default_hooks()
+
+
+GUARDS: dict[str, Guard] = {
+    # Which bytes are whose.
+    "a storage is known by itself, not its address": Guard(
+        "freed memory is handed out again at the same address",
+        _replaced(_intake.Intake, "_source_of", _by_address),
+        "below",
+        short=150,
+    ),
+    "a storage's identity is owned": Guard(
+        "an identity is handed out again as an address is",
+        _after(_blocks.Source, "__init__", _unowned),
+        not_searched="the version counter is asked too and tells them apart; the next row undoes both",
+    ),
+    "a storage's identity is owned, the counter asked": Guard(
+        "an identity is handed out again as an address is",
+        _all(
+            _after(_blocks.Source, "__init__", _unowned),
+            _replaced(_blocks.Source, "is_of", _same_version),
+        ),
+        "below",
+        short=100,
+    ),
+    "the version counter is asked": Guard(
+        "x.data shares the memory and not the counter",
+        _replaced(_blocks.Source, "is_of", _same_version),
+        "below",
+    ),
+    "the version is part of what a block is": Guard(
+        "what is saved again after a change has other bytes",
+        _replaced(
+            _blocks.Source,
+            "is_of",
+            lambda source, tensor: _blocks.same_counter(source.guard, tensor),
+        ),
+        "below",
+    ),
+    "a buffer that is being filled": Guard(
+        "a program may fill the rest of its own buffer unseen",
+        _replaced(_blocks.Block, "serves", lambda block, part: True),
+        "below",
+    ),
+    "an operation has ended": Guard(
+        "rrelu saves its noise before it makes it",
+        _replaced(Down, "admit", _admit_at_once),
+        "below",
+    ),
+    "a storage that moved": Guard(
+        "a resize gives other memory and raises no version",
+        _replaced(_blocks.Block, "has_moved", property(lambda block: False)),
+        "on its way|some kept",
+    ),
+    # Changes in place.
+    "the version at unpack, in place": Guard(
+        "hooks make autograd skip its own check",
+        _unchecked_in("_unpack_entry"),
+        "all kept",
+        short=150,
+    ),
+    "the version at unpack, left alone": Guard(
+        "what is too small to move is checked too",
+        _replaced(Stash, "unpack", _unpack_unchecked),
+        "all left",
+        short=150,
+    ),
+    "the version when a copy lands": Guard(
+        "a change while it was being written makes a torn copy",
+        _unchecked_in("_touch_down"),
+        "on its way, one|host, never",
+    ),
+    "the version before it goes": Guard(
+        "a block that was kept may have changed since",
+        _unchecked_in("_send"),
+        "some kept",
+        short=150,
+    ),
+    "the version of a part's copy": Guard(
+        "a backward may have changed the copy that it was given",
+        _unchecked_in("_pack_part"),
+        not_searched="no program saves a part once more after such a backward; tests/test_inplace.py has it",
+    ),
+    "only its own thread judges a copy": Guard(
+        "the version is raised after the bytes have changed",
+        _replaced(Lane, "may_land", lambda lane, other: True),
+        "on its way, one",
+    ),
+    # What is held, and how long.
+    "memory is held until it is written": Guard(
+        "early release: the allocator hands it to the next tensor",
+        _replaced(Down, "_begin", _begin_and_let_go),
+        "on its way, one",
+        short=60,
+    ),
+    "an accelerator's memory is held until it is copied": Guard(
+        "early release, on the twin",
+        _replaced(_streams_twin._TwinCopy, "done", lambda copy: True),
+        "host, never",
+        short=50,
+    ),
+    "nothing is deleted at unpack": Guard(
+        "retain_graph, double backward and looking unpack again",
+        _after(Stash, "_unpack_entry", _delete),
+        "below",
+        short=20,
+    ),
+    "memory that is still looked at is not used again": Guard(
+        "a view that backward holds would change under it",
+        _replaced(Pool, "take", _take_what_is_lent),
+        "below, one by one|below, no",
+        short=80,
+    ),
+    "a slot is kept while it is written to": Guard(
+        "a dead block's late write would overwrite the next one's",
+        _before(Books, "drain", _release_while_written),
+        not_searched="two writes to one slot mostly end in the order in which they began",
+    ),
+    "a room is given back when it is at rest": Guard(
+        "host memory that a copy still reads or fills",
+        _replaced(_host.Remains, "at_rest", lambda remains: True),
+        "host",
+        short=100,
+    ),
+    "what backward changed is read again": Guard(
+        "a custom backward may change what it was given",
+        _before(Up, "_at_hand", _forget_the_change),
+        "below",
+    ),
+    "a write that failed": Guard(
+        "the block stays where it was",
+        _after(Down, "_return_to_place", lambda down, block: setattr(block, "alias", None)),
+        "fails",
+    ),
+    "autograd does not hold itself": Guard(
+        "an output that is packed as it is makes a cycle that nobody collects",
+        _replaced(_intake.Intake, "_stay", _stay_as_it_is),
+        "policy",
+    ),
+    # Order, on an accelerator.
+    "disk is written after the copy to the host": Guard(
+        "the room is garbage until then",
+        _replaced(_host, "_write_down", _write_at_once),
+        "host",
+    ),
+    "a copy up comes after the copy down": Guard(
+        "they run on two streams",
+        _replaced(_host.HostReading, "send", lambda reading, after=None: _SEND(reading)),
+        "host",
+    ),
+    "who uses the bytes waits for the copy up": Guard(
+        "the target is garbage until then",
+        _before(Up, "_serve", _do_not_wait),
+        "host",
+    ),
+    "what landed while it was copied": Guard(
+        "only the streams that wait are ordered after the copy",
+        _before(Stash, "_unpack_entry", lambda stash, entry: setattr(entry.block, "unsure", False)),
+        not_searched="the twin's copies land when they have run; tests/test_streams.py has it",
+    ),
+    # Views.
+    "the strides of a view": Guard(
+        "k @ k.t() is two views of the same bytes",
+        _after(_entry.Entry, "__init__", _lose_strides),
+        "below",
+        short=100,
+    ),
+    "the offset of a view": Guard(
+        "views begin anywhere",
+        _after(_entry.Entry, "__init__", _set("offset_bytes", 0)),
+        "below",
+    ),
+    "the conj bit": Guard(
+        "a raw copy loses it", _after(_entry.Entry, "__init__", _set("conj", False)), "below"
+    ),
+    "the neg bit": Guard(
+        "a raw copy loses it", _after(_entry.Entry, "__init__", _set("neg", False)), "below"
+    ),
+    "a part with gaps is spread out again": Guard(
+        "its copy is dense",
+        _replaced(_parts.Part, "is_dense", property(lambda part: True)),
+        "below",
+    ),
+    "a part is known by all its strides": Guard(
+        "two views of as many elements from the same place",
+        _replaced(_parts.Part, "key", property(lambda part: (part.first, part.count))),
+        "below",
+    ),
+    "a part whose elements overlap": Guard(
+        "is copied from its first to its last",
+        _replaced(_parts, "_overlap", lambda runs: False),
+        "below",
+    ),
+    "a part covers another": Guard(
+        "only where it has every element of it",
+        _replaced(_parts.Part, "covers", lambda part, other: True),
+        "below",
+    ),
+    # Subclasses and scopes.
+    "a subclass that has changed": Guard(
+        "is packed anew",
+        _replaced(_entry.WrapperEntry, "is_of", lambda entry, tensor: True),
+        "below",
+    ),
+    "what a subclass is made of is copied": Guard(
+        "a change of the whole raises no version of a part",
+        _replaced(_intake, "snapshot", lambda part: part.detach()),
+        "all kept|all left",
+    ),
+    "a stash that is left under another's hooks": Guard(
+        "autograd pops whatever is on top",
+        _replaced(_scopes, "_take_out", _pop_the_top),
+        "below",
+    ),
+}

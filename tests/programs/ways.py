@@ -1,0 +1,278 @@
+"""The stashes that a program is run under: tiers, windows, faults, threads, and what is around."""
+
+from __future__ import annotations
+
+import gc
+import random
+import threading
+import warnings
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from backstash import Disk, Stash, _down, graph, stash
+from backstash.errors import StashIOError, StashWarning
+from backstash.policy import Action, SavedTensor
+from backstash.stores import Store
+from backstash.testing import Failing, Gated, MemoryStore, TwinDevice, stash_on
+
+from .acts import CONTEXTS, is_alone
+from .operations import COPIED, UNSEEN
+from .run import Result, Run, Step
+
+PATIENCE_SECONDS = 60
+
+
+@dataclass(frozen=True)
+class Way:
+    """How the stash is made that a program runs under."""
+
+    options: dict[str, Any] = field(default_factory=dict)
+    """The stash's."""
+    chance: float | None = None
+    """On a twin accelerator, how likely a copy has run when somebody looks; ``None``: on the CPU."""
+    disk: str = "memory"
+    """What is below: ``"memory"``, ``"verify"`` (a file, checksums), ``"fails"``, ``"full"`` or ``""``."""
+    one_by_one: bool = False
+    """Small blocks are written from their own memory too, as large ones are."""
+    holds: bool = True
+    """Whether a program may hold writes back. Not where something would wait for them."""
+    around: str = ""
+    """``"hooks"``: within another's hooks. ``"mutation"``: changes in place are allowed. ``"attached"``:
+    no context; the stash is attached to the module that every operation runs in."""
+    threads: int = 1
+    """So many run the program at once, on one stash."""
+    leaves_out: frozenset[str] = frozenset()
+    """Operations that mean something else there."""
+
+
+def _sometimes(saved: SavedTensor) -> Action | None:
+    return (Action("disk"), None, Action("keep"), Action("host"), None)[saved.index % 5]
+
+
+WAYS: dict[str, Way] = {
+    "below": Way({"inflight": 0}),
+    "below, one by one": Way({"inflight": 0}, one_by_one=True),
+    "below, no read ahead": Way({"inflight": 0, "prefetch": 0}),
+    "on its way": Way(),
+    # A read ahead would queue behind a write that is held.
+    "on its way, one by one": Way({"prefetch": 0}, one_by_one=True, leaves_out=COPIED),
+    "some kept": Way({"keep": "5KiB"}),
+    "some kept, one by one": Way(
+        {"keep": "5KiB", "prefetch": 0}, one_by_one=True, leaves_out=COPIED
+    ),
+    "little of everything": Way(
+        {"keep": "3KiB", "inflight": "5KiB", "prefetch": "5KiB"},
+        one_by_one=True,
+        holds=False,
+        leaves_out=COPIED,
+    ),
+    "all kept": Way({"keep": None}),
+    "small left": Way({"min_bytes": "1KiB"}),
+    "all left": Way({"min_bytes": "1GiB"}),
+    "a file": Way({"inflight": 0}, disk="verify"),
+    "a file, one by one": Way({"prefetch": 0}, disk="verify", one_by_one=True, leaves_out=COPIED),
+    "policy": Way(
+        {"keep": "4KiB", "policy": _sometimes, "prefetch": 0}, one_by_one=True, leaves_out=COPIED
+    ),
+    "write fails": Way({"prefetch": 0}, disk="fails", one_by_one=True, leaves_out=COPIED),
+    "full": Way({"inflight": 0}, disk="full", one_by_one=True),
+    "attached": Way({"inflight": 0}, around="attached", leaves_out=CONTEXTS),
+    "in another's hooks": Way(
+        {"inflight": 0}, around="hooks", leaves_out=frozenset({"leave ours first"})
+    ),
+    "mutation allowed": Way(
+        {"prefetch": 0}, around="mutation", leaves_out=UNSEEN | {"without hooks"}
+    ),
+    "two threads": Way(
+        {"keep": "5KiB", "inflight": "8KiB"},
+        one_by_one=True,
+        holds=False,
+        threads=2,
+        leaves_out=COPIED,
+    ),
+    "host": Way({"inflight": 0, "disk": None}, chance=0.3, disk="", leaves_out=COPIED),
+    "host, never by itself": Way(
+        {"disk": None, "keep": "5KiB"}, chance=0.0, disk="", leaves_out=COPIED
+    ),
+    "host and disk": Way(
+        {"host": "24KiB", "inflight": "8KiB"}, chance=0.3, holds=False, leaves_out=COPIED
+    ),
+    "host, then disk": Way(
+        {"host": "64KiB", "inflight": "64KiB", "prefetch": 0},
+        chance=0.5,
+        holds=False,
+        leaves_out=COPIED,
+    ),
+    "two threads, host": Way(
+        {"host": "64KiB", "inflight": "8KiB"}, chance=0.3, holds=False, threads=2, leaves_out=COPIED
+    ),
+}
+
+
+class Bench:
+    """One stash of a way, what is below it, and what programs tell them."""
+
+    def __init__(self, way: Way, directory: str, seed: int) -> None:
+        self.way = way
+        self.inner = _store(way.disk, directory)
+        self.failing = Failing(self.inner) if self.inner is not None else None
+        self.store = Gated(self.failing) if self.failing is not None else None
+        options: dict[str, Any] = {"disk": self.store, "min_bytes": 0, **way.options}
+        self.device = TwinDevice(chance=way.chance, seed=seed) if way.chance is not None else None
+        if self.device is not None:
+            self.stash = stash_on(self.device, **{"host": "1MiB", **options})
+        else:
+            self.stash = Stash(**options)
+        self.other = Stash(disk=MemoryStore(), min_bytes=0, keep="3KiB", inflight="4KiB")
+
+    def scope(self) -> AbstractContextManager[Any]:
+        """The context that forward runs in."""
+        if self.way.around == "attached":
+            return nullcontext()
+        return _within_hooks(self.stash) if self.way.around == "hooks" else self.stash
+
+    def other_scope(self) -> AbstractContextManager[Any]:
+        """Another stash's."""
+        return self.other
+
+    def gate(self, word: str) -> None:
+        """What a program says of the way down."""
+        if word == "hold":
+            self._hold()
+        elif word == "let go":
+            self.let_go()
+        elif word == "land":
+            self._settle()
+            self.stash.stats()
+        elif word == "elsewhere":
+            self._settle()
+            thread = threading.Thread(target=self.stash.stats)
+            thread.start()
+            thread.join()
+
+    def _hold(self) -> None:
+        if self.way.disk == "fails" and self.failing is not None:
+            self.failing.on_write = StashIOError(5, "told to fail")
+        elif self.store is not None and self.way.options.get("inflight") != 0 and self.way.holds:
+            self.store.writes.clear()
+
+    def let_go(self) -> None:
+        """Let everything go down that wants to."""
+        if self.failing is not None:
+            self.failing.on_write = None
+        if self.store is not None:
+            self.store.writes.set()
+        if self.device is not None:
+            self.device.run(downs=-1, ups=-1)
+
+    def _settle(self) -> None:
+        """Wait for the writes that have begun, unless they are held."""
+        if self.store is None or not self.store.writes.is_set() or self.way.threads > 1:
+            return
+        threads = self.store.threads
+        barrier = threading.Barrier(threads + 1)
+        ends: list[Future[None]] = []
+        if self.stash._workers._pool is not None:
+            ends = [self.stash._workers.submit(_pass, barrier) for _ in range(threads)]
+            _pass(barrier)
+        for end in ends:
+            end.result(PATIENCE_SECONDS)
+
+    def close(self) -> None:
+        """End everything."""
+        self.let_go()
+        self.stash.close()
+        self.other.close()
+        if self.store is not None:
+            self.store.close()
+
+    def check_nothing_is_left(self) -> None:
+        """Blocks, bytes, slots, rooms, pinned memory."""
+        if self.stash.stats().blocks or self.other.stats().blocks:
+            gc.collect()  # a subclass's or a checkpoint's own cycles
+        left = self.stash.stats()
+        assert (left.blocks, left.keep_bytes, left.inflight_bytes) == (0, 0, 0), left
+        assert (left.ahead_bytes, left.host_bytes, left.disk_bytes) == (0, 0, 0), left
+        assert self.other.stats().blocks == 0, self.other.stats()
+        if self.device is not None:
+            assert not self.device.faults, self.device.faults
+            assert self.device.pinned_bytes == 0
+
+
+@contextmanager
+def _within_hooks(ours: Stash) -> Iterator[None]:
+    with saved_tensors_hooks(_never, _never), ours:
+        yield
+
+
+def _never(_: Any) -> Tensor:
+    raise AssertionError("the outer hooks were asked, though only the innermost pair applies")
+
+
+def _pass(barrier: threading.Barrier) -> None:
+    barrier.wait(PATIENCE_SECONDS)
+
+
+def _store(kind: str, directory: str) -> Store | None:
+    if not kind:
+        return None
+    if kind == "verify":
+        return Disk(directory, verify=True)
+    return MemoryStore(max_bytes=9000 if kind == "full" else None)
+
+
+def run_in(way: Way, steps: list[Step], directory: str) -> list[list[Result]]:
+    """The results of each thread that ran the program under a stash of ``way``."""
+    threads = 1 if any(map(is_alone, steps)) else way.threads
+    with ExitStack() as stack:
+        stack.enter_context(warnings.catch_warnings())
+        # It looks at every object there is, for an error's text.
+        stack.enter_context(mock.patch.object(stash, "module_that_has", lambda tensor: ""))
+        warnings.simplefilter("ignore", StashWarning)
+        if way.one_by_one:
+            stack.enter_context(mock.patch.object(_down, "SMALL_BYTES", 0))
+        bench = Bench(way, directory, seed=random.Random(str(steps)).getrandbits(32))
+        try:
+            found = _run_on_each(bench, steps, threads)
+        except BaseException:
+            bench.close()
+            raise
+        bench.close()
+        bench.check_nothing_is_left()
+        return found
+
+
+def _run_on_each(bench: Bench, steps: list[Step], threads: int) -> list[list[Result]]:
+    if threads == 1:
+        return [_run(bench, steps)]
+    with ThreadPoolExecutor(threads) as pool:
+        return list(pool.map(lambda _: _run(bench, steps), range(threads)))
+
+
+def _run(bench: Bench, steps: list[Step]) -> list[Result]:
+    run = Run(bench.scope, bench.gate, bench.other_scope)
+    attached = bench.stash.attach(run.module) if bench.way.around == "attached" else None
+    try:
+        with mutation(bench.way):
+            return run.run(steps)
+    finally:
+        run.close()
+        if attached is not None:
+            attached.remove()
+
+
+@contextmanager
+def mutation(way: Way) -> Iterator[None]:
+    """Changes in place are allowed, where the way says so."""
+    if way.around != "mutation":
+        yield
+        return
+    with graph.allow_mutation_on_saved_tensors():
+        yield
