@@ -144,7 +144,7 @@ def test_what_came_is_recorded_on_each_other_stream_that_uses_it(played, monkeyp
     assert recorded == []
     current[0] = FakeStream(log, "other")
     copy.order()
-    assert recorded == ["other", "up"]
+    assert recorded == ["other"], "which waits for the copy: so does whoever waits for it"
     copy._event.has_ended = True
     recorded.clear()
     current[0] = FakeStream(log, "third")

@@ -175,11 +175,8 @@ class _CopyDown(_StreamCopy):
 
 class _CopyUp(_StreamCopy):
     def _tell_the_allocator(self, stream: Any, has_ended: bool) -> None:
-        if stream == self._owner:
-            return
-        self.memory.record_stream(stream)  # it uses what came, however long that has been there
-        if not has_ended:
-            self.memory.record_stream(self._side)
+        if stream != self._owner:  # it uses what came, however long that has been there
+            self.memory.record_stream(stream)
 
 
 class Accelerator(Device):

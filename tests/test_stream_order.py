@@ -1,0 +1,277 @@
+"""Who is ordered after whom on an accelerator: random programs over several streams, by vector clocks.
+
+Streams and events are played; each knows what it comes after. Memory has the stream that asked for it, those
+it was recorded on, and who read or wrote it when. What is looked at: nothing reads what has not been written,
+nothing is handed out again that somebody may still use, and no room of host memory either. When an event has
+ended for the host is a matter of chance, so that the host is ahead of the device by more or less.
+"""
+
+import random
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from backstash import Stash
+from backstash._streams import Accelerator
+
+SIDE = 64
+BLOCK = SIDE * SIDE * 4
+
+
+class Stream:
+    """A queue of work: ``clock`` says up to where it comes after each stream, itself included."""
+
+    def __init__(self, model: "Model", name: str) -> None:
+        self.model, self.name, self.clock = model, name, {name: 0}
+
+    def work(self) -> tuple[str, int]:
+        self.clock[self.name] += 1
+        return self.name, self.clock[self.name]
+
+    def record_event(self) -> "Event":
+        self.work()
+        return Event(self.model, dict(self.clock))
+
+    def wait_event(self, event: "Event") -> None:
+        merge(self.clock, event.clock)
+
+    def synchronize(self) -> None:
+        merge(self.model.host, self.clock)
+
+
+@dataclass
+class Event:
+    model: "Model"
+    clock: dict[str, int]
+
+    def query(self) -> bool:
+        ended = all(self.model.host.get(name, 0) >= at for name, at in self.clock.items())
+        if ended or self.model.random.random() < self.model.chance:
+            merge(self.model.host, self.clock)
+            return True
+        return False
+
+    def synchronize(self) -> None:
+        merge(self.model.host, self.clock)
+
+
+def merge(clock: dict[str, int], other: dict[str, int]) -> None:
+    for name, at in other.items():
+        clock[name] = max(clock.get(name, 0), at)
+
+
+@dataclass
+class Memory:
+    """A piece of the device's memory."""
+
+    owner: Stream
+    weak: StorageWeakRef
+    uses: list[tuple[str, int]] = field(default_factory=list)
+    recorded: list[Stream] = field(default_factory=list)
+
+
+class Model:
+    """The device, the host's knowledge of it, and what went wrong."""
+
+    def __init__(self, seed: int, chance: float) -> None:
+        self.random, self.chance = random.Random(seed), chance
+        self.host: dict[str, int] = {}
+        self.current = Stream(self, "first")
+        self.faults: list[str] = []
+        self.memory: dict[int, Memory] = {}
+        self.rooms: dict[tuple[int, int], list[tuple[str, int]]] = {}
+
+    def allocated(self, tensor: torch.Tensor) -> Memory:
+        storage = tensor.untyped_storage()
+        self.look()
+        made = Memory(self.current, StorageWeakRef(storage), [self.current.work()])
+        self.memory[storage._cdata] = made
+        return made
+
+    def of(self, tensor: torch.Tensor) -> Memory:
+        return self.memory[tensor.untyped_storage()._cdata]
+
+    def comes_after(self, clock: dict[str, int], use: tuple[str, int]) -> bool:
+        name, at = use
+        return clock.get(name, 0) >= at or self.host.get(name, 0) >= at
+
+    def look(self) -> None:
+        """What has been freed may be handed out on its owner: everybody else must be done with it."""
+        for key, memory in list(self.memory.items()):
+            if not memory.weak.expired():
+                continue
+            del self.memory[key]
+            for use in memory.uses:
+                # It is used again on its owner, once what it was recorded on has come up to here.
+                waited = (memory.owner, *memory.recorded)
+                known = any(self.comes_after(stream.clock, use) for stream in waited)
+                self.check(known, f"memory of {memory.owner.name} goes while {use[0]} may use it")
+
+    def check(self, good: bool, fault: str) -> None:
+        if not good:
+            self.faults.append(fault)
+
+
+class Played(Accelerator):
+    """The real one, whose requests the model sees."""
+
+    def __init__(self, model: Model) -> None:
+        super().__init__(torch.device("cpu"))
+        self.model = model
+        self._down.name, self._up.name = "down", "up"
+        self._down.clock, self._up.clock = {"down": 0}, {"up": 0}
+
+    def down(self, source: torch.Tensor, target: torch.Tensor, made_on: Any) -> Any:
+        copy = super().down(source, target, made_on)
+        model, use = self.model, ("down", copy._event.clock["down"])
+        memory = model.of(source)
+        model.check(model.comes_after(copy._event.clock, memory.uses[0]), "read before it was made")
+        memory.uses.append(use)
+        model.rooms.setdefault(place(target), []).append(use)
+        return copy
+
+    def up(self, source: torch.Tensor, after: Any) -> Any:
+        copy = super().up(source, after)
+        model, use = self.model, ("up", copy._event.clock["up"])
+        memory = model.allocated(copy.memory)
+        known = model.comes_after(copy._event.clock, (memory.owner.name, memory.uses[0][1] - 1))
+        model.check(known, "written while the stream that has freed it may still use it")
+        memory.uses.append(use)
+        uses = model.rooms.setdefault(place(source), [])
+        for written in [each for each in uses if each[0] == "down"][-1:]:
+            model.check(model.comes_after(copy._event.clock, written), "read up before it was down")
+        uses.append(use)
+        return copy
+
+
+def place(memory: torch.Tensor) -> tuple[int, int]:
+    return memory.untyped_storage()._cdata, int(memory.storage_offset())
+
+
+@pytest.fixture
+def played(monkeypatch):
+    """From a seed and a chance to a model, and a stash on it."""
+    made = []
+
+    def make(seed: int, chance: float, **options: Any) -> tuple[Model, Stash]:
+        model = Model(seed, chance)
+        accelerator = torch.accelerator
+        monkeypatch.setattr(torch, "Stream", lambda device: Stream(model, "side"))
+        monkeypatch.setattr(accelerator, "current_stream", lambda device: model.current)
+        monkeypatch.setattr(accelerator, "current_device_index", lambda: 0)
+        monkeypatch.setattr(accelerator, "set_device_index", lambda index: None)
+        monkeypatch.setattr(
+            accelerator, "set_stream", lambda stream: setattr(model, "current", stream)
+        )
+        monkeypatch.setattr(
+            torch.Tensor,
+            "record_stream",
+            lambda tensor, stream: model.of(tensor).recorded.append(stream),
+        )
+        device = Played(model)
+        device.pin, device.unpin = lambda memory: "", lambda memory: None
+        device.free_bytes = lambda: 1 << 40
+        stash = Stash(min_bytes=0, **options)
+        stash._books.put(torch.device("cpu"), stash._plan.accelerator(device, 1))
+        pool = stash._books.sides[1].host.pool
+        give = pool.give
+
+        def given(room: Any) -> None:
+            for use in model.rooms.pop(place(room.memory), ()):
+                model.check(
+                    model.comes_after({}, use), f"a room is given while {use[0]} may use it"
+                )
+            give(room)
+
+        monkeypatch.setattr(pool, "give", given)
+        made.append(stash)
+        return model, stash
+
+    yield make
+    for stash in made:
+        stash.close()
+
+
+def program(model: Model, stash: Stash, streams: int) -> None:
+    """Saves on several streams, uses in another order and on other streams, drops some unused."""
+    chance = model.random
+    ways = [model.current, *(Stream(model, f"stream {number}") for number in range(1, streams))]
+    leaf = torch.ones(SIDE, SIDE, requires_grad=True)
+    model.allocated(leaf)
+    held: deque[tuple[Any, Stream, float]] = deque()
+    for step in range(40):
+        if step < streams:  # memory of a stream that saves nothing is the program's own to tell
+            model.current = ways[step]
+        elif (
+            chance.random() < 0.4
+        ):  # the next operation is on another stream, ordered as it must be
+            after = model.current.record_event()
+            model.current = chance.choice(ways)
+            model.current.wait_event(after)
+        made_on = model.current
+        tensor = leaf * float(step)
+        model.allocated(tensor)
+        if step >= streams and chance.random() < 0.3:  # made here, saved there
+            after = made_on.record_event()
+            model.current = chance.choice(ways)
+            model.current.wait_event(after)
+            model.of(tensor).uses.append(model.current.work())
+        with stash:
+            held.append((stash.pack(tensor), model.current, float(step)))
+        if model.current is not made_on:  # as a program has to: it tells, or lets the owner wait
+            if chance.random() < 0.5:
+                tensor.record_stream(model.current)
+            else:
+                made_on.wait_event(model.current.record_event())
+        del tensor
+        model.look()
+        while held and chance.random() < 0.45:
+            held.rotate(-chance.randrange(len(held)) if chance.random() < 0.4 else 0)
+            packed, stream, value = held.pop()
+            if chance.random() < 0.2:
+                del packed  # its graph is dropped
+                continue
+            if chance.random() < 0.3:  # used on another stream than it was saved on
+                stream = chance.choice(ways)
+            model.current = stream
+            for _ in range(chance.choice((1, 1, 2))):
+                use(model, stash, packed, value)
+            del packed
+            model.look()
+    held.clear()
+    model.look()
+
+
+def use(model: Model, stash: Stash, packed: Any, value: float) -> None:
+    view = stash.unpack(packed)
+    memory, current = model.of(view), model.current
+    if memory.uses[1:] and memory.uses[1][0] == "up":
+        model.check(model.comes_after(current.clock, memory.uses[1]), "used before it had come")
+    elif current is not memory.owner:
+        view.record_stream(current)  # it never moved: the program's own to tell
+    memory.uses.append(current.work())
+    assert float(view[0, 0]) == value
+    del view
+    model.look()
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "all at once": {"host": "64MiB"},
+    "no windows": {"host": "64MiB", "inflight": 0, "prefetch": 0},
+    "small windows": {"host": "64MiB", "inflight": 2 * BLOCK, "prefetch": 2 * BLOCK},
+    "kept": {"keep": 4 * BLOCK, "host": "64MiB", "inflight": BLOCK, "prefetch": 3 * BLOCK},
+}
+
+
+@pytest.mark.parametrize("streams", [1, 2, 3])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_nothing_is_used_before_or_after_its_time(played, name: str, streams: int) -> None:
+    for seed in range(12):
+        model, stash = played(seed, chance=(0.0, 0.1, 0.6)[seed % 3], **OPTIONS[name])
+        program(model, stash, streams)
+        assert not model.faults, f"seed {seed}: {sorted(set(model.faults))}"
+        assert stash.stats().written_bytes > 0
