@@ -22,6 +22,7 @@ from backstash._up import Up
 from backstash.stash import Stash
 from backstash.stores._memory import Pool
 
+Step = tuple[str, int, int]
 Patch = Callable[[], AbstractContextManager[Any]]
 
 
@@ -37,6 +38,8 @@ class Guard:
     """The ways that are searched, as a pattern; ``""``: all."""
     short: int = 0
     """The programs within which the tests find it missing; 0: that takes too long for them."""
+    witness: tuple[Step, ...] = ()
+    """A program that cannot do without it."""
     not_searched: str = ""
     """Why no program can tell, where none can."""
 
@@ -205,6 +208,7 @@ GUARDS: dict[str, Guard] = {
         "x.data shares the memory and not the counter",
         _replaced(_blocks.Source, "is_of", _same_version),
         "below",
+        witness=(("sin", 0, 0), ("exp", 0, 0), ("through data", 0, 1)),
     ),
     "the version is part of what a block is": Guard(
         "what is saved again after a change has other bytes",
@@ -219,11 +223,13 @@ GUARDS: dict[str, Guard] = {
         "a program may fill the rest of its own buffer unseen",
         _replaced(_blocks.Block, "serves", lambda block, part: True),
         "below",
+        witness=(("fill", 0, 0),),
     ),
     "an operation has ended": Guard(
         "rrelu saves its noise before it makes it",
         _replaced(Down, "admit", _admit_at_once),
         "below",
+        witness=(("rrelu", 0, 0), ("sin", 0, 0)),
     ),
     "a storage that moved": Guard(
         "a resize gives other memory and raises no version",
@@ -263,6 +269,7 @@ GUARDS: dict[str, Guard] = {
         "the version is raised after the bytes have changed",
         _replaced(Lane, "may_land", lambda lane, other: True),
         "on its way, one",
+        witness=(("sin", 0, 0), ("seen late", 0, 0), ("sin", 1, 1)),
     ),
     # What is held, and how long.
     "memory is held until it is written": Guard(
@@ -298,7 +305,6 @@ GUARDS: dict[str, Guard] = {
         "host memory that a copy still reads or fills",
         _replaced(_host.Remains, "at_rest", lambda remains: True),
         "host",
-        short=100,
     ),
     "what backward changed is read again": Guard(
         "a custom backward may change what it was given",
@@ -349,10 +355,16 @@ GUARDS: dict[str, Guard] = {
         "below",
     ),
     "the conj bit": Guard(
-        "a raw copy loses it", _after(_entry.Entry, "__init__", _set("conj", False)), "below"
+        "a raw copy loses it",
+        _after(_entry.Entry, "__init__", _set("conj", False)),
+        "below",
+        witness=(("conj product", 0, 0),),
     ),
     "the neg bit": Guard(
-        "a raw copy loses it", _after(_entry.Entry, "__init__", _set("neg", False)), "below"
+        "a raw copy loses it",
+        _after(_entry.Entry, "__init__", _set("neg", False)),
+        "below",
+        witness=(("neg product", 0, 0),),
     ),
     "a part with gaps is spread out again": Guard(
         "its copy is dense",
@@ -373,6 +385,7 @@ GUARDS: dict[str, Guard] = {
         "only where it has every element of it",
         _replaced(_parts.Part, "covers", lambda part, other: True),
         "below",
+        witness=(("fill", 0, 0),),
     ),
     # Subclasses and scopes.
     "a subclass that has changed": Guard(
@@ -384,10 +397,17 @@ GUARDS: dict[str, Guard] = {
         "a change of the whole raises no version of a part",
         _replaced(_intake, "snapshot", lambda part: part.detach()),
         "all kept|all left",
+        witness=(("two tensors, changed", 0, 0),),
     ),
     "a stash that is left under another's hooks": Guard(
         "autograd pops whatever is on top",
         _replaced(_scopes, "_take_out", _pop_the_top),
         "below",
+        witness=(
+            ("enter aliases", 0, 0),
+            ("leave ours first", 0, 0),
+            ("sin", 0, 0),
+            ("mul_", 1, 0),
+        ),
     ),
 }

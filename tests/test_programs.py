@@ -12,7 +12,7 @@ from contextlib import nullcontext
 import pytest
 
 from guards import GUARDS
-from programs.judge import judge
+from programs.judge import Wrong, judge
 from programs.run import Run
 from programs.search import OPERATIONS, search
 from programs.ways import WAYS
@@ -80,6 +80,15 @@ def test_the_search_finds_what_is_undone(tmp_path, name):
             most=40,
         )
     assert found.error is not None
+
+
+@pytest.mark.parametrize("name", [name for name, guard in GUARDS.items() if guard.witness])
+def test_a_program_that_cannot_do_without(tmp_path, name):
+    guard = GUARDS[name]
+    steps = list(guard.witness)
+    judge(steps, str(tmp_path))
+    with guard.undone(), pytest.raises(Wrong):
+        judge(steps, str(tmp_path))
 
 
 def test_the_language_reaches_what_it_is_for():

@@ -180,6 +180,9 @@ class Run:
 
     def compute(self, name: str, x: Tensor, y: Tensor) -> str | None:
         """Do an operation; a pure one or a view makes one value more, ``None`` where it cannot."""
+        if name.startswith("checkpoint") and any(map(_admits_no_checkpoint, self.above)):
+            self.values.append(None)
+            return None
         changes = name in CHANGES
         with self.watching(x, y) if changes else nullcontext():
             out = self.guarded(lambda: self.module(COMPUTING[name], x, y))
@@ -282,6 +285,10 @@ def _then_forget(function: Callable[[], Any]) -> Any:
     result = function()
     torch.ones((), requires_grad=True).backward()  # see Run.close
     return result
+
+
+def _admits_no_checkpoint(context: object) -> bool:
+    return getattr(context, "admits_no_checkpoint", False)
 
 
 def _total(loss: Tensor) -> Tensor:

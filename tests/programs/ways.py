@@ -88,7 +88,7 @@ WAYS: dict[str, Way] = {
         {"inflight": 0}, around="hooks", leaves_out=frozenset({"leave ours first"})
     ),
     "mutation allowed": Way(
-        {"prefetch": 0}, around="mutation", leaves_out=UNSEEN | {"without hooks"}
+        {"prefetch": 0}, around="mutation", leaves_out=UNSEEN | CONTEXTS | {"without hooks"}
     ),
     "two threads": Way(
         {"keep": "5KiB", "inflight": "8KiB"},
