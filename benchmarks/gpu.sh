@@ -43,7 +43,7 @@ checks_seconds=$((seconds / 4))
 }
 
 left=$((seconds - SECONDS - 15))
-options=(--device "$device" --seconds "$left" --disk "${DISK:-/var/tmp}" --out "$out/bench.json")
+options=(--device "$device" --seconds "$left" --disk "${DISK:-/var/tmp}" --out "$out/bench.json" --repeats 3 --steps 2)
 [[ -n ${HOST:-} ]] && options+=(--host "$HOST")
 [[ $device == cpu ]] && options+=(--tiny --repeats 1 --steps 1)
 [[ $parts == *bench* ]] && {

@@ -6,6 +6,7 @@ process that met either ends, and the next check begins in a fresh one.
 
 import argparse
 import faulthandler
+import gc
 import json
 import os
 import subprocess
@@ -68,6 +69,7 @@ def child(names: list[str], module: str, check_seconds: int) -> int:
             result, words = "failed", traceback.format_exc()
         seconds = time.perf_counter() - began
         print(json.dumps([name, result, round(seconds, 2), words]), flush=True)
+        gc.collect()  # what a check that failed has left must not be found in the midst of another
         if result == "failed" and any(sign in words for sign in STICKY):
             return 3
     return 0

@@ -147,7 +147,7 @@ def _resnet(
 DEVICE_WORKLOADS: dict[str, Callable[[torch.device], Workload]] = {
     "resnet152": lambda device: _resnet(_152, 64, 256, 224, device, False),
     "resnet152-bf16": lambda device: _resnet(_152, 64, 256, 224, device, True),
-    "llama-4k": lambda device: llama(24, 2048, 4096, device, batch=4),
+    "llama-4k": lambda device: llama(24, 2048, 4096, device, batch=2),
     "resnet152-64": lambda device: _resnet(_152, 64, 64, 224, device, False),
     "llama-4k-1": lambda device: llama(24, 2048, 4096, device),
     "llama-16k": lambda device: llama(24, 2048, 16_384, device),
