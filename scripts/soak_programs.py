@@ -7,6 +7,7 @@
     scripts/soak_programs.py --ways-each 5              # each program in five of the ways, by turns
     scripts/soak_programs.py --undo all                 # without each guard: is it missed?
     scripts/soak_programs.py --undo 'version|dedup'     # without the guards that match
+    scripts/soak_programs.py --table benchmarks/results/soak/programs_undo.txt    # a run of it, for the docs
 
 Every seed is another set of programs. A program that fails is made as small as hypothesis can and printed as
 code for ``FOUND`` in ``tests/test_programs.py``. With ``--undo``, one guard of the library at a time is
@@ -18,7 +19,9 @@ from __future__ import annotations
 import argparse
 import faulthandler
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -31,10 +34,12 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
-from guards import GUARDS
+from guards import GUARDS, Guard
 from programs.judge import Verdict, judge
 from programs.search import Found, search
 from programs.ways import WAYS
+
+TRIED = "."  # what a process tells of each program before it runs it
 
 
 def soak(options: argparse.Namespace) -> int:
@@ -116,31 +121,73 @@ def _counts(said: Counter[str]) -> str:
 def undo(options: argparse.Namespace) -> int:
     """Without each guard in turn: how many programs until a wrong result; returns how many were missed."""
     missed = 0
-    with tempfile.TemporaryDirectory() as directory:
-        for name, guard in GUARDS.items():
-            if options.undo != "all" and not re.search(options.undo, name):
-                continue
-            if guard.not_searched:
-                print(f"{name:52} not searched: {guard.not_searched}", flush=True)
-                continue
-            ways = {way: WAYS[way] for way in WAYS if re.search(guard.ways, way)}
-            began = time.perf_counter()
-            with guard.undone():
-                found = search(
-                    lambda steps, ways=ways: judge(steps, directory, ways),
-                    options.programs,
-                    number=options.seed,
-                    shrink=False,
-                    most=options.steps,
-                )
-            seconds = time.perf_counter() - began
-            missed += found.error is None
-            what = str(found.error).split(":")[0] if found.error is not None else "MISSED"
-            kind = type(found.error).__name__ if found.error is not None else ""
-            print(
-                f"{name:52} {found.programs:5} programs {seconds:6.1f} s  {kind} {what}", flush=True
-            )
+    for name, guard in GUARDS.items():
+        if options.undo != "all" and not re.search(options.undo, name):
+            continue
+        if guard.not_searched:
+            print(f"{name:52} not searched: {guard.not_searched}", flush=True)
+            continue
+        began = time.perf_counter()
+        tried, said = _undone(name, options)
+        missed += said == "MISSED"
+        seconds = time.perf_counter() - began
+        print(f"{name:52} {tried:5} programs {seconds:6.1f} s  {said}", flush=True)
     return missed
+
+
+def _undone(name: str, options: argparse.Namespace) -> tuple[int, str]:
+    """How many programs were tried without a guard, and what the last gave; in a process that may end."""
+    theirs, ours = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.write(ours, _search_without(GUARDS[name], options, ours).encode())
+        finally:
+            os._exit(0)
+    os.close(ours)
+    with open(theirs, "rb") as pipe:
+        told = pipe.read().decode()
+    _, status = os.waitpid(child, 0)
+    tried = told.count(TRIED)
+    if os.WIFSIGNALED(status):
+        return tried, f"the process ended by {signal.Signals(os.WTERMSIG(status)).name}"
+    return tried, told.replace(TRIED, "")
+
+
+def _search_without(guard: Guard, options: argparse.Namespace, tell: int) -> str:
+    ways = {way: WAYS[way] for way in WAYS if re.search(guard.ways, way)}
+
+    def check(steps: list) -> None:
+        os.write(tell, TRIED.encode())
+        judge(steps, directory, ways)
+
+    with tempfile.TemporaryDirectory() as directory, guard.undone():
+        found = search(
+            check, options.programs, number=options.seed, shrink=False, most=options.steps
+        )
+    if found.error is None:
+        return "MISSED"
+    return f"{type(found.error).__name__} {str(found.error).split(':')[0]}"
+
+
+def table(result: Path) -> str:
+    """The rows of a kept ``--undo`` run, as a table for docs/reliability.md."""
+    rows = ["| undone | what it is for | programs until it was missed |", "| --- | --- | ---: |"]
+    for line in result.read_text().splitlines():
+        name = line[:52].strip()
+        if name not in GUARDS:
+            continue
+        found = re.match(r"\s*(\d+) programs", line[52:])
+        if found is None:
+            count = line[52:].strip()
+        elif "MISSED" not in line:
+            count = found[1]
+        elif GUARDS[name].witness:
+            count = f"not within {found[1]}; the test has a program for it"
+        else:
+            count = f"not within {found[1]}"
+        rows.append(f"| {name} | {GUARDS[name].why} | {count} |")
+    return "\n".join(rows)
 
 
 def main() -> int:
@@ -160,9 +207,14 @@ def main() -> int:
     parser.add_argument(
         "--most-failures", type=int, default=3, help="stop after so many; default 3"
     )
+    parser.add_argument("--table", type=Path, help="print a kept --undo run as a table")
     options = parser.parse_args()
+    if options.table is not None:
+        print(table(options.table))
+        return 0
     warnings.simplefilter("ignore")
-    faulthandler.enable()
+    if not options.undo:  # there a process may well end
+        faulthandler.enable()
     torch.set_num_threads(1)
     began = time.perf_counter()
     if options.undo:
