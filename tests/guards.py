@@ -14,7 +14,7 @@ from unittest import mock
 
 import torch
 
-from backstash import _blocks, _entry, _host, _intake, _parts, _scopes, _streams_twin
+from backstash import _blocks, _entry, _host, _intake, _parts, _remains, _scopes, _streams_twin
 from backstash._books import Books
 from backstash._down import Down
 from backstash._lanes import Lane
@@ -104,7 +104,8 @@ def _same_version(source: _blocks.Source, tensor: torch.Tensor) -> bool:
 
 
 def _unowned(source: _blocks.Source, *_: Any) -> None:
-    source.weak = None
+    source.__del__()
+    source.__del__ = tuple  # which does nothing
 
 
 def _unpack_unchecked(stash: Stash, packed: Any) -> Any:
@@ -144,8 +145,8 @@ def _take_what_is_lent(pool: Pool, nbytes: int) -> torch.Tensor:
 
 def _release_while_written(books: Books) -> None:
     for item in books.grave:
-        if type(item) is list:
-            item[2] = None
+        if type(item) is _remains.ParcelRemains:
+            item.writing = None
 
 
 def _forget_the_change(up: Up, entry: Any) -> None:
@@ -303,7 +304,7 @@ GUARDS: dict[str, Guard] = {
     ),
     "a room is given back when it is at rest": Guard(
         "host memory that a copy still reads or fills",
-        _replaced(_host.Remains, "at_rest", lambda remains: True),
+        _replaced(_remains.HostRemains, "at_rest", lambda remains: True),
         "host",
     ),
     "what backward changed is read again": Guard(

@@ -514,7 +514,7 @@ def test_a_policy_names_the_tier(tmp_path):
     x = leaf()
     with stash:
         loss = chain(x, steps=4)
-    stash._workers.submit(lambda: None).result(30)
+    stash._workers.close()
     stats = stash.stats()
     assert stats.left["the policy said so"].count == 1
     assert stats.disk_bytes == 2 * BLOCK

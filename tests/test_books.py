@@ -3,7 +3,6 @@
 import os
 import threading
 import weakref
-from collections import deque
 from types import SimpleNamespace
 
 import pytest
@@ -11,8 +10,9 @@ import torch
 
 from backstash._books import Books
 from backstash._events import Tape
-from backstash._host import Remains
+from backstash._guard import Guard
 from backstash._lanes import Lane
+from backstash._remains import BlockRemains, Grave, HostRemains, ParcelRemains
 
 CPU, OTHER = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -68,7 +68,8 @@ class Block:
 
 
 def books_with(make=lambda device, number: "no driver", lock=None):
-    return Books(side(), deque(), lock or Lock(), Tape(lambda: (0,) * 5), make, keep=77)
+    tape = Tape(lambda: (0,) * 5)
+    return Books(side(), Grave(), lock or Lock(), Guard(), tape, make, keep=77)
 
 
 # Sides.
@@ -229,6 +230,18 @@ class Writing:
         return self.can
 
 
+def block_remains(grave, number, kept, held, nbytes, serial, module):
+    left = BlockRemains(grave, number, nbytes)
+    left.kept, left.held, left.serial, left.module = kept, held, serial, module
+    return left
+
+
+def parcel_remains(grave, store, slot, writing, held, flown):
+    left = ParcelRemains(grave, store, slot)
+    left.writing, left.held, left.flown = writing, held, flown
+    return left
+
+
 def test_a_dead_block_is_taken_off_the_books_of_its_side():
     books, told = books_with(), []
     second = side()
@@ -236,12 +249,12 @@ def test_a_dead_block_is_taken_off_the_books_of_its_side():
     for each in books.sides:
         each.down.keep_bytes, each.up.ahead_bytes = 100, 50
     books.blocks_alive = 3
-    books.grave.append((1, 30, 20, 64, 7, "layer"))
+    books.grave.append(block_remains(books.grave, 1, 30, 20, 64, 7, "layer"))
     books.drain()
     assert (second.down.keep_bytes, second.up.ahead_bytes, books.blocks_alive) == (70, 30, 2)
     assert (books.sides[0].down.keep_bytes, books.sides[0].up.ahead_bytes) == (100, 50)
     books._tape.start(told.append)
-    books.grave.append((0, 1, 2, 64, 8, "head"))
+    books.grave.append(block_remains(books.grave, 0, 1, 2, 64, 8, "head"))
     books.drain()
     assert [(what[0], *what[3:6]) for what in told] == [("free", 64, 8, "head")]
     assert not books.grave
@@ -258,7 +271,7 @@ def test_when_the_last_block_is_gone_nothing_of_any_is_remembered():
     books.blocks_alive = 2
     for alive in (1, 0):
         assert not forgot
-        books.grave.append((0, 0, 0, 1, 0, ""))
+        books.grave.append(block_remains(books.grave, 0, 0, 0, 1, 0, ""))
         books.drain()
         assert books.blocks_alive == alive
     assert forgot == ["order", "up", "up", "host"]
@@ -274,13 +287,14 @@ def test_a_dead_parcel_s_slot_is_released_when_nothing_writes_to_it():
     cpu.down.inflight_bytes, cpu.up.ahead_bytes = 1000, 1000
     runs, stopped = Writing(False), Writing(False, can_be_cancelled=True)
     books.grave.extend(
-        [
-            [store, "never written", None, 1, 10],
-            [store, "still written to", runs, 2, 20],
-            [store, "written", Writing(True), 4, 40],
-            [store, "not begun", stopped, 8, 80],
-            [store, None, None, 16, 160],  # its slot was taken back before
-        ]
+        parcel_remains(books.grave, store, *each)
+        for each in (
+            ("never written", None, 1, 10),
+            ("still written to", runs, 2, 20),
+            ("written", Writing(True), 4, 40),
+            ("not begun", stopped, 8, 80),
+            (None, None, 16, 160),  # its slot was taken back before
+        )
     )
     books.drain()
     assert released == ["never written", "written", "not begun"]
@@ -300,7 +314,8 @@ def test_what_is_left_of_a_host_parcel_goes_to_its_side():
     second.host = SimpleNamespace(bury=buried.append)
     second.up.ahead_bytes = 50
     books.put(OTHER, second)
-    remains = Remains(1, None, None, (), None, 20)
+    remains = HostRemains(books.grave, 1, None)
+    remains.held = 20
     books.grave.append(remains)
     books.drain()
     assert buried == [remains] and second.up.ahead_bytes == 30

@@ -36,6 +36,18 @@ def memory(nbytes, residue=0):
 # How the file grows.
 
 
+@pytest.fixture(autouse=True)
+def slots(monkeypatch):
+    """A slot that nobody has goes back by itself: here somebody has each."""
+    held, reserve = [], Disk.reserve
+
+    def reserved(disk, nbytes):
+        held.append(reserve(disk, nbytes))
+        return held[-1]
+
+    monkeypatch.setattr(Disk, "reserve", reserved)
+
+
 @pytest.fixture
 def grown(monkeypatch):
     """Sizes that the file was asked to have; ``most``: beyond it the file system has no room."""

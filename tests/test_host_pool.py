@@ -76,7 +76,7 @@ def test_room_in_pieces_is_not_room():
     pool.give(rooms[0])
     pool.give(rooms[2])
     assert pool.take(4 * PAGE) is None
-    assert pool.used_bytes == 4 * PAGE and rooms[0].slab.extents.end_bytes == 8 * PAGE
+    assert pool.used_bytes == 4 * PAGE and rooms[0].slab.leases.end_bytes == 8 * PAGE
     assert pool.take(2 * PAGE).offset in (0, 4 * PAGE)
 
 

@@ -345,7 +345,7 @@ def test_only_its_own_thread_may_say_that_a_copy_is_whole(gated, side, keep):
         other = leaf(side, side, seed=2)
         mine = [(other * number).exp() for number in range(4)]
     stash.stats()
-    stash._workers.submit(lambda: None).result(PATIENCE_SECONDS)
+    stash._workers.close()
     stash.stats()
     go_on.set()
     thread.join(PATIENCE_SECONDS)

@@ -1,6 +1,5 @@
 """Parcels: what is told when one dies, where small blocks lie in a segment, and readings."""
 
-from collections import deque
 from contextlib import contextmanager
 
 import pytest
@@ -8,6 +7,7 @@ import torch
 
 from backstash import _parcels
 from backstash._parcels import Parcel, Reading, Segment
+from backstash._remains import Grave
 from backstash.errors import StashIOError
 from backstash.stores import Slot
 from backstash.testing import Failing, MemoryStore
@@ -15,22 +15,29 @@ from backstash.testing import Failing, MemoryStore
 
 def segment_of(nbytes, grave=None):
     buffer = torch.zeros(nbytes, dtype=torch.uint8)
-    return Segment(MemoryStore(), Slot(nbytes), buffer, deque() if grave is None else grave)
+    return Segment(MemoryStore(), Slot(nbytes), buffer, Grave() if grave is None else grave)
 
 
 def test_a_new_parcel_and_what_it_leaves():
-    store, slot, grave = MemoryStore(), Slot(5000), deque()
+    store, slot, grave = MemoryStore(), Slot(5000), Grave()
     parcel = Parcel(store, slot, 64, grave)
     assert (parcel.tier, parcel.nbytes, parcel.skew, parcel.slot) == ("disk", 5000, 64, slot)
     assert (parcel.writing, parcel.reading, parcel.ahead) == (None, None, False)
     assert (parcel.held, parcel.blocks, parcel.flown, parcel.wanted) == (0, 1, 0, 0)
     parcel.held, parcel.flown, parcel.writing = 7, 8, "future"
     del parcel
-    assert list(grave) == [[store, slot, "future", 7, 8]]
+    (left,) = grave
+    assert (left.store, left.slot, left.writing, left.held, left.flown) == (
+        store,
+        slot,
+        "future",
+        7,
+        8,
+    )
 
 
 def test_what_was_read_is_let_go_and_may_be_read_again():
-    parcel = Parcel(MemoryStore(), Slot(1), 0, deque())
+    parcel = Parcel(MemoryStore(), Slot(1), 0, Grave())
     parcel.reading, parcel.ahead = "reading", True
     parcel.let_go()
     assert (parcel.reading, parcel.ahead) == (None, False)
@@ -41,7 +48,7 @@ def test_a_reading_puts_the_bytes_where_the_source_s_lay():
     slot = store.reserve(100)
     source = torch.arange(100, dtype=torch.uint8)
     store.write(slot, source.data_ptr())
-    parcel = Parcel(store, slot, 64, deque())
+    parcel = Parcel(store, slot, 64, Grave())
     reading = Reading(parcel, torch.zeros(64 + 100, dtype=torch.uint8))
     assert reading.arrival is None and reading.needs_worker is True
     reading.run()
@@ -62,7 +69,7 @@ def test_a_profiler_sees_the_read(monkeypatch):
     store = MemoryStore()
     slot = store.reserve(8)
     store.write(slot, torch.zeros(8).data_ptr())
-    Reading(Parcel(store, slot, 0, deque()), torch.zeros(8, dtype=torch.uint8)).run()
+    Reading(Parcel(store, slot, 0, Grave()), torch.zeros(8, dtype=torch.uint8)).run()
     assert seen == ["read", "end of read"]
 
 
@@ -70,7 +77,7 @@ def test_a_reading_that_fails_says_so_to_whoever_waits():
     store = Failing(MemoryStore())
     slot = store.reserve(100)
     store.on_read = StashIOError(5, "gone")
-    reading = Reading(Parcel(store, slot, 0, deque()), torch.zeros(100, dtype=torch.uint8))
+    reading = Reading(Parcel(store, slot, 0, Grave()), torch.zeros(100, dtype=torch.uint8))
     reading.run()
     assert reading.exception() is store.on_read
 
@@ -92,8 +99,8 @@ def test_a_small_block_lies_behind_the_others_with_its_residue(filled, residue, 
 
 
 def test_a_segment_that_dies_says_what_was_in_flight():
-    grave = deque()
+    grave = Grave()
     segment = segment_of(128, grave)
     segment.flown = 100
     del segment
-    assert [item[2:] for item in grave] == [[None, 0, 100]]
+    assert [(left.writing, left.held, left.flown) for left in grave] == [(None, 0, 100)]

@@ -1,27 +1,25 @@
-"""Worker threads, and what is done where there are none."""
+"""Worker threads, what is done where there are none, and a piece of work, which is done once."""
 
 import os
+import sys
 import threading
+import weakref
 
 import pytest
 
 from backstash import _workers
 from backstash._lanes import Lane
-from backstash._workers import Workers
+from backstash._workers import Work, Workers
 
 
-class NoThreads:
-    """As ``ThreadPoolExecutor`` where the system gives no more threads."""
+class NoThread(threading.Thread):
+    """As where the system gives no more of them."""
 
-    def __init__(self, *_):
-        self.asked = 0
+    asked = 0
 
-    def submit(self, *_):
-        self.asked += 1
+    def start(self):
+        NoThread.asked += 1
         raise RuntimeError("can't start new thread")
-
-    def shutdown(self, wait):
-        pass
 
 
 def ends_badly():
@@ -32,7 +30,7 @@ def ends_badly():
 def without_threads(request, monkeypatch):
     workers = Workers(2)
     if request.param == "no threads":
-        monkeypatch.setattr(_workers, "ThreadPoolExecutor", NoThreads)
+        monkeypatch.setattr(_workers.threading, "Thread", NoThread)
     else:
         pid = os.getpid()
         monkeypatch.setattr(os, "getpid", lambda: pid + 1)
@@ -43,7 +41,7 @@ def test_without_threads_the_caller_s_does_the_work(without_threads):
     workers, seen = without_threads, []
     for number in range(2):
         done = workers.submit(lambda *given: seen.append((given, threading.get_ident())), number, 7)
-        assert done.done() and done.exception() is None and done.result() is None
+        assert done.done() and done.exception() is None
     here = threading.get_ident()
     assert seen == [((0, 7), here), ((1, 7), here)]
     failed = workers.submit(ends_badly)
@@ -52,35 +50,133 @@ def test_without_threads_the_caller_s_does_the_work(without_threads):
 
 
 def test_a_refused_thread_is_noted_and_not_asked_for_again(monkeypatch):
-    monkeypatch.setattr(_workers, "ThreadPoolExecutor", NoThreads)
+    NoThread.asked = 0
+    monkeypatch.setattr(_workers.threading, "Thread", NoThread)
     workers = Workers(2)
     assert workers.note == ""
     workers.submit(lambda: None)
     assert "no worker thread (can't start new thread)" in workers.note
     workers.submit(lambda: None)
-    assert workers._pool.asked == 1
+    assert NoThread.asked == 1
+
+
+def test_a_second_thread_that_is_refused_is_no_loss(monkeypatch):
+    workers, ended = Workers(2), threading.Event()
+    workers.submit(lambda: None)
+    monkeypatch.setattr(_workers.threading, "Thread", NoThread)
+    workers.submit(ended.set)
+    assert ended.wait(30) and workers.note == ""
+    monkeypatch.undo()
+    workers.close()
 
 
 def test_work_runs_on_as_many_threads_as_it_was_given():
-    workers = Workers(2)
-    both = threading.Barrier(2, timeout=30)
-    running = [workers.submit(both.wait) for _ in range(2)]
-    assert {each.result(30) for each in running} == {0, 1}
-    assert isinstance(workers.submit(ends_badly).exception(30), OSError)
-    assert workers.note == ""
+    workers, seen = Workers(2), []
+    both, ended = threading.Barrier(2, timeout=30), threading.Barrier(3, timeout=30)
+
+    def work():
+        seen.append(both.wait())
+        ended.wait()
+
+    for _ in range(2):
+        workers.submit(work)
+    ended.wait()
+    assert set(seen) == {0, 1} and workers.note == ""
     workers.close()
-    assert workers.submit(lambda: None).done() and workers.note  # too late for a thread
+    workers.close()
+    assert workers.submit(lambda: None).done()  # too late for a thread
+
+
+def test_threads_end_with_the_object_that_is_not_closed():
+    workers, ended = Workers(2), threading.Event()
+    workers.submit(ended.set)
+    workers.submit(lambda: None)
+    assert ended.wait(30)
+    threads = list(workers._threads)
+    del workers
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive()
 
 
 def test_nobody_s_threads_are_waited_for_in_another_process(monkeypatch):
-    workers = Workers(1)
-    workers.submit(lambda: None).result(30)
-    pool, workers._pool = workers._pool, NoThreads()
-    workers._pool.shutdown = lambda wait: pytest.fail("those threads are not here")
+    workers, ended = Workers(1), threading.Event()
+    workers.submit(ended.set)
+    assert ended.wait(30)
     pid = os.getpid()
-    monkeypatch.setattr(os, "getpid", lambda: pid + 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "getpid", lambda: pid + 1)
+        patch.setattr(threading.Thread, "join", lambda self: pytest.fail("it is not here"))
+        workers.close()
     workers.close()
-    pool.shutdown()
+
+
+def test_to_wait_for_work_is_to_do_it_unless_somebody_does():
+    seen = []
+    work = Work(seen.append, 1)
+    assert not work.done()
+    assert work.exception() is None and work.done()
+    work.run()  # queued as well: it is done already
+    assert seen == [1]
+    go_on, running = threading.Event(), threading.Event()
+
+    def slow():
+        running.set()
+        go_on.wait(30)
+        seen.append(2)
+
+    work = Work(slow)
+    thread = threading.Thread(target=work.run)
+    thread.start()
+    assert running.wait(30) and not work.cancel() and not work.done()
+    go_on.set()
+    assert work.exception() is None and seen == [1, 2]
+    thread.join()
+
+
+def test_work_that_is_called_off_is_not_done():
+    seen = []
+    work = Work(seen.append, 1)
+    assert work.cancel()
+    work.run()
+    assert (seen, work.done(), work.exception()) == ([], True, None)
+    assert not work.cancel()  # it has ended
+
+
+def test_work_that_is_interrupted_is_done_anew_by_the_next():
+    seen = []
+
+    def twice():
+        seen.append(1)
+        if len(seen) == 1:
+            raise KeyboardInterrupt
+
+    work = Work(twice)
+    with pytest.raises(KeyboardInterrupt):
+        work.run()
+    assert not work.done()
+    assert work.exception() is None and seen == [1, 1]
+
+
+def test_work_that_has_ended_holds_neither_its_arguments_nor_its_error_s_frames():
+    class Thing:
+        pass
+
+    def fails(thing):
+        try:
+            raise OSError("inner")
+        except OSError as error:
+            raise ValueError("outer") from error
+
+    for catch in (Exception, BaseException):
+        thing = Thing()
+        gone = weakref.ref(thing)
+        work = Work(fails, thing)
+        work.run(catch=catch)
+        del thing
+        assert gone() is None
+        assert isinstance(work.error, ValueError) and isinstance(work.error.__cause__, OSError)
+        assert sys.exc_info() == (None, None, None)
 
 
 def test_who_may_judge_a_copy():

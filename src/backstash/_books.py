@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import os
 import threading
-from collections import deque
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from ._blocks import Block
 from ._down import sequence_number
 from ._events import Tape
-from ._host import Remains
+from ._guard import Guard
 from ._lanes import Lane
 from ._order import Order
+from ._remains import BlockRemains, Grave, HostRemains, ParcelRemains
+from ._repair import repair
 from ._sides import Side
 from .memory import spare_bytes
 
@@ -22,20 +24,27 @@ __all__ = ["Books"]
 
 
 class Books:
-    """The lock, the budgets and the queue of what died. Everything but ``is_forked`` wants the lock held."""
+    """The lock, the budgets and the queue of what died. Everything but ``is_forked`` wants the lock held.
+
+    Whoever writes in them does so within ``with books.lock, books.guard:``.
+    """
 
     def __init__(
         self,
         cpu: Side,
-        grave: deque[Any],
+        grave: Grave,
         lock: Any,
+        guard: Guard,
         tape: Tape,
         make: Callable[..., Side | str],
         *,
         keep: int | None,
     ) -> None:
+        self.guard = guard
+        guard.mended_by(self._repair)
         self.sides = [cpu]
         self._keep = keep  # of the sides that are yet to come, too
+        self.lanes: list[Lane] = []
         self._side_of: dict[torch.device, Side | str] = {torch.device("cpu"): cpu}
         self._make = make
         self.grave = grave
@@ -45,12 +54,16 @@ class Books:
         self.blocks_alive = 0
         self._pid = self._forked_pid = os.getpid()
 
+    def _repair(self) -> None:
+        repair(self, self.lanes)
+
     def is_forked(self) -> bool:
         """Whether this is a child process; there the threads are gone, and whoever held the lock."""
         pid = os.getpid()
         if pid != self._forked_pid:
             self._forked_pid = pid
             self.lock = threading.RLock()
+            self.guard.forget()
             for side in self.sides:
                 side.up.forked(self.lock)
         return pid != self._pid
@@ -116,36 +129,49 @@ class Books:
         for side in self.sides:
             side.down.ease()
 
+    def try_again(self) -> None:
+        """See :meth:`Down.try_again`."""
+        for side in self.sides:
+            side.down.try_again()
+
+    def add(self, block: Block) -> None:
+        """A block that is held from now on."""
+        self.order.add(block)
+        self.blocks_alive += 1
+
     def drain(self) -> None:
         """Settle what died since the last call."""
-        running = []
-        before = self.blocks_alive
-        while self.grave:
-            item = self.grave.popleft()
-            if type(item) is tuple:
-                number, kept, held, *what = item
-                side = self.sides[number]
-                self.blocks_alive -= 1
-                side.down.keep_bytes -= kept
-                if self._tape.on:
-                    self._tape.tell("free", *what)
-            elif isinstance(item, Remains):
-                side, held = self.sides[item.number], item.held
-                assert side.host is not None
-                side.host.bury(item)
-            else:
-                side = self.sides[0]
-                store, slot, writing, held, flown = item
-                if writing is not None and not (writing.done() or writing.cancel()):
-                    running.append(item)  # its slot is written to until then
-                    continue
-                if slot is not None:
-                    store.release(slot)
-                side.down.inflight_bytes -= flown
-            side.up.ahead_bytes -= held
-        self.grave.extend(running)
+        grave, running, before = self.grave, 0, self.blocks_alive
+        while len(grave) > running:
+            left = grave[0]
+            if isinstance(left, ParcelRemains) and _is_written_to(left):
+                grave.rotate(-1)  # its slot is needed until then
+                running += 1
+                continue
+            self._settle_death(left, self.sides[left.number])
+            grave.popleft()
         if before and not self.blocks_alive:
             self._forget()
+
+    def _settle_death(self, left: Any, side: Side) -> None:
+        # What is settled is struck out in the same breath, so that nobody who comes after an interrupt, or
+        # makes the books anew from all remains there are, counts it twice.
+        held, left.held = left.held, 0
+        side.up.ahead_bytes -= held
+        if isinstance(left, BlockRemains):
+            kept, left.kept, serial, left.serial = left.kept, 0, left.serial, -1
+            side.down.keep_bytes -= kept
+            self.blocks_alive -= serial >= 0
+            if self._tape.on:
+                self._tape.tell("free", left.nbytes, serial, left.module)
+        elif isinstance(left, HostRemains):
+            assert side.host is not None
+            side.host.bury(left)
+        else:
+            flown, left.flown, slot, left.slot = left.flown, 0, left.slot, None
+            side.down.inflight_bytes -= flown
+            if slot is not None:
+                left.store.release(slot)
 
     def _forget(self) -> None:
         """No block is alive any more: nothing need be remembered of those that were."""
@@ -155,3 +181,8 @@ class Books:
             side.up.forget()
             if side.host is not None:
                 side.host.forget()
+
+
+def _is_written_to(left: ParcelRemains) -> bool:
+    writing = left.writing
+    return writing is not None and not (writing.done() or writing.cancel())

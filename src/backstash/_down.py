@@ -18,7 +18,6 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -30,7 +29,9 @@ from ._host import HostParcel, HostTier
 from ._lanes import Lane
 from ._parcels import Parcel, Segment
 from ._queue import WeakQueue
+from ._remains import Grave, ParcelRemains
 from ._streams import Copy
+from ._workers import Work
 from .errors import StashError, StashFullError, StashIOError, StashWarning
 from .stores import Slot, Store
 from .stores._memory import Pool
@@ -44,14 +45,14 @@ _SEGMENT_BYTES = 4 << 20
 SMALL_BYTES = 512 << 10  # blocks below travel in segments
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Flight:
     """A write that began and has not landed. It does not own the block: a dead one just lands empty."""
 
     cargo: weakref.ref[Block] | weakref.ref[Segment]
     nbytes: int
     lane: Lane | None  # whose tensor it is; None for bytes that are the stash's own copy
-    writing: Future[None] | Copy
+    writing: Work | Copy
 
 
 class Down:
@@ -59,7 +60,7 @@ class Down:
 
     Args:
         store: where blocks go, or ``None`` when everything stays in place.
-        submit: runs ``function(*args)`` on a worker and returns its future.
+        begin: hands a piece of work to a worker.
         freed: is told of bytes that were let go.
         tape: is told of everything, where somebody records.
         keep, inflight: budgets in bytes; ``keep=None`` is no limit.
@@ -72,9 +73,9 @@ class Down:
     def __init__(
         self,
         store: Store | None,
-        submit: Callable[..., Future[None]],
+        begin: Callable[[Work], None],
         pool: Pool | None,
-        grave: deque[Any],
+        grave: Grave,
         freed: Callable[[int], None],
         tape: Tape,
         *,
@@ -85,7 +86,7 @@ class Down:
     ) -> None:
         self._store: Store | HostTier | None = store if host is None else host
         self._host = host
-        self._submit = submit
+        self._begin_work = begin
         self._pool = pool
         self._grave = grave
         self._freed = freed
@@ -124,6 +125,12 @@ class Down:
         else:
             block.lane.waiting.append((weakref.ref(block), at_once))
             block.lane.operation = sequence_number()
+
+    def try_again(self) -> None:
+        """A step has ended: somebody else may have made room since the store last had none."""
+        if self._full_at is not None:
+            self._full_at = None
+            self._kept.take_before(self._stuck)
 
     def queue(self, block: Block) -> None:
         """It may go when the budget next asks."""
@@ -239,9 +246,10 @@ class Down:
             raise error
         note = f"left in place: {error}"
         if note not in self.notes:
-            if not any(told.startswith("left in place") for told in self.notes):
-                warnings.warn(note, StashWarning, stacklevel=5)
+            is_first = not any(told.startswith("left in place") for told in self.notes)
             self.notes[note] = None
+            if is_first:
+                warnings.warn(note, StashWarning, stacklevel=5)
 
     def _reserve(self, store: Store, nbytes: int) -> Slot:
         try:
@@ -254,15 +262,13 @@ class Down:
     def _reclaim(self, store: Store) -> bool:
         """Take back the slots of dead parcels, waiting for the writes that still run into them."""
         found = False
-        for _ in range(len(self._grave)):
-            item = self._grave.popleft()
-            if type(item) is list and item[0] is store and item[1] is not None:
-                if item[2] is not None and not item[2].cancel():
-                    self._wait(item[2])
-                store.release(item[1])
-                item[1] = None
+        for left in list(self._grave):
+            if type(left) is ParcelRemains and left.store is store and left.slot is not None:
+                if left.writing is not None and not left.writing.cancel():
+                    self._wait(left.writing)
+                slot, left.slot = left.slot, None
+                store.release(slot)
                 found = True
-            self._grave.append(item)
         return found
 
     # Large blocks: written from the tensor's own memory.
@@ -272,10 +278,11 @@ class Down:
             store, self._reserve(store, block.nbytes), block.address % 4096, self._grave
         )
         store.stage(parcel.slot, block.address)
-        # The worker owns the alias until it has written: the memory outlives the write, whoever dies.
-        parcel.writing = self._submit(
-            self._writer(block), store, parcel.slot, block.address, block.alias
-        )
+        # The work owns the alias until it is done: the memory outlives the write, whoever dies. And the
+        # parcel knows of it before a worker does: else its slot might be given away and written later.
+        work = Work(self._writer(block), store, parcel.slot, block.address, block.alias)
+        parcel.writing = work
+        self._begin_work(work)
         return parcel
 
     def _take_off(self, block: Block, parcel: Parcel | HostParcel, lane: Lane) -> None:
@@ -328,11 +335,13 @@ class Down:
         self._open = None
         if segment is None:
             return
-        segment.writing = self._submit(
+        work = Work(
             self._writer(None), segment.store, segment.slot, segment.address, segment.buffer
         )
-        self._flights.append(_Flight(weakref.ref(segment), segment.flown, None, segment.writing))
+        segment.writing = work
+        self._flights.append(_Flight(weakref.ref(segment), segment.flown, None, work))
         segment.flown = 0  # the flight counts them now
+        self._begin_work(work)
 
     # In flight.
 
@@ -356,6 +365,58 @@ class Down:
         """From now on, keep at most so many bytes in place; ``None``: no limit."""
         self._keep = keep
 
+    def restore(self, blocks: list[Block], waiting: set[int], remains: list[Any]) -> None:
+        """Make the books anew from what there is: see ``_repair``.
+
+        Args:
+            blocks: that are alive, oldest first.
+            waiting: the ``id`` of each that waits for its operation's end.
+            remains: of all blocks and parcels, the dead ones that are yet to be settled too.
+        """
+        self._kept, self._stuck = WeakQueue[Block](_is_kept), WeakQueue[Block](_is_kept)
+        self._full_at = None
+        if self._pool is not None:
+            self._pool.restore()
+        known = {id(cargo): flight for flight in self._flights if (cargo := flight.cargo())}
+        flights = deque(flight for flight in self._flights if flight.cargo() is None)
+        segments: dict[int, Segment] = {}
+        for block in blocks:
+            if type(block.parcel) is Segment:
+                segments[id(block.parcel)] = block.parcel
+            if block.alias is None or block.parcel is not None:
+                block.kept = 0
+            elif block.kept and id(block) not in waiting:
+                self._kept.append(block)
+            if block.alias is not None and block.parcel is not None:
+                new = _Flight(weakref.ref(block), block.nbytes, block.lane, block.parcel.writing)
+                flights.append(known.get(id(block), new))
+        for segment in segments.values():
+            self._restore_segment(segment, flights, known.get(id(segment)))
+        self._flights = flights
+        for flight in flights:
+            if isinstance(flight.writing, Work) and not flight.writing.done():
+                self._begin_work(flight.writing)
+        self.inflight_bytes = sum(flight.nbytes for flight in flights)
+        self.inflight_bytes += sum(getattr(left, "flown", 0) for left in remains)
+        self.keep_bytes = sum(getattr(left, "kept", 0) for left in remains)
+
+    def _restore_segment(
+        self, segment: Segment, flights: deque[_Flight], flight: _Flight | None
+    ) -> None:
+        is_open = self._open is not None and self._open() is segment
+        if segment.buffer is None or is_open:
+            return
+        work = segment.writing
+        if work is None:
+            store, slot = segment.store, segment.slot
+            work = Work(self._writer(None), store, slot, segment.address, segment.buffer)
+            segment.writing = work
+        if flight is None and work.error is None:
+            flight = _Flight(weakref.ref(segment), segment.flown, None, work)
+        if flight is not None:
+            flights.append(flight)
+            segment.flown = 0
+
     def _make_room(self, nbytes: int, lane: Lane) -> None:
         """Wait until ``nbytes`` more fit into the window, or nothing in it can be waited for."""
         while self._flights and not self._has_room(nbytes):
@@ -365,7 +426,7 @@ class Down:
             self._wait(mine.writing)
             self.land(lane, all_that_ended=True)
 
-    def _wait(self, writing: Future[None] | Copy) -> None:
+    def _wait(self, writing: Work | Copy) -> None:
         if writing.done():
             return
         began = time.perf_counter()
@@ -385,7 +446,7 @@ class Down:
         """
         flights = self._flights
         for _ in range(len(flights)):
-            flight = flights.popleft()
+            flight = flights[0]
             cargo = flight.cargo()
             lingers = not all_that_ended and cargo is not None and not self._is_pressed()
             if (
@@ -393,14 +454,15 @@ class Down:
                 or not (flight.writing.done() or self._abandoned(flight))
                 or not _judged_by(lane, flight)
             ):
-                flights.append(flight)
+                flights.rotate(-1)
                 continue
-            self.inflight_bytes -= flight.nbytes
-            self._freed(flight.nbytes)
             if cargo is not None:
                 self._touch_down(cargo, flight)
             if isinstance(flight.writing, Copy):
                 flight.writing.release()
+            flights.popleft()
+            self.inflight_bytes -= flight.nbytes
+            self._freed(flight.nbytes)
 
     def _is_pressed(self) -> bool:
         if self._host is None:
@@ -417,7 +479,7 @@ class Down:
     def _touch_down(self, cargo: Block | Segment, flight: _Flight) -> None:
         writing = flight.writing
         failure = None
-        if not isinstance(writing, Copy) and not writing.cancelled():
+        if not isinstance(writing, Copy):
             failure = writing.exception()
         if isinstance(cargo, Block) and cargo.has_moved:
             self._return_to_place(cargo)  # whatever was written, or could not be
@@ -459,8 +521,8 @@ class Down:
 
     def _return_to_place(self, block: Block) -> None:
         block.parcel = None
+        self.keep_bytes += block.nbytes - block.kept
         block.kept = block.nbytes
-        self.keep_bytes += block.nbytes
         self._tell_of("return", block)
 
     def _break(self, failure: BaseException) -> None:

@@ -16,6 +16,7 @@ from ._lanes import Lane
 from ._modules import is_buffer, module_path, running_modules
 from ._parts import Part, snapshot
 from ._sides import Side
+from ._weakly import Weakly
 from .errors import StashClosedError
 from .policy import Policy, SavedTensor
 
@@ -35,10 +36,8 @@ class Intake:
         self._books = books
         self._policy = policy
         self._min_bytes = min_bytes
-        self._sources: weakref.WeakValueDictionary[int, Source] = weakref.WeakValueDictionary()
-        self._wrappers: weakref.WeakValueDictionary[int, WrapperEntry] = (
-            weakref.WeakValueDictionary()
-        )
+        self._sources = Weakly[int, Source]()
+        self._wrappers = Weakly[int, WrapperEntry]()
         self.closed = False
         self.left: dict[str, list[int]] = {}  # reason: how many, how many bytes
         self.eligible_bytes = self.deduplicated_bytes = 0
@@ -74,7 +73,7 @@ class Intake:
             raise StashClosedError("a closed stash was asked to hold a tensor")
         forked = self._books.is_forked()
         if lane.waiting and not forked:
-            with self._books.lock:
+            with self._books.lock, self._books.guard:
                 self._books.drain()
                 self._books.settle(lane)
         if type(tensor) is not Tensor:
@@ -91,7 +90,7 @@ class Intake:
         reason, tier = self._choose(tensor, modules, lane, side)
         if reason:
             return self._stay(tensor, reason)
-        with self._books.lock:
+        with self._books.lock, self._books.guard:
             self._books.drain()
             return self._pack_block(tensor, lane, modules, side, tier)
 
@@ -141,8 +140,8 @@ class Intake:
                     return entry
             block = Block(source, raw_alias(tensor), side)
             block.saved_parts.append(part)
-            source.block = weakref.ref(block)
             self._admit(block, tensor, lane, modules, tier)
+            source.block = weakref.ref(block)
         else:
             self.deduplicated_bytes += tensor.nbytes
         block.entries += 1
@@ -173,17 +172,16 @@ class Intake:
                 return None  # the whole of it needs no memory to be saved
             block = Block(Source(copy, copy.untyped_storage()), copy, side)
             block.origin = origin
-            origin.slices[part.key] = weakref.ref(block)
-            origin.copied_bytes += part.nbytes
             if part.nbytes >= self._min_bytes or tier:
                 self._admit(block, tensor, lane, modules, tier)
             else:
-                self._books.blocks_alive += 1
-                self._books.order.add(block)
+                self._books.add(block)
                 self._count_left(
                     "smaller than min_bytes: copied, so that its large storage is not held",
                     part.nbytes,
                 )
+            origin.slices[part.key] = weakref.ref(block)
+            origin.copied_bytes += part.nbytes
         else:
             self.deduplicated_bytes += part.nbytes
         block.entries += 1
@@ -203,9 +201,8 @@ class Intake:
         block.lane = lane
         block.shape = tuple(tensor.shape)
         block.module = module_path(modules)
-        self._books.blocks_alive += 1
+        self._books.add(block)
         self.eligible_bytes += block.nbytes
-        self._books.order.add(block)
         # What has a gradient function was made by an operation that has ended. Another may be what this
         # operation made for itself and has yet to fill, without raising a version: rrelu's noise is.
         complete = tensor.requires_grad or block.origin is not block.source

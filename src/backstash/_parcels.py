@@ -7,13 +7,13 @@ free at once, and the segment is written when it is full. A 64 KiB write costs n
 
 from __future__ import annotations
 
-from collections import deque
-from concurrent.futures import Future
-from typing import Any
+from collections.abc import Callable
 
 from torch import Tensor
 
 from ._events import profiled
+from ._remains import Grave, ParcelRemains, at_death
+from ._workers import Work
 from .stores import Slot, Store
 
 __all__ = ["Parcel", "Reading", "Segment"]
@@ -22,7 +22,7 @@ __all__ = ["Parcel", "Reading", "Segment"]
 class Reading:
     """A parcel's bytes on their way back to memory; done when :meth:`exception` answers."""
 
-    __slots__ = ("_address", "_future", "_slot", "_store", "memory")
+    __slots__ = ("_address", "_slot", "_store", "_work", "memory")
 
     arrival = None  # no stream has to be told to wait for it
     needs_worker = True
@@ -33,63 +33,83 @@ class Reading:
         self._slot = parcel.slot
         self._address = memory.data_ptr() + parcel.skew
         self.memory = memory
-        self._future: Future[None] = Future()
+        self._work = Work(_read, self._store, self._slot, self._address, memory)
 
-    def run(self) -> None:
-        """Read, on whichever thread."""
-        try:
-            with profiled("read"):
-                self._store.read(self._slot, self._address)
-        except BaseException as error:
-            self._future.set_exception(error)
-        else:
-            self._future.set_result(None)
+    def run(self) -> bool:
+        """Read, on whichever thread comes first; whether it was this one."""
+        return self._work.run()
 
     def exception(self) -> BaseException | None:
         """Wait for the end; the error, if there was one."""
-        return self._future.exception()
+        return self._work.exception()
+
+
+def _read(store: Store, slot: Slot, address: int, owner: Tensor) -> None:
+    """``owner`` keeps the memory at ``address`` alive until the read has ended."""
+    with profiled("read"):
+        store.read(slot, address)
 
 
 class Parcel:
     """A slot in a store, the write that fills it and, while needed, the memory it was read back to."""
 
     __slots__ = (
+        "__del__",
         "__weakref__",
         "ahead",
         "blocks",
-        "flown",
-        "grave",
-        "held",
         "nbytes",
         "reading",
+        "remains",
         "skew",
         "slot",
         "store",
         "wanted",
-        "writing",
     )
+    __del__: Callable[[], None]
 
     tier = "disk"
 
-    def __init__(self, store: Store, slot: Slot, skew: int, grave: deque[Any]) -> None:
+    def __init__(self, store: Store, slot: Slot, skew: int, grave: Grave) -> None:
+        self.remains = ParcelRemains(grave, store, slot)
+        self.__del__ = at_death(grave, self.remains)
         self.store = store
         self.slot = slot
         self.skew = (
             skew  # the source's address modulo 4096: the memory it comes back to has the same
         )
         self.nbytes = slot.nbytes
-        self.grave = grave
-        self.writing: Future[None] | None = None
         self.reading: Reading | None = None  # while what was read is wanted
-        self.held = 0  # bytes that the read-ahead budget counts for it
         self.ahead = False  # whether it was asked for before anyone needed it
         self.blocks = 1  # how many blocks it carries
-        self.flown = 0  # bytes that count as in flight although nothing writes them yet
         self.wanted = 0  # how many of them have not come for what was read
 
-    def __del__(self) -> None:
-        # May run on any thread in the middle of anything: it only appends.
-        self.grave.append([self.store, self.slot, self.writing, self.held, self.flown])
+    @property
+    def writing(self) -> Work | None:
+        """The write that fills the slot, once there is one."""
+        return self.remains.writing
+
+    @writing.setter
+    def writing(self, work: Work) -> None:
+        self.remains.writing = work
+
+    @property
+    def held(self) -> int:
+        """Bytes that the read-ahead budget counts for it."""
+        return self.remains.held
+
+    @held.setter
+    def held(self, nbytes: int) -> None:
+        self.remains.held = nbytes
+
+    @property
+    def flown(self) -> int:
+        """Bytes that count as in flight although nothing writes them yet."""
+        return self.remains.flown
+
+    @flown.setter
+    def flown(self, nbytes: int) -> None:
+        self.remains.flown = nbytes
 
     def let_go(self) -> None:
         """Drop the memory that was read back; the store still has the bytes."""
@@ -102,7 +122,7 @@ class Segment(Parcel):
 
     __slots__ = ("address", "buffer", "filled")
 
-    def __init__(self, store: Store, slot: Slot, buffer: Tensor, grave: deque[Any]) -> None:
+    def __init__(self, store: Store, slot: Slot, buffer: Tensor, grave: Grave) -> None:
         super().__init__(store, slot, 0, grave)
         self.buffer: Tensor | None = buffer
         self.address = buffer.data_ptr()

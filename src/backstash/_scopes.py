@@ -10,6 +10,7 @@ scope is recognised by the call's frame, which is no longer on the stack, and cl
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
@@ -25,12 +26,12 @@ from .errors import UsageError
 if TYPE_CHECKING:
     from .stash import Stash
 
-__all__ = ["Attachment", "Scope", "enter_scope", "leave_scope"]
+__all__ = ["Attachment", "Scope", "abandon", "enter_scope", "leave_scope", "newest_scope"]
 
 _autograd: Any = torch._C._autograd
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Scope:
     """A pushed hook pair."""
 
@@ -46,9 +47,19 @@ def enter_scope(
 ) -> None:
     """Push a hook pair for this thread. Raises ``RuntimeError`` where hooks are disabled."""
     _clear_stale(lane)
-    hooks = saved_tensors_hooks(pack, unpack)
-    hooks.__enter__()
-    lane.scopes.append(Scope(hooks, frame))
+    scope = Scope(saved_tensors_hooks(pack, unpack), frame)
+    try:
+        lane.scopes.append(scope)
+        scope.hooks.__enter__()
+    except BaseException:
+        abandon(lane, scope)
+        raise
+
+
+def newest_scope(lane: Lane) -> Scope | None:
+    """The one that this thread will leave next."""
+    _clear_stale(lane)
+    return lane.scopes[-1] if lane.scopes else None
 
 
 def leave_scope(lane: Lane, frame: FrameType | None = None) -> None:
@@ -65,8 +76,24 @@ def leave_scope(lane: Lane, frame: FrameType | None = None) -> None:
         if frame is not None:  # a module's forward failed before our hook could push anything
             return
         raise UsageError("a stash was left inside the forward of a module it is attached to")
-    lane.scopes.pop()
-    _take_out(scope)
+    try:
+        _take_out(scope)
+    except UsageError:
+        raise
+    except BaseException:  # an interrupt: the pair goes all the same
+        abandon(lane, scope)
+        raise
+    finally:
+        if lane.scopes and lane.scopes[-1] is scope:
+            lane.scopes.pop()
+
+
+def abandon(lane: Lane, scope: Scope) -> None:
+    """Take ``scope`` out, if it is there, whatever is on top of it."""
+    if scope in lane.scopes:
+        lane.scopes.remove(scope)
+    with suppress(UsageError):
+        _take_out(scope)
 
 
 def _clear_stale(lane: Lane) -> None:
@@ -78,16 +105,18 @@ def _clear_stale(lane: Lane) -> None:
 
 
 def _take_out(scope: Scope) -> None:
-    above: list[tuple[Any, Any]] = []
+    above: tuple[tuple[Any, Any], ...] = ()
     pack = scope.hooks.pack_hook
     try:
         while (top := _autograd._top_saved_tensors_default_hooks(True)) is not None:
+            # A wrapper may stand in for our pair.
+            is_ours = getattr(top[0], "__wrapped__", top[0]) is pack
+            above += (
+                () if is_ours else (top,)
+            )  # no call between this and the pop: nothing interrupts
             _autograd._pop_saved_tensors_default_hooks()
-            if (
-                getattr(top[0], "__wrapped__", top[0]) is pack
-            ):  # a wrapper may stand in for our pair
+            if is_ours:
                 break
-            above.append(top)
         else:
             raise UsageError(
                 "another saved-tensors context popped the stash's hooks: contexts were left in the "

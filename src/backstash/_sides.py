@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,9 +10,12 @@ import torch
 
 from ._down import Down
 from ._events import Tape
+from ._guard import Guard
 from ._host import HostTier
+from ._remains import Grave
 from ._streams import Device, accelerator
 from ._up import PoolSource, Up
+from ._workers import Work
 from .memory import spare_bytes
 from .stores import Store
 from .stores._host import HostPool
@@ -41,7 +42,7 @@ class Side:
         number: int,
         down: Down,
         up: Up,
-        grave: deque[Any],
+        grave: Grave,
         *,
         has_tier: bool,
         device: Device | None = None,
@@ -66,12 +67,14 @@ class Plan:
 
     store: Store | None
     """The disk tier."""
-    submit: Callable[..., Future[None]]
-    """Runs a function on a worker."""
-    grave: deque[Any]
+    begin: Callable[[Work], None]
+    """Hands a piece of work to a worker."""
+    grave: Grave
     """Where what dies is appended."""
     lock: Any
     """The stash's."""
+    guard: Guard
+    """Told who writes."""
     tape: Tape
     """Told of everything, where somebody records."""
     keep: int | None
@@ -88,7 +91,15 @@ class Plan:
     def cpu(self, pool: Pool, freed: Callable[[int], None]) -> Side:
         """The side of CPU tensors: their own memory, then the disk."""
         down = self._down(pool, freed, self.store, None)
-        up = Up(self.submit, PoolSource(pool), self.lock, freed, self.tape, prefetch=self.prefetch)
+        up = Up(
+            self.begin,
+            PoolSource(pool),
+            self.lock,
+            self.guard,
+            freed,
+            self.tape,
+            prefetch=self.prefetch,
+        )
         return Side(0, down, up, self.grave, has_tier=self.store is not None)
 
     def accelerator(self, device: Device, number: int) -> Side:
@@ -97,10 +108,10 @@ class Plan:
         pool = HostPool(budget, device.pin, device.unpin)
         early = self.inflight
         host = HostTier(
-            device, pool, self.store, self.submit, self.grave, self.lock, number=number, early=early
+            device, pool, self.store, self.begin, self.grave, self.lock, number=number, early=early
         )
         down = self._down(None, _ignore, None, host)
-        up = Up(self.submit, host, self.lock, _ignore, self.tape, prefetch=self.prefetch)
+        up = Up(self.begin, host, self.lock, self.guard, _ignore, self.tape, prefetch=self.prefetch)
         has_tier = budget is None or budget > 0
         return Side(number, down, up, self.grave, has_tier=has_tier, device=device, host=host)
 
@@ -118,7 +129,7 @@ class Plan:
     ) -> Down:
         return Down(
             store,
-            self.submit,
+            self.begin,
             pool,
             self.grave,
             freed,

@@ -20,10 +20,11 @@ allocates on the compute stream likewise.
 
 from __future__ import annotations
 
+import functools
 import os
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -32,6 +33,7 @@ from torch import Tensor
 
 __all__ = ["Accelerator", "Copy", "Device", "accelerator"]
 
+_nothing: Any = tuple  # a call of C that does nothing
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device of the process
 
 
@@ -109,11 +111,18 @@ class Device(ABC):
         """Undo :meth:`pin`, after every copy has ended."""
 
     @abstractmethod
+    def finish(self) -> None:
+        """Wait until every copy that was begun has ended."""
+
+    @abstractmethod
     def free_bytes(self) -> int:
         """The device's memory that is free, what the caching allocator keeps included."""
 
 
 class _StreamCopy(Copy):
+    __slots__ = ("__del__",)  # filled with a call of C: see _remains
+    __del__: Callable[[], Any]
+
     def __init__(
         self, device: Accelerator, side: Any, owner: Any, source: Tensor, memory: Tensor
     ) -> None:
@@ -126,11 +135,12 @@ class _StreamCopy(Copy):
         self._is_safe = True  # whether the device's end may be let go
         self._event = side.record_event()
         self._is_safe = False
+        unfinished = (self._event, source, memory)
+        self.__del__ = functools.partial(device.unfinished.append, unfinished)
 
-    def __del__(self) -> None:
-        # May run on any thread in the middle of anything: it only appends.
-        if not self._is_safe:
-            self._device.unfinished.append((self._event, self._source, self.memory))
+    def _be_safe(self) -> None:
+        self._is_safe = True
+        self.__del__ = _nothing
 
     def done(self) -> bool:
         return self._is_safe or self.ended()
@@ -138,7 +148,8 @@ class _StreamCopy(Copy):
     def ended(self) -> bool:
         if not self._has_ended and not self._device.is_capturing():
             self._has_ended = self._event.query()
-            self._is_safe |= self._has_ended
+            if self._has_ended:
+                self._be_safe()
         return self._has_ended
 
     def order(self) -> None:
@@ -146,7 +157,7 @@ class _StreamCopy(Copy):
         if not has_ended:
             stream.wait_event(self._event)
         self._tell_the_allocator(stream, has_ended)
-        self._is_safe = True
+        self._be_safe()
 
     @abstractmethod
     def _tell_the_allocator(self, stream: Any, has_ended: bool) -> None:
@@ -159,6 +170,7 @@ class _StreamCopy(Copy):
         if not self.done():
             self._device.unfinished.append((self._event, self._source, self.memory))
         self._source = self.memory
+        self.__del__ = _nothing
 
     def follow(self, side: Any) -> None:
         """Let ``side`` come after it."""
@@ -272,6 +284,11 @@ class Accelerator(Device):
         self._down.synchronize()
         self._up.synchronize()
         self._module.cudart().cudaHostUnregister(memory.data_ptr())
+
+    def finish(self) -> None:
+        """See :meth:`Device.finish`."""
+        for stream in (self._down, self._up):
+            stream.synchronize()
 
     def free_bytes(self) -> int:
         """See :meth:`Device.free_bytes`."""

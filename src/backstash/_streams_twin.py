@@ -75,13 +75,13 @@ class _TwinCopy(Copy):
         """Copy. Everything before it in its queue has run."""
         if self._after is not None:
             self._after._run_up_to_here()
-        assert self._queue.pop(0) is self
+        assert self._queue[0] is self
         if self._source is None:
             self.memory.data.fill_(_GARBAGE)
         else:
             self.memory.data.copy_(self._source)
-        self._has_run = True
-        self._after = None
+        self._has_run, self._after = True, None
+        self._queue.pop(0)  # last, so that an interrupt leaves it to be run anew
 
 
 class TwinDevice(Device):
@@ -167,6 +167,10 @@ class TwinDevice(Device):
     def unpin(self, memory: Tensor) -> None:
         """See :meth:`Device.unpin`."""
         self.pinned_bytes -= memory.nbytes
+
+    def finish(self) -> None:
+        """See :meth:`Device.finish`."""
+        self.run(-1, -1)
 
     def free_bytes(self) -> int:
         """See :meth:`Device.free_bytes`."""

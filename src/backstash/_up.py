@@ -13,7 +13,6 @@ import functools
 import time
 import weakref
 from collections.abc import Callable
-from concurrent.futures import Future
 from typing import Any, TypeAlias
 
 import torch
@@ -22,9 +21,11 @@ from torch import Tensor
 from ._blocks import Block
 from ._entry import Entry
 from ._events import Tape, profiled
+from ._guard import Guard
 from ._host import HostParcel, HostReading, HostTier
 from ._parcels import Parcel, Reading, Segment
 from ._queue import WeakQueue
+from ._workers import Work
 from .stores._memory import Pool
 
 __all__ = ["PoolSource", "Up"]
@@ -38,17 +39,19 @@ class Up:
 
     def __init__(
         self,
-        submit: Callable[..., Future[None]],
+        begin: Callable[[Work], None],
         source: PoolSource | HostTier,
         lock: Any,
+        guard: Guard,
         freed: Callable[[int], None],
         tape: Tape,
         *,
         prefetch: int,
     ) -> None:
-        self._submit = submit
+        self._begin_work = begin
         self._source = source
         self._lock = lock
+        self._guard = guard
         self._freed = freed
         self._tape = tape
         self._prefetch = prefetch
@@ -65,7 +68,7 @@ class Up:
         Raises ``StashIOError`` when the store cannot give the bytes; the entry stays whole.
         """
         block = entry.block
-        with self._lock:
+        with self._lock, self._guard:
             ready = self._at_hand(entry)
         if ready is not None:
             return ready
@@ -73,7 +76,7 @@ class Up:
         assert parcel is not None
         while True:
             reading = self._reading_of(parcel, block)
-            with self._lock:
+            with self._lock, self._guard:
                 ready = self._at_hand(entry)  # another thread may have served the block meanwhile
                 if ready is not None:
                     return ready
@@ -100,19 +103,19 @@ class Up:
         """Make the one storage that all of the block's views share, and hold it for them."""
         if isinstance(parcel, Segment):
             # A copy: what is handed out may be changed, and the segment's other blocks live beside it.
-            block.root_low = block.address % 64
-            nbytes = -(-(block.root_low + block.nbytes) // 64) * 64
-            block.root = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+            low = block.address % 64
+            nbytes = -(-(low + block.nbytes) // 64) * 64
+            root = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
             source = memory.data_ptr() + parcel.skew + block.offset
-            ctypes.memmove(block.root.data_ptr() + block.root_low, source, block.nbytes)
+            ctypes.memmove(root.data_ptr() + low, source, block.nbytes)
             parcel.wanted -= 1
         else:
-            block.root_low = parcel.skew
-            block.root = memory
+            low, root = parcel.skew, memory
             parcel.wanted = 0
         if parcel.wanted <= 0:
             self._drop(parcel)
-        block.root_version = block.root._version
+        # Only now, and in one go: whoever comes after an interrupt finds all of it or nothing.
+        block.root, block.root_low, block.root_version = root, low, root._version
         block.turn += 1
         block.served = 0
         self._hold(block)
@@ -153,7 +156,7 @@ class Up:
 
     def _reading_of(self, parcel: AnyParcel, block: Block) -> AnyReading:
         """The parcel's bytes in memory, read by this thread unless they are there or coming."""
-        with self._lock:
+        with self._lock, self._guard:
             reading = parcel.reading
             mine = reading is None
             if reading is None:
@@ -165,8 +168,8 @@ class Up:
         began = time.perf_counter()
         try:
             with profiled("stall on the way up", block.module):
-                if mine and reading.needs_worker:
-                    self._runner(reading, parcel.nbytes, block, "demand")()
+                if reading.needs_worker:  # where no worker has begun, it is made here
+                    self._runner(reading, parcel.nbytes, block, "demand" if mine else "ahead")()
                 error = self._end_of(reading)
         finally:
             self.stall_seconds += time.perf_counter() - began
@@ -174,7 +177,7 @@ class Up:
                 self._tape.tell("stall", 0, block.serial, block.module, cause="unpack", began=began)
         if error is None:
             return reading
-        with self._lock:
+        with self._lock, self._guard:
             if parcel.reading is reading:
                 self._drop(parcel)
         if mine:
@@ -192,7 +195,7 @@ class Up:
         try:
             return reading.exception()
         except torch.OutOfMemoryError:
-            with self._lock:
+            with self._lock, self._guard:
                 self._shrink(to_bytes=0)
             return reading.exception()
 
@@ -223,14 +226,14 @@ class Up:
             if goes_beyond:
                 self._beyond = weakref.ref(parcel)
             if reading.needs_worker:
-                self._submit(self._runner(reading, parcel.nbytes, following, "ahead"))
+                self._begin_work(Work(self._runner(reading, parcel.nbytes, following, "ahead")))
             elif self._tape.on:
                 self._tape.tell("read", parcel.nbytes, *_named(following), cause="ahead")
         self.ahead_peak_bytes = max(self.ahead_peak_bytes, self.ahead_bytes)
 
     def _runner(
         self, reading: AnyReading, nbytes: int, block: Block, cause: str
-    ) -> Callable[[], None]:
+    ) -> Callable[[], object]:
         if not self._tape.on:
             return reading.run
         return functools.partial(_run_and_tell, self._tape, reading, nbytes, _named(block), cause)
@@ -261,6 +264,19 @@ class Up:
         """No block is alive any more."""
         self._window.clear()
 
+    def restore(self, holders: list[AnyParcel | Block]) -> None:
+        """Make the books anew from what there is: see ``_repair``.
+
+        Args:
+            holders: the blocks and parcels that are alive, oldest first.
+        """
+        self._window = WeakQueue[Any](_is_held)
+        for holder in holders:
+            holds = holder.root if isinstance(holder, Block) else holder.reading
+            holder.held = holder.nbytes if holds is not None else 0
+            if holder.held:
+                self._window.append(holder)
+
     def forked(self, lock: Any) -> None:
         """In a forked process: let go of what is held, since reads that had begun never end."""
         self._lock = lock
@@ -282,7 +298,8 @@ def _run_and_tell(
     tape: Tape, reading: AnyReading, nbytes: int, what: tuple[int, str], cause: str
 ) -> None:
     began = time.perf_counter()
-    reading.run()
+    if not reading.run():
+        return  # another thread has, and told
     tape.tell("read", nbytes, *what, cause=cause, began=began)
 
 

@@ -1,46 +1,158 @@
-"""Threads that move bytes: the standard library's pool, begun when first needed, and a way without it."""
+"""Threads that move bytes, and the moves: each made once, by a worker or by whoever cannot wait for one.
+
+Not ``concurrent.futures``, for the sake of Ctrl-C: its futures and its pool guard their state by locks that
+are taken and given back in Python, and an interrupt that comes just then leaves them locked for ever. Here
+every lock is taken by a ``with`` statement on a lock of C, which no interrupt can come between, and nothing
+waits for a message that may not have been sent.
+"""
 
 from __future__ import annotations
 
+import atexit
 import os
+import threading
+import weakref
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from queue import SimpleQueue
 from typing import Any
 
-__all__ = ["Workers"]
+__all__ = ["Work", "Workers"]
+
+
+class Work:
+    """One call, made once, whoever makes it. To wait for it is to make it, unless somebody does already.
+
+    So it may be queued twice or, where its thread was interrupted or cannot be had, not at all.
+    """
+
+    __slots__ = ("__weakref__", "_call", "_running", "cancelled", "error", "finished")
+
+    def __init__(self, function: Callable[..., object], *args: Any) -> None:
+        self._call: tuple[Callable[..., object], tuple[Any, ...]] | None = (function, args)
+        self._running = threading.Lock()
+        self.cancelled = False
+        self.finished = False
+        self.error: BaseException | None = None
+
+    def run(self, *, catch: type[BaseException] = Exception) -> bool:
+        """Make the call, or wait until whoever makes it has done so; whether it was made here.
+
+        What is not of type ``catch``, an interrupt, ends the call: it is made anew by the next who asks.
+        """
+        with self._running:
+            if self.finished:
+                return False
+            if not self.cancelled and self._call is not None:
+                function, args = self._call
+                try:
+                    function(*args)
+                except catch as error:
+                    self.error = error
+                    _drop_frames(error)
+            self._call = None
+            self.finished = True
+            return True
+
+    def done(self) -> bool:
+        """Whether it has been made, or failed."""
+        return self.finished
+
+    def exception(self) -> BaseException | None:
+        """Wait for its end; the error, if there was one."""
+        if not self.finished:
+            self.run()
+        return self.error
+
+    def cancel(self) -> bool:
+        """Call it off; whether that came before it began."""
+        self.cancelled = True
+        return not self._running.locked() and not self.finished
+
+
+def _drop_frames(error: BaseException | None) -> None:
+    """An error is kept until somebody looks; its frames, and their callers', would hold the memory."""
+    while error is not None:
+        error.__traceback__ = None
+        error = error.__cause__ or error.__context__
 
 
 class Workers:
-    """Runs calls on up to ``threads`` threads, or at once on the caller's where no thread can be had.
+    """Up to ``threads`` threads that do what is submitted, or nobody where no thread can be had.
 
-    The threads end by themselves when this object dies. In a forked process, where they do not exist,
-    calls run at once.
+    The threads end when this object is closed or dies. Where there are none (none could be started, after
+    ``close``, in a forked process), what is submitted is done at once by the caller.
     """
 
     def __init__(self, threads: int) -> None:
-        self._threads = threads
-        self._pool: ThreadPoolExecutor | None = None
+        self._most = threads
+        self._queue: SimpleQueue[Work | None] = SimpleQueue()
+        self._threads: list[threading.Thread] = []
         self._pid = os.getpid()
+        self._closed = False
         self.note = ""
+        weakref.finalize(self, self._queue.put, None).atexit = False
+        _all.add(self)
 
-    def submit(self, function: Callable[..., None], *args: Any) -> Future[None]:
-        """Begin ``function(*args)`` and return its future."""
-        if not self.note and os.getpid() == self._pid:
-            try:
-                if self._pool is None:
-                    self._pool = ThreadPoolExecutor(self._threads, "backstash")
-                return self._pool.submit(function, *args)
-            except RuntimeError as error:  # no more threads, or the interpreter is ending
-                self.note = f"no worker thread ({error}): moves run on the computing thread"
-        done: Future[None] = Future()
+    def submit(self, function: Callable[..., object], *args: Any) -> Work:
+        """Begin ``function(*args)`` and return what can be waited for."""
+        work = Work(function, *args)
+        self.begin(work)
+        return work
+
+    def begin(self, work: Work) -> None:
+        """Hand ``work`` to a thread. Whoever needs to know its end owns it already."""
+        if self._has_threads():
+            self._queue.put(work)
+        else:
+            work.run()
+
+    def _has_threads(self) -> bool:
+        if self._closed or os.getpid() != self._pid:
+            return False
+        if len(self._threads) < self._most:
+            self._start_one()
+        return bool(self._threads)
+
+    def _start_one(self) -> None:
+        name = f"backstash_{len(self._threads)}"
+        # A daemon, since an interrupt here may leave it unknown; _end_all sees those off that are known.
+        thread = threading.Thread(target=_serve, args=(self._queue,), name=name, daemon=True)
         try:
-            function(*args)
-            done.set_result(None)
-        except BaseException as error:
-            done.set_exception(error)
-        return done
+            thread.start()
+        except (
+            RuntimeError,
+            MemoryError,
+        ) as error:  # no more threads, or the interpreter is ending
+            self._most = len(self._threads)
+            if not self._most:
+                self.note = f"no worker thread ({error}): moves run on the computing thread"
+            return
+        self._threads.append(thread)
 
     def close(self) -> None:
-        """Wait for what has begun, and end the threads."""
-        if self._pool is not None and os.getpid() == self._pid:
-            self._pool.shutdown(wait=True)
+        """Wait for what has begun, and end the threads. A second call does nothing."""
+        self._closed = True
+        if os.getpid() != self._pid:
+            return
+        self._queue.put(None)
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join()
+
+
+def _serve(queue: SimpleQueue[Work | None]) -> None:
+    """On a worker: do what comes, until ``None`` does, which is for every thread of the queue."""
+    while (work := queue.get()) is not None:
+        work.run(catch=BaseException)
+        del work  # it would be held until the next one
+    queue.put(None)
+
+
+_all: weakref.WeakSet[Workers] = weakref.WeakSet()
+
+
+@atexit.register
+def _end_all() -> None:
+    """Before the interpreter goes: daemons that still move bytes then would be stopped anywhere."""
+    for workers in list(_all):
+        workers.close()

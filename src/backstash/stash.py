@@ -13,7 +13,6 @@ import inspect
 import os
 import threading
 import weakref
-from collections import deque
 from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any, Literal, TypeVar
@@ -24,16 +23,18 @@ from torch import Tensor, nn
 from ._books import Books
 from ._entry import Entry, WrapperEntry
 from ._events import Levels, Recording, Tape
+from ._guard import Guard
 from ._intake import SMALL, Intake
 from ._lanes import Lane
+from ._messages import changed, unreadable
 from ._modules import module_that_has
-from ._scopes import Attachment, enter_scope, leave_scope
+from ._remains import Grave
+from ._scopes import Attachment, abandon, enter_scope, leave_scope, newest_scope
 from ._sides import Plan
 from ._stats import Left, Stats
-from ._text import clean
 from ._trim import Trimmer
 from ._workers import Workers
-from .errors import InplaceError, StashClosedError, UsageError
+from .errors import StashClosedError, StashError, StashIOError, UsageError
 from .policy import Policy
 from .stores import Disk, Store
 from .stores._memory import Pool
@@ -114,16 +115,17 @@ class Stash:
         self._owns_store = not isinstance(disk, Store)
         self._store = disk if isinstance(disk, Store) or disk is None else Disk(disk)
         self._workers = Workers(self._store.threads if self._store is not None else 1)
-        submit, freed = self._workers.submit, Trimmer(self._workers.submit).freed
+        freed = Trimmer(self._workers.submit).freed
         # Re-entrant: the garbage collector may run a finalizer that uses this stash while it is held.
-        lock, grave = threading.RLock(), deque[Any]()
+        lock, guard, grave = threading.RLock(), Guard(), Grave()
         self._pool = Pool(idle_bytes=_IDLE_BYTES)
         self._tape = Tape(functools.partial(_levels_of, weakref.ref(self)))
         self._plan = Plan(
             self._store,
-            submit,
+            self._workers.begin,
             grave,
             lock,
+            guard,
             self._tape,
             keep=keep_bytes,
             host=host_bytes,
@@ -132,16 +134,27 @@ class Stash:
             on_full=on_full,
         )
         cpu = self._plan.cpu(self._pool, freed)
-        self._books = Books(cpu, grave, lock, self._tape, self._plan.side_of, keep=keep_bytes)
+        self._books = Books(
+            cpu, grave, lock, guard, self._tape, self._plan.side_of, keep=keep_bytes
+        )
         self._intake = Intake(self._books, policy=policy, min_bytes=min_nbytes)
         self._local = threading.local()
-        self._lanes: list[Lane] = []
         self._ended_saves = self._ended_small_saves = self._ended_small_bytes = 0
 
     # Entering and leaving.
 
     def __enter__(self) -> Stash:
-        self._enter(None)
+        lane, outer = self._lane(), None
+        try:
+            outer = newest_scope(lane)
+            self._enter(None)
+        except (
+            BaseException
+        ):  # an interrupt may come after the pair was pushed, and no __exit__ then
+            inner = newest_scope(lane)
+            if inner is not None and inner is not outer:
+                abandon(lane, inner)
+            raise
         return self
 
     def __exit__(
@@ -150,9 +163,19 @@ class Stash:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._leave(None)
+        scope = None
+        try:
+            scope = newest_scope(self._lane())
+            self._leave(None)
+        except StashError:
+            raise
+        except BaseException:  # an interrupt: nobody will ask again, and the pair has to go
+            lane = self._lane()
+            if scope is None or scope in lane.scopes:
+                leave_scope(lane)
+            raise
         if isinstance(error, torch.OutOfMemoryError):
-            with self._books.lock:
+            with self._books.lock, self._books.guard:
                 self._books.ease()
         if isinstance(error, RuntimeError) and _REFUSAL in str(error):
             raise UsageError(_REMEDY) from error
@@ -176,24 +199,25 @@ class Stash:
         lane = self._lane()
         leave_scope(lane, frame)
         forked = self._books.is_forked()
-        with self._books.lock:
+        with self._books.lock, self._books.guard:
             if not forked:
                 self._books.settle(lane, ended=True)
             self._books.land(lane)
+            self._books.try_again()
 
     def _lane(self) -> Lane:
         lane: Lane | None = getattr(self._local, "lane", None)
         if lane is None:
             lane = self._local.lane = Lane()
-            with self._books.lock:
+            with self._books.lock, self._books.guard:
                 self._fold_lanes()
-                self._lanes.append(lane)
+                self._books.lanes.append(lane)
         return lane
 
     def _fold_lanes(self) -> None:
         """Add up the counters of threads that have ended, so that they need not be kept."""
-        for lane in [lane for lane in self._lanes if not lane.thread.is_alive()]:
-            self._lanes.remove(lane)
+        for lane in [lane for lane in self._books.lanes if not lane.thread.is_alive()]:
+            self._books.lanes.remove(lane)
             self._books.adopt(lane)
             self._ended_saves += lane.saves
             self._ended_small_saves += lane.small_saves
@@ -286,7 +310,7 @@ class Stash:
             module = (
                 (where and where[0]) or module_that_has(tensor) or ("no module" if where else "")
             )
-            raise _changed(tensor.shape, tensor.dtype, module, versions)
+            raise changed(tensor.shape, tensor.dtype, module, versions)
         return tensor  # type: ignore[no-any-return]
 
     def _unpack_entry(self, entry: Entry) -> Tensor:
@@ -296,7 +320,7 @@ class Stash:
         if block.side.device is not None and block.side.device.is_capturing():
             return self._unpack_captured(entry)
         lane = self._lane()
-        with self._books.lock:
+        with self._books.lock, self._books.guard:
             self._books.drain()
             self._books.land(lane)
             if block.alias is not None:
@@ -307,13 +331,16 @@ class Stash:
             elif block.unsure and block.source.changed:
                 block.side.down.lose(block)  # perhaps while it was copied
             if block.lost:
-                raise _changed(entry.shape, entry.dtype, block.module or "no module", block.lost)
+                raise changed(entry.shape, entry.dtype, block.module or "no module", block.lost)
             self._books.order.use(block)
             if self._tape.on:
                 self._tape.tell("use", entry.nbytes, block.serial, block.module)
         if view is None:
-            view = block.side.up.view(entry)
-        with self._books.lock:
+            try:
+                view = block.side.up.view(entry)
+            except StashIOError as error:
+                raise unreadable(entry, error) from error
+        with self._books.lock, self._books.guard:
             block.side.up.ahead(block)
         return view
 
@@ -334,14 +361,16 @@ class Stash:
     def stats(self) -> Stats:
         """What the stash has done and holds, as one frozen record."""
         lane = self._lane()
-        with self._books.lock:
+        with self._books.lock, self._books.guard:
             self._books.drain()
             self._books.land(lane)
             self._books.drain()
-            small = self._ended_small_saves + sum(each.small_saves for each in self._lanes)
+            small = self._ended_small_saves + sum(each.small_saves for each in self._books.lanes)
             left = {reason: Left(*counts) for reason, counts in self._intake.left.items()}
             if small:
-                nbytes = self._ended_small_bytes + sum(each.small_bytes for each in self._lanes)
+                nbytes = self._ended_small_bytes + sum(
+                    each.small_bytes for each in self._books.lanes
+                )
                 slow = left.get(SMALL, Left(0, 0))
                 left[SMALL] = Left(slow.count + small, slow.nbytes + nbytes)
             sides, store = self._books.sides, self._store
@@ -357,7 +386,7 @@ class Stash:
             notes += [note for down in downs for note in down.notes]
             return Stats(
                 name=self.name,
-                saves=self._ended_saves + small + sum(each.saves for each in self._lanes),
+                saves=self._ended_saves + small + sum(each.saves for each in self._books.lanes),
                 blocks=self._books.blocks_alive,
                 eligible_bytes=self._intake.eligible_bytes,
                 deduplicated_bytes=self._intake.deduplicated_bytes,
@@ -406,12 +435,12 @@ class Stash:
         What live graphs hold stays readable; the file goes with the last of them. A :class:`Disk` that
         the caller made is the caller's to close.
         """
-        if self._intake.closed:
-            return
-        self._intake.closed = True
+        self._intake.closed = (
+            True  # what follows may be interrupted, and is done again by a second call
+        )
         self._workers.close()
         lane = self._lane()
-        with self._books.lock:
+        with self._books.lock, self._books.guard:
             self._books.land(lane)
             self._books.drain()
             self._pool.trim()
@@ -446,18 +475,4 @@ def _levels_of(stash: weakref.ref[Stash]) -> Levels:
         sum(side.host.pool.used_bytes for side in sides if side.host is not None),
         store.used_bytes if store is not None else 0,
         sum(side.up.ahead_bytes for side in sides),
-    )
-
-
-def _changed(shape: Any, dtype: torch.dtype, module: str, versions: str) -> InplaceError:
-    node = torch._C._current_autograd_node()
-    where = (
-        clean(module)
-        or "a module that is not known for tensors below min_bytes (min_bytes=0 tells)"
-    )
-    return InplaceError(
-        "one of the variables needed for gradient computation has been modified by an inplace operation: "
-        f"the {str(dtype).removeprefix('torch.')} tensor of shape {tuple(shape)} that {where} saved"
-        f"{' for ' + node.name() if node is not None else ''} {versions}. "
-        "Change a clone, or change it before it is saved."
     )

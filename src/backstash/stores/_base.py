@@ -8,8 +8,12 @@ from dataclasses import dataclass
 __all__ = ["Slot", "Store"]
 
 
-@dataclass(slots=True)
-class Slot:
+class _Weak:
+    __slots__ = ("__weakref__",)
+
+
+@dataclass(slots=True, eq=False)
+class Slot(_Weak):
     """Room for one run of bytes in a store. Made by :meth:`Store.reserve`, and only that store reads it."""
 
     nbytes: int

@@ -14,8 +14,8 @@ from pathlib import Path
 from ..errors import StashClosedError, StashCorruptError, StashFullError, StashIOError, UsageError
 from ..units import format_bytes, parse_limit
 from ._base import Slot, Store
-from ._extents import Extents
 from ._file import UnnamedFile
+from ._leases import Leases
 
 __all__ = ["Disk"]
 
@@ -38,7 +38,8 @@ class Disk(Store):
             put it where everyone may write.
         max_bytes: the most bytes that the file may have; ``None``: what the file system gives.
         direct: bypass the page cache with direct I/O; where that is refused, ``notes`` says so.
-        verify: keep a CRC-32 of everything written and compare it at each read.
+        verify: keep a CRC-32 of everything written and compare it at each read. Without it, a disk that
+            gives back other bytes than were written goes unnoticed, and gradients are wrong.
         threads: how many transfers run at a time. One or two reach a disk's speed.
 
     Raises:
@@ -69,7 +70,7 @@ class Disk(Store):
         self.verify = verify
         self.threads = threads
         self._lock = threading.Lock()
-        self._extents = Extents(unit_bytes=_UNIT_BYTES)
+        self._leases = Leases(unit_bytes=_UNIT_BYTES)
         self._allocated = 0
         self._pid = os.getpid()
         _refuse_links_of_others(self.directory)
@@ -78,10 +79,11 @@ class Disk(Store):
         except OSError as error:
             raise StashIOError(
                 error.errno,
-                f"{self.name} cannot hold a file ({error.strerror}): "
-                "it must be an existing, writable directory",
+                f"{self.name} cannot hold a file ({error.strerror}): {_remedy(error)}",
             ) from error
         self._closer = weakref.finalize(self, self._file.close)
+        # At the interpreter's end the system closes it: until then somebody may still go backward.
+        self._closer.atexit = False
         self.notes = tuple(filter(None, (self._file.note, _memory_note(self.directory))))
 
     def __repr__(self) -> str:
@@ -95,7 +97,10 @@ class Disk(Store):
     @property
     def used_bytes(self) -> int:
         """Bytes reserved at present, each slot rounded up to 4096."""
-        return self._extents.used_bytes
+        if not self._leases.in_order:
+            with self._lock:
+                self._leases.settle()
+        return self._leases.used_bytes
 
     @property
     def file_bytes(self) -> int:
@@ -103,7 +108,7 @@ class Disk(Store):
         return self._allocated
 
     def reserve(self, nbytes: int) -> Slot:
-        """Return a slot for ``nbytes``, growing the file if it must.
+        """Return a slot for ``nbytes``, growing the file if it must. It is given back when nobody has it.
 
         Raises:
             StashFullError: ``max_bytes`` or the file system has no room. Nothing changes then.
@@ -115,14 +120,15 @@ class Disk(Store):
             raise UsageError(
                 f"{self.name} was made in another process: make a Stash in the forked one"
             )
+        slot = Slot(nbytes)
         with self._lock:
-            offset = self._extents.take(nbytes)
+            slot.offset = self._leases.take(slot, nbytes)
             try:
-                self._grow_to(self._extents.end_bytes)
+                self._grow_to(self._leases.end_bytes)
             except OSError as error:
-                self._extents.free(offset, nbytes)
+                self._leases.free(slot.offset)
                 raise self._full(nbytes, error) from error
-        return Slot(nbytes, offset)
+        return slot
 
     def _grow_to(self, end: int) -> None:
         if end <= self._allocated:
@@ -135,6 +141,7 @@ class Disk(Store):
             try:
                 self._file.grow(size)
             except OSError:
+                self._file.shrink(self._allocated)  # ext4 keeps what it got before it was full
                 if size == end:
                     raise
                 continue
@@ -193,7 +200,7 @@ class Disk(Store):
     def release(self, slot: Slot) -> None:
         """Give the slot's extent back; the file keeps its size for the next one."""
         with self._lock:
-            self._extents.free(slot.offset, slot.nbytes)
+            self._leases.free(slot.offset)
 
     def close(self) -> None:
         """Close the file, and so free its space. What it held is gone."""
@@ -210,6 +217,14 @@ class Disk(Store):
         align = self._file.memory_align
         start = min(-(-address // align) * align, address + slot.nbytes)
         return start, (address + slot.nbytes - start) // _UNIT_BYTES * _UNIT_BYTES
+
+
+def _remedy(error: OSError) -> str:
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        return "close files, or raise the limit of open ones (ulimit -n)"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return "free space, or give another directory"
+    return "it must be an existing, writable directory"
 
 
 def _checksum(address: int, nbytes: int) -> int:

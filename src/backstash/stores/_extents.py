@@ -11,6 +11,7 @@ looked at first: training frees and asks for the very same sizes, and their hole
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import islice
 
 __all__ = ["Extents"]
@@ -99,6 +100,18 @@ class Extents:
             self._end = start
         else:
             self._insert(start, size)
+
+    def restore(self, taken: Iterable[tuple[int, int]]) -> None:
+        """Begin anew with these extents taken: pairs of an offset and ``nbytes``."""
+        self._end = self._used = self._occupied = 0
+        for each in (self._size_at, self._start_before, self._bins):
+            each.clear()
+        for offset_bytes, nbytes in sorted(taken):
+            start, size = offset_bytes // self._unit, self._units(nbytes)
+            if start > self._end:
+                self._insert(self._end, start - self._end)
+            self._end = start + size
+            self._used += size
 
     def _units(self, nbytes: int) -> int:
         return max(1, -(-nbytes // self._unit))

@@ -36,7 +36,11 @@ class UnnamedFile:
         self.direct = False
         self.memory_align = 1
         self.fd = -1
-        refusal = self._open(directory, direct)
+        try:
+            refusal = self._open(directory, direct)
+        except BaseException:  # a full disk is noticed when it is open already
+            self.close()
+            raise
         if direct and not self.direct:
             self.note = (
                 f"direct I/O refused in {directory!r} ({refusal}): buffered I/O, cache dropped"
@@ -88,6 +92,10 @@ class UnnamedFile:
             except OSError as error:
                 if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
                     raise
+        os.ftruncate(self.fd, nbytes)
+
+    def shrink(self, nbytes: int) -> None:
+        """Give back what lies beyond ``nbytes``."""
         os.ftruncate(self.fd, nbytes)
 
     def write(self, address: int, nbytes: int, offset: int) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from ._extents import Extents
+from ._leases import Leases
 from ._memory import PAGE_BYTES, mapped
 
 __all__ = ["HostPool", "Room"]
@@ -24,30 +24,32 @@ _SLAB_BYTES = 256 << 20
 class _Slab:
     """Memory that was pinned in one piece, and which of it is taken. Unpinned when it is let go."""
 
-    __slots__ = ("__weakref__", "extents", "memory", "unpin")
+    __slots__ = ("__weakref__", "leases", "memory", "unpin")
 
     def __init__(self, memory: Tensor, unpin: Callable[[Tensor], None]) -> None:
         self.memory = memory
-        self.extents = Extents(unit_bytes=PAGE_BYTES)
+        self.leases = Leases(unit_bytes=PAGE_BYTES)
         self.unpin = weakref.finalize(self, unpin, memory)
 
-    def take(self, nbytes: int) -> int | None:
-        offset = self.extents.take(nbytes)
-        if self.extents.end_bytes <= self.memory.numel():
-            return offset
-        self.extents.free(offset, nbytes)
+    def take(self, nbytes: int) -> Room | None:
+        room = Room(self)
+        offset = self.leases.take(room, nbytes)
+        if self.leases.end_bytes <= self.memory.numel():
+            room.offset, room.memory = offset, self.memory[offset : offset + nbytes]
+            return room
+        self.leases.free(offset)
         return None
 
 
 class Room:
     """A piece of a slab: ``memory`` is its bytes, as a flat ``uint8`` tensor that starts on a page."""
 
-    __slots__ = ("memory", "offset", "slab")
+    __slots__ = ("__weakref__", "memory", "offset", "slab")
 
-    def __init__(self, slab: _Slab, offset: int, nbytes: int) -> None:
+    def __init__(self, slab: _Slab) -> None:
         self.slab = slab
-        self.offset = offset
-        self.memory = slab.memory[offset : offset + nbytes]
+        self.offset = 0
+        self.memory = slab.memory[:0]
 
 
 class HostPool:
@@ -69,10 +71,19 @@ class HostPool:
         self._pin = pin
         self._unpin = unpin
         self._slabs: list[_Slab] = []
-        self.slab_bytes = 0
         self.slab_peak_bytes = 0
-        self.used_bytes = 0
         self.note = ""
+        self.refusal = ""  # why the system gave no memory when it was last asked
+
+    @property
+    def slab_bytes(self) -> int:
+        """Bytes of all slabs."""
+        return sum(slab.memory.numel() for slab in self._slabs)
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of all rooms, in whole pages."""
+        return sum(slab.leases.used_bytes for slab in self._slabs)
 
     def could_hold(self, nbytes: int) -> bool:
         """Whether ``nbytes`` are no more than the budget."""
@@ -84,34 +95,28 @@ class HostPool:
         ``may_grow=False`` takes what is pinned already, or nothing.
         """
         for slab in self._slabs:
-            if slab.memory.numel() - slab.extents.used_bytes < nbytes:
+            if slab.memory.numel() - slab.leases.used_bytes < nbytes:
                 continue
-            offset = slab.take(nbytes)
-            if offset is not None:
-                return self._room(slab, offset, nbytes)
+            room = slab.take(nbytes)
+            if room is not None:
+                return room
         added = self._add_slab(nbytes) if may_grow else None
-        if added is None:
-            return None
-        offset = added.take(nbytes)
-        assert offset == 0
-        return self._room(added, offset, nbytes)
+        return added.take(nbytes) if added is not None else None
 
     def give(self, room: Room) -> None:
         """Take a room back. Nothing may read or write it any more."""
-        nbytes = room.memory.numel()
-        room.slab.extents.free(room.offset, nbytes)
-        self.used_bytes -= _pages(nbytes)
+        room.slab.leases.free(room.offset)
+
+    def settle(self) -> None:
+        """Take back rooms that nobody has any more: see :class:`Leases`."""
+        for slab in self._slabs:
+            slab.leases.settle()
 
     def trim(self) -> None:
         """Unpin and let go of every slab without rooms."""
-        for slab in [slab for slab in self._slabs if not slab.extents.used_bytes]:
+        for slab in [slab for slab in self._slabs if not slab.leases.used_bytes]:
             self._slabs.remove(slab)
-            self.slab_bytes -= slab.memory.numel()
             slab.unpin()
-
-    def _room(self, slab: _Slab, offset: int, nbytes: int) -> Room:
-        self.used_bytes += _pages(nbytes)
-        return Room(slab, offset, nbytes)
 
     def _add_slab(self, nbytes: int) -> _Slab | None:
         least = _pages(nbytes)
@@ -124,14 +129,19 @@ class HostPool:
                 return None
         try:
             memory = mapped(size)
-        except MemoryError:
+        except MemoryError as error:
+            self.refusal = str(error)
             return None
-        refusal = self._pin(memory)
+        self.refusal = ""
+        try:
+            refusal = self._pin(memory)
+        except BaseException:  # an interrupt may have come when it was pinned already
+            self._unpin(memory)
+            raise
         if refusal and not self.note:
             self.note = f"host memory is not pinned ({refusal}): copies do not run beside compute"
         slab = _Slab(memory, (lambda memory: None) if refusal else self._unpin)
         self._slabs.append(slab)
-        self.slab_bytes += size
         self.slab_peak_bytes = max(self.slab_peak_bytes, self.slab_bytes)
         return slab
 

@@ -122,6 +122,13 @@ class Pool:
         self._lent[id(ref)] = ref, mapping
         return torch.frombuffer(view, dtype=torch.uint8)
 
+    def restore(self) -> None:
+        """Forget what an interrupted call left half done."""
+        self._collect()
+        for key in [key for key, (view, _) in self._lent.items() if view() is None]:
+            del self._lent[key]
+        self._idle_bytes = sum(size * len(idle) for size, idle in self._idle.items())
+
     def trim(self) -> None:
         """Give every waiting mapping back to the system."""
         self._collect()
@@ -129,11 +136,12 @@ class Pool:
         self._idle_bytes = 0
 
     def _collect(self) -> None:
-        while True:
-            try:
-                _, mapping = self._lent.pop(id(self._back.popleft()))
-            except IndexError:
-                return
+        while self._back:
+            lent = self._lent.pop(id(self._back[0]), None)
+            self._back.popleft()
+            if lent is None:  # an interrupt came before it was put down
+                continue
+            mapping = lent[1]
             size = len(mapping)
             if self._idle_bytes + size <= self._idle_limit:
                 self._idle.setdefault(size, []).append(mapping)

@@ -1,0 +1,91 @@
+"""An interrupt where Python could deliver one: at the n-th such point inside backstash, for every n.
+
+A signal's handler runs only where the interpreter looks for one: when a Python function begins, when a call
+to something that is not Python has returned, and when a loop goes round. A trace function counts those
+points and raises ``KeyboardInterrupt`` at the n-th, which is what a Ctrl-C does that arrives just then.
+"""
+
+from __future__ import annotations
+
+import dis
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import backstash
+
+_INSIDE = str(Path(backstash.__file__).parent)
+_CALLS = ("CALL", "CALL_FUNCTION_EX", "CALL_FUNCTION", "CALL_METHOD", "CALL_FUNCTION_KW", "CALL_KW")
+_LOOKS = {
+    code
+    for name, code in dis.opmap.items()
+    if name in _CALLS or name == "RESUME" or "JUMP_BACKWARD" in name or name == "JUMP_ABSOLUTE"
+}
+
+
+class Interrupter:
+    """Raises ``KeyboardInterrupt`` at the ``at``-th point of this thread; a negative one only counts.
+
+    Args:
+        at: which point.
+        inside: the beginnings of the paths of files whose points count.
+    """
+
+    def __init__(self, at: int, inside: tuple[str, ...] = (_INSIDE,)) -> None:
+        self.at = at
+        self.count = 0
+        self.where = ""
+        self._inside = inside
+        self._last: dict[
+            FrameType, tuple[int, bool]
+        ] = {}  # its last opcode, whether a look follows
+
+    def _global(self, frame: FrameType, event: str, arg: Any) -> Callable[..., Any] | None:
+        back = frame.f_back
+        if back in self._last:
+            self._last[back] = (0, False)  # the call goes to Python, and its return is no look
+        if not frame.f_code.co_filename.startswith(self._inside):
+            return None
+        frame.f_trace_opcodes = True
+        frame.f_trace_lines = False
+        self._last[frame] = (0, False)
+        return self._local
+
+    def _local(self, frame: FrameType, event: str, arg: Any) -> Callable[..., Any] | None:
+        if event == "return":
+            self._last.pop(frame, None)
+        elif event == "exception":  # a call that raised has not returned: nobody looks
+            self._last[frame] = (0, False)
+        elif event == "opcode":
+            _, looks = self._last.get(frame, (0, False))
+            code = frame.f_code.co_code[frame.f_lasti]
+            self._last[frame] = (code, code in _LOOKS)
+            if looks:
+                self._point(frame)
+        return self._local
+
+    def _point(self, frame: FrameType) -> None:
+        self.count += 1
+        if self.count == self.at:
+            self.where = (
+                f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} {frame.f_code.co_name}"
+            )
+            self._last.clear()
+            sys.settrace(None)
+            raise KeyboardInterrupt(self.where)
+
+    def __enter__(self) -> Interrupter:
+        sys.settrace(self._global)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(None)
+        self._last.clear()
+
+
+def threads_of_ours() -> list[threading.Thread]:
+    """The workers that are alive."""
+    return [each for each in threading.enumerate() if each.name.startswith("backstash")]

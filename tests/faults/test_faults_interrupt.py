@@ -1,0 +1,193 @@
+"""Ctrl-C at any moment: the gradients afterwards are right, nothing is left, nothing hangs, nobody is deaf."""
+
+import _thread
+import functools
+import operator
+import weakref
+from types import SimpleNamespace
+
+import pytest
+import torch
+from faulty import (
+    INPUTS,
+    MIXES,
+    are_right,
+    forward,
+    gradients,
+    hooks_left,
+    run_python,
+    wrong_after,
+)
+from interrupts import Interrupter
+from signals import PRESSES
+
+from backstash import Disk, Stash, _up
+
+POINTS = 8  # of each mix; scripts/soak_faults.py takes every one
+
+
+def step_interrupted_at(at, stash):
+    """The interrupter, after one step; and what is wrong with a graph whose backward can be tried again."""
+    loss, found = None, []
+    with Interrupter(at) as interrupter:
+        try:
+            with stash:
+                loss = forward()
+            torch.autograd.grad(loss, INPUTS, retain_graph=True)
+        except KeyboardInterrupt:
+            pass
+    if loss is not None and not are_right(torch.autograd.grad(loss, INPUTS)):
+        found.append("a wrong gradient of the interrupted graph")
+    return interrupter, found
+
+
+@functools.cache
+def points_of(mix, directory):
+    stash = MIXES[mix](directory)
+    interrupter, found = step_interrupted_at(-1, stash)
+    assert not found + wrong_after(stash)
+    return interrupter.count
+
+
+@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize("part", range(POINTS))
+def test_an_interrupt_leaves_a_stash_that_works(tmp_path_factory, mix, part):
+    directory = tmp_path_factory.mktemp("interrupts")
+    most = points_of(mix, tmp_path_factory.getbasetemp())
+    at = (2 * part + 1) * most // (2 * POINTS) + part  # not always the same phase of a save
+    stash = MIXES[mix](directory)
+    interrupter, found = step_interrupted_at(at, stash)
+    found += wrong_after(stash)
+    assert not found, f"interrupted at {at}, {interrupter.where}"
+
+
+def test_every_interrupt_of_entering_and_leaving_takes_the_hooks_out(tmp_path):
+    stash = Stash(disk=tmp_path)
+    at, left = 1, []
+    while True:
+        with Interrupter(at) as interrupter:
+            try:
+                with stash:
+                    pass
+            except KeyboardInterrupt:
+                pass
+        if hooks_left():
+            left.append(interrupter.where)
+        if at > interrupter.count:
+            break
+        at += 1
+    assert at > 50
+    # Python calls __exit__ once, and where its first instruction is interrupted nobody can help it.
+    assert all("__exit__" in where for where in left) and len(left) <= 1
+    assert not wrong_after(stash)
+
+
+class _Pressing(weakref.ref):
+    press = _thread.interrupt_main  # of C, not bound, and it does not look itself
+
+
+def test_an_interrupt_while_a_graph_is_freed_is_not_swallowed(tmp_path):
+    """Autograd frees each node from C++; where a ``__del__`` there were Python, it would get the signal."""
+    stash = Stash(disk=tmp_path, min_bytes=0)
+    y = INPUTS[0]
+    with stash:
+        for _ in range(4):
+            y = y.exp()
+    node, blocks = y.grad_fn, []
+    while hasattr(node, "_raw_saved_result"):
+        blocks.append(node._raw_saved_result.data.block)
+        node = node.next_functions[0][0]
+    assert len(blocks) == 4
+    # As if Ctrl-C were pressed while this block is freed: no Python runs between this and the next one's end.
+    ref = _Pressing(blocks[0], operator.methodcaller("press", 2))
+    del node, blocks
+    with pytest.raises(KeyboardInterrupt):
+        del y
+        for _ in range(3):
+            pass
+    assert ref() is None
+    assert not wrong_after(stash)
+
+
+@pytest.mark.parametrize("mix", MIXES)
+def test_signals_from_outside(tmp_path, mix):
+    result = run_python(PRESSES, mix, tmp_path, 1, 0.5)
+    assert (result.returncode, result.stderr) == (0, ""), result.stdout + result.stderr
+
+
+def test_a_write_that_a_worker_was_given_is_known_to_its_parcel(tmp_path):
+    """Else the slot would be given to another block, and be written to once more."""
+    stash = Stash(disk=Disk(tmp_path), min_bytes=64)
+    begin = stash._workers.begin
+
+    def begin_and_break(work):
+        begin(work)
+        raise KeyboardInterrupt
+
+    down = stash._books.sides[0].down
+    down._begin_work = begin_and_break
+    with pytest.raises(KeyboardInterrupt):
+        gradients(stash)
+    down._begin_work = begin
+    assert not wrong_after(stash)
+
+
+def held_graph(stash):
+    """A graph whose every byte has landed, and of which nothing is in memory."""
+    with stash:
+        loss = forward()
+    with stash:
+        pass
+    stash.stats()
+    return loss
+
+
+def test_an_interrupted_copy_out_of_a_segment_is_not_taken_for_its_bytes(tmp_path, monkeypatch):
+    stash = MIXES["at once"](tmp_path)
+    loss = held_graph(stash)
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(_up, "ctypes", SimpleNamespace(memmove=interrupted))
+    with pytest.raises(KeyboardInterrupt):
+        torch.autograd.grad(loss, INPUTS, retain_graph=True)
+    monkeypatch.undo()
+    assert are_right(torch.autograd.grad(loss, INPUTS))
+    del loss
+    assert not wrong_after(stash)
+
+
+def test_a_read_that_was_begun_and_not_made_is_made_by_the_next(tmp_path, monkeypatch):
+    stash = MIXES["at once"](tmp_path)
+    loss = held_graph(stash)
+    up = stash._books.sides[0].up
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(up, "_runner", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        torch.autograd.grad(loss, INPUTS, retain_graph=True)
+    monkeypatch.undo()
+    assert are_right(torch.autograd.grad(loss, INPUTS))
+    del loss
+    assert not wrong_after(stash)
+
+
+def test_an_interrupted_read_ahead_does_not_hang_the_one_who_waits(tmp_path, monkeypatch):
+    stash = MIXES["at once"](tmp_path)
+    loss = held_graph(stash)
+    up = stash._books.sides[0].up
+    begin = up._begin_work
+
+    def interrupted(work):
+        up._begin_work = begin
+        raise KeyboardInterrupt
+
+    up._begin_work = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        torch.autograd.grad(loss, INPUTS, retain_graph=True)
+    assert are_right(torch.autograd.grad(loss, INPUTS))
+    del loss
+    assert not wrong_after(stash)

@@ -1,0 +1,53 @@
+"""Leases: an extent goes back with its owner, and what an interrupt left half done is mended."""
+
+import pytest
+
+from backstash.stores._leases import Leases
+
+
+class Owner:
+    pass
+
+
+def test_an_extent_goes_back_when_it_is_freed_or_its_owner_dies():
+    leases, first, second = Leases(unit_bytes=4096), Owner(), Owner()
+    assert [leases.take(each, 5000) for each in (first, second)] == [0, 8192]
+    assert (leases.used_bytes, leases.end_bytes, leases.in_order) == (16384, 16384, True)
+    leases.free(0)
+    leases.free(0)  # a second time is nothing
+    assert leases.used_bytes == 8192
+    del second
+    assert not leases.in_order
+    leases.settle()
+    assert (leases.used_bytes, leases.end_bytes, leases.in_order) == (0, 0, True)
+
+
+@pytest.mark.parametrize("call", ["take", "free"])
+@pytest.mark.parametrize("before", [True, False])
+def test_free_lists_that_were_left_half_done_are_made_anew(monkeypatch, call, before):
+    leases = Leases(unit_bytes=4096)
+    owners = [Owner() for _ in range(4)]
+    offsets = [leases.take(each, 4096) for each in owners]
+    leases.free(offsets[1])
+    whole = getattr(leases._extents, call)
+
+    def interrupted(*arguments):
+        if not before:
+            whole(*arguments)
+        raise KeyboardInterrupt
+
+    class Extents:
+        pass
+
+    extents, leases._extents = leases._extents, Extents()
+    setattr(leases._extents, call, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        leases.take(Owner(), 4096) if call == "take" else leases.free(offsets[2])
+    leases._extents = extents
+    leases.settle()
+    taken = {0, offsets[3]} | ({offsets[2]} if call == "take" else set())
+    again = [Owner() for _ in range(4 - len(taken))]
+    more = {leases.take(each, 4096) for each in again}
+    assert not more & taken  # nobody is given what another has
+    assert leases.end_bytes == 4 * 4096
+    assert leases.used_bytes == 4 * 4096
