@@ -62,7 +62,8 @@ def blocks(directory: str, args: argparse.Namespace) -> Lines:
     """Up to a million blocks alive at once."""
     plain: dict[int, float] = {}
     for mode in MODES:
-        counts = [count for count in (1000, 10_000, 100_000, 1_000_000) if count <= args.blocks]
+        most = args.blocks if mode != "host" else min(args.blocks, 100_000)  # of a page each
+        counts = [count for count in (1000, 10_000, 100_000, 1_000_000) if count <= most]
         for each in many_blocks(mode, directory, counts=counts):
             if isinstance(each, Alive):
                 yield _alive_line(mode, each, plain), True

@@ -908,3 +908,22 @@ def test_a_block_larger_than_host_memory_stays_and_the_others_go_on(tmp_path):
     assert torch.equal(gradient(loss, x), expected(lambda x: chain(x, steps=20)))
     del kept, loss
     stash.close()
+
+
+def test_rooms_that_bytes_were_staged_in_are_free_when_those_are_on_the_device(tmp_path):
+    device = TwinDevice(chance=1.0)
+    stash = stash_on(device, host=6 * BLOCK, disk=tmp_path, inflight=5 * BLOCK, prefetch=4 * BLOCK)
+    x, large = leaf(), leaf(side=2 * SIDE)  # 4 times a block
+    with stash:
+        loss = chain(x, steps=20)
+    node = loss.grad_fn.next_functions[0][0]
+    for _ in range(10):  # of a tanh and a multiplication each
+        node = node.next_functions[0][0].next_functions[0][0]
+    held = node._saved_result  # from disk; others are read ahead, by way of rooms
+    with stash:
+        second = (large * 1.5).exp() + (large * 2.5).exp()
+    stats = settled(stash, device)
+    assert stats.keep_bytes == 0 and stats.ahead_bytes >= 3 * BLOCK
+    assert torch.equal(gradient(loss, x), expected(lambda x: chain(x, steps=20)))
+    del loss, second, held, node
+    stash.close()

@@ -100,6 +100,18 @@ def test_limit_runs_or_says_why_not(tmp_path: Path) -> None:
     assert ends["run", True]["losses"] == ends["plain", False]["losses"]
 
 
+def test_limits_run_or_say_why_not(tmp_path: Path) -> None:
+    results = bench(tmp_path, "limits")
+    (section,) = results["sections"]
+    if section["skipped"]:
+        pytest.skip(section["skipped"])
+    outside, inside = section["runs"]
+    assert (inside["inside"], inside["status"]) == (True, 0)
+    assert inside["losses"] == outside["losses"]
+    assert 0 < inside["group_peak_bytes"] <= inside["limit_bytes"]
+    assert "a step saves" in table(results)
+
+
 @pytest.mark.parametrize("workload", ["gpt-tiny", "resnet-tiny"])
 def test_every_way_has_the_same_gradients(tmp_path: Path, workload: str) -> None:
     task = {

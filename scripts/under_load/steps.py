@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -156,6 +157,14 @@ def growth(moments: list[Held]) -> list[str]:
 # Things to be found.
 
 
+class _Open:
+    def __init__(self) -> None:
+        self.fd = os.open(os.devnull, os.O_RDONLY)
+
+    def __del__(self) -> None:
+        os.close(self.fd)
+
+
 def _leak_memory(stash: Stash, steps: int) -> Callable[[int], None]:
     held: list[Tensor] = []
     return lambda step: held.append(torch.ones(200 * MIB // 4 // steps))
@@ -173,8 +182,8 @@ def _leak_blocks(stash: Stash, steps: int) -> Callable[[int], None]:
 
 
 def _leak_descriptors(stash: Stash, steps: int) -> Callable[[int], None]:
-    held: list[Any] = []
-    return lambda step: held.append(open("/dev/null", "rb")) if step % 5 == 0 else None
+    held: list[_Open] = []
+    return lambda step: held.append(_Open()) if step % 5 == 0 else None
 
 
 def _leak_objects(stash: Stash, steps: int) -> Callable[[int], None]:

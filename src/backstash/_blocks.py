@@ -13,14 +13,13 @@ has the bytes.
 from __future__ import annotations
 
 import functools
+import operator
 import weakref
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-
-from ._remains import BlockRemains, at_death
+from torch.multiprocessing.reductions import StorageWeakRef
 
 if TYPE_CHECKING:
     from ._lanes import Lane
@@ -38,8 +37,8 @@ __all__ = [
     "same_counter",
 ]
 
+_call = operator.methodcaller("__call__")
 _NOTHING = torch.empty(0, device="cpu")
-_free_weak_ref: Any = torch.UntypedStorage._free_weak_ref
 _set_versions: Any = getattr(torch._C._autograd, "_unsafe_set_version_counter", None)
 
 
@@ -52,33 +51,37 @@ def same_counter(one: Tensor, other: Tensor) -> bool:
     if _set_versions is None:
         return False
     version = one._version
-    try:
-        _set_versions((one,), (version + 1,))
-        return bool(other._version == version + 1)
-    finally:  # whatever interrupts: a raised version would be an error in backward
-        _set_versions((one,), (version,))
+    # One call of C code after another, without a bytecode between them at which Python could go on with
+    # another thread: that one would see a change in place that there was not.
+    steps = (
+        functools.partial(_set_versions, (one,), (version + 1,)),
+        functools.partial(getattr, other, "_version"),
+        functools.partial(_set_versions, (one,), (version,)),
+    )
+    _, raised, _ = map(_call, steps)
+    return bool(raised == version + 1)
 
 
 class Source:
     """One storage at one version; its blocks own it."""
 
     __slots__ = (
-        "__del__",
         "__weakref__",
         "block",
         "cdata",
         "copied_bytes",
         "guard",
+        "owner",
         "slices",
         "version",
+        "weak",
     )
-    __del__: Callable[[], None]
 
     def __init__(self, tensor: Tensor, storage: torch.UntypedStorage) -> None:
-        # What StorageWeakRef does, whose own __del__ is Python: see _remains.
-        self.__del__ = functools.partial(_free_weak_ref, storage._weak_ref())
+        self.weak = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
         self.cdata = storage._cdata
         self.version = tensor._version
+        self.owner = weakref.ref(_owner_of(tensor))
         self.guard = tensor.detach()
         self.guard.data = _NOTHING  # drops the memory, keeps the counter
         self.block: weakref.ref[Block] | None = None  # of the whole storage
@@ -92,35 +95,39 @@ class Source:
 
     def is_of(self, tensor: Tensor) -> bool:
         """Whether ``tensor``, which has this storage, has the very bytes that were saved."""
-        return tensor._version == self.version == self.guard._version and same_counter(
-            self.guard, tensor
-        )
+        if not tensor._version == self.version == self.guard._version:
+            return False
+        # A view and its base share their counter: mostly nothing has to be tried.
+        return self.owner() is _owner_of(tensor) or same_counter(self.guard, tensor)
 
 
 class Block:
     """The bytes of one storage, wherever they are now. Every entry that needs them owns it."""
 
     __slots__ = (
-        "__del__",
         "__weakref__",
         "address",
         "alias",
         "arrival",
         "entries",
         "goes_on",
+        "grave",
+        "held",
         "index",
+        "kept",
         "lane",
         "lost",
+        "module",
         "nbytes",
         "offset",
         "origin",
         "parcel",
-        "remains",
         "root",
         "root_low",
         "root_version",
         "round",
         "saved_parts",
+        "serial",
         "served",
         "shape",
         "side",
@@ -129,24 +136,25 @@ class Block:
         "turn",
         "unsure",
     )
-    __del__: Callable[[], None]
 
     def __init__(self, source: Source, alias: Tensor, side: Side) -> None:
         storage = alias.untyped_storage()
-        self.nbytes = storage.nbytes()
-        self.remains = BlockRemains(side.grave, side.number, self.nbytes)
-        self.__del__ = at_death(side.grave, self.remains)
         self.source = source
         self.origin = source  # whose bytes these are: differs for a copy of a part
         self.alias: Tensor | None = alias  # in place or on its way down; None once it has landed
+        self.nbytes = storage.nbytes()
         self.address = storage.data_ptr()  # while in place; its residue matters ever after
         self.side = side  # whose budgets count it
+        self.grave = side.grave
         self.stream = side.stream()  # that its bytes were made on, on an accelerator
+        self.kept = 0  # bytes that the keep budget counts for it
         self.shape = tuple(alias.shape)
+        self.module = ""
         self.lost = ""  # why its bytes cannot be known, once they cannot
         self.lane: Lane
         self.round: Round
         self.index = 0  # in its round
+        self.serial = -1  # among all blocks of the stash
         self.parcel: Any = None  # what carries it below: a Parcel or a HostParcel
         self.saved_parts: list[Part] = []  # what its entries need, as far as that had to be asked
         self.goes_on = False  # whether it is to go to disk whatever room the host has
@@ -160,42 +168,13 @@ class Block:
         self.root: Tensor | None = None  # bytes read back, as one storage for all views
         self.root_low = 0  # where in root the block's first byte is
         self.root_version = 0
+        self.held = 0  # bytes that the read-ahead budget counts for root
 
-    @property
-    def kept(self) -> int:
-        """Bytes that the keep budget counts for it."""
-        return self.remains.kept
-
-    @kept.setter
-    def kept(self, nbytes: int) -> None:
-        self.remains.kept = nbytes
-
-    @property
-    def held(self) -> int:
-        """Bytes that the read-ahead budget counts for ``root``."""
-        return self.remains.held
-
-    @held.setter
-    def held(self, nbytes: int) -> None:
-        self.remains.held = nbytes
-
-    @property
-    def serial(self) -> int:
-        """Its number among all blocks of the stash; -1 until it is one of them."""
-        return self.remains.serial
-
-    @serial.setter
-    def serial(self, number: int) -> None:
-        self.remains.serial = number
-
-    @property
-    def module(self) -> str:
-        """The path of the module that saved it."""
-        return self.remains.module
-
-    @module.setter
-    def module(self, path: str) -> None:
-        self.remains.module = path
+    def __del__(self) -> None:
+        # May run on any thread in the middle of anything: it only appends.
+        self.grave.append(
+            (self.side.number, self.kept, self.held, self.nbytes, self.serial, self.module)
+        )
 
     def serves(self, part: Part) -> bool:
         """Whether its bytes are right for ``part`` too, where nobody knows what else is written.
@@ -224,6 +203,11 @@ class Block:
     def where(self) -> str:
         """The tier that has the bytes: ``"keep"`` until they have landed on ``"disk"``."""
         return "keep" if self.alias is not None or self.parcel is None else self.parcel.tier
+
+
+def _owner_of(tensor: Tensor) -> Tensor:
+    base = tensor._base
+    return tensor if base is None else base
 
 
 def raw_alias(tensor: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 import torch
@@ -23,9 +24,7 @@ from torch import Tensor
 from ._blocks import Block
 from ._events import profiled
 from ._queue import WeakQueue
-from ._remains import Grave, HostRemains, at_death
 from ._streams import Copy, Device
-from ._workers import Work
 from .errors import StashFullError, StashIOError
 from .stores import Slot, Store
 from .stores._host import HostPool, Room
@@ -34,63 +33,86 @@ from .units import format_bytes
 
 _RESERVE_BYTES = 256 << 20  # of the device, not used for reading ahead
 
-__all__ = ["HostParcel", "HostReading", "HostTier"]
+__all__ = ["HostParcel", "HostReading", "HostTier", "Remains"]
+
+
+class Remains:
+    """What is left of a parcel or a reading: a room, and a slot on disk, and who may still use them."""
+
+    __slots__ = ("copies", "held", "number", "room", "slot", "work")
+
+    def __init__(
+        self,
+        number: int,
+        room: Room | None,
+        slot: Slot | None,
+        copies: tuple[Copy | None, ...],
+        work: Future[None] | None,
+        held: int,
+    ) -> None:
+        self.number = number  # of the side that it is of
+        self.room = room
+        self.slot = slot
+        self.copies = copies
+        self.work = work  # of a worker that writes from the room or reads to it
+        self.held = held  # bytes that the read-ahead budget counts
+
+    def at_rest(self) -> bool:
+        """Whether nothing uses it any more."""
+        if self.work is not None and not (self.work.done() or self.work.cancel()):
+            return False
+        return all(copy is None or copy.ended() for copy in self.copies)
+
+    def wait(self) -> None:
+        """Wait until nothing uses it."""
+        if self.work is not None and not self.work.cancel():
+            self.work.exception()
+        for copy in self.copies:
+            if copy is not None:
+                copy.wait()
 
 
 class HostParcel:
     """A block's bytes below its device: in a room of host memory, on disk, or in both."""
 
     __slots__ = (
-        "__del__",
         "__weakref__",
         "ahead",
         "blocks",
+        "brought",
+        "held",
         "host",
         "nbytes",
         "reading",
-        "remains",
+        "room",
         "skew",
+        "slot",
+        "spilling",
         "wanted",
         "writing",
     )
-    __del__: Callable[[], None]
 
     def __init__(self, host: HostTier, room: Room, copy: Copy) -> None:
-        self.remains = HostRemains(host.grave, host.number, room)
-        self.remains.down = copy
-        self.__del__ = at_death(host.grave, self.remains)
         self.host = host
         self.nbytes = room.memory.numel()
+        self.room: Room | None = room
         self.writing = copy  # down, into the room
+        self.slot: Slot | None = None  # on disk, once its write has begun
+        self.spilling: Future[None] | None = None
+        self.brought: Copy | None = None  # the last copy up from the room
         self.reading: HostReading | None = None
         self.skew = 0
+        self.held = 0
         self.ahead = False
         self.blocks = 1
         self.wanted = 0
 
-    @property
-    def room(self) -> Room | None:
-        """Where its bytes lie in host memory; ``None`` once they are on disk alone."""
-        return self.remains.room
-
-    @property
-    def slot(self) -> Slot | None:
-        """Where they lie on disk, or will when :attr:`spilling` has ended."""
-        return self.remains.slot
-
-    @property
-    def spilling(self) -> Work | None:
-        """The write to disk, from its beginning until somebody has looked at its end."""
-        return self.remains.work
-
-    @property
-    def held(self) -> int:
-        """Bytes that the read-ahead budget counts for it."""
-        return self.remains.held
-
-    @held.setter
-    def held(self, nbytes: int) -> None:
-        self.remains.held = nbytes
+    def __del__(self) -> None:
+        # May run on any thread in the middle of anything: it only appends.
+        copies = (self.writing, self.brought)
+        self.host.grave.append(
+            Remains(self.host.number, self.room, self.slot, copies, self.spilling, self.held)
+        )
 
     @property
     def tier(self) -> str:
@@ -104,28 +126,31 @@ class HostParcel:
 
 
 class HostReading:
-    """Bytes on their way back to the device: from a room at once, or first from disk to one.
-
-    ``room`` is given back when it is no longer needed.
-    """
-
-    __slots__ = ("__del__", "__weakref__", "_read", "_staged", "host", "needs_worker", "remains")
-    __del__: Callable[[], None]
+    """Bytes on their way back to the device: from a room at once, or first from disk to one."""
 
     def __init__(
-        self, host: HostTier, slot: Slot | None, staged: Tensor, room: Room | None
+        self,
+        host: HostTier,
+        slot: Slot | None,
+        staged: Tensor,
+        room: Room | None,
+        *,
+        ahead: bool = False,
     ) -> None:
-        self.remains = HostRemains(host.grave, host.number, room)
-        self.__del__ = at_death(host.grave, self.remains)
-        self._read = self.remains.work = Work(_read_up, host.disk, slot, staged)
         self.host = host
+        self._ahead = ahead  # a worker reads it
+        self.arrival: Copy | None = None
+        self._slot = slot
         self._staged = staged
+        self._room = room  # to be given back when it is no longer needed
+        self._read: Future[None] = Future()
         self.needs_worker = slot is not None
 
-    @property
-    def arrival(self) -> Copy | None:
-        """The copy to the device, once it has begun."""
-        return self.remains.brought
+    def __del__(self) -> None:
+        # May run on any thread in the middle of anything: it only appends.
+        if self._room is not None:
+            remains = Remains(self.host.number, self._room, None, (self.arrival,), self._read, 0)
+            self.host.grave.append(remains)
 
     @property
     def memory(self) -> Tensor:
@@ -133,14 +158,46 @@ class HostReading:
         assert self.arrival is not None
         return self.arrival.memory
 
-    def run(self) -> bool:
-        """Read from disk, on whichever thread comes first; whether it was this one."""
-        return self._read.run()
+    def run(self) -> None:
+        """Read from disk; nothing to do for what is in host memory."""
+        if self._slot is None or self.host.disk is None:
+            self._read.set_result(None)
+            return
+        try:
+            with profiled("read"):
+                self.host.disk.read(self._slot, self._staged.data_ptr())
+        except BaseException as error:
+            self._read.set_exception(error)
+        else:
+            self._read.set_result(None)
 
     def send(self, after: Copy | None = None) -> None:
         """Begin the copy to the device, if it has not begun. The caller holds the lock."""
         if self.arrival is None:
-            self.remains.brought = self.host.device.up(self._staged, after)
+            self.arrival = self.host.device.up(self._staged, after)
+
+    def arrive(self) -> bool:
+        """Wait until it is on the device, where that can be waited for. The caller holds the lock.
+
+        Not for a read that another thread makes itself, which may be waiting for the caller.
+        """
+        if self.arrival is None:
+            if not self._ahead or self._read.exception() is not None:
+                return False
+            try:
+                self.send()
+            except torch.OutOfMemoryError:
+                return False
+            assert self.arrival is not None
+        self.arrival.wait()
+        return True
+
+    def take_room(self) -> Room | None:
+        """The room that it read to, once its copy to the device has ended: it is not needed any more."""
+        if self._room is None or self.arrival is None or not self.arrival.ended():
+            return None
+        room, self._room = self._room, None
+        return room
 
     def has_come(self) -> bool:
         """Whether the disk has been read, without an error."""
@@ -162,7 +219,7 @@ class HostTier:
         device: whose blocks.
         pool: the rooms.
         disk: what is below, or ``None``.
-        begin: hands a piece of work to a worker.
+        submit: runs ``function(*args)`` on a worker and returns its future.
         grave: where what dies is appended.
         lock: the stash's.
         number: of its side.
@@ -174,8 +231,8 @@ class HostTier:
         device: Device,
         pool: HostPool,
         disk: Store | None,
-        begin: Callable[[Work], None],
-        grave: Grave,
+        submit: Callable[..., Future[None]],
+        grave: deque[Any],
         lock: Any,
         *,
         number: int,
@@ -187,12 +244,13 @@ class HostTier:
         self.disk = disk
         self.grave = grave
         self.lock = lock
-        self._begin = begin
+        self._submit = submit
         self._early = early
         self._held = WeakQueue[HostParcel](_is_in_a_room_only)  # oldest first
         self._spilling: deque[weakref.ref[HostParcel]] = deque()  # being written to disk
         self._spilled = WeakQueue[HostParcel](_has_a_room)  # in both: the room may go
-        self._buried: deque[HostRemains] = deque()
+        self._buried: deque[Remains] = deque()
+        self._staging: deque[weakref.ref[HostReading]] = deque()  # with a room that is on disk too
         self._coming: deque[weakref.ref[HostReading]] = deque()  # from disk, ahead of need
         self._disk_refuses = ""
         self._disk_has_failed = False
@@ -225,7 +283,7 @@ class HostTier:
         room = self._room(block.nbytes)
         try:
             copy = self.device.down(_bytes_of(block.alias), room.memory, block.stream)
-        except Exception:  # after an interrupt the copy may have begun, and fills the room
+        except BaseException:
             self.pool.give(room)
             raise
         parcel = HostParcel(self, room, copy)
@@ -246,14 +304,16 @@ class HostTier:
             reading = HostReading(self, None, parcel.room.memory, None)
             reading.run()
             reading.send(after=parcel.writing)
-            parcel.remains.brought = reading.arrival
+            parcel.brought = reading.arrival
             return reading
         room = self._idle_room(parcel.nbytes)
         if room is None and ahead:
             raise MemoryError("no room in host memory to read ahead")
         # Not pinned, so its copy does not run beside compute; but what is needed now is needed.
         staged = room.memory if room is not None else mapped(parcel.nbytes)[: parcel.nbytes]
-        reading = HostReading(self, parcel.slot, staged, room)
+        reading = HostReading(self, parcel.slot, staged, room, ahead=ahead)
+        if room is not None:
+            self._staging.append(weakref.ref(reading))
         if ahead:
             self._coming.append(weakref.ref(reading))
         return reading
@@ -296,7 +356,7 @@ class HostTier:
 
     # Rooms.
 
-    def bury(self, remains: HostRemains) -> None:
+    def bury(self, remains: Remains) -> None:
         """Take what died; its room is given back when nothing uses it."""
         self._buried.append(remains)
         # Mostly they come to rest in this order. The others are looked at when a room is needed: a host
@@ -308,30 +368,6 @@ class HostTier:
         """No block is alive any more."""
         self._held.clear()
         self._spilled.clear()
-
-    def restore(self, parcels: list[HostParcel], remains: list[HostRemains]) -> None:
-        """Make the books anew from what there is: see ``_repair``.
-
-        Args:
-            parcels: that are alive, oldest first.
-            remains: of all that has a room or a slot.
-        """
-        self.device.finish()  # so that no copy runs into a room that nobody has any more
-        self.pool.settle()
-        self._bytes_on_the_way_out = 0
-        for left in remains:
-            if left.room is not None and left.slot is not None:
-                self._bytes_on_the_way_out += left.room.memory.numel()
-        self._held = WeakQueue[HostParcel](_is_in_a_room_only)
-        self._spilled = WeakQueue[HostParcel](_has_a_room)
-        self._spilling.clear()
-        for parcel in parcels:
-            if parcel.spilling is not None:
-                self._spilling.append(weakref.ref(parcel))
-                if not parcel.spilling.done():
-                    self._begin(parcel.spilling)
-            elif parcel.room is not None:
-                (self._held if parcel.slot is None else self._spilled).append(parcel)
 
     def close(self) -> None:
         """Give back what is at rest. What live graphs hold stays until they go."""
@@ -352,8 +388,6 @@ class HostTier:
 
     def _full(self, nbytes: int) -> StashFullError:
         remedy = ": raise host=" if self.disk is not None else ": raise host=, or give disk="
-        if self.pool.refusal:
-            remedy = f" ({self.pool.refusal}): free memory, or lower host="
         return StashFullError(
             errno.ENOSPC,
             f"host memory has no room for {format_bytes(nbytes)} beside the "
@@ -372,14 +406,23 @@ class HostTier:
 
     def sweep(self) -> bool:
         """Look at what has ended; whether a room or a choice came of it."""
-        self.pool.settle()
         found = False
         for _ in range(len(self._buried)):
-            if self._buried[0].at_rest():
-                self._give_back(self._buried.popleft())
+            remains = self._buried.popleft()
+            if remains.at_rest():
+                self._give_back(remains)
                 found = True
             else:
-                self._buried.rotate(-1)
+                self._buried.append(remains)
+        for _ in range(len(self._staging)):
+            ref = self._staging.popleft()
+            reading = ref()
+            room = reading.take_room() if reading is not None else None
+            if room is not None:
+                self.pool.give(room)
+                found = True
+            elif reading is not None:
+                self._staging.append(ref)
         while self._spilling:
             parcel = self._spilling[0]()
             if parcel is not None and parcel.spilling is not None and not parcel.spilling.done():
@@ -390,27 +433,26 @@ class HostTier:
                 found = True
         return found
 
-    def _give_back(self, remains: HostRemains) -> None:
-        room, slot, remains.room, remains.slot = remains.room, remains.slot, None, None
-        if room is not None:
-            self.pool.give(room)
-            if slot is not None:
-                self._bytes_on_the_way_out -= room.memory.numel()
-        if slot is not None and self.disk is not None:
-            self.disk.release(slot)
+    def _give_back(self, remains: Remains) -> None:
+        if remains.room is not None:
+            self.pool.give(remains.room)
+            if remains.slot is not None:
+                self._bytes_on_the_way_out -= remains.room.memory.numel()
+        if remains.slot is not None and self.disk is not None:
+            self.disk.release(remains.slot)
 
     def _spill_ended(self, parcel: HostParcel) -> None:
         assert parcel.spilling is not None and parcel.slot is not None and self.disk is not None
         failure = parcel.spilling.exception()
+        parcel.spilling = None
         if failure is None:
-            parcel.remains.work = None
             self._spilled.append(parcel)
             return
         self._disk_refuses = f", and the disk failed: {failure}"
         self._disk_has_failed = True
-        slot, parcel.remains.slot, parcel.remains.work = parcel.slot, None, None
         self._bytes_on_the_way_out -= parcel.nbytes
-        self.disk.release(slot)
+        self.disk.release(parcel.slot)
+        parcel.slot = None
         self._held.appendleft(parcel)
 
     def _evict(self) -> bool:
@@ -419,11 +461,10 @@ class HostTier:
             parcel = self._spilled.popleft()
             if parcel is None or parcel.room is None:
                 continue
-            left = HostRemains(self.grave, self.number, parcel.room)
-            left.brought = parcel.remains.brought
-            parcel.remains.room = parcel.remains.brought = None
-            self._buried.append(left)
+            room, parcel.room = parcel.room, None
             self._bytes_on_the_way_out -= parcel.nbytes
+            self._buried.append(Remains(self.number, room, None, (parcel.brought,), None, 0))
+            parcel.brought = None
             return True
         return False
 
@@ -441,9 +482,16 @@ class HostTier:
             if self._buried:
                 self._buried[0].wait()
                 return True
-            return False
+            return self._wait_for_staging()
         finally:
             self.stall_seconds += time.perf_counter() - began
+
+    def _wait_for_staging(self) -> bool:
+        for ref in tuple(self._staging):
+            reading = ref()
+            if reading is not None and reading.arrive():
+                return True
+        return False
 
     # Onward to disk.
 
@@ -472,24 +520,15 @@ class HostTier:
         if disk is None or self._disk_has_failed or room is None:
             return False
         try:
-            slot = disk.reserve(parcel.nbytes)
+            parcel.slot = disk.reserve(parcel.nbytes)
         except StashIOError as error:
             self._disk_refuses = f", and {error.strerror}"
             return False
-        work = Work(_write_down, parcel.writing, disk, slot, room.memory)
-        parcel.remains.work, parcel.remains.slot = work, slot
-        self._begin(work)
+        parcel.spilling = self._submit(_write_down, parcel.writing, disk, parcel.slot, room.memory)
         self.disk_peak_bytes = max(self.disk_peak_bytes, disk.used_bytes)
         self._bytes_on_the_way_out += parcel.nbytes
         self._spilling.append(weakref.ref(parcel))
         return True
-
-
-def _read_up(disk: Store | None, slot: Slot | None, memory: Tensor) -> None:
-    """Read from disk; nothing to do for what is in host memory."""
-    if disk is not None and slot is not None:
-        with profiled("read"):
-            disk.read(slot, memory.data_ptr())
 
 
 def _is_in_a_room_only(parcel: HostParcel) -> bool:

@@ -19,7 +19,7 @@ from ..units import parse_bytes
 from ._arguments import Parser, directory, words
 from ._bench._device import device_benchmark
 from ._bench._gradients import gradients
-from ._bench._limit import limit
+from ._bench._limit import limit, limits
 from ._bench._small import alive, overhead
 from ._bench._step import step
 from ._bench._table import table
@@ -30,7 +30,7 @@ from ._progress import Progress
 
 __all__ = ["main"]
 
-_KINDS = ("gpt", "resnet", "overhead", "alive", "limit", "gradients")
+_KINDS = ("gpt", "resnet", "overhead", "alive", "limit", "limits", "gradients")
 _DISK_BYTES = 256 << 20  # written and read to say how fast the disk is
 _USAGE = "backstash bench [OPTION ...] [WHAT ...]"
 _DESCRIPTION = """\
@@ -44,6 +44,7 @@ WHAT is one or more of:
   overhead  a chain of 10,000 operations that save small tensors: the cost of each save
   alive     the cost of a pack and an unpack with up to a million saved tensors alive
   limit     training in a control group with half the memory that a step saves
+  limits    the same with a third of it, and with less
   gradients the peak when each gradient goes as soon as its parameter is updated
 Without it, all of them.
 """
@@ -218,6 +219,8 @@ def _section(
         return alive(**common)
     if what == "limit":
         return limit(**common)
+    if what == "limits":
+        return limits(**common)
     keys = tuple(
         dict.fromkeys(("plain", *options.only))
     )  # plain is what the others are held against

@@ -1,4 +1,4 @@
-"""Work larger than its memory: a control group with half the bytes that a step saves."""
+"""Work larger than its memory: a control group with half the bytes that a step saves, or fewer."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from ._process import Ended, step_process
 from ._step import TINY_MIN_BYTES
 from ._variants import VARIANTS
 
-__all__ = ["Group", "limit", "limited_group"]
+__all__ = ["Group", "limit", "limited_group", "limits"]
 
 _LIMIT_FILES = {
     1: ("memory.limit_in_bytes", "memory.memsw.limit_in_bytes"),
     2: ("memory.max", "memory.swap.max"),
 }
 _MIB = 1 << 20
+_SHARES = (3, 4, 5, 6)  # what a step saves, over the limits of `limits`
 _ENTER = (
     'echo $$ > "$0" && exec "$@"'  # a shell that moves itself into the group, then becomes "$@"
 )
@@ -123,3 +124,54 @@ def limit(*, directory: str, tiny: bool, say: Callable[[str], None]) -> dict[str
 
 def _row(key: str, inside: bool, ended: Ended) -> dict[str, Any]:
     return {"variant": key, "inside": inside, "status": ended.status, **ended.result}
+
+
+def limits(*, directory: str, tiny: bool, say: Callable[[str], None]) -> dict[str, Any]:
+    """Train inside groups that limit memory to a third of what a step saves, and to less.
+
+    Args:
+        directory: where ``backstash run`` puts its file.
+        tiny: the small workload, and one limit that it does not reach, for tests.
+        say: called with a line of progress before each process.
+
+    Returns:
+        The bytes saved by a step, and for each limit how the run ended, with its losses, its resident peak
+        and the most that the group used, page cache included; or why it was skipped.
+    """
+    task: dict[str, Any] = {
+        "workload": "gpt-large-tiny" if tiny else "gpt-long",
+        "steps": 1,
+        "warmup": 0,
+        "directory": directory,
+        "min_bytes": TINY_MIN_BYTES if tiny else 64 << 10,
+    }
+    say("limits: outside, backstash run, for the bytes that a step saves")
+    outside = step_process(VARIANTS["run"], task)
+    runs = [_row("run", False, outside)]
+    result: dict[str, Any] = {"kind": "limits", "tiny": tiny, "runs": runs, "skipped": ""}
+    if not outside.result.get("stats"):
+        return result | {"skipped": f"the run outside failed: {outside.error}"}
+    saved = outside.result["stats"]["eligible_bytes"]
+    inside = (
+        [("run", 1)] if tiny else [("plain", _SHARES[0]), *(("run", share) for share in _SHARES)]
+    )
+    for key, share in inside:
+        most = outside.result["resident_peak_bytes"] if tiny else saved // share
+        limit_bytes = most // _MIB * _MIB
+        say(f"limits: {share} times, {key}")
+        with limited_group(limit_bytes) as group:
+            if not group:
+                return result | {"skipped": group.reason}
+            row = _row(key, True, step_process(VARIANTS[key], task, group.prefix))
+            runs.append(row | {"limit_bytes": limit_bytes, "group_peak_bytes": _peak_of(group)})
+    return result | {"saved_bytes": saved}
+
+
+def _peak_of(group: Group) -> int:
+    """The most that the group used, 0 where the system does not tell."""
+    for name in ("memory.max_usage_in_bytes", "memory.peak"):
+        try:
+            return int((group.path / name).read_text())
+        except OSError:
+            continue
+    return 0

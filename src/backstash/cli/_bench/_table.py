@@ -31,6 +31,7 @@ def table(results: dict[str, Any]) -> str:
         "overhead": _overhead,
         "alive": _alive,
         "limit": _limit,
+        "limits": _limits,
         "gradients": _gradients,
         "device": device_table,
     }
@@ -127,6 +128,27 @@ def _limit(section: dict[str, Any]) -> str:
         f"group's limit is {format_bytes(section['limit_bytes'])}:"
     )
     return f"{title}\n\n{markdown(('run', 'end', 'resident peak', 'losses'), rows)}"
+
+
+def _limits(section: dict[str, Any]) -> str:
+    if section["skipped"]:
+        return f"Work several times its memory: skipped, {section['skipped']}"
+    first = section["runs"][0]
+    rows = [
+        (
+            run["variant"],
+            format_bytes(run["limit_bytes"]) if run["inside"] else "none",
+            f"{section['saved_bytes'] / run['limit_bytes']:.1f}" if run["inside"] else "",
+            _ended(run["status"]),
+            format_bytes(run["resident_peak_bytes"]) if run["status"] == 0 else "",
+            format_bytes(run["group_peak_bytes"]) if run["inside"] else "",
+            "equal" if run.get("losses") == first["losses"] else "",
+        )
+        for run in section["runs"]
+    ]
+    title = f"{first['description']}: a step saves {format_bytes(section['saved_bytes'])}"
+    head = ("run", "limit", "saved over limit", "end", "resident peak", "group's peak", "losses")
+    return f"{title}:\n\n{markdown(head, rows)}"
 
 
 def _gradients(section: dict[str, Any]) -> str:

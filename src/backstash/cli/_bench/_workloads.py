@@ -153,6 +153,7 @@ WORKLOADS: dict[str, Callable[[], Workload]] = {
     "gpt": lambda: _gpt(12, 512, 8, 512),
     "resnet": lambda: _resnet((3, 4, 6, 3), 64, 16, 160),
     "gpt-large": lambda: _gpt(24, 512, 8, 512),
+    "gpt-long": lambda: _gpt(32, 256, 8, 1024),
     "gpt-tiny": lambda: _gpt(2, 64, 4, 64),
     "resnet-tiny": lambda: _resnet((1, 1), 8, 2, 32),
     "gpt-large-tiny": lambda: _gpt(4, 128, 64, 256),
