@@ -15,11 +15,13 @@ from __future__ import annotations
 import functools
 import operator
 import weakref
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
+
+from ._remains import BlockRemains, at_death
 
 if TYPE_CHECKING:
     from ._lanes import Lane
@@ -39,6 +41,7 @@ __all__ = [
 
 _call = operator.methodcaller("__call__")
 _NOTHING = torch.empty(0, device="cpu")
+_free_weak_ref: Any = torch.UntypedStorage._free_weak_ref
 _set_versions: Any = getattr(torch._C._autograd, "_unsafe_set_version_counter", None)
 
 
@@ -66,6 +69,7 @@ class Source:
     """One storage at one version; its blocks own it."""
 
     __slots__ = (
+        "__del__",
         "__weakref__",
         "block",
         "cdata",
@@ -74,11 +78,12 @@ class Source:
         "owner",
         "slices",
         "version",
-        "weak",
     )
+    __del__: Callable[[], None]
 
     def __init__(self, tensor: Tensor, storage: torch.UntypedStorage) -> None:
-        self.weak = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+        # What StorageWeakRef does, whose own __del__ is Python: see _remains.
+        self.__del__ = functools.partial(_free_weak_ref, storage._weak_ref())
         self.cdata = storage._cdata
         self.version = tensor._version
         self.owner = weakref.ref(_owner_of(tensor))
@@ -105,29 +110,26 @@ class Block:
     """The bytes of one storage, wherever they are now. Every entry that needs them owns it."""
 
     __slots__ = (
+        "__del__",
         "__weakref__",
         "address",
         "alias",
         "arrival",
         "entries",
         "goes_on",
-        "grave",
-        "held",
         "index",
-        "kept",
         "lane",
         "lost",
-        "module",
         "nbytes",
         "offset",
         "origin",
         "parcel",
+        "remains",
         "root",
         "root_low",
         "root_version",
         "round",
         "saved_parts",
-        "serial",
         "served",
         "shape",
         "side",
@@ -136,25 +138,24 @@ class Block:
         "turn",
         "unsure",
     )
+    __del__: Callable[[], None]
 
     def __init__(self, source: Source, alias: Tensor, side: Side) -> None:
         storage = alias.untyped_storage()
+        self.nbytes = storage.nbytes()
+        self.remains = BlockRemains(side.grave, side.number, self.nbytes)
+        self.__del__ = at_death(side.grave, self.remains)
         self.source = source
         self.origin = source  # whose bytes these are: differs for a copy of a part
         self.alias: Tensor | None = alias  # in place or on its way down; None once it has landed
-        self.nbytes = storage.nbytes()
         self.address = storage.data_ptr()  # while in place; its residue matters ever after
         self.side = side  # whose budgets count it
-        self.grave = side.grave
         self.stream = side.stream()  # that its bytes were made on, on an accelerator
-        self.kept = 0  # bytes that the keep budget counts for it
         self.shape = tuple(alias.shape)
-        self.module = ""
         self.lost = ""  # why its bytes cannot be known, once they cannot
         self.lane: Lane
         self.round: Round
         self.index = 0  # in its round
-        self.serial = -1  # among all blocks of the stash
         self.parcel: Any = None  # what carries it below: a Parcel or a HostParcel
         self.saved_parts: list[Part] = []  # what its entries need, as far as that had to be asked
         self.goes_on = False  # whether it is to go to disk whatever room the host has
@@ -168,13 +169,42 @@ class Block:
         self.root: Tensor | None = None  # bytes read back, as one storage for all views
         self.root_low = 0  # where in root the block's first byte is
         self.root_version = 0
-        self.held = 0  # bytes that the read-ahead budget counts for root
 
-    def __del__(self) -> None:
-        # May run on any thread in the middle of anything: it only appends.
-        self.grave.append(
-            (self.side.number, self.kept, self.held, self.nbytes, self.serial, self.module)
-        )
+    @property
+    def kept(self) -> int:
+        """Bytes that the keep budget counts for it."""
+        return self.remains.kept
+
+    @kept.setter
+    def kept(self, nbytes: int) -> None:
+        self.remains.kept = nbytes
+
+    @property
+    def held(self) -> int:
+        """Bytes that the read-ahead budget counts for ``root``."""
+        return self.remains.held
+
+    @held.setter
+    def held(self, nbytes: int) -> None:
+        self.remains.held = nbytes
+
+    @property
+    def serial(self) -> int:
+        """Its number among all blocks of the stash; -1 until it is one of them."""
+        return self.remains.serial
+
+    @serial.setter
+    def serial(self, number: int) -> None:
+        self.remains.serial = number
+
+    @property
+    def module(self) -> str:
+        """The path of the module that saved it."""
+        return self.remains.module
+
+    @module.setter
+    def module(self, path: str) -> None:
+        self.remains.module = path
 
     def serves(self, part: Part) -> bool:
         """Whether its bytes are right for ``part`` too, where nobody knows what else is written.

@@ -15,7 +15,6 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future
 from typing import Any
 
 import torch
@@ -24,7 +23,9 @@ from torch import Tensor
 from ._blocks import Block
 from ._events import profiled
 from ._queue import WeakQueue
+from ._remains import Grave, HostRemains, at_death
 from ._streams import Copy, Device
+from ._workers import Work
 from .errors import StashFullError, StashIOError
 from .stores import Slot, Store
 from .stores._host import HostPool, Room
@@ -33,86 +34,63 @@ from .units import format_bytes
 
 _RESERVE_BYTES = 256 << 20  # of the device, not used for reading ahead
 
-__all__ = ["HostParcel", "HostReading", "HostTier", "Remains"]
-
-
-class Remains:
-    """What is left of a parcel or a reading: a room, and a slot on disk, and who may still use them."""
-
-    __slots__ = ("copies", "held", "number", "room", "slot", "work")
-
-    def __init__(
-        self,
-        number: int,
-        room: Room | None,
-        slot: Slot | None,
-        copies: tuple[Copy | None, ...],
-        work: Future[None] | None,
-        held: int,
-    ) -> None:
-        self.number = number  # of the side that it is of
-        self.room = room
-        self.slot = slot
-        self.copies = copies
-        self.work = work  # of a worker that writes from the room or reads to it
-        self.held = held  # bytes that the read-ahead budget counts
-
-    def at_rest(self) -> bool:
-        """Whether nothing uses it any more."""
-        if self.work is not None and not (self.work.done() or self.work.cancel()):
-            return False
-        return all(copy is None or copy.ended() for copy in self.copies)
-
-    def wait(self) -> None:
-        """Wait until nothing uses it."""
-        if self.work is not None and not self.work.cancel():
-            self.work.exception()
-        for copy in self.copies:
-            if copy is not None:
-                copy.wait()
+__all__ = ["HostParcel", "HostReading", "HostTier"]
 
 
 class HostParcel:
     """A block's bytes below its device: in a room of host memory, on disk, or in both."""
 
     __slots__ = (
+        "__del__",
         "__weakref__",
         "ahead",
         "blocks",
-        "brought",
-        "held",
         "host",
         "nbytes",
         "reading",
-        "room",
+        "remains",
         "skew",
-        "slot",
-        "spilling",
         "wanted",
         "writing",
     )
+    __del__: Callable[[], None]
 
     def __init__(self, host: HostTier, room: Room, copy: Copy) -> None:
+        self.remains = HostRemains(host.grave, host.number, room)
+        self.remains.down = copy
+        self.__del__ = at_death(host.grave, self.remains)
         self.host = host
         self.nbytes = room.memory.numel()
-        self.room: Room | None = room
         self.writing = copy  # down, into the room
-        self.slot: Slot | None = None  # on disk, once its write has begun
-        self.spilling: Future[None] | None = None
-        self.brought: Copy | None = None  # the last copy up from the room
         self.reading: HostReading | None = None
         self.skew = 0
-        self.held = 0
         self.ahead = False
         self.blocks = 1
         self.wanted = 0
 
-    def __del__(self) -> None:
-        # May run on any thread in the middle of anything: it only appends.
-        copies = (self.writing, self.brought)
-        self.host.grave.append(
-            Remains(self.host.number, self.room, self.slot, copies, self.spilling, self.held)
-        )
+    @property
+    def room(self) -> Room | None:
+        """Where its bytes lie in host memory; ``None`` once they are on disk alone."""
+        return self.remains.room
+
+    @property
+    def slot(self) -> Slot | None:
+        """Where they lie on disk, or will when :attr:`spilling` has ended."""
+        return self.remains.slot
+
+    @property
+    def spilling(self) -> Work | None:
+        """The write to disk, from its beginning until somebody has looked at its end."""
+        return self.remains.work
+
+    @property
+    def held(self) -> int:
+        """Bytes that the read-ahead budget counts for it."""
+        return self.remains.held
+
+    @held.setter
+    def held(self, nbytes: int) -> None:
+        self.remains.held = nbytes
 
     @property
     def tier(self) -> str:
@@ -126,7 +104,22 @@ class HostParcel:
 
 
 class HostReading:
-    """Bytes on their way back to the device: from a room at once, or first from disk to one."""
+    """Bytes on their way back to the device: from a room at once, or first from disk to one.
+
+    ``room`` is given back when it is no longer needed.
+    """
+
+    __slots__ = (
+        "__del__",
+        "__weakref__",
+        "_ahead",
+        "_read",
+        "_staged",
+        "host",
+        "needs_worker",
+        "remains",
+    )
+    __del__: Callable[[], None]
 
     def __init__(
         self,
@@ -137,20 +130,18 @@ class HostReading:
         *,
         ahead: bool = False,
     ) -> None:
+        self.remains = HostRemains(host.grave, host.number, room)
+        self.__del__ = at_death(host.grave, self.remains)
+        self._read = self.remains.work = Work(_read_up, host.disk, slot, staged)
         self.host = host
         self._ahead = ahead  # a worker reads it
-        self.arrival: Copy | None = None
-        self._slot = slot
         self._staged = staged
-        self._room = room  # to be given back when it is no longer needed
-        self._read: Future[None] = Future()
         self.needs_worker = slot is not None
 
-    def __del__(self) -> None:
-        # May run on any thread in the middle of anything: it only appends.
-        if self._room is not None:
-            remains = Remains(self.host.number, self._room, None, (self.arrival,), self._read, 0)
-            self.host.grave.append(remains)
+    @property
+    def arrival(self) -> Copy | None:
+        """The copy to the device, once it has begun."""
+        return self.remains.brought
 
     @property
     def memory(self) -> Tensor:
@@ -158,23 +149,14 @@ class HostReading:
         assert self.arrival is not None
         return self.arrival.memory
 
-    def run(self) -> None:
-        """Read from disk; nothing to do for what is in host memory."""
-        if self._slot is None or self.host.disk is None:
-            self._read.set_result(None)
-            return
-        try:
-            with profiled("read"):
-                self.host.disk.read(self._slot, self._staged.data_ptr())
-        except BaseException as error:
-            self._read.set_exception(error)
-        else:
-            self._read.set_result(None)
+    def run(self) -> bool:
+        """Read from disk, on whichever thread comes first; whether it was this one."""
+        return self._read.run()
 
     def send(self, after: Copy | None = None) -> None:
         """Begin the copy to the device, if it has not begun. The caller holds the lock."""
         if self.arrival is None:
-            self.arrival = self.host.device.up(self._staged, after)
+            self.remains.brought = self.host.device.up(self._staged, after)
 
     def arrive(self) -> bool:
         """Wait until it is on the device, where that can be waited for. The caller holds the lock.
@@ -194,9 +176,10 @@ class HostReading:
 
     def take_room(self) -> Room | None:
         """The room that it read to, once its copy to the device has ended: it is not needed any more."""
-        if self._room is None or self.arrival is None or not self.arrival.ended():
+        room = self.remains.room
+        if room is None or self.arrival is None or not self.arrival.ended():
             return None
-        room, self._room = self._room, None
+        self.remains.room = None
         return room
 
     def has_come(self) -> bool:
@@ -219,7 +202,7 @@ class HostTier:
         device: whose blocks.
         pool: the rooms.
         disk: what is below, or ``None``.
-        submit: runs ``function(*args)`` on a worker and returns its future.
+        begin: hands a piece of work to a worker.
         grave: where what dies is appended.
         lock: the stash's.
         number: of its side.
@@ -231,8 +214,8 @@ class HostTier:
         device: Device,
         pool: HostPool,
         disk: Store | None,
-        submit: Callable[..., Future[None]],
-        grave: deque[Any],
+        begin: Callable[[Work], None],
+        grave: Grave,
         lock: Any,
         *,
         number: int,
@@ -244,12 +227,12 @@ class HostTier:
         self.disk = disk
         self.grave = grave
         self.lock = lock
-        self._submit = submit
+        self._begin = begin
         self._early = early
         self._held = WeakQueue[HostParcel](_is_in_a_room_only)  # oldest first
         self._spilling: deque[weakref.ref[HostParcel]] = deque()  # being written to disk
         self._spilled = WeakQueue[HostParcel](_has_a_room)  # in both: the room may go
-        self._buried: deque[Remains] = deque()
+        self._buried: deque[HostRemains] = deque()
         self._staging: deque[weakref.ref[HostReading]] = deque()  # with a room that is on disk too
         self._coming: deque[weakref.ref[HostReading]] = deque()  # from disk, ahead of need
         self._disk_refuses = ""
@@ -283,7 +266,7 @@ class HostTier:
         room = self._room(block.nbytes)
         try:
             copy = self.device.down(_bytes_of(block.alias), room.memory, block.stream)
-        except BaseException:
+        except Exception:  # after an interrupt the copy may have begun, and fills the room
             self.pool.give(room)
             raise
         parcel = HostParcel(self, room, copy)
@@ -304,7 +287,7 @@ class HostTier:
             reading = HostReading(self, None, parcel.room.memory, None)
             reading.run()
             reading.send(after=parcel.writing)
-            parcel.brought = reading.arrival
+            parcel.remains.brought = reading.arrival
             return reading
         room = self._idle_room(parcel.nbytes)
         if room is None and ahead:
@@ -356,7 +339,7 @@ class HostTier:
 
     # Rooms.
 
-    def bury(self, remains: Remains) -> None:
+    def bury(self, remains: HostRemains) -> None:
         """Take what died; its room is given back when nothing uses it."""
         self._buried.append(remains)
         # Mostly they come to rest in this order. The others are looked at when a room is needed: a host
@@ -368,6 +351,30 @@ class HostTier:
         """No block is alive any more."""
         self._held.clear()
         self._spilled.clear()
+
+    def restore(self, parcels: list[HostParcel], remains: list[HostRemains]) -> None:
+        """Make the books anew from what there is: see ``_repair``.
+
+        Args:
+            parcels: that are alive, oldest first.
+            remains: of all that has a room or a slot.
+        """
+        self.device.finish()  # so that no copy runs into a room that nobody has any more
+        self.pool.settle()
+        self._bytes_on_the_way_out = 0
+        for left in remains:
+            if left.room is not None and left.slot is not None:
+                self._bytes_on_the_way_out += left.room.memory.numel()
+        self._held = WeakQueue[HostParcel](_is_in_a_room_only)
+        self._spilled = WeakQueue[HostParcel](_has_a_room)
+        self._spilling.clear()
+        for parcel in parcels:
+            if parcel.spilling is not None:
+                self._spilling.append(weakref.ref(parcel))
+                if not parcel.spilling.done():
+                    self._begin(parcel.spilling)
+            elif parcel.room is not None:
+                (self._held if parcel.slot is None else self._spilled).append(parcel)
 
     def close(self) -> None:
         """Give back what is at rest. What live graphs hold stays until they go."""
@@ -388,6 +395,8 @@ class HostTier:
 
     def _full(self, nbytes: int) -> StashFullError:
         remedy = ": raise host=" if self.disk is not None else ": raise host=, or give disk="
+        if self.pool.refusal:
+            remedy = f" ({self.pool.refusal}): free memory, or lower host="
         return StashFullError(
             errno.ENOSPC,
             f"host memory has no room for {format_bytes(nbytes)} beside the "
@@ -406,14 +415,14 @@ class HostTier:
 
     def sweep(self) -> bool:
         """Look at what has ended; whether a room or a choice came of it."""
+        self.pool.settle()
         found = False
         for _ in range(len(self._buried)):
-            remains = self._buried.popleft()
-            if remains.at_rest():
-                self._give_back(remains)
+            if self._buried[0].at_rest():
+                self._give_back(self._buried.popleft())
                 found = True
             else:
-                self._buried.append(remains)
+                self._buried.rotate(-1)
         for _ in range(len(self._staging)):
             ref = self._staging.popleft()
             reading = ref()
@@ -433,26 +442,27 @@ class HostTier:
                 found = True
         return found
 
-    def _give_back(self, remains: Remains) -> None:
-        if remains.room is not None:
-            self.pool.give(remains.room)
-            if remains.slot is not None:
-                self._bytes_on_the_way_out -= remains.room.memory.numel()
-        if remains.slot is not None and self.disk is not None:
-            self.disk.release(remains.slot)
+    def _give_back(self, remains: HostRemains) -> None:
+        room, slot, remains.room, remains.slot = remains.room, remains.slot, None, None
+        if room is not None:
+            self.pool.give(room)
+            if slot is not None:
+                self._bytes_on_the_way_out -= room.memory.numel()
+        if slot is not None and self.disk is not None:
+            self.disk.release(slot)
 
     def _spill_ended(self, parcel: HostParcel) -> None:
         assert parcel.spilling is not None and parcel.slot is not None and self.disk is not None
         failure = parcel.spilling.exception()
-        parcel.spilling = None
         if failure is None:
+            parcel.remains.work = None
             self._spilled.append(parcel)
             return
         self._disk_refuses = f", and the disk failed: {failure}"
         self._disk_has_failed = True
+        slot, parcel.remains.slot, parcel.remains.work = parcel.slot, None, None
         self._bytes_on_the_way_out -= parcel.nbytes
-        self.disk.release(parcel.slot)
-        parcel.slot = None
+        self.disk.release(slot)
         self._held.appendleft(parcel)
 
     def _evict(self) -> bool:
@@ -461,10 +471,11 @@ class HostTier:
             parcel = self._spilled.popleft()
             if parcel is None or parcel.room is None:
                 continue
-            room, parcel.room = parcel.room, None
+            left = HostRemains(self.grave, self.number, parcel.room)
+            left.brought = parcel.remains.brought
+            parcel.remains.room = parcel.remains.brought = None
+            self._buried.append(left)
             self._bytes_on_the_way_out -= parcel.nbytes
-            self._buried.append(Remains(self.number, room, None, (parcel.brought,), None, 0))
-            parcel.brought = None
             return True
         return False
 
@@ -520,15 +531,24 @@ class HostTier:
         if disk is None or self._disk_has_failed or room is None:
             return False
         try:
-            parcel.slot = disk.reserve(parcel.nbytes)
+            slot = disk.reserve(parcel.nbytes)
         except StashIOError as error:
             self._disk_refuses = f", and {error.strerror}"
             return False
-        parcel.spilling = self._submit(_write_down, parcel.writing, disk, parcel.slot, room.memory)
+        work = Work(_write_down, parcel.writing, disk, slot, room.memory)
+        parcel.remains.work, parcel.remains.slot = work, slot
+        self._begin(work)
         self.disk_peak_bytes = max(self.disk_peak_bytes, disk.used_bytes)
         self._bytes_on_the_way_out += parcel.nbytes
         self._spilling.append(weakref.ref(parcel))
         return True
+
+
+def _read_up(disk: Store | None, slot: Slot | None, memory: Tensor) -> None:
+    """Read from disk; nothing to do for what is in host memory."""
+    if disk is not None and slot is not None:
+        with profiled("read"):
+            disk.read(slot, memory.data_ptr())
 
 
 def _is_in_a_room_only(parcel: HostParcel) -> bool:
