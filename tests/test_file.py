@@ -58,6 +58,27 @@ def test_what_it_says_of_direct_io_is_what_its_descriptor_does(tmp_path, direct)
     file.close()
 
 
+def test_nothing_has_a_name_even_for_a_moment(tmp_path, monkeypatch):
+    try:
+        os.close(os.open(tmp_path, os.O_RDWR | os.O_TMPFILE, 0o600))
+    except OSError:
+        pytest.skip("this file system has no unnamed files")
+    monkeypatch.setattr("tempfile.mkstemp", lambda *_, **__: pytest.fail("a name was made"))
+    UnnamedFile(str(tmp_path), direct=True).close()
+    UnnamedFile(str(tmp_path), direct=False).close()
+
+
+def test_descriptor_0_is_closed_too(buffered, monkeypatch):
+    closed = []
+    fd, buffered.fd = buffered.fd, 0
+    monkeypatch.setattr(os, "close", closed.append)
+    buffered.close()
+    buffered.close()
+    monkeypatch.undo()
+    buffered.fd = fd
+    assert closed == [0]
+
+
 def test_closing_twice(tmp_path):
     file = UnnamedFile(str(tmp_path), direct=True)
     fd = file.fd

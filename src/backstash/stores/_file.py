@@ -173,11 +173,10 @@ def _create_named(directory: str, flags: int) -> int:
 
 def _load_sync_file_range() -> ctypes._CFuncPtr | None:  # type: ignore[name-defined]
     try:
-        function = ctypes.CDLL(None, use_errno=True).sync_file_range
+        function = ctypes.CDLL(None).sync_file_range
     except (OSError, AttributeError, TypeError):
         return None
     function.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
-    function.restype = ctypes.c_int
     return function
 
 
