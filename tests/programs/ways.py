@@ -7,7 +7,7 @@ import random
 import threading
 import warnings
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -178,12 +178,12 @@ class Bench:
             return
         threads = self.store.threads
         barrier = threading.Barrier(threads + 1)
-        ends: list[Future[None]] = []
-        if self.stash._workers._pool is not None:
+        if self.stash._workers._threads:
             ends = [self.stash._workers.submit(_pass, barrier) for _ in range(threads)]
-            _pass(barrier)
-        for end in ends:
-            end.result(PATIENCE_SECONDS)
+            _pass(barrier)  # so every thread has made what came before
+            for end in ends:
+                error = end.exception()
+                assert error is None, error
 
     def close(self) -> None:
         """End everything."""
