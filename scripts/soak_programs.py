@@ -173,20 +173,15 @@ def _search_without(guard: Guard, options: argparse.Namespace, tell: int) -> str
 def table(result: Path) -> str:
     """The rows of a kept ``--undo`` run, as a table for docs/reliability.md."""
     rows = ["| undone | what it is for | programs until it was missed |", "| --- | --- | ---: |"]
-    for line in result.read_text().splitlines():
-        name = line[:52].strip()
-        if name not in GUARDS:
-            continue
-        found = re.match(r"\s*(\d+) programs", line[52:])
-        if found is None:
-            count = line[52:].strip()
-        elif "MISSED" not in line:
-            count = found[1]
-        elif GUARDS[name].witness:
-            count = f"not within {found[1]}; the test has a program for it"
-        else:
-            count = f"not within {found[1]}"
-        rows.append(f"| {name} | {GUARDS[name].why} | {count} |")
+    told = {line[:52].strip(): line[52:].strip() for line in result.read_text().splitlines()}
+    for name, guard in GUARDS.items():
+        said = told.get(name, "not in this run")
+        count = re.match(r"(\d+) programs", said)
+        if count is not None and "MISSED" not in said:
+            said = count[1]
+        elif count is not None:
+            said = f"not within {count[1]}" + ("; the tests have one" if guard.witness else "")
+        rows.append(f"| {name} | {guard.why} | {said} |")
     return "\n".join(rows)
 
 
