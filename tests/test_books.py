@@ -244,6 +244,7 @@ def parcel_remains(grave, store, slot, writing, held, flown):
 
 def test_a_dead_block_is_taken_off_the_books_of_its_side():
     books, told = books_with(), []
+    assert books.blocks_alive == 0
     second = side()
     books.put(OTHER, second)
     for each in books.sides:

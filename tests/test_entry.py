@@ -9,7 +9,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from backstash import Stash
 from backstash._blocks import raw_alias, same_counter
-from backstash._entry import Entry, WrapperEntry
+from backstash._entry import Entry, WrapperEntry, _at_offset, _offset_of
 from backstash._parts import Part
 from oracle import gradients, same_bits
 
@@ -162,3 +162,38 @@ def test_a_wrapper_that_is_gone_is_not_known():
     entry = wrapper_entry(tensor)
     entry.seen = [(weakref.ref(two()), 0), *entry.seen[1:]]
     assert not entry.is_of(tensor)
+
+
+def test_where_a_part_begins_is_known_of_what_can_be_moved():
+    assert _offset_of(torch.zeros(10)[3:]) == 3
+    assert _offset_of(torch.zeros(10).view(2, 5)[1]) == 5
+    assert _offset_of(two()) is None
+    assert _offset_of(torch.eye(3).to_sparse()) is None
+
+
+@pytest.mark.parametrize("conj", [False, True])
+@pytest.mark.parametrize("neg", [False, True])
+@pytest.mark.parametrize("begin", [0, 2, 7])
+def test_a_part_begins_where_it_began(begin, conj, neg):
+    x = torch.arange(60.0).view(6, 10) * (1 + 2j)
+    view = x[1:5, 2:9:2]
+    view = torch._neg_view(view) if neg else view
+    view = view.conj() if conj else view
+    assert _at_offset(view, None) is view and _at_offset(view, 12) is view
+    moved = _at_offset(view, begin)
+    assert moved.storage_offset() == begin and moved.stride() == view.stride()
+    assert moved.untyped_storage().nbytes() == 8 * (begin + 37)
+    assert (moved.is_conj(), moved.is_neg()) == (conj, neg)
+    assert same_bits(moved, view)
+
+
+def test_a_wrapper_s_parts_begin_where_they_began():
+    whole = torch.randn(4, 6)
+    tensor = TwoTensor(whole[1], whole[2].clone())
+    entry = wrapper_entry(tensor)
+    assert entry.offsets == {"a": 6, "b": 0}
+    rebuilt = entry.rebuild(lambda part: part.clone())
+    assert (rebuilt.a.storage_offset(), rebuilt.b.storage_offset()) == (6, 0)
+    assert same_bits(rebuilt.a, whole[1]) and same_bits(rebuilt.b, whole[2])
+    entry.seen.pop()  # of one that was made up of fewer
+    assert entry.is_of(tensor) is False
