@@ -12,7 +12,7 @@ from backstash._parts import Part
 from backstash._remains import Grave
 from oracle import gradients, same_bits
 
-SIDE = SimpleNamespace(number=0, grave=Grave(), stream=lambda: None)
+SIDE = SimpleNamespace(number=0, grave=Grave(), stream=lambda: "the current one")
 
 
 def source_of(tensor):
@@ -251,7 +251,7 @@ def test_a_block_in_place():
     x = torch.zeros(3, 4, requires_grad=True)
     block = block_of(x.detach())
     assert (block.where, block.has_moved, block.shape, block.nbytes) == ("keep", False, (3, 4), 48)
-    assert block.origin is block.source
+    assert block.origin is block.source and block.stream == "the current one"
     x.untyped_storage().resize_(1 << 20)
     assert block.has_moved is True
     block.alias = None
