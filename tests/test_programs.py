@@ -7,7 +7,9 @@ that many instead of the few of the suite.
 import os
 import random
 import re
+import sys
 from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 
@@ -17,8 +19,12 @@ from programs.run import Run
 from programs.search import OPERATIONS, search
 from programs.ways import WAYS
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
+
+import soak_programs
+
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch's own, of transforms and type casts
-PROGRAMS = int(os.environ.get("BACKSTASH_PROGRAMS", "150"))
+PROGRAMS = int(os.environ.get("BACKSTASH_PROGRAMS", "80"))
 
 
 def test_random_programs(tmp_path):
@@ -104,3 +110,10 @@ def test_the_language_reaches_what_it_is_for():
         gradients += any(isinstance(result, list) for result in results)
         illegal += sum(isinstance(result, str) for result in results) > len(results) // 2
     assert changed >= 40 and gradients >= 150 and illegal <= 40
+
+
+def test_the_table_in_the_docs_is_the_kept_result():
+    root = Path(__file__).resolve().parent.parent
+    rows = soak_programs.table(root / "benchmarks/results/soak/programs_undo.txt")
+    assert rows.count("\n") == len(GUARDS) + 1
+    assert rows in (root / "docs/reliability.md").read_text()
