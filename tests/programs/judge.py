@@ -29,6 +29,7 @@ class Verdict:
 
     def __init__(self, steps: list[Step]) -> None:
         self.steps = steps
+        take_hooks_away()
         plain = Run(nullcontext)
         try:
             self.plain = plain.run(steps)
@@ -64,6 +65,7 @@ class Verdict:
         """Run under a stash of ``way``; raises :class:`Wrong`."""
         if way.leaves_out.intersection(step[0] for step in self.steps):
             return
+        take_hooks_away()
         try:
             found = run_in(way, self.steps, directory)
         except AssertionError as error:
@@ -117,6 +119,12 @@ def judge(steps: list[Step], directory: str, ways: dict[str, Way] = WAYS) -> Non
     verdict = Verdict(steps)
     for name, way in ways.items():
         verdict.check(name, way, directory)
+
+
+def take_hooks_away() -> None:
+    """Pop what a program left: torch's checkpoint that an error ended pops its pair when it is collected."""
+    while torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
+        torch._C._autograd._pop_saved_tensors_default_hooks()
 
 
 def agree(mine: Result, true: Result) -> bool:
