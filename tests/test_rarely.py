@@ -6,10 +6,11 @@ import threading
 import pytest
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from backstash import Disk, Stash
 from backstash._trim import Trimmer
-from backstash.errors import StashIOError, UsageError
+from backstash.errors import InplaceError, StashIOError, UsageError
 from backstash.policy import first, larger_than
 from backstash.testing import Gated, TwinDevice, stash_on
 from oracle import gradients, same_bits
@@ -130,4 +131,25 @@ def test_stats_tell_of_host_memory():
     assert "  in host " in str(stash.stats())
     gradients(loss, x)
     del loss
+    stash.close()
+
+
+def test_what_was_changed_in_place_is_let_go_when_its_turn_to_go_comes(tmp_path):
+    """It can never be used any more: backward will be told, and nobody need hold its bytes."""
+    stash = Stash(disk=tmp_path, keep="1MiB")
+    x = leaf(500, 500)
+    with stash:
+        h = x * 2
+        lost = h.sin()
+        h.add_(1)
+        weak = StorageWeakRef(h.untyped_storage())
+        del h
+        assert not weak.expired() and stash.stats().keep_bytes == 1_000_000
+        loss = x.exp().sin().exp()  # now the oldest has to go
+    assert weak.expired()
+    assert stash.stats().keep_bytes <= 1 << 20
+    with pytest.raises(InplaceError):
+        gradients(lost, x)
+    assert same_bits(*gradients(loss, x), *gradients(x.exp().sin().exp(), x))
+    del lost, loss
     stash.close()
