@@ -201,13 +201,15 @@ def _entering(make: Callable[[], AbstractContextManager[Any]]) -> Act:
 
 def enter_other(run: Run, x: Tensor, y: Tensor, choice: int) -> Result:
     """Another stash within the stash."""
-    run.enter_above(run.other_scope())
+    if not run.above:  # in plain PyTorch it is no context: another's hooks would stay the innermost
+        run.enter_above(run.other_scope())
     return None
 
 
 def enter_again(run: Run, x: Tensor, y: Tensor, choice: int) -> Result:
     """The same stash within itself."""
-    run.enter_above(run.scope())
+    if not run.above:
+        run.enter_above(run.scope())
     return None
 
 
@@ -219,7 +221,7 @@ def leave_above(run: Run, x: Tensor, y: Tensor, choice: int) -> Result:
 
 def leave_ours_first(run: Run, x: Tensor, y: Tensor, choice: int) -> Result:
     """Leave the stash while another context that was entered later is active: it must stay so."""
-    if all(isinstance(each, saved_tensors_hooks) for each in run.above) and run.above:
+    if run.above and all(type(each) is saved_tensors_hooks for each in run.above):
         try:
             run.leave()
         except UsageError:
