@@ -134,6 +134,8 @@ def transfers(options: argparse.Namespace, where: Path) -> Iterator[Trial]:
             how, wrong = "told", "" if "Input/output error" in str(error) and fails else str(error)
         finally:
             patch.undo()
+        # After an error autograd holds the nodes it did not run, until this thread's next backward.
+        torch.ones((), requires_grad=True).backward()
         gc.collect()
         stash.close()
         left = stash.stats()
