@@ -259,7 +259,7 @@ GUARDS: dict[str, Guard] = {
         "a block that was kept may have changed since",
         _unchecked_in("_send"),
         "some kept",
-        short=150,
+        witness=(("sin", 0, 0), ("mul_", 1, 0), ("sin", 0, 0), ("sin", 0, 0)),
     ),
     "the version of a part's copy": Guard(
         "a backward may have changed the copy that it was given",

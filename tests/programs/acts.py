@@ -165,9 +165,11 @@ def a_leaf(run: Run, x: Tensor, y: Tensor, choice: int) -> Result:
 
 
 def _clones() -> AbstractContextManager[Any]:
-    return saved_tensors_hooks(
-        lambda tensor: tensor.detach().clone(), lambda tensor: tensor.detach()
-    )
+    def pack(tensor: Tensor) -> Tensor:
+        # What has no gradient function may yet be filled, as rrelu's noise: a clone of it is anything.
+        return tensor.detach().clone() if tensor.requires_grad else tensor.detach()
+
+    return saved_tensors_hooks(pack, lambda tensor: tensor.detach())
 
 
 def _aliases() -> AbstractContextManager[Any]:
