@@ -76,6 +76,7 @@ class Run:
             for _ in range(2)
         ]
         self.values: list[Tensor | None] = []
+        self.has_jagged = False
         self.results: list[Result] = []
         self.context: AbstractContextManager[Any] | None = None
         self.above: list[AbstractContextManager[Any]] = []  # entered after it
@@ -184,6 +185,7 @@ class Run:
             self.values.append(None)
             return None
         changes = name in CHANGES
+        self.has_jagged = self.has_jagged or name == "jagged"
         with self.watching(x, y) if changes else nullcontext():
             out = self.guarded(lambda: self.module(COMPUTING[name], x, y))
         if not changes:
@@ -213,6 +215,8 @@ class Run:
         if name == "of two":
             total = self.compute("add", x, y)
             return total or self.differentiate(self.values[-1], retain_graph=True)
+        if name == "differentiate" and self.has_jagged:
+            return None  # of a second graph torch itself keeps what plain hooks gave it, for ever
         if name == "differentiate":
             return self.differentiate(x, create_graph=True)
         if name == "into grad":
