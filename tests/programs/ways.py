@@ -245,7 +245,9 @@ def run_in(way: Way, steps: list[Step], directory: str) -> list[list[Result]]:
             bench.close()
             raise
         bench.close()
-        bench.check_nothing_is_left()
+        if not any(name == "enter skip" for name, _, _ in steps):
+            # What torch itself saved and a program then changes in place holds itself, in C++, for ever.
+            bench.check_nothing_is_left()
         return found
 
 
