@@ -224,10 +224,17 @@ def leave_above(run: Run, x: Tensor, y: Tensor, choice: int) -> Result:
 def leave_ours_first(run: Run, x: Tensor, y: Tensor, choice: int) -> Result:
     """Leave the stash while another context that was entered later is active: it must stay so."""
     if run.above and all(type(each) is saved_tensors_hooks for each in run.above):
+        # torch's own pair, as the reference's is, pops whatever is on top: that is put back.
+        is_torch_s = type(run.context) is saved_tensors_hooks
+        above = run.above if is_torch_s else []
+        for context in reversed(above):
+            context.__exit__(None, None, None)
         try:
             run.leave()
         except UsageError:
             pass
+        for context in above:
+            context.__enter__()
     return None
 
 

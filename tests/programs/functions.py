@@ -131,12 +131,17 @@ class Both(Function):
         return tangent * x.cos()
 
 
+def _laid_out(x: Tensor) -> Tensor:
+    """A copy with the strides that two copies of one shape share, also where there are no elements."""
+    return torch.empty(x.shape, dtype=x.dtype).copy_(x)
+
+
 class ToTwo(Function):
     """A plain tensor as one of a subclass that is made of two."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        return TwoTensor(x.detach().clone(), x.detach().cos())
+        return TwoTensor(_laid_out(x), _laid_out(x.detach().cos()))
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Tensor:
@@ -154,7 +159,7 @@ class FromTwo(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return TwoTensor(grad.clone(), grad * 0.5)
+        return TwoTensor(_laid_out(grad), _laid_out(grad * 0.5))
 
 
 class ReturnsSaved(Function):
