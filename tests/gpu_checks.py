@@ -268,16 +268,13 @@ def views_and_kinds(place: Place) -> None:
         return (first**3).sum() + y
 
     x = place.batch(rows=1).requires_grad_()
-    before, torch.backends.cudnn.deterministic = torch.backends.cudnn.deterministic, True
-    try:
+    with torch.backends.cudnn.flags(deterministic=True):
         true = torch.autograd.grad(program(x), x)
         same(list(torch.autograd.grad(program(x), x)), list(true), "plain against itself")
         stash = place.stash(host=2048, inflight=4, prefetch=4)
         with stash:
             loss = program(x)
         same(list(torch.autograd.grad(loss, x)), list(true), "under the stash")
-    finally:
-        torch.backends.cudnn.deterministic = before
     del loss
     stash.close()
 
