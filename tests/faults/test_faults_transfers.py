@@ -23,7 +23,7 @@ def test_short_and_interrupted_transfers_change_nothing(tmp_path, monkeypatch, m
     faults.put_under(monkeypatch)
     for _ in range(4):
         assert are_right(gradients(stash))
-    assert faults.counts["short"] > 5 and faults.counts["interrupted"] > 5
+    assert faults.counts["short"] and faults.counts["interrupted"]
     monkeypatch.undo()
     assert not wrong_after(stash)
 
