@@ -72,7 +72,7 @@ def test_a_read_that_fails_is_told_and_can_be_tried_again(tmp_path, monkeypatch,
             assert are_right(torch.autograd.grad(each, INPUTS))
         del loss, other, each
         assert not wrong_after(stash)
-    assert failures > 3
+    assert failures
 
 
 def test_a_copy_that_fails_leaves_its_block_on_the_device(tmp_path, monkeypatch):
