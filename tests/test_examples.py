@@ -156,3 +156,15 @@ def test_demo_tells_losses_apart_by_one_bit() -> None:
     assert last.startswith("step 2: ")
     (count,) = differing(plain, Run([2.5], [0.1], 0))
     assert "plain took 2 steps, backstash 1" in count
+
+
+@pytest.mark.usefixtures("importable")
+def test_demo_asks_plain_again_where_the_losses_differ(capsys: pytest.CaptureFixture[str]) -> None:
+    from demo_compare import Run, settled
+
+    right, unlucky = Run([2.5, 1.5], [0.1, 0.1], 0), Run([2.5, 1.6], [0.1, 0.1], 0)
+    assert settled(right, right, lambda: pytest.fail("asked again")) is right
+    assert settled(unlucky, right, lambda: right) is right, "plain did not repeat itself"
+    assert "did not repeat itself" in capsys.readouterr().out
+    assert settled(right, unlucky, lambda: right) is right, "backstash is wrong, and stays so"
+    assert "did not repeat itself" not in capsys.readouterr().out

@@ -4,6 +4,7 @@
 >>> stash = Stash(keep="2GiB")
 """
 
+from ._first_calls import resolve as _resolve
 from .errors import StashError, StashFullError, StashWarning
 from .policy import Action, SavedTensor
 from .stash import Stash
@@ -21,3 +22,5 @@ __all__ = [
 ]
 
 __version__ = "0.1.0"
+
+_resolve()
