@@ -20,7 +20,7 @@ NAMES = (
 
 
 def resolve() -> None:
-    """Call each of the functions on one element: some 0.2 ms, no threads, no random numbers. Harmless without MKL."""
+    """Call each of the functions on one element: some 0.2 ms, no threads, no random numbers."""
     for dtype in (torch.float32, torch.float64):
         one = torch.full((1,), 0.5, dtype=dtype, device="cpu")
         for name in NAMES:
