@@ -36,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "faults"))
 
 from faulty import INPUTS, MIXES, are_right, forward, gradients, run_python, wrong_after
-from interrupts import Interrupter
+from interrupts import step_interrupted_at
 from killed import kill_at_random
 from signals import PRESSES
 from transfers import Faults
@@ -53,27 +53,14 @@ def interrupts(options: argparse.Namespace, where: Path) -> Iterator[Trial]:
     for mix in MIXES:
         at, last = 1, None
         while last is None or at <= last:
-            interrupter, found = _interrupt(MIXES[mix](where), at)
+            stash = MIXES[mix](where)
+            interrupter, found = step_interrupted_at(at, stash)
+            found += wrong_after(stash)
             if not interrupter.where:
                 last = interrupter.count
                 continue
             yield f"{mix}, point {at}, {interrupter.where}", "as good as new", "; ".join(found)
             at += options.every
-
-
-def _interrupt(stash: Stash, at: int) -> tuple[Interrupter, list[str]]:
-    loss, found = None, []
-    with Interrupter(at) as interrupter:
-        try:
-            with stash:
-                loss = forward()
-            torch.autograd.grad(loss, INPUTS, retain_graph=True)
-        except KeyboardInterrupt:
-            pass
-    if loss is not None and not are_right(torch.autograd.grad(loss, INPUTS)):
-        found.append("a wrong gradient of the interrupted graph")
-    del loss
-    return interrupter, found + wrong_after(stash)
 
 
 def signals(options: argparse.Namespace, where: Path) -> Iterator[Trial]:

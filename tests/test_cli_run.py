@@ -92,9 +92,10 @@ def test_script_sees_what_plain_python_shows(tmp_path: Path) -> None:
         """,
     )
     write(tmp_path / "work/neighbour.py", "")
-    same_as_plain(["work/script.py", "--keep", "a b", "-m"], tmp_path, stdin="input")
+    done = same_as_plain(["work/script.py", "--keep", "a b", "-m"], tmp_path, stdin="input")
+    assert "['work/script.py', '--keep', 'a b', '-m']" in done.stdout and " input " in done.stdout
     (tmp_path / "link.py").symlink_to(tmp_path / "work/script.py")
-    same_as_plain(["link.py"], tmp_path)
+    assert str(tmp_path / "work/neighbour.py") in same_as_plain(["link.py"], tmp_path).stdout
 
 
 def test_module_sees_what_plain_python_shows(tmp_path: Path) -> None:
@@ -105,30 +106,31 @@ def test_module_sees_what_plain_python_shows(tmp_path: Path) -> None:
     write(tmp_path / "package/__init__.py", "import sys\nprint(sys.argv)")
     write(tmp_path / "package/part.py", source)
     write(tmp_path / "package/__main__.py", source)
-    same_as_plain(["-m", "package.part", "x", "--quiet"], tmp_path)
-    same_as_plain(["-m", "package"], tmp_path)
-    same_as_plain(["package"], tmp_path)
+    part = same_as_plain(["-m", "package.part", "x", "--quiet"], tmp_path).stdout
+    assert " package.part package [" in part and "'x', '--quiet']" in part
+    assert " package.__main__ package [" in same_as_plain(["-m", "package"], tmp_path).stdout
+    assert same_as_plain(["package"], tmp_path).stdout.startswith("__main__ ")
 
 
 @pytest.mark.parametrize(
-    "last",
+    ("last", "status"),
     [
-        "sys.exit(3)",
-        "sys.exit()",
-        "sys.exit('a message')",
-        "raise SystemExit(True)",
-        "raise KeyboardInterrupt",
-        "os.kill(os.getpid(), signal.SIGTERM)",
-        "os.kill(os.getpid(), signal.SIGINT); signal.pause()",
-        "os._exit(7)",
-        "atexit.register(print, 'at exit'); 1 / 0",
-        "sys.excepthook = lambda *error: print('hook', *error[:2]); 1 / 0",
+        ("sys.exit(3)", 3),
+        ("sys.exit()", 0),
+        ("sys.exit('a message')", 1),
+        ("raise SystemExit(True)", 1),
+        ("raise KeyboardInterrupt", -signal.SIGINT),
+        ("os.kill(os.getpid(), signal.SIGTERM)", -signal.SIGTERM),
+        ("os.kill(os.getpid(), signal.SIGINT); signal.pause()", -signal.SIGINT),
+        ("os._exit(7)", 7),
+        ("atexit.register(print, 'at exit'); 1 / 0", 1),
+        ("sys.excepthook = lambda *error: print('hook', *error[:2]); 1 / 0", 1),
     ],
 )
-def test_script_ends_as_in_plain_python(tmp_path: Path, last: str) -> None:
+def test_script_ends_as_in_plain_python(tmp_path: Path, last: str, status: int) -> None:
     head = "import atexit, os, signal, sys\nprint('before', flush=True)\n"
     (tmp_path / "script.py").write_text(head + last + "\n")
-    same_as_plain(["script.py"], tmp_path)
+    assert same_as_plain(["script.py"], tmp_path).returncode == status
 
 
 @pytest.mark.parametrize(

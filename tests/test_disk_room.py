@@ -286,11 +286,15 @@ def test_a_link_that_another_user_put_where_all_may_write(
             Disk(path)
         assert caught.value.errno == errno.ELOOP and f"(uid {case['owner']})" in str(caught.value)
     else:
-        _disk._refuse_links_of_others(path)
+        disk = Disk(path)
+        disk.close()
+        assert disk.directory == path
 
 
 def test_a_path_that_is_not_there_is_for_opening_to_complain_about(tmp_path):
-    _disk._refuse_links_of_others(str(tmp_path / "missing" / "too"))
+    with pytest.raises(StashIOError, match="cannot hold a file") as caught:
+        Disk(tmp_path / "missing" / "too")
+    assert caught.value.errno == errno.ENOENT
 
 
 def test_the_kind_of_file_system(tmp_path, monkeypatch):

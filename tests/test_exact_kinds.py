@@ -231,6 +231,9 @@ def test_sparse_products(tmp_path):
         return lambda: gradients(loss, x)
 
     check(program, tmp_path)
+    stats = on_disk(program, tmp_path).stats()
+    assert {"layout sparse_coo", "layout sparse_csr"} <= set(stats.left)
+    assert stats.written_bytes == 2 * SIDE * SIDE * 4  # exp's result, and cos's argument
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
@@ -327,6 +330,8 @@ def test_an_inner_tensor_changed_between_two_saves_is_saved_anew(tmp_path):
         return backward
 
     check(program, tmp_path)
+    stats = on_disk(program, tmp_path).stats()
+    assert stats.written_bytes == 2 * 2 * SIDE * SIDE * 4  # both parts, and both again
 
 
 @pytest.mark.parametrize(
@@ -416,6 +421,8 @@ def test_autocast(tmp_path):
         return lambda: gradients(loss, x, *model.parameters())
 
     check(program, tmp_path)
+    stats = on_disk(program, tmp_path).stats()
+    assert stats.written_bytes > 2 * SIDE * SIDE * 2  # the weights in bfloat16, no parameters
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -433,6 +440,9 @@ def test_forward_mode_over_a_stash(tmp_path):
         return lambda: (primal.detach(), tangent.detach())
 
     check(program, tmp_path)
+    stats = on_disk(program, tmp_path).stats()
+    assert "a tensor of zeros without memory" in stats.left
+    assert stats.written_bytes > SIDE * SIDE * 4
 
 
 def test_backward_in_inference_mode(tmp_path):

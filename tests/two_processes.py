@@ -1,4 +1,4 @@
-"""Runs a script as two processes that talk over gloo, and fails with what they printed."""
+"""Runs a script as two processes that talk over gloo."""
 
 import os
 import subprocess
@@ -6,7 +6,10 @@ import sys
 
 
 def run_two(worker, *arguments):
-    """``python worker RANK ARGUMENT ...`` for ranks 0 and 1, each on one thread; both have to succeed."""
+    """``python worker RANK ARGUMENT ...`` for ranks 0 and 1, each on one thread: what each printed.
+
+    Both have to succeed.
+    """
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     workers = [
         subprocess.Popen(
@@ -26,3 +29,4 @@ def run_two(worker, *arguments):
             worker.wait()
     for worker, output in zip(workers, outputs, strict=True):
         assert worker.returncode == 0, output
+    return outputs

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor
 
 from backstash import Stash
+from backstash.cli._bench._small_worker import seconds_of_unpacks
 from backstash.testing import TwinDevice, stash_on
 
 from .footprint import footprint
@@ -21,7 +21,6 @@ from .resident import anonymous_bytes
 __all__ = ["MODES", "Alive", "many_blocks"]
 
 _ELEMENTS = 16  # of each tensor: 64 bytes
-_SAMPLE = 1000  # unpacks that are timed
 
 MODES: dict[str, Callable[[str], AbstractContextManager[Any]]] = {
     "plain": lambda where: nullcontext(),
@@ -65,7 +64,7 @@ def many_blocks(mode: str, directory: str, *, counts: list[int]) -> Iterator[Ali
         with hold:
             saved.extend(leaf.exp() for _ in range(count - before))
         packed = (time.perf_counter() - began) / (count - before)
-        yield Alive(count, packed, _seconds_of_unpacks(saved), anonymous_bytes() - start)
+        yield Alive(count, packed, seconds_of_unpacks(saved), anonymous_bytes() - start)
     most = anonymous_bytes() - start
     if isinstance(hold, Stash) and hold.stats().blocks != len(saved):
         yield f"{hold.stats().blocks} blocks are alive, not {len(saved)}"
@@ -106,12 +105,3 @@ def _left_behind(stash: Stash, books: int) -> Iterator[str]:
     more = _books(stash) - books
     if more > 5_000:
         yield f"the stash still reaches {more} objects more than before"
-
-
-def _seconds_of_unpacks(saved: list[Tensor]) -> float:
-    unpack = operator.attrgetter("_saved_result")
-    nodes = [y.grad_fn for y in saved[:: max(1, len(saved) // _SAMPLE)]]
-    started = time.perf_counter()
-    for node in nodes:
-        unpack(node)
-    return (time.perf_counter() - started) / len(nodes)

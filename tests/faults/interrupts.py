@@ -15,6 +15,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import torch
+from faulty import INPUTS, are_right, forward
+
 import backstash
 
 _INSIDE = str(Path(backstash.__file__).parent)
@@ -84,6 +87,21 @@ class Interrupter:
     def __exit__(self, *_: object) -> None:
         sys.settrace(None)
         self._last.clear()
+
+
+def step_interrupted_at(at: int, stash: backstash.Stash) -> tuple[Interrupter, list[str]]:
+    """One step, interrupted; and what is wrong with its graph, whose backward can be tried again."""
+    loss, found = None, []
+    with Interrupter(at) as interrupter:
+        try:
+            with stash:
+                loss = forward()
+            torch.autograd.grad(loss, INPUTS, retain_graph=True)
+        except KeyboardInterrupt:
+            pass
+    if loss is not None and not are_right(torch.autograd.grad(loss, INPUTS)):
+        found.append("a wrong gradient of the interrupted graph")
+    return interrupter, found
 
 
 def threads_of_ours() -> list[threading.Thread]:

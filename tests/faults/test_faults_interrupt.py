@@ -18,27 +18,12 @@ from faulty import (
     run_python,
     wrong_after,
 )
-from interrupts import Interrupter
+from interrupts import Interrupter, step_interrupted_at
 from signals import PRESSES
 
 from backstash import Disk, Stash, _up
 
 POINTS = 8  # of each mix; scripts/soak_faults.py takes every one
-
-
-def step_interrupted_at(at, stash):
-    """The interrupter, after one step; and what is wrong with a graph whose backward can be tried again."""
-    loss, found = None, []
-    with Interrupter(at) as interrupter:
-        try:
-            with stash:
-                loss = forward()
-            torch.autograd.grad(loss, INPUTS, retain_graph=True)
-        except KeyboardInterrupt:
-            pass
-    if loss is not None and not are_right(torch.autograd.grad(loss, INPUTS)):
-        found.append("a wrong gradient of the interrupted graph")
-    return interrupter, found
 
 
 @functools.cache
@@ -142,31 +127,23 @@ def held_graph(stash):
     return loss
 
 
-def test_an_interrupted_copy_out_of_a_segment_is_not_taken_for_its_bytes(tmp_path, monkeypatch):
+def interrupted(*_):
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        lambda up: (_up, "ctypes", SimpleNamespace(memmove=interrupted)),
+        lambda up: (up, "_runner", interrupted),
+    ],
+    ids=["copying out of a segment", "reading"],
+)
+def test_what_an_interrupt_stopped_is_done_by_the_next(tmp_path, monkeypatch, broken):
+    """Else memory that nothing was read or copied to would be taken for what was saved."""
     stash = MIXES["at once"](tmp_path)
     loss = held_graph(stash)
-
-    def interrupted(*_):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(_up, "ctypes", SimpleNamespace(memmove=interrupted))
-    with pytest.raises(KeyboardInterrupt):
-        torch.autograd.grad(loss, INPUTS, retain_graph=True)
-    monkeypatch.undo()
-    assert are_right(torch.autograd.grad(loss, INPUTS))
-    del loss
-    assert not wrong_after(stash)
-
-
-def test_a_read_that_was_begun_and_not_made_is_made_by_the_next(tmp_path, monkeypatch):
-    stash = MIXES["at once"](tmp_path)
-    loss = held_graph(stash)
-    up = stash._books.sides[0].up
-
-    def interrupted(*_):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(up, "_runner", interrupted)
+    monkeypatch.setattr(*broken(stash._books.sides[0].up))
     with pytest.raises(KeyboardInterrupt):
         torch.autograd.grad(loss, INPUTS, retain_graph=True)
     monkeypatch.undo()

@@ -147,6 +147,7 @@ def main(rank: int, store: str) -> None:
     try:
         check_ddp(rank)
         check_fsdp2(rank)
+        print("DDP and FSDP2 are as expected")
     finally:
         dist.destroy_process_group()
 

@@ -15,4 +15,5 @@ WORKER = Path(__file__).with_name("distributed_worker.py")
     reason="torch was built without gloo",
 )
 def test_ddp_and_fsdp2(tmp_path: Path) -> None:
-    run_two(WORKER, tmp_path / "store")
+    for output in run_two(WORKER, tmp_path / "store"):
+        assert "DDP and FSDP2 are as expected" in output

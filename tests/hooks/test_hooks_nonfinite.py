@@ -172,16 +172,23 @@ def test_infinities_may_be_meant() -> None:
     mask = torch.tensor([[0.0, float("-inf")]])
     with pytest.raises(NonFiniteError), find_nonfinite(model):
         model(X, mask=mask)
-    with find_nonfinite(model, inf=False):
+    with find_nonfinite(model, inf=False) as search:
         model(X, mask=mask)
+    assert search.found is None
 
 
 def test_integer_inputs_and_structures(structured: nn.Module) -> None:
-    with find_nonfinite(structured):
+    with find_nonfinite(structured) as search:
         structured(torch.ones(2, 3)).sum().backward()
+    assert search.found is None
+    structured.dict.forward = lambda *, x, scale: {"y": x, "inner": {"z": [x / 0]}}
+    with find_nonfinite(structured, to=[].append) as search:
+        structured(torch.ones(2, 3))
+    assert search.found is not None and search.found.path == "dict"
     table = nn.Embedding(4, 2)
-    with find_nonfinite(table):
+    with find_nonfinite(table) as search:
         table(torch.tensor([1])).sum().backward()
+    assert search.found is None
 
 
 def test_json_lines() -> None:

@@ -111,21 +111,25 @@ def curve(points: tuple[tuple[float, float], ...]) -> list[tuple[float, float]]:
 
 def test_text_fits_into_boxes() -> None:
     for drawing in drawings():
-        for text in placed(drawing)[0]:
-            fits(text)
+        boxes = placed(drawing)[0]
+        assert len(boxes) == len(drawing.nodes)
+        for box in boxes:
+            assert box.texts
+            for baseline, left, right in spans(box):
+                assert left >= 4.0 and right <= box.width - 4.0
+                assert 8.0 <= baseline <= box.height - 3.0
+            for (line, start, end), (other, begin, stop) in itertools.combinations(spans(box), 2):
+                assert line != other or end <= begin or stop <= start, box.texts
 
 
-def fits(box: BoxText) -> None:
-    spans = []
+def spans(box: BoxText) -> list[tuple[float, float, float]]:
+    """Of each text: its baseline, and from where to where it goes."""
+    found = []
     for each in box.texts:
         width = text_width(each.text, each.px)
         left = each.x - width if each.right else each.x
-        assert left >= 4.0 and left + width <= box.width - 4.0
-        assert 8.0 <= each.baseline <= box.height - 3.0
-        spans.append((each.baseline, left, left + width))
-    for (line, start, end), (other, begin, stop) in itertools.combinations(spans, 2):
-        if line == other:
-            assert end <= begin or stop <= start, box.texts
+        found.append((each.baseline, left, left + width))
+    return found
 
 
 def hostile_drawing() -> Drawing:

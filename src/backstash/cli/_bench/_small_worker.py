@@ -20,7 +20,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ... import Stash
 
-__all__ = ["alive", "main", "overhead"]
+__all__ = ["alive", "main", "overhead", "seconds_of_unpacks"]
 
 _ELEMENTS = 16  # of each tensor in the chain: 64 bytes, far below min_bytes
 _SAMPLE = 1000  # packs, and unpacks, that are timed with so many others alive
@@ -102,7 +102,7 @@ def alive(mode: str, count: int, directory: str) -> dict[str, Any]:
     for _ in range(_ROUNDS):
         plain.append(_seconds_of_operations(leaf, nullcontext()))
         packs.append(_seconds_of_operations(leaf, stash))
-        unpacks.append(_seconds_of_unpacks(saved))
+        unpacks.append(seconds_of_unpacks(saved))
     del saved
     stash.close()
     return {
@@ -131,7 +131,7 @@ def _seconds_of_operations(leaf: Tensor, context: AbstractContextManager[Any]) -
     return seconds / _SAMPLE
 
 
-def _seconds_of_unpacks(saved: list[Tensor]) -> float:
+def seconds_of_unpacks(saved: list[Tensor]) -> float:
     """Time of a use of a saved tensor, over samples spread evenly."""
     unpack = operator.attrgetter("_saved_result")
     nodes = [y.grad_fn for y in saved[:: max(1, len(saved) // _SAMPLE)]]
