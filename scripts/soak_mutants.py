@@ -35,8 +35,9 @@ from mutation.trial import PACKAGE, ROOT, Coverage, Trial, the_map
 REASONS = ROOT / "tests/survivors.txt"
 PICKED = ROOT / "tests/mutants_picked.txt"
 FILES = (
-    "_blocks.py _entry.py _books.py _parts.py _parcels.py stores/_extents.py stores/_disk.py "
-    "stores/_file.py stores/_memory.py stores/_host.py _down.py _up.py _order.py"
+    "_blocks.py _entry.py _parts.py _parcels.py _books.py _queue.py _remains.py _guard.py _repair.py "
+    "_workers.py _weakly.py stores/_extents.py stores/_leases.py stores/_disk.py stores/_file.py "
+    "stores/_memory.py stores/_host.py _down.py _up.py _order.py"
 ).split()
 
 

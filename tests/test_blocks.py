@@ -93,6 +93,14 @@ def test_a_source_sees_a_change_and_is_of_no_other_bytes(before):
     assert source_of(x).is_of(x) is True
 
 
+def test_views_of_one_base_are_known_where_torch_cannot_tell(monkeypatch):
+    base = torch.zeros(6)
+    source = source_of(base[2:])
+    monkeypatch.setattr(_blocks, "_set_versions", None)
+    assert source.is_of(base) and source.is_of(base.view(2, 3)) and source.is_of(base[:1])
+    assert not source.is_of(base.detach())  # which shares the counter, too: it costs a copy
+
+
 def test_a_tensor_whose_version_was_put_back_is_not_taken_for_another_source():
     """``tensor`` at the saved version, with a guard of another one: both have to agree."""
     x, y = torch.ones(4), torch.ones(4)
@@ -245,6 +253,16 @@ def test_a_new_block_is_in_place_and_unused():
     (left,) = SIDE.grave
     assert (left.number, left.kept, left.held, left.nbytes) == (0, 0, 0, 12)
     assert (left.serial, left.module) == (-1, "")
+
+
+def test_what_the_books_count_for_a_block_is_left_when_it_dies():
+    block = block_of(torch.zeros(3))
+    block.kept, block.held, block.serial, block.module = 1, 2, 3, "head"
+    assert (block.kept, block.held, block.serial, block.module) == (1, 2, 3, "head")
+    SIDE.grave.clear()
+    del block
+    (left,) = SIDE.grave
+    assert (left.kept, left.held, left.serial, left.module) == (1, 2, 3, "head")
 
 
 def test_a_block_in_place():

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from backstash import _books
 from backstash._books import Books
 from backstash._events import Tape
 from backstash._guard import Guard
@@ -51,6 +52,9 @@ class Down:
 
     def ease(self):
         self.eased = True
+
+    def try_again(self):
+        self.tried = True
 
     def forget(self):
         self.forgot = True
@@ -140,6 +144,34 @@ def test_a_forked_process_has_a_lock_of_its_own(monkeypatch):
     assert second.locks == [mine, books.lock]
 
 
+def test_a_forked_process_does_not_mend_what_another_was_writing(monkeypatch):
+    books = books_with()
+    monkeypatch.setattr(_books, "repair", lambda *_: pytest.fail("nobody writes here"))
+    tear(books)
+    here = os.getpid()
+    monkeypatch.setattr(os, "getpid", lambda: here + 1)
+    assert books.is_forked() is True
+    with books.guard:
+        pass
+
+
+def tear(books):
+    with pytest.raises(RuntimeError, match="in the middle"), books.guard:
+        raise RuntimeError("in the middle")
+
+
+def test_books_that_are_torn_are_made_anew_for_the_next(monkeypatch):
+    books, made = books_with(), []
+    monkeypatch.setattr(_books, "repair", lambda *what: made.append(what))
+    with books.guard:
+        assert made == []
+    tear(books)
+    with books.guard:
+        assert made == [(books, books.lanes)]
+    with books.guard:
+        assert len(made) == 1
+
+
 # What waits for its operation to end.
 
 
@@ -206,6 +238,8 @@ def test_every_side_lands_and_follows_the_memory_that_is_free(monkeypatch):
     assert books.sides[0].down.landed == second.down.landed == [lane]
     books.ease()
     assert books.sides[0].down.eased and second.down.eased
+    books.try_again()
+    assert books.sides[0].down.tried and second.down.tried
     monkeypatch.setattr("backstash._books.spare_bytes", lambda: 300)
     books.sides[0].down.keep_bytes, second.down.keep_bytes = 101, 50
     books.follow_free_memory()
@@ -250,8 +284,10 @@ def test_a_dead_block_is_taken_off_the_books_of_its_side():
     for each in books.sides:
         each.down.keep_bytes, each.up.ahead_bytes = 100, 50
     books.blocks_alive = 3
-    books.grave.append(block_remains(books.grave, 1, 30, 20, 64, 7, "layer"))
+    left = block_remains(books.grave, 1, 30, 20, 64, 7, "layer")
+    books.grave.append(left)
     books.drain()
+    assert (left.kept, left.held, left.serial) == (0, 0, -1)  # struck out: nobody counts it again
     assert (second.down.keep_bytes, second.up.ahead_bytes, books.blocks_alive) == (70, 30, 2)
     assert (books.sides[0].down.keep_bytes, books.sides[0].up.ahead_bytes) == (100, 50)
     books._tape.start(told.append)
@@ -287,7 +323,7 @@ def test_a_dead_parcel_s_slot_is_released_when_nothing_writes_to_it():
     cpu = books.sides[0]
     cpu.down.inflight_bytes, cpu.up.ahead_bytes = 1000, 1000
     runs, stopped = Writing(False), Writing(False, can_be_cancelled=True)
-    books.grave.extend(
+    left = [
         parcel_remains(books.grave, store, *each)
         for each in (
             ("never written", None, 1, 10),
@@ -296,7 +332,8 @@ def test_a_dead_parcel_s_slot_is_released_when_nothing_writes_to_it():
             ("not begun", stopped, 8, 80),
             (None, None, 16, 160),  # its slot was taken back before
         )
-    )
+    ]
+    books.grave.extend(left)
     books.drain()
     assert released == ["never written", "written", "not begun"]
     assert (cpu.down.inflight_bytes, cpu.up.ahead_bytes) == (1000 - 290, 1000 - 29)
@@ -306,6 +343,7 @@ def test_a_dead_parcel_s_slot_is_released_when_nothing_writes_to_it():
     runs.is_done = True
     books.drain()
     assert released[3:] == ["still written to"] and not books.grave
+    assert [(each.held, each.flown, each.slot) for each in left] == [(0, 0, None)] * 5
     assert (cpu.down.inflight_bytes, cpu.up.ahead_bytes) == (1000 - 310, 1000 - 31)
 
 

@@ -19,6 +19,7 @@ from backstash.errors import (
     UsageError,
 )
 from backstash.stores import _disk, _file
+from backstash.stores._leases import Leases
 from backstash.testing import MemoryStore, check_store
 
 
@@ -141,6 +142,30 @@ def test_an_unwritable_directory_is_named(tmp_path):
     assert "writable directory" in run.stdout, run.stderr
 
 
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [
+        (errno.EMFILE, "ulimit -n"),
+        (errno.ENFILE, "ulimit -n"),
+        (errno.ENOSPC, "free space"),
+        (errno.EDQUOT, "free space"),
+        (errno.EACCES, "existing, writable directory"),
+    ],
+)
+def test_why_there_is_no_file_and_what_to_do(tmp_path, monkeypatch, number, words):
+    opened = os.open
+
+    def refuse(path, *rest, **named):
+        if path == str(tmp_path):
+            raise OSError(number, os.strerror(number))
+        return opened(path, *rest, **named)
+
+    monkeypatch.setattr(os, "open", refuse)
+    with pytest.raises(StashIOError, match=words) as caught:
+        Disk(tmp_path)
+    assert caught.value.errno == number and os.strerror(number) in str(caught.value)
+
+
 def test_wrong_arguments_say_what_is_allowed(tmp_path):
     with pytest.raises(SizeError, match="max_bytes='lots'"):
         Disk(tmp_path, max_bytes="lots")
@@ -160,15 +185,30 @@ def test_max_bytes_is_the_most_the_file_ever_has(tmp_path):
     disk.close()
 
 
+def test_a_slot_that_nobody_has_any_more_is_room_again(tmp_path, monkeypatch):
+    disk, settle, locked = Disk(tmp_path), Leases.settle, []
+    slots = [disk.reserve(4096) for _ in range(2)]
+    assert disk.used_bytes == 8192
+    monkeypatch.setattr(
+        Leases, "settle", lambda leases: locked.append(disk._lock.locked()) or settle(leases)
+    )
+    assert disk.used_bytes == 8192 and locked == []  # there is nothing to settle
+    del slots[0]
+    assert disk.used_bytes == 4096 and locked == [True]
+    assert disk.reserve(4096).offset == 0
+    disk.close()
+
+
 def test_a_file_system_without_space_is_full_and_nothing_changes(tmp_path, monkeypatch):
     def no_space(fd, offset, nbytes):
+        os.ftruncate(fd, offset + nbytes // 2)  # ext4 keeps what it got before it was full
         raise OSError(errno.ENOSPC, "No space left on device")
 
     disk = Disk(tmp_path)
     monkeypatch.setattr(os, "posix_fallocate", no_space)
     with pytest.raises(StashFullError, match="No space left on device"):
         disk.reserve(1 << 20)
-    assert (disk.used_bytes, disk.file_bytes) == (0, 0)
+    assert (disk.used_bytes, disk.file_bytes, os.fstat(disk._file.fd).st_size) == (0, 0, 0)
     monkeypatch.undo()
     assert disk.reserve(1 << 20).offset == 0
     disk.close()

@@ -163,3 +163,16 @@ def test_room_at_the_end_is_given_up_with_what_was_free_before_it():
     assert (extents.end_bytes, extents.free_count) == (10, 0)
     extents.free(first, 10)
     assert (extents.end_bytes, extents.free_count, extents.used_bytes) == (0, 0, 0)
+
+
+def test_what_is_made_anew_from_what_is_taken():
+    extents = Extents(unit_bytes=4096)
+    for _ in range(3):
+        extents.take(20_000)
+    extents.restore([(5 * 4096, 8000), (2 * 4096, 4096), (3 * 4096, 1)])
+    assert (extents.used_bytes, extents.end_bytes, extents.free_count) == (4 * 4096, 7 * 4096, 2)
+    assert [extents.take(4096), extents.take(8192), extents.take(1)] == [4 * 4096, 0, 7 * 4096]
+    extents.restore([])
+    assert (extents.used_bytes, extents.end_bytes, extents.free_count) == (0, 0, 0)
+    extents.restore([(0, 4096), (4096, 4096)])
+    assert (extents.used_bytes, extents.end_bytes, extents.free_count) == (8192, 8192, 0)

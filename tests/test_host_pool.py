@@ -80,6 +80,40 @@ def test_room_in_pieces_is_not_room():
     assert pool.take(2 * PAGE).offset in (0, 4 * PAGE)
 
 
+def test_where_room_is_in_pieces_another_slab_is_asked():
+    pool = Pins().pool(None)
+    rooms = [pool.take(2 * PAGE) for _ in range(4)]
+    pool.give(rooms[0])
+    pool.give(rooms[2])
+    room = pool.take(4 * PAGE)
+    assert room.slab is not rooms[0].slab and room.memory.numel() == 4 * PAGE
+
+
+def test_a_room_that_nobody_has_any_more_is_taken_back():
+    pool = Pins().pool(None)
+    rooms = [pool.take(PAGE) for _ in range(2)]
+    del rooms[0]
+    assert pool.used_bytes == 2 * PAGE
+    pool.settle()
+    assert pool.used_bytes == PAGE
+    assert pool.take(PAGE).offset == 0
+
+
+def test_memory_whose_pinning_was_interrupted_is_unpinned():
+    pins = Pins()
+    pool = pins.pool(None)
+
+    def interrupted(memory):
+        raise KeyboardInterrupt
+
+    pool._pin = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        pool.take(PAGE)
+    assert pins.unpinned == [8 * PAGE] and pool.slab_bytes == 0
+    pool._pin = pins.pin
+    assert pool.take(PAGE) is not None
+
+
 def test_the_budget_is_never_exceeded():
     pins = Pins()
     pool = pins.pool(11 * PAGE + 100)
@@ -162,8 +196,12 @@ def test_a_system_without_memory_has_no_room(monkeypatch):
 
     monkeypatch.setattr(_host, "mapped", none)
     pool = Pins().pool(None)
+    assert pool.refusal == ""
     assert pool.take(PAGE) is None
     assert (pool.slab_bytes, pool.used_bytes, pool.slab_peak_bytes) == (0, 0, 0)
+    assert pool.refusal == f"no memory for {8 * PAGE} bytes"
+    monkeypatch.undo()
+    assert pool.take(PAGE) is not None and pool.refusal == ""
 
 
 @pytest.mark.parametrize("budget", [28 * PAGE, 100 * PAGE, None])

@@ -1,5 +1,7 @@
 """Leases: an extent goes back with its owner, and what an interrupt left half done is mended."""
 
+from collections import deque
+
 import pytest
 
 from backstash.stores._leases import Leases
@@ -44,10 +46,40 @@ def test_free_lists_that_were_left_half_done_are_made_anew(monkeypatch, call, be
     with pytest.raises(KeyboardInterrupt):
         leases.take(Owner(), 4096) if call == "take" else leases.free(offsets[2])
     leases._extents = extents
+    assert not leases.in_order
     leases.settle()
+    assert leases.in_order
     taken = {0, offsets[3]} | ({offsets[2]} if call == "take" else set())
     again = [Owner() for _ in range(4 - len(taken))]
     more = {leases.take(each, 4096) for each in again}
     assert not more & taken  # nobody is given what another has
     assert leases.end_bytes == 4 * 4096
     assert leases.used_bytes == 4 * 4096
+
+
+def test_whoever_takes_or_frees_settles_first():
+    leases = Leases(unit_bytes=4096)
+    first, second, third = (Owner() for _ in range(3))
+    offsets = [leases.take(each, 4096) for each in (first, second, third)]
+    del first
+    assert leases.take(fourth := Owner(), 4096) == offsets[0]
+    del second, fourth
+    leases.free(offsets[2])
+    assert (leases.used_bytes, leases.end_bytes, leases.in_order) == (0, 0, True)
+
+
+def test_the_dead_are_taken_from_once_however_often_that_is_interrupted():
+    class Interrupted(deque):
+        def popleft(self):
+            raise KeyboardInterrupt
+
+    leases, first = Leases(unit_bytes=4096), Owner()
+    leases._dropped = dropped = Interrupted()
+    assert leases.take(first, 4096) == 0
+    del first
+    with pytest.raises(KeyboardInterrupt):
+        leases.settle()
+    leases._dropped = deque(dropped)
+    assert leases.take(second := Owner(), 4096) == 0
+    assert (leases.used_bytes, leases.in_order) == (4096, True)
+    del second

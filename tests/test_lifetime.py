@@ -155,6 +155,22 @@ for _ in range(20):
 # and out, with a graph alive, writes on their way and the context entered
 """
 
+LATE = """
+import atexit, sys
+
+@atexit.register  # before anybody else: so it is called after all others
+def go_backward():
+    (grad,) = torch.autograd.grad(loss, x)
+    print(torch.equal(grad, plain), stash.stats().read_bytes > 0)
+
+import torch
+from backstash import Stash
+x = torch.randn(300, 300, requires_grad=True)
+(plain,) = torch.autograd.grad(x.exp().sin().sum(), x)
+with Stash(disk=sys.argv[1], inflight=0) as stash:
+    loss = x.exp().sin().sum()
+"""
+
 FORKS = """
 import os, sys, torch
 from backstash import Stash
@@ -196,6 +212,13 @@ def test_kill_9_leaves_no_file(tmp_path):
 def test_the_interpreter_ends_cleanly_with_graphs_alive(tmp_path):
     result = run(ENDS, tmp_path)
     assert (result.returncode, result.stderr) == (0, "")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_whoever_is_called_at_the_interpreter_s_end_may_still_go_backward(tmp_path):
+    result = run(LATE, tmp_path)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout == "True True\n"
     assert list(tmp_path.iterdir()) == []
 
 

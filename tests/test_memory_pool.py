@@ -1,4 +1,5 @@
 import errno
+import gc
 import io
 import mmap
 import threading
@@ -237,3 +238,36 @@ def test_elsewhere_the_heap_is_not_asked(monkeypatch, allocator):
     pool = Pool(idle_bytes=1 << 20)
     monkeypatch.setattr(torch, "empty", lambda *_, **__: pytest.fail("the heap was asked"))
     assert pool.take(1 << 20).numel() == 1 << 20
+
+
+# What an interrupted call left half done.
+
+
+def test_memory_that_was_not_yet_put_down_is_not_taken_back():
+    class Interrupted(dict):
+        def __setitem__(self, *_):
+            raise KeyboardInterrupt
+
+    pool = Pool(idle_bytes=1 << 20)
+    pool._lent = Interrupted()
+    with pytest.raises(KeyboardInterrupt):
+        pool.take(4096)
+    gc.collect()
+    assert len(pool._back) == 1
+    pool._lent = {}
+    assert pool.idle_bytes == 0 and not pool._back
+    assert pool.take(4096).numel() == 4096
+
+
+def test_restoring_counts_what_waits_and_strikes_out_who_is_gone():
+    pool = Pool(idle_bytes=1 << 20)
+    held = [pool.take(nbytes) for nbytes in (4096, 4096, 4096, 8192, 8192)]
+    del held[1:4]
+    assert pool.idle_bytes == 4096 + 4096 + 8192
+    first, last = pool._lent.values()
+    pool._lent[0] = (lambda: None), first[1]  # whose end was not heard of
+    pool._idle_bytes = 5
+    del held[0]
+    pool.restore()
+    assert list(pool._lent.values()) == [last]
+    assert pool.idle_bytes == 3 * 4096 + 8192

@@ -54,7 +54,6 @@ class UnnamedFile:
                 self.direct = self._accepts_direct()
             except OSError as error:
                 if error.errno != errno.EINVAL:
-                    self.close()
                     raise
             if self.direct:
                 return ""

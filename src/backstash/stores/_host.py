@@ -48,8 +48,8 @@ class Room:
 
     def __init__(self, slab: _Slab) -> None:
         self.slab = slab
-        self.offset = 0
-        self.memory = slab.memory[:0]
+        self.offset: int  # these two once its extent is taken
+        self.memory: Tensor
 
 
 class HostPool:
