@@ -62,7 +62,8 @@ def test_whoever_takes_or_frees_settles_first():
     first, second, third = (Owner() for _ in range(3))
     offsets = [leases.take(each, 4096) for each in (first, second, third)]
     del first
-    assert leases.take(fourth := Owner(), 4096) == offsets[0]
+    fourth = Owner()
+    assert leases.take(fourth, 4096) == offsets[0]
     del second, fourth
     leases.free(offsets[2])
     assert (leases.used_bytes, leases.end_bytes, leases.in_order) == (0, 0, True)
@@ -80,6 +81,7 @@ def test_the_dead_are_taken_from_once_however_often_that_is_interrupted():
     with pytest.raises(KeyboardInterrupt):
         leases.settle()
     leases._dropped = deque(dropped)
-    assert leases.take(second := Owner(), 4096) == 0
+    second = Owner()
+    assert leases.take(second, 4096) == 0
     assert (leases.used_bytes, leases.in_order) == (4096, True)
     del second
