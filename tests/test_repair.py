@@ -1,0 +1,92 @@
+"""Making the books anew: from what is alive come the very sums and queues that there were."""
+
+import pytest
+import torch
+
+from backstash import Disk, Stash
+from backstash.testing import TwinDevice, stash_on
+from oracle import same_bits
+
+COUNTED = ("blocks", "keep_bytes", "inflight_bytes", "ahead_bytes", "host_bytes", "disk_bytes")
+WAYS = {
+    "disk": lambda where: Stash(disk=Disk(where), min_bytes=64, inflight=0, prefetch="100KiB"),
+    "keep": lambda where: Stash(disk=where, min_bytes=64, inflight=0, keep="100KiB"),
+    "accelerator": lambda where: stash_on(
+        TwinDevice(chance=0.0), host="200KiB", disk=where, min_bytes=64, inflight=0, keep="50KiB"
+    ),
+}
+
+
+def forward(x, looked=lambda: None):
+    """Chains of small and of large blocks; ``looked`` is called in the middle of backward."""
+    y, small = x, x[:100]
+    for _ in range(4):
+        y, small = y.exp() * 0.5, small.exp() * 0.5
+    y.register_hook(lambda grad: looked())
+    for _ in range(4):
+        y, small = y.exp() * 0.5, small.exp() * 0.5
+    return y.sum() + small.sum()
+
+
+def counted(stash):
+    stats = stash.stats()
+    return {name: getattr(stats, name) for name in COUNTED}
+
+
+def tear(stash):
+    """As if somebody were interrupted in the middle of every entry at once."""
+    books = stash._books
+    books.blocks_alive += 77
+    for side in books.sides:
+        side.down.keep_bytes += 1
+        side.down.inflight_bytes += 10
+        side.up.ahead_bytes += 100
+    with pytest.raises(KeyboardInterrupt), books.lock, books.guard:
+        raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_sums_are_what_they_were(tmp_path, way):
+    x = torch.randn(10_000, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    (want,) = torch.autograd.grad(forward(x), x)
+    stash, seen = WAYS[way](tmp_path), []
+
+    def look():
+        seen.append(counted(stash))
+        tear(stash)
+        seen.append(counted(stash))
+
+    with stash:
+        loss = forward(x, look)
+        look()
+    look()
+    assert seen[0] == seen[1] and seen[2] == seen[3]
+    assert seen[2]["blocks"] > 8 and seen[2]["disk_bytes"] > 0
+    (found,) = torch.autograd.grad(loss, x)
+    assert same_bits(found, want)
+    before, after = seen[4:]
+    # Mending waits for the device, and then what was only waited for goes back.
+    assert after.pop("host_bytes") <= before.pop("host_bytes")
+    assert after == before and before["ahead_bytes"] > 0
+    del loss
+    (found,) = torch.autograd.grad(forward(x), x)
+    tear(stash)
+    stash.close()
+    assert counted(stash) == dict.fromkeys(COUNTED, 0)
+
+
+def test_another_stash_s_blocks_are_not_counted(tmp_path):
+    x = torch.randn(10_000).requires_grad_()
+    stashes = [WAYS["keep"](tmp_path) for _ in range(2)]
+    losses = []
+    for stash in stashes:
+        with stash:
+            losses.append(forward(x))
+    before = counted(stashes[0])
+    del losses[1]
+    tear(stashes[0])
+    assert counted(stashes[0]) == before
+    losses.clear()
+    for stash in stashes:
+        stash.close()
+        assert counted(stash) == dict.fromkeys(COUNTED, 0)
