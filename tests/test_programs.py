@@ -23,7 +23,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
 
 import soak_programs
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # torch's own, of transforms and type casts
+pytestmark = [
+    pytest.mark.filterwarnings("ignore"),  # torch's own, of transforms and type casts
+    # A busy machine needs minutes. By a thread, since an error raised by a signal could come in a
+    # destructor of PyTorch's, which ends the process.
+    pytest.mark.timeout(600, method="thread"),
+]
 PROGRAMS = int(os.environ.get("BACKSTASH_PROGRAMS", "80"))
 
 
