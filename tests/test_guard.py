@@ -98,6 +98,34 @@ def test_mending_that_is_interrupted_is_done_anew(books):
         assert books.mended == 1
 
 
+def test_mending_that_is_interrupted_leaves_no_writer(books):
+    """Else whoever is called by the same function would be taken for a finalizer in the middle of it."""
+
+    def called():
+        with books.guard:
+            assert books.mended == 1
+
+    books.guard.__enter__()
+    books.fails = 1
+    with pytest.raises(KeyboardInterrupt), books.guard:
+        pytest.fail("what is inside must not write in torn books")
+    called()
+
+
+def test_a_writer_is_still_known_after_a_finalizer_in_the_middle_of_it(books):
+    def finalizer():
+        with books.guard:
+            pass
+
+    def interrupted():
+        books.guard.__enter__()
+        finalizer()
+
+    interrupted()
+    with books.guard:
+        assert books.mended == 1
+
+
 def test_nobody_is_kept_alive_to_mend():
     books = Books()
     guard = books.guard

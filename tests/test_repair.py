@@ -1,9 +1,15 @@
 """Making the books anew: from what is alive come the very sums and queues that there were."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from backstash import Disk, Stash
+from backstash._blocks import Block, Source
+from backstash._host import HostParcel
+from backstash._remains import BlockRemains, Grave, HostRemains
+from backstash._repair import repair
 from backstash.testing import TwinDevice, stash_on
 from oracle import same_bits
 
@@ -90,3 +96,52 @@ def test_another_stash_s_blocks_are_not_counted(tmp_path):
     for stash in stashes:
         stash.close()
         assert counted(stash) == dict.fromkeys(COUNTED, 0)
+
+
+# What each part of the books is given.
+
+
+class Way:
+    def restore(self, *what):
+        self.given = what
+
+
+def side_of(number, grave, host=None):
+    return SimpleNamespace(
+        number=number, grave=grave, down=Way(), up=Way(), host=host, stream=lambda: None
+    )
+
+
+def block_of(side, serial):
+    tensor = torch.zeros(4)
+    block = Block(Source(tensor, tensor.untyped_storage()), tensor.detach(), side)
+    block.serial = serial
+    return block
+
+
+def test_each_side_is_given_what_is_its_own_in_the_order_of_its_making():
+    grave = Grave()
+    first, second = side_of(0, grave), side_of(1, grave, host=Way())
+    stranger = block_of(side_of(0, Grave()), 5)
+    late, early = block_of(first, 3), block_of(first, 0)
+    unborn, other = block_of(first, -1), block_of(second, 2)
+    half_made = [Block.__new__(Block), BlockRemains.__new__(BlockRemains)]
+    late.parcel, other.parcel = Way(), HostParcel.__new__(HostParcel)
+    late.held, other.held = 10, 20
+    dead = HostRemains(grave, 1, None)
+    dead.held = 300
+    block_of(first, 4)  # and dead at once: it is yet to be settled
+    lanes = [SimpleNamespace(waiting=[((lambda: early), False), ((lambda: None), False)])]
+    books = SimpleNamespace(grave=grave, sides=[first, second])
+    repair(books, lanes)
+    blocks, waiting, remains = first.down.given
+    assert (blocks, waiting) == ([early, late], {id(early)})
+    assert {each.serial for each in remains} == {-1, 0, 3, 4} and len(remains) == 4
+    assert first.up.given == ([late.parcel, early, late],) and first.up.ahead_bytes == 10
+    blocks, _, remains = second.down.given
+    assert blocks == [other] and set(remains) == {other.remains, dead}
+    assert second.up.given == ([other.parcel, other],) and second.up.ahead_bytes == 320
+    assert second.host.given == ([other.parcel], [dead])
+    assert books.blocks_alive == 4  # the dead one is still counted, and the unborn one is not
+    other.parcel = None  # which has no end of its own
+    del stranger, unborn, half_made

@@ -1,9 +1,11 @@
 """Worker threads, what is done where there are none, and a piece of work, which is done once."""
 
 import os
+import subprocess
 import sys
 import threading
 import weakref
+from itertools import product
 
 import pytest
 
@@ -116,7 +118,7 @@ def test_to_wait_for_work_is_to_do_it_unless_somebody_does():
     work = Work(seen.append, 1)
     assert not work.done()
     assert work.exception() is None and work.done()
-    work.run()  # queued as well: it is done already
+    assert work.run() is False  # queued as well: it is done already
     assert seen == [1]
     go_on, running = threading.Event(), threading.Event()
 
@@ -138,7 +140,7 @@ def test_work_that_is_called_off_is_not_done():
     seen = []
     work = Work(seen.append, 1)
     assert work.cancel()
-    work.run()
+    assert work.run() is True
     assert (seen, work.done(), work.exception()) == ([], True, None)
     assert not work.cancel()  # it has ended
 
@@ -158,6 +160,14 @@ def test_work_that_is_interrupted_is_done_anew_by_the_next():
     assert work.exception() is None and seen == [1, 1]
 
 
+def test_work_that_is_interrupted_when_it_is_done_is_not_done_again():
+    seen = []
+    work = Work(seen.append, 1)
+    work.run()
+    work.finished = False  # the interrupt came just before it was noted
+    assert work.run() is True and work.done() and seen == [1]
+
+
 def test_work_that_has_ended_holds_neither_its_arguments_nor_its_error_s_frames():
     class Thing:
         pass
@@ -168,15 +178,79 @@ def test_work_that_has_ended_holds_neither_its_arguments_nor_its_error_s_frames(
         except OSError as error:
             raise ValueError("outer") from error
 
-    for catch in (Exception, BaseException):
+    def fails_beside(thing):
+        try:
+            raise OSError("inner")
+        except OSError:
+            raise ValueError("outer")  # noqa: B904
+
+    for function, catch in product((fails, fails_beside), (Exception, BaseException)):
         thing = Thing()
         gone = weakref.ref(thing)
-        work = Work(fails, thing)
+        work = Work(function, thing)
         work.run(catch=catch)
         del thing
         assert gone() is None
-        assert isinstance(work.error, ValueError) and isinstance(work.error.__cause__, OSError)
+        assert isinstance(work.error, ValueError) and isinstance(work.error.__context__, OSError)
         assert sys.exc_info() == (None, None, None)
+
+
+def test_a_thread_holds_no_work_that_is_done():
+    class Queue:
+        def get(self):
+            if not hasattr(self, "ref"):
+                work = Work(int)
+                self.ref = weakref.ref(work)
+                return work
+            assert self.ref() is None
+            return None
+
+        def put(self, item):
+            self.last = item
+
+    queue = Queue()
+    _workers._serve(queue)
+    assert queue.last is None  # which is for the next thread
+
+
+def test_workers_may_be_closed_by_one_of_them():
+    """A finalizer runs on whatever thread comes along."""
+    workers = Workers(1)
+    closing = workers.submit(workers.close)
+    workers.close()
+    assert closing.exception() is None
+
+
+def test_at_the_end_every_thread_is_seen_off(monkeypatch):
+    monkeypatch.setattr(_workers, "_all", weakref.WeakSet())
+    workers = [Workers(2), Workers(1)]
+    for each in workers:
+        each.submit(int)
+    threads = [thread for each in workers for thread in each._threads]
+    # One that an interrupt has made nobody know must not keep the interpreter.
+    assert len(threads) == 2 and all(thread.daemon for thread in threads)
+    _workers._end_all()
+    assert not any(thread.is_alive() for thread in threads)
+
+
+LAST = """
+import threading
+from backstash._workers import Workers
+
+def late():
+    threading.main_thread().join()  # until the interpreter ends
+    for number in range(10**6):
+        pass
+    print("done", flush=True)
+
+workers = Workers(1)
+workers.submit(late)
+"""
+
+
+def test_what_has_begun_is_ended_before_the_interpreter_goes():
+    ended = subprocess.run([sys.executable, "-c", LAST], capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "done\n", "")
 
 
 def test_who_may_judge_a_copy():

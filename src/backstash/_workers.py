@@ -90,7 +90,7 @@ class Workers:
         self._pid = os.getpid()
         self._closed = False
         self.note = ""
-        weakref.finalize(self, self._queue.put, None).atexit = False
+        weakref.finalize(self, self._queue.put, None)
         _all.add(self)
 
     def submit(self, function: Callable[..., object], *args: Any) -> Work:
