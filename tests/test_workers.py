@@ -176,7 +176,8 @@ def test_work_that_has_ended_holds_neither_its_arguments_nor_its_error_s_frames(
         try:
             raise OSError("inner")
         except OSError as error:
-            raise ValueError("outer") from error
+            inner = error
+        raise ValueError("outer") from inner
 
     def fails_beside(thing):
         try:
@@ -191,7 +192,8 @@ def test_work_that_has_ended_holds_neither_its_arguments_nor_its_error_s_frames(
         work.run(catch=catch)
         del thing
         assert gone() is None
-        assert isinstance(work.error, ValueError) and isinstance(work.error.__context__, OSError)
+        assert isinstance(work.error, ValueError)
+        assert isinstance(work.error.__cause__ or work.error.__context__, OSError)
         assert sys.exc_info() == (None, None, None)
 
 
