@@ -5,6 +5,7 @@ import os
 import stat
 import subprocess
 import sys
+import threading
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from backstash.errors import (
 from backstash.stores import _disk, _file
 from backstash.stores._leases import Leases
 from backstash.testing import MemoryStore, check_store
+from backstash.units import format_bytes
 
 
 @pytest.mark.parametrize("direct", [True, False])
@@ -196,6 +198,30 @@ def test_a_slot_that_nobody_has_any_more_is_room_again(tmp_path, monkeypatch):
     del slots[0]
     assert disk.used_bytes == 4096 and locked == [True]
     assert disk.reserve(4096).offset == 0
+    disk.close()
+
+
+def test_a_slot_that_dies_while_another_is_refused_hangs_nobody(tmp_path, monkeypatch):
+    disk = Disk(tmp_path, max_bytes="1MiB")
+    slots, refused = [disk.reserve(512 << 10) for _ in range(2)], []
+
+    def dies_meanwhile(nbytes):
+        if nbytes == 4096:  # in the words of the error
+            slots.clear()  # as another thread, or the collector, may do at any moment
+        return format_bytes(nbytes)
+
+    def ask():
+        try:
+            disk.reserve(4096)
+        except StashFullError as error:
+            refused.append(str(error))
+
+    monkeypatch.setattr(_disk, "format_bytes", dies_meanwhile)
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(30)
+    assert not thread.is_alive() and "no room for 4.00 KiB" in refused[0]
+    assert disk.used_bytes == 0
     disk.close()
 
 

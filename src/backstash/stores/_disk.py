@@ -149,9 +149,10 @@ class Disk(Store):
             return
 
     def _full(self, nbytes: int, error: OSError) -> StashFullError:
+        held = self._leases.used_bytes  # not ours, which may take the lock that the caller has
         return StashFullError(
             errno.ENOSPC,
-            f"{self.name} has no room for {format_bytes(nbytes)} beside the {format_bytes(self.used_bytes)} "
+            f"{self.name} has no room for {format_bytes(nbytes)} beside the {format_bytes(held)} "
             f"it holds ({error.strerror}): free space, raise max_bytes, or give another directory",
         )
 
