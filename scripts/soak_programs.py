@@ -180,7 +180,7 @@ def table(result: Path) -> str:
         if count is not None and "MISSED" not in said:
             said = count[1]
         elif count is not None:
-            said = f"not within {count[1]}" + ("; the tests have one" if guard.witness else "")
+            said = f"not within {count[1]}: {guard.elsewhere or 'no test is named'}"
         rows.append(f"| {name} | {guard.why} | {said} |")
     return "\n".join(rows)
 

@@ -42,6 +42,8 @@ class Guard:
     """A program that cannot do without it."""
     not_searched: str = ""
     """Why no program can tell, where none can."""
+    elsewhere: str = ""
+    """Which tests find it missing, where random programs seldom do."""
 
 
 def _replaced(target: Any, name: str, new: Any) -> Patch:
@@ -332,6 +334,7 @@ GUARDS: dict[str, Guard] = {
         "they run on two streams",
         _replaced(_host.HostReading, "send", lambda reading, after=None: _SEND(reading)),
         "host",
+        elsewhere="what has left the twin's device has been copied; tests/test_stream_order.py has it",
     ),
     "who uses the bytes waits for the copy up": Guard(
         "the target is garbage until then",
@@ -376,11 +379,13 @@ GUARDS: dict[str, Guard] = {
         "two views of as many elements from the same place",
         _replaced(_parts.Part, "key", property(lambda part: (part.first, part.count))),
         "below",
+        elsewhere="tests/test_parts.py has it",
     ),
     "a part whose elements overlap": Guard(
         "is copied from its first to its last",
         _replaced(_parts, "_overlap", lambda runs: False),
         "below",
+        elsewhere="tests/test_parts.py has it",
     ),
     "a part covers another": Guard(
         "only where it has every element of it",
@@ -393,6 +398,7 @@ GUARDS: dict[str, Guard] = {
         "is packed anew",
         _replaced(_entry.WrapperEntry, "is_of", lambda entry, tensor: True),
         "below",
+        elsewhere="tests/test_exact_kinds.py has it",
     ),
     "what a subclass is made of is copied": Guard(
         "a change of the whole raises no version of a part",
