@@ -30,7 +30,7 @@ def changes_in(source):
 def test_the_picked_mutants_are_noticed():
     ended = run("--picked")
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert "11 mutants: 11 killed, 0 timed out, 0 has a reason, 0 survived" in ended.stdout
+    assert "12 mutants: 12 killed, 0 timed out, 0 has a reason, 0 survived" in ended.stdout
 
 
 def test_a_mutant_that_no_test_notices_survives(tmp_path):
