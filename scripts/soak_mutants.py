@@ -37,7 +37,8 @@ PICKED = ROOT / "tests/mutants_picked.txt"
 FILES = (
     "_blocks.py _entry.py _parts.py _parcels.py _books.py _queue.py _remains.py _guard.py _repair.py "
     "_workers.py _weakly.py stores/_extents.py stores/_leases.py stores/_disk.py stores/_file.py "
-    "stores/_memory.py stores/_host.py _down.py _up.py _order.py"
+    "stores/_memory.py stores/_host.py _down.py _keep.py _refusals.py _flights.py _disk.py "
+    "_segments.py _up.py _order.py"
 ).split()
 
 

@@ -14,9 +14,21 @@ from unittest import mock
 
 import torch
 
-from backstash import _blocks, _entry, _host, _intake, _parts, _remains, _scopes, _streams_twin
+from backstash import (
+    _blocks,
+    _entry,
+    _host_parcels,
+    _intake,
+    _parts,
+    _remains,
+    _scopes,
+    _spills,
+    _streams_twin,
+)
 from backstash._books import Books
+from backstash._disk import DiskTier
 from backstash._down import Down
+from backstash._keep import Keep
 from backstash._lanes import Lane
 from backstash._up import Up
 from backstash.stash import Stash
@@ -118,19 +130,19 @@ def _unpack_unchecked(stash: Stash, packed: Any) -> Any:
 
 _UNPACK = Stash.unpack
 _ADMIT = Down.admit
-_BEGIN = Down._begin
+_BEGIN = DiskTier.begin
 _TAKE = Pool.take
 _STAY = _intake.Intake._stay
-_SEND = _host.HostReading.send
+_SEND = _host_parcels.HostReading.send
 
 
 def _admit_at_once(down: Down, block: Any, *, at_once: bool, complete: bool) -> None:
     _ADMIT(down, block, at_once=at_once, complete=True)
 
 
-def _begin_and_let_go(down: Down, store: Any, block: Any) -> Any:
+def _begin_and_let_go(disk: DiskTier, block: Any) -> Any:
     block.alias = None
-    return _BEGIN(down, store, block)
+    return _BEGIN(disk, block)
 
 
 def _delete(stash: Stash, entry: Any) -> None:
@@ -277,7 +289,7 @@ GUARDS: dict[str, Guard] = {
     # What is held, and how long.
     "memory is held until it is written": Guard(
         "early release: the allocator hands it to the next tensor",
-        _replaced(Down, "_begin", _begin_and_let_go),
+        _replaced(DiskTier, "begin", _begin_and_let_go),
         "on its way, one",
         short=60,
     ),
@@ -316,7 +328,7 @@ GUARDS: dict[str, Guard] = {
     ),
     "a write that failed": Guard(
         "the block stays where it was",
-        _after(Down, "_return_to_place", lambda down, block: setattr(block, "alias", None)),
+        _after(Keep, "take_back", lambda keep, block: setattr(block, "alias", None)),
         "fails",
     ),
     "autograd does not hold itself": Guard(
@@ -327,12 +339,12 @@ GUARDS: dict[str, Guard] = {
     # Order, on an accelerator.
     "disk is written after the copy to the host": Guard(
         "the room is garbage until then",
-        _replaced(_host, "_write_down", _write_at_once),
+        _replaced(_spills, "_write_down", _write_at_once),
         "host",
     ),
     "a copy up comes after the copy down": Guard(
         "they run on two streams",
-        _replaced(_host.HostReading, "send", lambda reading, after=None: _SEND(reading)),
+        _replaced(_host_parcels.HostReading, "send", lambda reading, after=None: _SEND(reading)),
         "host",
         elsewhere="what has left the twin's device has been copied; tests/test_stream_order.py has it",
     ),

@@ -362,7 +362,7 @@ def test_a_host_that_runs_ahead_does_not_ask_for_each_that_died_about_all_the_ot
     loss.backward()
     del loss
     gc.collect()
-    assert len(stash._books.sides[1].host._buried) >= 90
+    assert len(stash._books.sides[1].host.rooms._buried) >= 90
     assert device.looks < 1000, "not ten thousand"
     device.over = True
     assert stash.stats().host_bytes == 0
@@ -764,7 +764,7 @@ class Small(TwinDevice):
     def free_bytes(self):
         self.asked += 1
         down = self.stash._books.sides[1].down
-        return self.nbytes - down.keep_bytes - down.inflight_bytes
+        return self.nbytes - down.keep.nbytes - down.flights.nbytes
 
 
 @pytest.mark.parametrize("keep", [None, "16MiB"])
@@ -776,7 +776,7 @@ def test_where_the_device_runs_short_less_stays_than_may(keep):
         for _ in range(24):
             out = torch.tanh(out * 1.5)
             down = stash._books.sides[1].down
-            most = max(most, down.keep_bytes + down.inflight_bytes)
+            most = max(most, down.keep.nbytes + down.flights.nbytes)
         loss = chain(x)
     assert 6 * BLOCK <= most <= 9 * BLOCK, "four blocks are left for what comes next"
     assert torch.equal(gradient(loss, x), expected())
@@ -808,7 +808,7 @@ def test_a_device_that_is_met_later_has_the_budget_that_was_set(monkeypatch):
     stash = Stash(keep=0, host="64MiB")
     stash.set_keep("1MiB")
     side = stash._books.side_of(torch.device("meta"))
-    assert side.down._keep == MIB
+    assert side.down.keep.limit == MIB
     stash.close()
 
 

@@ -238,10 +238,15 @@ def test_a_raw_alias_has_the_bytes_as_they_lie():
 
 def test_a_new_block_is_in_place_and_unused():
     block = block_of(torch.zeros(3))
-    counts = (block.kept, block.held, block.index, block.offset, block.entries)
+    counts = (block.remains.kept, block.remains.held, block.index, block.offset, block.entries)
     assert counts == (0, 0, 0, 0, 0)
     assert (block.turn, block.served, block.root_low, block.root_version) == (0, 0, 0, 0)
-    assert (block.goes_on, block.unsure, block.lost, block.module) == (False, False, "", "")
+    assert (block.goes_on, block.unsure, block.lost, block.facts) == (
+        False,
+        False,
+        "",
+        (12, -1, ""),
+    )
     assert (block.alias is not None, block.parcel, block.root, block.arrival) == (
         True,
         None,
@@ -257,12 +262,12 @@ def test_a_new_block_is_in_place_and_unused():
 
 def test_what_the_books_count_for_a_block_is_left_when_it_dies():
     block = block_of(torch.zeros(3))
-    block.kept, block.held, block.serial, block.module = 1, 2, 3, "head"
-    assert (block.kept, block.held, block.serial, block.module) == (1, 2, 3, "head")
+    block.remains.kept, block.remains.serial, block.remains.module = 1, 3, "head"
+    assert block.facts == (12, 3, "head")
     SIDE.grave.clear()
     del block
     (left,) = SIDE.grave
-    assert (left.kept, left.held, left.serial, left.module) == (1, 2, 3, "head")
+    assert (left.kept, left.serial, left.module) == (1, 3, "head")
 
 
 def test_a_block_in_place():

@@ -35,26 +35,16 @@ class Lock:
 
 class Down:
     def __init__(self):
-        self.applied, self.queued, self.landed, self.limits = [], [], [], []
-        self.keep_bytes = self.inflight_bytes = 0
+        self.applied, self.landed, self.tried = [], [], []
+        self.keep = SimpleNamespace(nbytes=0, limit=None, queue=[])
+        self.flights = SimpleNamespace(nbytes=0, land=self.landed.append)
+        self.refusals = SimpleNamespace(try_again=lambda: self.tried.append(True))
 
     def apply(self, lane, block, at_once):
         self.applied.append((lane, block, at_once))
 
-    def queue(self, block):
-        self.queued.append(block)
-
-    def land(self, lane):
-        self.landed.append(lane)
-
-    def limit(self, keep):
-        self.limits.append(keep)
-
     def ease(self):
         self.eased = True
-
-    def try_again(self):
-        self.tried = True
 
     def forget(self):
         self.forgot = True
@@ -68,7 +58,7 @@ def side(**more):
 
 class Block:
     def __init__(self, of, kept=1):
-        self.side, self.kept = of, kept
+        self.side, self.remains = of, SimpleNamespace(kept=kept)
 
 
 def books_with(make=lambda device, number: "no driver", lock=None):
@@ -93,10 +83,10 @@ def test_a_device_gets_its_side_once_and_under_the_lock():
     other = books.side_of(OTHER)
     assert books.side_of(OTHER) is other and made == [(OTHER, 1)]
     assert books.sides == [cpu, other] and not lock.held
-    assert (cpu.down.limits, other.down.limits) == ([], [77])  # as the others were told
+    assert (cpu.down.keep.limit, other.down.keep.limit) == (None, 77)  # as the others were told
     books.limit(88)
-    assert (cpu.down.limits, other.down.limits) == ([88], [77, 88])
-    assert books.side_of(torch.device("cuda", 1)).down.limits == [88]
+    assert (cpu.down.keep.limit, other.down.keep.limit) == (88, 88)
+    assert books.side_of(torch.device("cuda", 1)).down.keep.limit == 88
 
 
 def test_a_known_device_takes_no_lock():
@@ -222,7 +212,7 @@ def test_what_waited_on_a_thread_that_ended_is_queued():
     lane, blocks = waiting(books, 1, 1, 1)
     del blocks[1]
     books.adopt(lane)
-    assert books.sides[0].down.queued == blocks and not lane.waiting
+    assert books.sides[0].down.keep.queue == blocks and not lane.waiting
 
 
 # Budgets.
@@ -239,14 +229,15 @@ def test_every_side_lands_and_follows_the_memory_that_is_free(monkeypatch):
     books.ease()
     assert books.sides[0].down.eased and second.down.eased
     books.try_again()
-    assert books.sides[0].down.tried and second.down.tried
+    assert books.sides[0].down.tried == second.down.tried == [True]
     monkeypatch.setattr("backstash._books.spare_bytes", lambda: 300)
-    books.sides[0].down.keep_bytes, second.down.keep_bytes = 101, 50
+    books.sides[0].down.keep.nbytes, second.down.keep.nbytes = 101, 50
     books.follow_free_memory()
-    assert (books.sides[0].down.limits, second.down.limits) == ([200], [525])
+    assert [each.down.keep.limit for each in books.sides] == [200, 525]
+    second.down.keep.limit = 1
     second.device.is_capturing = lambda: True  # the driver may not be asked then
     books.follow_free_memory()
-    assert (books.sides[0].down.limits, second.down.limits) == ([200, 200], [525])
+    assert [each.down.keep.limit for each in books.sides] == [200, 1]
 
 
 # What died.
@@ -282,14 +273,14 @@ def test_a_dead_block_is_taken_off_the_books_of_its_side():
     second = side()
     books.put(OTHER, second)
     for each in books.sides:
-        each.down.keep_bytes, each.up.ahead_bytes = 100, 50
+        each.down.keep.nbytes, each.up.ahead_bytes = 100, 50
     books.blocks_alive = 3
     left = block_remains(books.grave, 1, 30, 20, 64, 7, "layer")
     books.grave.append(left)
     books.drain()
     assert (left.kept, left.held, left.serial) == (0, 0, -1)  # struck out: nobody counts it again
-    assert (second.down.keep_bytes, second.up.ahead_bytes, books.blocks_alive) == (70, 30, 2)
-    assert (books.sides[0].down.keep_bytes, books.sides[0].up.ahead_bytes) == (100, 50)
+    assert (second.down.keep.nbytes, second.up.ahead_bytes, books.blocks_alive) == (70, 30, 2)
+    assert (books.sides[0].down.keep.nbytes, books.sides[0].up.ahead_bytes) == (100, 50)
     books._tape.start(told.append)
     books.grave.append(block_remains(books.grave, 0, 1, 2, 64, 8, "head"))
     books.drain()
@@ -300,7 +291,7 @@ def test_a_dead_block_is_taken_off_the_books_of_its_side():
 def test_when_the_last_block_is_gone_nothing_of_any_is_remembered():
     books, forgot = books_with(), []
     second = side()
-    second.host = SimpleNamespace(forget=lambda: forgot.append("host"))
+    second.host = SimpleNamespace(spills=SimpleNamespace(forget=lambda: forgot.append("host")))
     books.put(OTHER, second)
     for each in books.sides:
         each.up.forget = lambda: forgot.append("up")
@@ -321,7 +312,7 @@ def test_a_dead_parcel_s_slot_is_released_when_nothing_writes_to_it():
     books, released = books_with(), []
     store = SimpleNamespace(release=released.append)
     cpu = books.sides[0]
-    cpu.down.inflight_bytes, cpu.up.ahead_bytes = 1000, 1000
+    cpu.down.flights.nbytes, cpu.up.ahead_bytes = 1000, 1000
     runs, stopped = Writing(False), Writing(False, can_be_cancelled=True)
     left = [
         parcel_remains(books.grave, store, *each)
@@ -336,7 +327,7 @@ def test_a_dead_parcel_s_slot_is_released_when_nothing_writes_to_it():
     books.grave.extend(left)
     books.drain()
     assert released == ["never written", "written", "not begun"]
-    assert (cpu.down.inflight_bytes, cpu.up.ahead_bytes) == (1000 - 290, 1000 - 29)
+    assert (cpu.down.flights.nbytes, cpu.up.ahead_bytes) == (1000 - 290, 1000 - 29)
     assert len(books.grave) == 1 and stopped.asked == 1
     books.drain()
     assert len(released) == 3
@@ -344,13 +335,13 @@ def test_a_dead_parcel_s_slot_is_released_when_nothing_writes_to_it():
     books.drain()
     assert released[3:] == ["still written to"] and not books.grave
     assert [(each.held, each.flown, each.slot) for each in left] == [(0, 0, None)] * 5
-    assert (cpu.down.inflight_bytes, cpu.up.ahead_bytes) == (1000 - 310, 1000 - 31)
+    assert (cpu.down.flights.nbytes, cpu.up.ahead_bytes) == (1000 - 310, 1000 - 31)
 
 
 def test_what_is_left_of_a_host_parcel_goes_to_its_side():
     books, buried = books_with(), []
     second = side()
-    second.host = SimpleNamespace(bury=buried.append)
+    second.host = SimpleNamespace(rooms=SimpleNamespace(bury=buried.append))
     second.up.ahead_bytes = 50
     books.put(OTHER, second)
     remains = HostRemains(books.grave, 1, None)

@@ -44,7 +44,7 @@ def test_keep_holds_the_newest_and_the_oldest_go_down(tmp_path):
     while node is not None:
         packed = getattr(node, "_raw_saved_result", None)
         if packed is not None:
-            where.append(packed.data.block.alias is not None or packed.data.block.kept > 0)
+            where.append(packed.data.block.alias is not None or packed.data.block.remains.kept > 0)
         node = node.next_functions[0][0] if node.next_functions else None
     assert where[:4] == [True] * 4  # walking back from the loss: the newest first
     (gradient,) = torch.autograd.grad(loss, x)
@@ -101,14 +101,15 @@ def test_forward_waits_when_the_window_is_full(tmp_path, monkeypatch):
     x = leaf(1)
     store.writes.clear()
     waits = []
-    wait = stash._books.sides[0].down._wait
+    flights = stash._books.sides[0].down.flights
+    wait = flights.wait
 
     def open_then_wait(writing):
-        waits.append(stash._books.sides[0].down.inflight_bytes)
+        waits.append(flights.nbytes)
         store.writes.set()
         wait(writing)
 
-    monkeypatch.setattr(stash._books.sides[0].down, "_wait", open_then_wait)
+    monkeypatch.setattr(flights, "wait", open_then_wait)
     with stash:
         loss = chain(x, 6)
     assert waits[0] == 3 * MIB
@@ -327,10 +328,9 @@ def test_room_that_a_dead_block_s_write_still_takes_is_waited_for(tmp_path, monk
         chain(x, 2)  # dropped at once; both writes stand at the gate
         for _ in range(2):
             assert store.begun.acquire(timeout=30)
-        wait = stash._books.sides[0].down._wait
-        monkeypatch.setattr(
-            stash._books.sides[0].down, "_wait", lambda w: (store.writes.set(), wait(w))
-        )
+        flights = stash._books.sides[0].down.flights
+        wait = flights.wait
+        monkeypatch.setattr(flights, "wait", lambda w: (store.writes.set(), wait(w)))
         loss = chain(x, 2)
     (gradient,) = torch.autograd.grad(loss, x)
     assert torch.equal(gradient, plain_gradient(x, 2))

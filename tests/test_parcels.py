@@ -22,10 +22,11 @@ def test_a_new_parcel_and_what_it_leaves():
     store, slot, grave = MemoryStore(), Slot(5000), Grave()
     parcel = Parcel(store, slot, 64, grave)
     assert (parcel.tier, parcel.nbytes, parcel.skew, parcel.slot) == ("disk", 5000, 64, slot)
-    assert (parcel.writing, parcel.reading, parcel.ahead) == (None, None, False)
-    assert (parcel.held, parcel.blocks, parcel.flown, parcel.wanted) == (0, 1, 0, 0)
-    parcel.held, parcel.flown, parcel.writing = 7, 8, "future"
-    del parcel
+    left = parcel.remains
+    assert (left.writing, parcel.reading, parcel.ahead) == (None, None, False)
+    assert (left.held, parcel.blocks, left.flown, parcel.wanted) == (0, 1, 0, 0)
+    left.held, left.flown, left.writing = 7, 8, "future"
+    del parcel, left
     (left,) = grave
     assert (left.store, left.slot, left.writing, left.held, left.flown) == (
         store,
@@ -101,6 +102,6 @@ def test_a_small_block_lies_behind_the_others_with_its_residue(filled, residue, 
 def test_a_segment_that_dies_says_what_was_in_flight():
     grave = Grave()
     segment = segment_of(128, grave)
-    segment.flown = 100
+    segment.remains.flown = 100
     del segment
     assert [(left.writing, left.held, left.flown) for left in grave] == [(None, 0, 100)]

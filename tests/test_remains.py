@@ -16,7 +16,7 @@ def test_remains_know_their_grave_s_mark_and_count_for_nothing_yet():
     assert (block.nbytes, block.kept, block.held, block.serial, block.module) == (12, 0, 0, -1, "")
     assert (parcel.store, parcel.slot, parcel.writing) == (store, slot, None)
     assert (parcel.held, parcel.flown) == (0, 0)
-    assert (host.room, host.slot, host.down, host.brought, host.work) == (room, *[None] * 4)
+    assert (host.room, host.slot, host.writing, host.brought, host.work) == (room, *[None] * 4)
     assert host.held == 0
     at_death(grave, host)()
     assert list(grave) == [host]
@@ -57,10 +57,10 @@ def left(**uses):
         ({"work": Use(True)}, True),
         ({"work": Use(False)}, False),
         ({"work": Use(False, can_be_cancelled=True)}, True),
-        ({"down": Use(True), "brought": Use(True), "work": Use(True)}, True),
-        ({"down": Use(False), "brought": Use(True)}, False),
-        ({"down": Use(True), "brought": Use(False)}, False),
-        ({"down": Use(False), "work": Use(True)}, False),
+        ({"writing": Use(True), "brought": Use(True), "work": Use(True)}, True),
+        ({"writing": Use(False), "brought": Use(True)}, False),
+        ({"writing": Use(True), "brought": Use(False)}, False),
+        ({"writing": Use(False), "work": Use(True)}, False),
         ({"brought": Use(True), "work": Use(False)}, False),
     ],
 )
@@ -75,9 +75,9 @@ def test_work_that_is_done_is_not_called_off():
 
 def test_to_wait_is_to_wait_for_all_of_it():
     left().wait()  # there is nothing
-    remains = left(down=Use(False), brought=Use(False), work=Use(False))
+    remains = left(writing=Use(False), brought=Use(False), work=Use(False))
     remains.wait()
-    assert remains.down.asked == remains.brought.asked == ["wait"]
+    assert remains.writing.asked == remains.brought.asked == ["wait"]
     assert remains.work.asked == ["cancel", "wait"]
 
 

@@ -7,7 +7,7 @@ import torch
 
 from backstash import Disk, Stash
 from backstash._blocks import Block, Source
-from backstash._host import HostParcel
+from backstash._host_parcels import HostParcel
 from backstash._remains import BlockRemains, Grave, HostRemains
 from backstash._repair import repair
 from backstash.testing import TwinDevice, stash_on
@@ -44,8 +44,8 @@ def tear(stash):
     books = stash._books
     books.blocks_alive += 77
     for side in books.sides:
-        side.down.keep_bytes += 1
-        side.down.inflight_bytes += 10
+        side.down.keep.nbytes += 1
+        side.down.flights.nbytes += 10
         side.up.ahead_bytes += 100
     with pytest.raises(KeyboardInterrupt), books.lock, books.guard:
         raise KeyboardInterrupt
@@ -115,7 +115,7 @@ def side_of(number, grave, host=None):
 def block_of(side, serial):
     tensor = torch.zeros(4)
     block = Block(Source(tensor, tensor.untyped_storage()), tensor.detach(), side)
-    block.serial = serial
+    block.remains.serial = serial
     return block
 
 
@@ -127,7 +127,7 @@ def test_each_side_is_given_what_is_its_own_in_the_order_of_its_making():
     unborn, other = block_of(first, -1), block_of(second, 2)
     half_made = [Block.__new__(Block), BlockRemains.__new__(BlockRemains)]
     late.parcel, other.parcel = Way(), HostParcel.__new__(HostParcel)
-    late.held, other.held = 10, 20
+    late.remains.held, other.remains.held = 10, 20
     dead = HostRemains(grave, 1, None)
     dead.held = 300
     block_of(first, 4)  # and dead at once: it is yet to be settled

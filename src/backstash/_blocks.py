@@ -143,6 +143,7 @@ class Block:
     def __init__(self, source: Source, alias: Tensor, side: Side) -> None:
         storage = alias.untyped_storage()
         self.nbytes = storage.nbytes()
+        # What the budgets count for it, and what events call it.
         self.remains = BlockRemains(side.grave, side.number, self.nbytes)
         self.__del__ = at_death(side.grave, self.remains)
         self.source = source
@@ -171,40 +172,9 @@ class Block:
         self.root_version = 0
 
     @property
-    def kept(self) -> int:
-        """Bytes that the keep budget counts for it."""
-        return self.remains.kept
-
-    @kept.setter
-    def kept(self, nbytes: int) -> None:
-        self.remains.kept = nbytes
-
-    @property
-    def held(self) -> int:
-        """Bytes that the read-ahead budget counts for ``root``."""
-        return self.remains.held
-
-    @held.setter
-    def held(self, nbytes: int) -> None:
-        self.remains.held = nbytes
-
-    @property
-    def serial(self) -> int:
-        """Its number among all blocks of the stash; -1 until it is one of them."""
-        return self.remains.serial
-
-    @serial.setter
-    def serial(self, number: int) -> None:
-        self.remains.serial = number
-
-    @property
-    def module(self) -> str:
-        """The path of the module that saved it."""
-        return self.remains.module
-
-    @module.setter
-    def module(self, path: str) -> None:
-        self.remains.module = path
+    def facts(self) -> tuple[int, int, str]:
+        """What events say of it: its bytes, its number, and the module that saved it."""
+        return self.nbytes, self.remains.serial, self.remains.module
 
     def serves(self, part: Part) -> bool:
         """Whether its bytes are right for ``part`` too, where nobody knows what else is written.

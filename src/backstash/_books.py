@@ -76,7 +76,7 @@ class Books:
                 if device not in self._side_of:
                     made = self._side_of[device] = self._make(device, len(self.sides))
                     if not isinstance(made, str):
-                        made.down.limit(self._keep)
+                        made.down.keep.limit = self._keep
                         self.sides.append(made)
                 side = self._side_of[device]
         return side
@@ -87,15 +87,15 @@ class Books:
         self._side_of[device] = side
 
     def limit(self, keep: int | None) -> None:
-        """See :meth:`Down.limit`."""
+        """From now on, keep at most so many bytes in place on each device; ``None``: no limit."""
         self._keep = keep
         for side in self.sides:
-            side.down.limit(keep)
+            side.down.keep.limit = keep
 
     def land(self, lane: Lane) -> None:
-        """See :meth:`Down.land`."""
+        """See :meth:`Flights.land`."""
         for side in self.sides:
-            side.down.land(lane)
+            side.down.flights.land(lane)
 
     def settle(self, lane: Lane, *, ended: bool = False) -> None:
         """Bring the budgets in order for what waits on ``lane``, if the operation that saved it has ended.
@@ -105,7 +105,7 @@ class Books:
         while lane.waiting and (ended or lane.operation != sequence_number()):
             waiting, at_once = lane.waiting.popleft()
             block = waiting()
-            if block is not None and block.kept:
+            if block is not None and block.remains.kept:
                 block.side.down.apply(lane, block, at_once)
 
     def adopt(self, lane: Lane) -> None:
@@ -113,7 +113,7 @@ class Books:
         for waiting, _ in lane.waiting:
             block = waiting()
             if block is not None:
-                block.side.down.queue(block)
+                block.side.down.keep.queue.append(block)
         lane.waiting.clear()
 
     def follow_free_memory(self) -> None:
@@ -122,7 +122,7 @@ class Books:
             if side.device is not None and side.device.is_capturing():
                 continue
             free = side.device.free_bytes() if side.device is not None else spare_bytes()
-            side.down.limit((side.down.keep_bytes + free) // 2)
+            side.down.keep.limit = (side.down.keep.nbytes + free) // 2
 
     def ease(self) -> None:
         """See :meth:`Down.ease`."""
@@ -130,9 +130,9 @@ class Books:
             side.down.ease()
 
     def try_again(self) -> None:
-        """See :meth:`Down.try_again`."""
+        """See :meth:`Refusals.try_again`."""
         for side in self.sides:
-            side.down.try_again()
+            side.down.refusals.try_again()
 
     def add(self, block: Block) -> None:
         """A block that is held from now on."""
@@ -160,16 +160,16 @@ class Books:
         side.up.ahead_bytes -= held
         if isinstance(left, BlockRemains):
             kept, left.kept, serial, left.serial = left.kept, 0, left.serial, -1
-            side.down.keep_bytes -= kept
+            side.down.keep.nbytes -= kept
             self.blocks_alive -= serial >= 0
             if self._tape.on:
                 self._tape.tell("free", left.nbytes, serial, left.module)
         elif isinstance(left, HostRemains):
             assert side.host is not None
-            side.host.bury(left)
+            side.host.rooms.bury(left)
         else:
             flown, left.flown, slot, left.slot = left.flown, 0, left.slot, None
-            side.down.inflight_bytes -= flown
+            side.down.flights.nbytes -= flown
             if slot is not None:
                 left.store.release(slot)
 
@@ -180,7 +180,7 @@ class Books:
             side.down.forget()
             side.up.forget()
             if side.host is not None:
-                side.host.forget()
+                side.host.spills.forget()
 
 
 def _is_written_to(left: ParcelRemains) -> bool:

@@ -200,7 +200,7 @@ class Intake:
     ) -> None:
         block.lane = lane
         block.shape = tuple(tensor.shape)
-        block.module = module_path(modules)
+        block.remains.module = module_path(modules)
         self._books.add(block)
         self.eligible_bytes += block.nbytes
         # What has a gradient function was made by an operation that has ended. Another may be what this

@@ -30,7 +30,7 @@ def changed(shape: Any, dtype: torch.dtype, module: str, versions: str) -> Inpla
 
 def unreadable(entry: Entry, error: StashIOError) -> StashIOError:
     """The store could not give back a saved tensor's bytes; of ``error``'s kind and number."""
-    name = _named(entry.shape, entry.dtype, clean(entry.block.module) or "no module")
+    name = _named(entry.shape, entry.dtype, clean(entry.block.remains.module) or "no module")
     if isinstance(error, StashCorruptError):
         remedy = (
             "its value is lost: run this step's forward again; other graphs are not affected, and what is "

@@ -122,7 +122,7 @@ class Order:
         if self._current.wanted:
             self._conclude(self._current)
             self._current = Round(self._current)
-        block.serial = self._blocks
+        block.remains.serial = self._blocks
         self._blocks += 1
         self._current.add(block)
 

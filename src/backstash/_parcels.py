@@ -84,33 +84,6 @@ class Parcel:
         self.blocks = 1  # how many blocks it carries
         self.wanted = 0  # how many of them have not come for what was read
 
-    @property
-    def writing(self) -> Work | None:
-        """The write that fills the slot, once there is one."""
-        return self.remains.writing
-
-    @writing.setter
-    def writing(self, work: Work) -> None:
-        self.remains.writing = work
-
-    @property
-    def held(self) -> int:
-        """Bytes that the read-ahead budget counts for it."""
-        return self.remains.held
-
-    @held.setter
-    def held(self, nbytes: int) -> None:
-        self.remains.held = nbytes
-
-    @property
-    def flown(self) -> int:
-        """Bytes that count as in flight although nothing writes them yet."""
-        return self.remains.flown
-
-    @flown.setter
-    def flown(self, nbytes: int) -> None:
-        self.remains.flown = nbytes
-
     def let_go(self) -> None:
         """Drop the memory that was read back; the store still has the bytes."""
         self.reading = None

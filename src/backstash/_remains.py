@@ -72,14 +72,14 @@ class ParcelRemains:
 class HostRemains:
     """Of what lay in host memory: a room, and a slot on disk, and who may still use them."""
 
-    __slots__ = ("brought", "down", "held", "mark", "number", "room", "slot", "work")
+    __slots__ = ("brought", "held", "mark", "number", "room", "slot", "work", "writing")
 
     def __init__(self, grave: Grave, number: int, room: Room | None) -> None:
         self.mark = grave.mark
         self.number = number  # of the side that it is of
         self.room = room
         self.slot: Slot | None = None
-        self.down: Copy | None = None  # to the room
+        self.writing: Copy | None = None  # down, to the room
         self.brought: Copy | None = None  # the last copy up from it
         self.work: Work | None = None  # of a worker that writes from the room or reads to it
         self.held = 0  # bytes that the read-ahead budget counts
@@ -88,12 +88,12 @@ class HostRemains:
         """Whether nothing uses it any more."""
         if self.work is not None and not (self.work.done() or self.work.cancel()):
             return False
-        return all(copy is None or copy.ended() for copy in (self.down, self.brought))
+        return all(copy is None or copy.ended() for copy in (self.writing, self.brought))
 
     def wait(self) -> None:
         """Wait until nothing uses it."""
         if self.work is not None and not self.work.cancel():
             self.work.exception()
-        for copy in (self.down, self.brought):
+        for copy in (self.writing, self.brought):
             if copy is not None:
                 copy.wait()

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from ._blocks import Block
-from ._host import HostParcel
+from ._host_parcels import HostParcel
 from ._remains import BlockRemains, HostRemains, ParcelRemains
 
 if TYPE_CHECKING:
@@ -38,8 +38,8 @@ def repair(books: Books, lanes: Iterable[Lane]) -> None:
         if type(each) in kinds and _mark_of(each) is books.grave.mark
     ]
     remains = [each for each in mine if not isinstance(each, Block)]
-    blocks = [each for each in mine if isinstance(each, Block) and each.serial >= 0]
-    blocks.sort(key=lambda block: block.serial)
+    blocks = [each for each in mine if isinstance(each, Block) and each.remains.serial >= 0]
+    blocks.sort(key=lambda block: block.remains.serial)
     waiting = {id(block) for lane in lanes for ref, _ in lane.waiting if (block := ref())}
     for side in books.sides:
         _restore(side, [block for block in blocks if block.side is side], waiting, remains)

@@ -8,11 +8,18 @@ from typing import Any
 
 import torch
 
+from ._device_memory import DeviceMemory
+from ._disk import DiskTier
 from ._down import Down
 from ._events import Tape
+from ._flights import Flights
 from ._guard import Guard
 from ._host import HostTier
+from ._keep import Keep
+from ._refusals import Refusals
 from ._remains import Grave
+from ._segments import Segments
+from ._spills import Spills
 from ._streams import Device, accelerator
 from ._up import PoolSource, Up
 from ._workers import Work
@@ -90,7 +97,14 @@ class Plan:
 
     def cpu(self, pool: Pool, freed: Callable[[int], None]) -> Side:
         """The side of CPU tensors: their own memory, then the disk."""
-        down = self._down(pool, freed, self.store, None)
+        keep = Keep(self.tape, limit=self.keep)
+        refusals = Refusals(keep, self.store, raises=self.on_full == "raise")
+        flights = Flights(keep, refusals, freed, self.tape, window_bytes=self.inflight)
+        disk = segments = None
+        if self.store is not None:
+            disk = DiskTier(self.store, self.begin, self.grave, flights, self.tape)
+            segments = Segments(disk, pool, keep, flights, self.tape)
+        down = Down(keep, refusals, flights, disk=disk, segments=segments)
         up = Up(
             self.begin,
             PoolSource(pool),
@@ -107,11 +121,23 @@ class Plan:
         budget = spare_bytes() // 2 if self.host == -1 else self.host
         pool = HostPool(budget, device.pin, device.unpin)
         early = self.inflight
-        host = HostTier(
-            device, pool, self.store, self.begin, self.grave, self.lock, number=number, early=early
+        spills = Spills(pool, self.store, self.begin, self.grave, number=number, early=early)
+        host = HostTier(device, pool, spills, self.grave, self.lock, number=number)
+        memory = DeviceMemory(device)
+        keep = Keep(self.tape, limit=self.keep, early=early, memory=memory)
+        refusals = Refusals(keep, host, raises=self.on_full == "raise")
+        flights = Flights(keep, refusals, _ignore, self.tape, window_bytes=self.inflight)
+        down = Down(keep, refusals, flights, host=host)
+        up = Up(
+            self.begin,
+            host,
+            self.lock,
+            self.guard,
+            _ignore,
+            self.tape,
+            prefetch=self.prefetch,
+            memory=memory,
         )
-        down = self._down(None, _ignore, None, host)
-        up = Up(self.begin, host, self.lock, self.guard, _ignore, self.tape, prefetch=self.prefetch)
         has_tier = budget is None or budget > 0
         return Side(number, down, up, self.grave, has_tier=has_tier, device=device, host=host)
 
@@ -119,26 +145,6 @@ class Plan:
         """The side of an accelerator, or the reason why it has none."""
         driver = accelerator(device)
         return driver if isinstance(driver, str) else self.accelerator(driver, number)
-
-    def _down(
-        self,
-        pool: Pool | None,
-        freed: Callable[[int], None],
-        store: Store | None,
-        host: HostTier | None,
-    ) -> Down:
-        return Down(
-            store,
-            self.begin,
-            pool,
-            self.grave,
-            freed,
-            self.tape,
-            keep=self.keep,
-            inflight=self.inflight,
-            on_full=self.on_full,
-            host=host,
-        )
 
 
 def _ignore(nbytes: int) -> None:

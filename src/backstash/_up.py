@@ -19,10 +19,12 @@ import torch
 from torch import Tensor
 
 from ._blocks import Block
+from ._device_memory import DeviceMemory
 from ._entry import Entry
 from ._events import Tape, profiled
 from ._guard import Guard
-from ._host import HostParcel, HostReading, HostTier
+from ._host import HostTier
+from ._host_parcels import HostParcel, HostReading
 from ._parcels import Parcel, Reading, Segment
 from ._queue import WeakQueue
 from ._workers import Work
@@ -47,6 +49,7 @@ class Up:
         tape: Tape,
         *,
         prefetch: int,
+        memory: DeviceMemory | None = None,
     ) -> None:
         self._begin_work = begin
         self._source = source
@@ -55,6 +58,7 @@ class Up:
         self._freed = freed
         self._tape = tape
         self._prefetch = prefetch
+        self._memory = memory  # of an accelerator; the CPU's pool says itself when it has none
         self._window = WeakQueue[Any](_is_held)  # oldest first
         self._beyond: weakref.ref[Any] | None = None  # the one parcel that may exceed the window
         self.ahead_bytes = self.ahead_peak_bytes = 0
@@ -136,15 +140,15 @@ class Up:
     # Memory that is held: by a parcel until its blocks have come for it, then by each block.
 
     def _hold(self, holder: AnyParcel | Block) -> None:
-        holder.held = holder.nbytes
-        self.ahead_bytes += holder.held
+        holder.remains.held = holder.nbytes
+        self.ahead_bytes += holder.remains.held
         self._window.append(holder)
 
     def _drop(self, holder: AnyParcel | Block) -> None:
         holder.let_go()
-        self.ahead_bytes -= holder.held
-        self._freed(holder.held)
-        holder.held = 0
+        self.ahead_bytes -= holder.remains.held
+        self._freed(holder.remains.held)
+        holder.remains.held = 0
 
     def _begin(self, parcel: AnyParcel, *, ahead: bool) -> AnyReading:
         reading = self._source.fetch(parcel, ahead=ahead)  # type: ignore[arg-type]
@@ -167,14 +171,14 @@ class Up:
                 self.hits += 1
         began = time.perf_counter()
         try:
-            with profiled("stall on the way up", block.module):
+            with profiled("stall on the way up", block.remains.module):
                 if reading.needs_worker:  # where no worker has begun, it is made here
                     self._runner(reading, parcel.nbytes, block, "demand" if mine else "ahead")()
                 error = self._end_of(reading)
         finally:
             self.stall_seconds += time.perf_counter() - began
             if self._tape.on:
-                self._tape.tell("stall", 0, block.serial, block.module, cause="unpack", began=began)
+                self._tape.tell("stall", 0, *block.facts[1:], cause="unpack", began=began)
         if error is None:
             return reading
         with self._lock, self._guard:
@@ -216,7 +220,7 @@ class Up:
             goes_beyond = self.ahead_bytes + parcel.nbytes > self._prefetch
             if goes_beyond and not self._may_go_beyond(parcel.nbytes):
                 break
-            if not self._source.has_memory(parcel.nbytes):
+            if self._memory is not None and not self._memory.has(parcel.nbytes):
                 break
             try:
                 reading = self._begin(parcel, ahead=True)
@@ -243,7 +247,7 @@ class Up:
         if not self._source.reads_one_beyond or not 0 < self._prefetch < nbytes:
             return False
         one = self._beyond() if self._beyond is not None else None
-        return one is None or not one.held
+        return one is None or not one.remains.held
 
     def _shrink(self, *, to_bytes: int, using: Block | None = None) -> None:
         """Bring what is held under ``to_bytes``, the longest held first; what is in use stays."""
@@ -273,8 +277,8 @@ class Up:
         self._window = WeakQueue[Any](_is_held)
         for holder in holders:
             holds = holder.root if isinstance(holder, Block) else holder.reading
-            holder.held = holder.nbytes if holds is not None else 0
-            if holder.held:
+            holder.remains.held = holder.nbytes if holds is not None else 0
+            if holder.remains.held:
                 self._window.append(holder)
 
     def forked(self, lock: Any) -> None:
@@ -287,11 +291,11 @@ class Up:
 
 
 def _is_held(holder: AnyParcel | Block) -> int:
-    return holder.held
+    return holder.remains.held
 
 
 def _named(block: Block) -> tuple[int, str]:
-    return (-1, "") if isinstance(block.parcel, Segment) else (block.serial, block.module)
+    return (-1, "") if isinstance(block.parcel, Segment) else block.facts[1:]
 
 
 def _run_and_tell(
@@ -318,7 +322,3 @@ class PoolSource:
 
     def poll(self) -> None:
         """Nothing has to be sent on."""
-
-    def has_memory(self, nbytes: int) -> bool:
-        """The pool says itself when there is none."""
-        return True

@@ -325,16 +325,18 @@ class Stash:
             self._books.land(lane)
             if block.alias is not None:
                 if block.source.changed:
-                    block.side.down.lose(block)
+                    block.side.down.keep.lose(block)
                 else:
                     view = entry.view_of(block.alias, 0)
             elif block.unsure and block.source.changed:
-                block.side.down.lose(block)  # perhaps while it was copied
+                block.side.down.keep.lose(block)  # perhaps while it was copied
             if block.lost:
-                raise changed(entry.shape, entry.dtype, block.module or "no module", block.lost)
+                raise changed(
+                    entry.shape, entry.dtype, block.remains.module or "no module", block.lost
+                )
             self._books.order.use(block)
             if self._tape.on:
-                self._tape.tell("use", entry.nbytes, block.serial, block.module)
+                self._tape.tell("use", entry.nbytes, *block.facts[1:])
         if view is None:
             try:
                 view = block.side.up.view(entry)
@@ -352,7 +354,7 @@ class Stash:
                 return entry.view_of(block.alias, 0)
         raise UsageError(
             f"the {str(entry.dtype).removeprefix('torch.')} tensor of shape {tuple(entry.shape)} that "
-            f"{block.module or 'no module'} saved before this capture has moved, and a captured "
+            f"{block.remains.module or 'no module'} saved before this capture has moved, and a captured "
             "graph would not bring it back when it is replayed: capture forward and backward together"
         )
 
@@ -376,34 +378,34 @@ class Stash:
             sides, store = self._books.sides, self._store
             for side in sides:
                 if side.host is not None:
-                    side.host.sweep()
+                    side.host.rooms.sweep()
             downs, ups = [side.down for side in sides], [side.up for side in sides]
             hosts = [side.host for side in sides if side.host is not None]
-            disk_peaks = [down.disk_peak_bytes for down in downs]
-            disk_peaks += [host.disk_peak_bytes for host in hosts]
+            disk_peaks = [down.disk.peak_bytes for down in downs if down.disk is not None]
+            disk_peaks += [host.spills.disk_peak_bytes for host in hosts]
             notes = [*(store.notes if store is not None else ()), self._workers.note]
             notes += [host.pool.note for host in hosts]
-            notes += [note for down in downs for note in down.notes]
+            notes += [note for down in downs for note in down.refusals.notes]
             return Stats(
                 name=self.name,
                 saves=self._ended_saves + small + sum(each.saves for each in self._books.lanes),
                 blocks=self._books.blocks_alive,
                 eligible_bytes=self._intake.eligible_bytes,
                 deduplicated_bytes=self._intake.deduplicated_bytes,
-                keep_bytes=sum(down.keep_bytes for down in downs),
-                keep_peak_bytes=sum(down.keep_peak_bytes for down in downs),
+                keep_bytes=sum(down.keep.nbytes for down in downs),
+                keep_peak_bytes=sum(down.keep.peak_bytes for down in downs),
                 host_bytes=sum(host.pool.used_bytes for host in hosts),
                 host_peak_bytes=sum(host.pool.slab_peak_bytes for host in hosts),
                 disk_bytes=store.used_bytes if store is not None else 0,
-                disk_peak_bytes=max(disk_peaks),
-                inflight_bytes=sum(down.inflight_bytes for down in downs),
-                inflight_peak_bytes=sum(down.inflight_peak_bytes for down in downs),
+                disk_peak_bytes=max(disk_peaks, default=0),
+                inflight_bytes=sum(down.flights.nbytes for down in downs),
+                inflight_peak_bytes=sum(down.flights.peak_bytes for down in downs),
                 ahead_bytes=sum(up.ahead_bytes for up in ups),
                 ahead_peak_bytes=sum(up.ahead_peak_bytes for up in ups),
-                written_bytes=sum(down.written_bytes for down in downs),
+                written_bytes=sum(down.flights.written_bytes for down in downs),
                 read_bytes=sum(up.read_bytes for up in ups),
-                pack_stall_seconds=sum(down.stall_seconds for down in downs)
-                + sum(host.stall_seconds for host in hosts),
+                pack_stall_seconds=sum(down.flights.stall_seconds for down in downs)
+                + sum(host.rooms.stall_seconds for host in hosts),
                 unpack_stall_seconds=sum(up.stall_seconds for up in ups),
                 prefetch_hits=sum(up.hits for up in ups),
                 prefetch_misses=sum(up.misses for up in ups),
@@ -446,8 +448,8 @@ class Stash:
             self._pool.trim()
             for side in self._books.sides:
                 if side.host is not None:
-                    side.down.finish(lane)
-                    side.host.close()
+                    side.down.flights.finish(lane)
+                    side.host.rooms.close()
             if self._owns_store and self._store is not None and not self._books.blocks_alive:
                 self._store.close()
 
@@ -470,8 +472,8 @@ def _levels_of(stash: weakref.ref[Stash]) -> Levels:
         return 0, 0, 0, 0, 0
     sides, store = alive._books.sides, alive._store
     return (
-        sum(side.down.keep_bytes for side in sides),
-        sum(side.down.inflight_bytes for side in sides),
+        sum(side.down.keep.nbytes for side in sides),
+        sum(side.down.flights.nbytes for side in sides),
         sum(side.host.pool.used_bytes for side in sides if side.host is not None),
         store.used_bytes if store is not None else 0,
         sum(side.up.ahead_bytes for side in sides),

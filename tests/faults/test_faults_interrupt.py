@@ -109,11 +109,11 @@ def test_a_write_that_a_worker_was_given_is_known_to_its_parcel(tmp_path):
         begin(work)
         raise KeyboardInterrupt
 
-    down = stash._books.sides[0].down
-    down._begin_work = begin_and_break
+    disk = stash._books.sides[0].down.disk
+    disk.begin_work = begin_and_break
     with pytest.raises(KeyboardInterrupt):
         gradients(stash)
-    down._begin_work = begin
+    disk.begin_work = begin
     assert not wrong_after(stash)
 
 

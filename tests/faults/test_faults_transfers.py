@@ -130,7 +130,7 @@ def test_a_copy_back_that_fails_can_be_tried_again(tmp_path, monkeypatch):
 def test_on_full_raise_names_the_fault_and_leaves_nothing(tmp_path, monkeypatch, mix):
     stash = MIXES[mix](tmp_path)
     for side in stash._books.sides:
-        side.down._raises = True
+        side.down.refusals._raises = True
     faults = Faults(random.Random(1), fails=1.0, number=errno.ENOSPC, calls=("pwrite",))
     faults.put_under(monkeypatch)
     messages = []

@@ -1,0 +1,139 @@
+"""What stays in place: the ``keep`` budget, and who is asked to go first.
+
+The newest blocks stay up to the limit; the oldest beyond it go. On an accelerator copies begin some bytes
+before the limit is reached, and memory is let go only beyond it, or where the device runs short: what is
+still there when backward comes need not be brought back.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ._blocks import Block
+from ._device_memory import DeviceMemory
+from ._events import Tape
+from ._queue import WeakQueue
+from ._remains import BlockRemains
+
+__all__ = ["Keep", "is_kept"]
+
+
+class Keep:
+    """Counts the blocks that are in place. The caller holds the stash's lock.
+
+    Args:
+        tape: is told who comes, returns and is lost, where somebody records.
+        limit: the most bytes that stay; ``None``: no limit. May be set.
+        early: on an accelerator, how many bytes below ``limit`` copies begin.
+        memory: what the accelerator has free; ``None`` on the CPU.
+    """
+
+    def __init__(
+        self,
+        tape: Tape,
+        *,
+        limit: int | None,
+        early: int = 0,
+        memory: DeviceMemory | None = None,
+    ) -> None:
+        self._tape = tape
+        self.limit = limit
+        self._early = early
+        self._memory = memory
+        self._short = 0  # bytes that the device lacked when it was last asked
+        self.queue = WeakQueue[Block](is_kept)  # that may go, oldest first
+        self.nbytes = self.peak_bytes = 0
+
+    def admit(self, block: Block) -> None:
+        """A new block, in place."""
+        block.remains.kept = block.nbytes
+        self.nbytes += block.nbytes
+        if self._tape.on:
+            cause = "backward" if torch._C._current_autograd_node() is not None else ""
+            self._tape.tell("save", *block.facts, cause=cause)
+
+    def leave(self, block: Block) -> None:
+        """It is on its way, or lost."""
+        left = block.remains
+        self.nbytes -= left.kept
+        left.kept = 0
+
+    def take_back(self, block: Block) -> None:
+        """It could not be moved, and stays where it was."""
+        block.parcel = None
+        left = block.remains
+        self.nbytes += block.nbytes - left.kept
+        left.kept = block.nbytes
+        if self._tape.on:
+            self._tape.tell("return", *block.facts)
+
+    def lose(self, block: Block) -> None:
+        """Its bytes were changed before a whole copy was known to exist: backward will be told."""
+        source = block.source
+        block.lost = (
+            f"is at version {source.guard._version}; expected version {source.version} instead"
+        )
+        block.alias = block.parcel = None
+        self.leave(block)
+        if self._tape.on:
+            self._tape.tell("lose", *block.facts)
+
+    def most(self, nbytes: int, leaving: int) -> int | None:
+        """How many bytes may stay now that ``nbytes`` have come and others are ``leaving``.
+
+        ``None``: no limit.
+        """
+        memory = self._memory
+        if memory is None:
+            return self.limit
+        if memory.device.is_capturing():
+            return None  # nothing may be asked of the device
+        most = None if self.limit is None else max(0, self.limit - self._early)
+        if most != 0:  # else all goes anyway
+            self._short = memory.shortage(nbytes, leaving)
+            if self._short:
+                left = max(0, self.nbytes - self._short)
+                most = left if most is None else min(most, left)
+        return most
+
+    def wants_room(self, leaving: int) -> bool:
+        """Whether the memory of what was copied is to be let go, with so many bytes ``leaving``."""
+        if self._memory is None or self._short:
+            return True
+        return self.limit is not None and self.nbytes + leaving > self.limit
+
+    def halve(self) -> int | None:
+        """The device ran out of memory: keep half of what was kept from now on, at most.
+
+        Returns the new limit; ``None`` where nothing was kept, or there is no device.
+        """
+        kept = self.peak_bytes if self.limit is None else min(self.limit, self.peak_bytes)
+        if self._memory is None or not kept:
+            return None
+        self.limit = kept // 2
+        return self.limit
+
+    def measure(self) -> None:
+        """Between operations: while one runs, its tensors are the caller's."""
+        self.peak_bytes = max(self.peak_bytes, self.nbytes)
+
+    def restore(self, blocks: list[Block], waiting: set[int], remains: list[BlockRemains]) -> None:
+        """Make the books anew from what there is: see ``_repair``.
+
+        Args:
+            blocks: that are alive, oldest first.
+            waiting: the ``id`` of each that waits for its operation's end.
+            remains: of all blocks, the dead ones that are yet to be settled too.
+        """
+        self.queue = WeakQueue[Block](is_kept)
+        for block in blocks:
+            if block.alias is None or block.parcel is not None:
+                block.remains.kept = 0
+            elif block.remains.kept and id(block) not in waiting:
+                self.queue.append(block)
+        self.nbytes = sum(left.kept for left in remains)
+
+
+def is_kept(block: Block) -> int:
+    """Whether it is in place still."""
+    return block.remains.kept
