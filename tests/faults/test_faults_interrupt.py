@@ -117,6 +117,39 @@ def test_a_write_that_a_worker_was_given_is_known_to_its_parcel(tmp_path):
     assert not wrong_after(stash)
 
 
+@pytest.mark.parametrize("step", ["write_of", "add_segment"])
+def test_a_segment_whose_sending_was_interrupted_is_sent_by_the_next(tmp_path, monkeypatch, step):
+    stash = Stash(disk=tmp_path, min_bytes=64, inflight="64KiB")
+    down = stash._books.sides[0].down
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    x = torch.linspace(-1, 1, 1024, requires_grad=True)
+    y = x * 1
+    monkeypatch.setattr(down.disk if step == "write_of" else down.flights, step, interrupted)
+    with pytest.raises(KeyboardInterrupt), stash:
+        for _ in range(4):
+            y = y.exp()
+    monkeypatch.undo()
+    assert stash.stats().blocks > 0
+    stash._workers.close()
+    assert stash.stats().inflight_bytes == 0
+    (want,) = torch.autograd.grad(_grown_as(y, x).sum(), x)
+    (found,) = torch.autograd.grad(y.sum(), x)
+    assert torch.equal(found, want)
+    del y
+    assert not wrong_after(stash)
+
+
+def _grown_as(y, x):
+    """``x`` with as many ``exp`` as ``y`` has, in plain PyTorch."""
+    z = x * 1
+    while not torch.equal(z, y):
+        z = z.exp()
+    return z
+
+
 def held_graph(stash):
     """A graph whose every byte has landed, and of which nothing is in memory."""
     with stash:
