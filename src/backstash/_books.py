@@ -13,7 +13,7 @@ from ._blocks import Block
 from ._down import sequence_number
 from ._events import Tape
 from ._guard import Guard
-from ._lanes import Lane
+from ._lanes import Counts, Lane
 from ._order import Order
 from ._remains import BlockRemains, Grave, HostRemains, ParcelRemains
 from ._repair import repair
@@ -45,6 +45,7 @@ class Books:
         self.sides = [cpu]
         self._keep = keep  # of the sides that are yet to come, too
         self.lanes: list[Lane] = []
+        self._ended = Counts()  # of the threads that have ended
         self._side_of: dict[torch.device, Side | str] = {torch.device("cpu"): cpu}
         self._make = make
         self.grave = grave
@@ -107,6 +108,20 @@ class Books:
             block = waiting()
             if block is not None and block.remains.kept:
                 block.side.down.apply(lane, block, at_once)
+
+    def new_lane(self) -> Lane:
+        """A lane for this thread. Those of threads that have ended are closed, and need not be kept."""
+        for lane in [lane for lane in self.lanes if not lane.thread.is_alive()]:
+            self.lanes.remove(lane)
+            self._ended += lane.counts
+            self.adopt(lane)
+        lane = Lane()
+        self.lanes.append(lane)
+        return lane
+
+    def counts(self) -> Counts:
+        """What all threads have given to the stash so far."""
+        return sum((lane.counts for lane in self.lanes), self._ended)
 
     def adopt(self, lane: Lane) -> None:
         """Of a thread that has ended: what waits there may go when a budget next asks."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -22,7 +23,26 @@ if TYPE_CHECKING:
     from ._blocks import Block
     from ._scopes import Scope
 
-__all__ = ["Lane"]
+__all__ = ["Counts", "Lane"]
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """What one thread, or several, gave to a stash."""
+
+    saves: int = 0
+    """Tensors given to the slow path."""
+    small_saves: int = 0
+    """Tensors left by the fast path."""
+    small_bytes: int = 0
+    """The bytes of those."""
+
+    def __add__(self, other: Counts) -> Counts:
+        return Counts(
+            self.saves + other.saves,
+            self.small_saves + other.small_saves,
+            self.small_bytes + other.small_bytes,
+        )
 
 
 class Lane:
@@ -43,9 +63,12 @@ class Lane:
         self.scopes: list[Scope] = []  # hook pairs that this thread has pushed and not yet popped
         self.waiting: deque[tuple[weakref.ref[Block], bool]] = deque()  # and whether to go at once
         self.operation = 0  # the graph's next sequence number when the last of them was saved
-        self.saves = 0  # tensors given to the slow path
-        self.small_saves = 0  # tensors left by the fast path
-        self.small_bytes = 0
+        self.saves = self.small_saves = self.small_bytes = 0  # see Counts
+
+    @property
+    def counts(self) -> Counts:
+        """What this thread has given so far."""
+        return Counts(self.saves, self.small_saves, self.small_bytes)
 
     def may_land(self, other: Lane) -> bool:
         """Whether this thread, now inside the stash, may judge a copy that ``other``'s thread began."""

@@ -20,18 +20,19 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor, nn
 
+from ._account import account
 from ._books import Books
 from ._entry import Entry, WrapperEntry
 from ._events import Levels, Recording, Tape
 from ._guard import Guard
-from ._intake import SMALL, Intake
+from ._intake import Intake
 from ._lanes import Lane
 from ._messages import changed, unreadable
 from ._modules import module_that_has
 from ._remains import Grave
 from ._scopes import Attachment, abandon, enter_scope, leave_scope, newest_scope
 from ._sides import Plan
-from ._stats import Left, Stats
+from ._stats import Stats
 from ._trim import Trimmer
 from ._workers import Workers
 from .errors import StashClosedError, StashError, StashIOError, UsageError
@@ -139,7 +140,6 @@ class Stash:
         )
         self._intake = Intake(self._books, policy=policy, min_bytes=min_nbytes)
         self._local = threading.local()
-        self._ended_saves = self._ended_small_saves = self._ended_small_bytes = 0
 
     # Entering and leaving.
 
@@ -208,20 +208,9 @@ class Stash:
     def _lane(self) -> Lane:
         lane: Lane | None = getattr(self._local, "lane", None)
         if lane is None:
-            lane = self._local.lane = Lane()
             with self._books.lock, self._books.guard:
-                self._fold_lanes()
-                self._books.lanes.append(lane)
+                lane = self._local.lane = self._books.new_lane()
         return lane
-
-    def _fold_lanes(self) -> None:
-        """Add up the counters of threads that have ended, so that they need not be kept."""
-        for lane in [lane for lane in self._books.lanes if not lane.thread.is_alive()]:
-            self._books.lanes.remove(lane)
-            self._books.adopt(lane)
-            self._ended_saves += lane.saves
-            self._ended_small_saves += lane.small_saves
-            self._ended_small_bytes += lane.small_bytes
 
     def __call__(self, fn: _F) -> _F:
         """Wrap ``fn`` so that each call runs under the stash: ``@stash``, ``stash(MyFunction.apply)``.
@@ -367,51 +356,7 @@ class Stash:
             self._books.drain()
             self._books.land(lane)
             self._books.drain()
-            small = self._ended_small_saves + sum(each.small_saves for each in self._books.lanes)
-            left = {reason: Left(*counts) for reason, counts in self._intake.left.items()}
-            if small:
-                nbytes = self._ended_small_bytes + sum(
-                    each.small_bytes for each in self._books.lanes
-                )
-                slow = left.get(SMALL, Left(0, 0))
-                left[SMALL] = Left(slow.count + small, slow.nbytes + nbytes)
-            sides, store = self._books.sides, self._store
-            for side in sides:
-                if side.host is not None:
-                    side.host.rooms.sweep()
-            downs, ups = [side.down for side in sides], [side.up for side in sides]
-            hosts = [side.host for side in sides if side.host is not None]
-            disk_peaks = [down.disk.peak_bytes for down in downs if down.disk is not None]
-            disk_peaks += [host.spills.disk_peak_bytes for host in hosts]
-            notes = [*(store.notes if store is not None else ()), self._workers.note]
-            notes += [host.pool.note for host in hosts]
-            notes += [note for down in downs for note in down.refusals.notes]
-            return Stats(
-                name=self.name,
-                saves=self._ended_saves + small + sum(each.saves for each in self._books.lanes),
-                blocks=self._books.blocks_alive,
-                eligible_bytes=self._intake.eligible_bytes,
-                deduplicated_bytes=self._intake.deduplicated_bytes,
-                keep_bytes=sum(down.keep.nbytes for down in downs),
-                keep_peak_bytes=sum(down.keep.peak_bytes for down in downs),
-                host_bytes=sum(host.pool.used_bytes for host in hosts),
-                host_peak_bytes=sum(host.pool.slab_peak_bytes for host in hosts),
-                disk_bytes=store.used_bytes if store is not None else 0,
-                disk_peak_bytes=max(disk_peaks, default=0),
-                inflight_bytes=sum(down.flights.nbytes for down in downs),
-                inflight_peak_bytes=sum(down.flights.peak_bytes for down in downs),
-                ahead_bytes=sum(up.ahead_bytes for up in ups),
-                ahead_peak_bytes=sum(up.ahead_peak_bytes for up in ups),
-                written_bytes=sum(down.flights.written_bytes for down in downs),
-                read_bytes=sum(up.read_bytes for up in ups),
-                pack_stall_seconds=sum(down.flights.stall_seconds for down in downs)
-                + sum(host.rooms.stall_seconds for host in hosts),
-                unpack_stall_seconds=sum(up.stall_seconds for up in ups),
-                prefetch_hits=sum(up.hits for up in ups),
-                prefetch_misses=sum(up.misses for up in ups),
-                left=left,
-                notes=tuple(dict.fromkeys(filter(None, notes))),
-            )
+            return account(self.name, self._books, self._intake, self._store, self._workers.note)
 
     def record(self, *, limit: int | None = None) -> Recording:
         """Record what the stash does, event by event, until the handle's ``remove()`` or its context's end.
