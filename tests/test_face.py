@@ -217,6 +217,27 @@ def test_stats_are_frozen_and_go_to_json(tmp_path):
     loss.backward()
 
 
+def test_saves_of_threads_that_have_ended_are_counted_too():
+    stash = Stash()
+    kept = []
+
+    def work(size):
+        x = torch.ones(size, requires_grad=True)
+        with stash:
+            kept.append(x.exp())  # saves its result
+            kept.append(kept[-1].exp())
+
+    for size in (4, 40_000, 4):  # two small, two large, two small
+        thread = threading.Thread(target=work, args=(size,))
+        thread.start()
+        thread.join()
+    work(4)
+    stats = stash.stats()
+    small = next(left for reason, left in stats.left.items() if "min_bytes" in reason)
+    assert stats.saves == 8
+    assert (small.count, small.nbytes) == (6, 6 * 16)
+
+
 def test_without_a_tier_below_tensors_stay_and_are_checked():
     stash = Stash(keep=0)
     x = torch.ones(100_000, requires_grad=True)
