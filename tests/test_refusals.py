@@ -1,0 +1,134 @@
+"""What could not be had: when there is no use in asking, when there is again, and what is told once."""
+
+import errno
+import warnings
+from types import SimpleNamespace
+
+import pytest
+
+from backstash._queue import WeakQueue
+from backstash._refusals import Refusals
+from backstash.errors import StashFullError, StashIOError, StashWarning
+
+FULL = StashFullError(errno.ENOSPC, "no room for 1 MiB")
+
+
+class Stuck:
+    """A block that is in place, or not any more."""
+
+    def __init__(self, kept=1):
+        self.remains = SimpleNamespace(kept=kept)
+
+
+def made(*, raises=False, used=1000):
+    keep = SimpleNamespace(queue=WeakQueue(lambda block: True))
+    tier = SimpleNamespace(used_bytes=used)
+    return Refusals(keep, tier, raises=raises), keep, tier
+
+
+def told_by(call):
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        call()
+    return [(each.category, str(each.message)) for each in told]
+
+
+def test_a_full_tier_is_asked_for_less_or_when_something_has_left_it():
+    refusals, keep, tier = made()
+    assert refusals.refuses(1 << 40) is False
+    told_by(lambda: refusals.full(FULL, 100))
+    refusals.stuck.append(stuck := Stuck())
+    assert refusals.refuses(100) is True and refusals.refuses(101) is True
+    assert refusals.refuses(99) is False
+    assert len(refusals.stuck) == 1 and len(keep.queue) == 0
+    tier.used_bytes += 1
+    assert refusals.refuses(100) is True
+    tier.used_bytes -= 2
+    assert refusals.refuses(100) is False
+    assert len(refusals.stuck) == 0 and keep.queue.popleft() is stuck
+    tier.used_bytes += 2
+    assert refusals.refuses(100) is False, "it is asked once more"
+
+
+def test_what_was_stuck_is_asked_before_what_came_later_when_a_step_has_ended():
+    refusals, keep, _ = made()
+    first, second, later = Stuck(), Stuck(), Stuck()
+    for each in (first, second):
+        refusals.stuck.append(each)
+    keep.queue.append(later)
+    refusals.try_again()
+    assert len(refusals.stuck) == 2, "nothing was refused: nothing has changed"
+    told_by(lambda: refusals.full(FULL, 100))
+    refusals.try_again()
+    assert [keep.queue.popleft() for _ in range(3)] == [first, second, later]
+    assert refusals.refuses(100) is False
+
+
+def test_only_what_is_in_place_is_stuck():
+    refusals, _, _ = made()
+    gone = Stuck(kept=0)
+    refusals.stuck.append(gone)
+    assert refusals.stuck.popleft() is None
+    refusals.restore()
+    refusals.stuck.append(gone)
+    assert refusals.stuck.popleft() is None
+
+
+def test_the_first_refusal_is_a_warning_and_each_is_noted_once():
+    refusals, _, _ = made()
+    refusals.notes["out of device memory"] = None  # which no refusal is
+    other = StashFullError(errno.ENOSPC, "no room for 2 MiB")
+    assert told_by(lambda: refusals.full(FULL, 1)) == [(StashWarning, f"left in place: {FULL}")]
+    assert told_by(lambda: (refusals.full(FULL, 1), refusals.full(other, 1))) == []
+    assert list(refusals.notes) == [
+        "out of device memory",
+        f"left in place: {FULL}",
+        f"left in place: {other}",
+    ]
+
+
+def test_whoever_wants_errors_has_each_and_asks_again():
+    refusals, _, _ = made(raises=True)
+    for _ in range(2):
+        with pytest.raises(StashFullError) as caught:
+            refusals.full(FULL, 100)
+        assert caught.value is FULL and refusals.refuses(100) is False
+    assert refusals.notes == {}
+
+
+@pytest.mark.parametrize(
+    "failure, kind, number",
+    [
+        (OSError(errno.ENOSPC, "was full"), StashFullError, errno.ENOSPC),
+        (OSError(errno.EROFS, "was read-only"), StashIOError, errno.EROFS),
+        (OSError("was odd"), StashIOError, errno.EIO),
+        (ValueError("was wrong"), StashIOError, errno.EIO),
+    ],
+)
+def test_nothing_more_is_sent_to_what_has_failed(failure, kind, number):
+    refusals, _, _ = made()
+    ((category, message),) = told_by(lambda: refusals.broke(failure))
+    assert category is StashWarning and message.startswith("left in place: ")
+    assert str(failure) in message and "nothing more is sent there" in message
+    assert refusals.refuses(0) is True
+    refusals.restore()
+    assert refusals.refuses(0) is True, "for good"
+    refusals, _, _ = made(raises=True)
+    assert told_by(lambda: refusals.broke(failure)) == [], "the next who sends is told"
+    seen = []
+    for _ in range(2):
+        with pytest.raises(kind, match="nothing more is sent there") as caught:
+            refusals.refuses(0)
+        assert type(caught.value) is kind and caught.value.errno == number
+        seen.append(caught.value)
+    assert seen[0] is not seen[1] and refusals.notes == {}
+
+
+def test_the_books_anew_have_forgotten_what_was_stuck():
+    refusals, keep, _ = made()
+    told_by(lambda: refusals.full(FULL, 100))
+    refusals.stuck.append(stuck := Stuck())
+    refusals.restore()
+    assert refusals.refuses(100) is False
+    assert len(refusals.stuck) == len(keep.queue) == 0
+    del stuck
