@@ -2,7 +2,6 @@
 
 import errno
 from collections import deque
-from types import SimpleNamespace
 
 import pytest
 

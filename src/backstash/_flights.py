@@ -96,7 +96,7 @@ class Flights:
 
     def make_room(self, nbytes: int, lane: Lane) -> None:
         """Wait until ``nbytes`` more fit into the window, or nothing in it can be waited for."""
-        while self._flights and not self.has_room(nbytes):
+        while not self.has_room(nbytes):
             mine = next((f for f in self._flights if _judged_by(lane, f)), None)
             if mine is None:
                 return
