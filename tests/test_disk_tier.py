@@ -20,9 +20,10 @@ class Store:
     """A store with room for so many slots."""
 
     def __init__(self, room=100):
-        self.room, self.used_bytes, self.steps = room, 0, []
+        self.room, self.used_bytes, self.steps, self.asked = room, 0, [], 0
 
     def reserve(self, nbytes):
+        self.asked += 1
         if not self.room:
             raise FULL
         self.room -= 1
@@ -144,5 +145,13 @@ def test_a_full_store_says_so_where_nothing_has_died():
     with pytest.raises(StashFullError) as caught:
         tier.begin(block_of(tier))
     assert caught.value is FULL and store.steps == [] and tier.peak_bytes == 0
-    assert caught.value.__context__ is None
+    assert store.asked == 1
     FULL.__traceback__ = None
+
+
+def test_a_profiler_sees_the_write():
+    tier, _ = made(Store())
+    work = tier.write_of(Parcel(tier.store, tier.reserve(10), 0, tier.grave), 64, None)
+    with torch.profiler.profile() as profile:
+        work.run()
+    assert "backstash: write" in {event.name for event in profile.events()}

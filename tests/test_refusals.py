@@ -1,14 +1,20 @@
 """What could not be had: when there is no use in asking, when there is again, and what is told once."""
 
+import _thread
 import errno
+import linecache
+import threading
 import warnings
 from types import SimpleNamespace
 
 import pytest
+import torch
 
+from backstash import Stash
 from backstash._queue import WeakQueue
 from backstash._refusals import Refusals
 from backstash.errors import StashFullError, StashIOError, StashWarning
+from backstash.testing import Failing, MemoryStore
 
 FULL = StashFullError(errno.ENOSPC, "no room for 1 MiB")
 
@@ -132,3 +138,30 @@ def test_the_books_anew_have_forgotten_what_was_stuck():
     assert refusals.refuses(100) is False
     assert len(refusals.stuck) == len(keep.queue) == 0
     del stuck
+
+
+@pytest.mark.parametrize("inflight", [0, "1MiB"])
+@pytest.mark.parametrize("error", [FULL, OSError(5, "broke")])
+def test_the_warning_names_the_line_of_whoever_computes(error, inflight):
+    store = Failing(MemoryStore())
+    store.on_write = error
+    x = torch.ones(1 << 18, requires_grad=True)
+    with warnings.catch_warnings(record=True) as told, Stash(disk=store, inflight=inflight):
+        warnings.simplefilter("always")
+        torch.nn.functional.silu(torch.nn.functional.silu(torch.nn.functional.silu(x * 2)))
+    (each,) = told
+    assert each.filename == __file__
+    assert "silu" in linecache.getline(__file__, each.lineno)
+
+
+def test_the_warning_comes_where_nobody_has_a_line(monkeypatch):
+    """As on a thread of autograd's, whose first line is ours; or in code that is of no module."""
+    refusals, _, _ = made()
+    told, come = [], threading.Event()
+    monkeypatch.setattr(warnings, "showwarning", lambda *what: (told.append(what), come.set()))
+    warnings.simplefilter("always")
+    _thread.start_new_thread(refusals.full, (FULL, 1))
+    assert come.wait(30)
+    refusals, _, _ = made()
+    exec(compile("full(error, 1)", "of no module", "exec"), {"full": refusals.full, "error": FULL})
+    assert [each[2].rpartition("/")[2] for each in told] == ["_refusals.py", "of no module"]

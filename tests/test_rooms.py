@@ -213,6 +213,12 @@ def test_what_is_buried_is_given_back_in_its_order_and_the_rest_when_it_is_neede
     assert place.rooms.sweep() is True and place.pool.used_bytes == 0
 
 
+def test_what_is_at_rest_already_is_given_back_at_once():
+    place = Place()
+    place.rooms.bury(place.left(place.pool.take(PAGE), over=True))
+    assert place.pool.used_bytes == 0
+
+
 def test_sweeping_keeps_the_order_of_what_still_runs():
     place = Place()
     remains = [place.left(room) for room in place.fill()]
@@ -260,7 +266,6 @@ def test_the_oldest_is_waited_for_a_write_first_then_the_dead_then_readings(monk
     gone = Reading(None)
     for each in (gone, *readings):
         place.rooms.lend(each)
-    del gone
     place.spills.waits.append(lambda: True)
     assert place.rooms._wait_for_one() is True
     assert older.writing.waits == newer.writing.waits == 0
@@ -271,6 +276,7 @@ def test_the_oldest_is_waited_for_a_write_first_then_the_dead_then_readings(monk
     newer.writing.over = True
     place.rooms.sweep()
     assert [each.waited for each in readings] == [0, 0, 0]
+    del gone  # and nobody has looked since
     assert place.rooms._wait_for_one() is True
     assert [each.waited for each in readings] == [1, 1, 0]
     place.rooms._staging.clear()

@@ -4,6 +4,7 @@ import errno
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from backstash._host_parcels import HostParcel
 from backstash._remains import Grave, HostRemains
@@ -82,7 +83,7 @@ class Host:
 def test_the_oldest_are_written_when_the_rooms_hold_more_than_the_budget_less_the_early_bytes():
     host = Host(early=6 * PAGE, disk=Disk())
     first, second = host.added(2), host.added(2)
-    assert host.begun == [] and host.leaving == 0, "as much as may be"
+    assert host.spills.refusal == "" and host.begun == [] and host.leaving == 0, "as much as may be"
     third = host.added(1)
     assert [each.remains.work is not None for each in (first, second, third)] == [
         True,
@@ -269,6 +270,7 @@ def test_the_books_anew():
     dead = HostRemains(host.grave, NUMBER, host.pool.take(2 * PAGE))
     dead.slot = host.disk.reserve(2 * PAGE)
     host.spills._bytes_on_the_way_out = 12345
+    host.spills._spilled.append(on_disk_too)
     host.begun.clear()
     host.spills.restore(parcels, [*(each.remains for each in parcels), dead])
     spills = host.spills
@@ -281,3 +283,12 @@ def test_the_books_anew():
     in_room.remains.slot, on_disk_too.remains.room = object(), None
     assert spills._held.popleft() is None and spills._spilled.popleft() is None
     in_room.remains.slot = None
+
+
+def test_a_profiler_sees_the_write():
+    host = Host(disk=Disk())
+    parcel = host.added(at_once=True)
+    with torch.profiler.profile() as profile:
+        host.run()
+    assert "backstash: write" in {event.name for event in profile.events()}
+    assert parcel.remains.work.error is None

@@ -8,6 +8,7 @@ more. Each refusal is noted once for reports, and the first is a warning; or it 
 from __future__ import annotations
 
 import errno
+import sys
 import warnings
 from collections.abc import Callable
 from typing import Protocol
@@ -85,13 +86,22 @@ class Refusals:
         if self._raises:
             raise error
         note = f"left in place: {error}"
-        if note not in self.notes:
-            is_first = not any(told.startswith("left in place") for told in self.notes)
-            self.notes[note] = None
-            if is_first:
-                warnings.warn(note, StashWarning, stacklevel=6)
+        is_first = not any(told.startswith("left in place") for told in self.notes)
+        self.notes[note] = None
+        if is_first:
+            warnings.warn(note, StashWarning, stacklevel=_level())
 
     def restore(self) -> None:
         """Forget what was stuck: see ``_repair``. All that is in place is asked again."""
         self.stuck = WeakQueue[Block](is_kept)
         self._full_at = None
+
+
+def _level() -> int:
+    """The caller's ``stacklevel`` that names the line of whoever computes: neither ours nor PyTorch's."""
+    level, frame = 1, sys._getframe(1)
+    while str(frame.f_globals.get("__name__")).partition(".")[0] in ("backstash", "torch"):
+        if frame.f_back is None:
+            break
+        level, frame = level + 1, frame.f_back
+    return level

@@ -153,7 +153,7 @@ class Spills:
         """Take the room of the oldest parcel that is on disk too; to be buried."""
         while self._spilled:
             parcel = self._spilled.popleft()
-            if parcel is None or parcel.remains.room is None:
+            if parcel is None:
                 continue
             left = HostRemains(self._grave, self._number, parcel.remains.room)
             left.brought = parcel.remains.brought
