@@ -1,0 +1,260 @@
+"""Bytes below an accelerator and on their way back: whose room is whose, and what is waited for."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from backstash._host import HostTier
+from backstash._host_parcels import HostReading
+from backstash._remains import Grave
+from backstash.errors import StashIOError
+from backstash.stores._host import HostPool
+
+PAGE = 4096
+NUMBER = 3
+
+
+class Copied:
+    """A copy up or down."""
+
+    def __init__(self, memory=None, *, over=False):
+        self.memory, self.over, self.waits = memory, over, 0
+
+    def ended(self):
+        return self.over
+
+    def wait(self):
+        self.waits += 1
+        self.over = True
+
+
+class Device:
+    """Begins copies, or fails when a test says so."""
+
+    def __init__(self):
+        self.fails, self.downs, self.ups, self.finished = None, [], [], 0
+
+    def down(self, source, target, made_on):
+        if self.fails is not None:
+            raise self.fails
+        target.copy_(source)
+        self.downs.append((source, target, made_on))
+        return Copied(target)
+
+    def up(self, source, after):
+        if self.fails is not None:
+            raise self.fails
+        self.ups.append((source, after))
+        return Copied(source.clone())
+
+    def finish(self):
+        self.finished += 1
+
+
+class Disk:
+    used_bytes = 1000
+
+    def __init__(self):
+        self.fails, self.reads = None, []
+
+    def read(self, slot, address):
+        if self.fails is not None:
+            raise self.fails
+        self.reads.append((slot, address))
+
+
+class Lock:
+    held = 0
+
+    def __enter__(self):
+        self.held += 1
+
+    def __exit__(self, *_):
+        pass
+
+
+class Place:
+    def __init__(self, pages=4, disk=True):
+        self.added, self.restored, self.lent = [], [], []
+        self.disk = Disk() if disk else None
+        self.spills = SimpleNamespace(
+            disk=self.disk,
+            refusal="",
+            add=lambda parcel, *, at_once: self.added.append((parcel, at_once)),
+            restore=lambda *what: self.restored.append(what),
+            sweep=lambda: False,
+            evict=lambda: None,
+            wait=lambda: False,
+            spill_oldest=lambda: False,
+        )
+        self.device, self.grave, self.lock = Device(), Grave(), Lock()
+        self.pool = HostPool(pages * PAGE, pin=lambda memory: "", unpin=lambda memory: None)
+        self.tier = HostTier(
+            self.device, self.pool, self.spills, self.grave, self.lock, number=NUMBER
+        )
+
+    def block(self, nbytes=PAGE, goes_on=False):
+        alias = torch.arange(nbytes // 4, dtype=torch.float32)[1:]
+        return SimpleNamespace(nbytes=nbytes, alias=alias, stream="a stream", goes_on=goes_on)
+
+    def on_disk(self):
+        parcel = self.tier.begin(self.block())
+        self.pool.give(parcel.remains.room)
+        parcel.remains.room, parcel.remains.slot = None, "a slot"
+        return parcel
+
+
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_a_block_is_copied_to_a_room_of_its_own(goes_on):
+    place = Place()
+    block = place.block(2 * PAGE, goes_on)
+    parcel = place.tier.begin(block)
+    ((source, target, made_on),) = place.device.downs
+    assert made_on == "a stream" and source.dtype == torch.uint8 and source.numel() == 2 * PAGE
+    assert source.data_ptr() == block.alias.untyped_storage().data_ptr()
+    left = parcel.remains
+    assert target is left.room.memory and left.writing.memory is target
+    assert (left.number, left.mark, left.slot) == (NUMBER, place.grave.mark, None)
+    assert place.added == [(parcel, goes_on)]
+    assert (parcel.nbytes, parcel.blocks, parcel.skew, parcel.wanted) == (2 * PAGE, 1, 0, 0)
+    assert parcel.reading is None and parcel.ahead is False and parcel.tier == "host"
+    assert place.tier.used_bytes == 2 * PAGE + 1000 and place.tier.disk is place.disk
+    place.added.clear()
+    del parcel
+    assert list(place.grave) == [left]
+
+
+def test_without_a_disk_only_rooms_are_used():
+    place = Place(disk=False)
+    parcel = place.tier.begin(place.block())
+    assert place.tier.used_bytes == PAGE and place.tier.disk is None
+    reading = place.tier.fetch(parcel, ahead=False)
+    assert reading.exception() is None
+    HostReading(place.tier, "a slot", torch.zeros(1), None).run()  # nobody to ask
+
+
+@pytest.mark.parametrize("fails", [RuntimeError("no link"), KeyboardInterrupt()])
+def test_a_copy_that_does_not_begin_gives_its_room_back(fails):
+    place = Place()
+    place.device.fails = fails
+    room = []
+    give = place.pool.give
+    place.pool.give = lambda each: (room.append(each), give(each))
+    with pytest.raises(type(fails)):
+        place.tier.begin(place.block())
+    assert len(room) == isinstance(fails, Exception), "after an interrupt it may have begun"
+    assert place.added == []
+
+
+def test_what_is_in_a_room_comes_from_there_after_its_copy_down():
+    place = Place()
+    parcel = place.tier.begin(place.block())
+    reading = place.tier.fetch(parcel, ahead=True)
+    left = parcel.remains
+    assert place.device.ups == [(left.room.memory, left.writing)]
+    assert reading.needs_worker is False and reading.remains.room is None
+    assert left.brought is reading.arrival and reading.memory is reading.arrival.memory
+    assert reading.run() is False and reading.exception() is None and len(place.device.ups) == 1
+    parcel.reading, parcel.ahead = reading, True
+    parcel.let_go()
+    assert parcel.reading is None and parcel.ahead is False
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_what_is_on_disk_is_read_to_a_room_that_is_lent(ahead):
+    place = Place()
+    parcel = place.on_disk()
+    assert parcel.tier == "disk"
+    reading = place.tier.fetch(parcel, ahead=ahead)
+    room = reading.remains.room
+    assert reading.needs_worker and room is not None and place.device.ups == []
+    assert [ref() for ref in place.tier.rooms._staging] == [reading]
+    assert [ref() for ref in place.tier._coming] == ([reading] if ahead else [])
+    assert reading.take_room() is None and reading.has_come() is False
+    held = place.lock.held
+    assert reading.exception() is None and place.lock.held == held + 1
+    assert place.disk.reads == [("a slot", room.memory.data_ptr())] and reading.has_come()
+    assert [source is room.memory for source, _ in place.device.ups] == [True]
+    assert reading.take_room() is None, "its copy still runs"
+    reading.arrival.over = True
+    assert reading.take_room() is room and reading.take_room() is None
+    left = reading.remains
+    assert left.number == NUMBER and left.mark is place.grave.mark
+    del reading
+    assert list(place.grave)[-1] is left
+
+
+def test_where_there_is_no_room_only_what_is_needed_now_is_read():
+    place = Place(pages=1)
+    parcel = place.on_disk()
+    taken = place.pool.take(PAGE)
+    with pytest.raises(MemoryError, match="no room in host memory to read ahead"):
+        place.tier.fetch(parcel, ahead=True)
+    reading = place.tier.fetch(parcel, ahead=False)
+    assert reading.remains.room is None and len(place.tier.rooms._staging) == 0
+    assert reading.exception() is None and reading.memory.numel() == PAGE
+    assert reading.take_room() is None and taken is not None
+
+
+def test_a_read_that_failed_begins_no_copy():
+    place = Place()
+    place.disk.fails = error = StashIOError(5, "unreadable")
+    reading = place.tier.fetch(place.on_disk(), ahead=True)
+    assert reading.exception() is error and place.device.ups == []
+    assert reading.has_come() is False and reading.arrive() is False
+    place.tier.poll()
+    assert place.device.ups == [] and len(place.tier._coming) == 1
+
+
+def test_an_arrival_is_waited_for_where_a_worker_reads():
+    place = Place()
+    mine, ahead = (place.tier.fetch(place.on_disk(), ahead=each) for each in (False, True))
+    assert mine.arrive() is False and place.disk.reads == [], "its own thread may wait for us"
+    assert ahead.arrive() is True and ahead.arrival.waits == 1
+    mine.exception()
+    assert mine.arrive() is True and mine.arrival.waits == 1
+    full = place.tier.fetch(place.on_disk(), ahead=True)
+    place.device.fails = torch.OutOfMemoryError("full")
+    assert full.arrive() is False and full.arrival is None
+
+
+def test_what_has_come_from_disk_is_sent_on():
+    place = Place()
+    readings = [place.tier.fetch(place.on_disk(), ahead=True) for _ in range(4)]
+    readings[1].run()
+    readings[2].run()
+    readings[2].send()
+    place.device.ups.clear()
+    waiting = readings.pop(3)
+    place.tier.poll()
+    assert readings[1].arrival is not None and len(place.device.ups) == 1
+    assert [ref() for ref in place.tier._coming] == [readings[0], waiting]
+    del waiting
+    place.tier.poll()
+    assert [ref() for ref in place.tier._coming] == [readings[0]]
+    readings[0].run()
+    place.device.fails = torch.OutOfMemoryError("full")
+    place.tier.poll()
+    assert readings[0].arrival is None and len(place.tier._coming) == 0
+    place.device.fails = None
+    assert readings[0].exception() is None, "whoever needs it tries again"
+
+
+def test_the_books_anew_wait_for_the_device_first():
+    place = Place(pages=1)
+    place.pool.take(PAGE)  # and let go at once
+    used = []
+    place.spills.restore = lambda *what: used.append((place.pool.used_bytes, *what))
+    finish = place.device.finish
+    place.device.finish = lambda: (used.append(place.pool.used_bytes), finish())
+    place.tier.restore(["parcels"], ["remains"])
+    assert used == [PAGE, (0, ["parcels"], ["remains"])] and place.device.finished == 1
+
+
+def test_a_profiler_sees_the_read():
+    place = Place()
+    reading = place.tier.fetch(place.on_disk(), ahead=False)
+    with torch.profiler.profile() as profile:
+        assert reading.run() is True
+    assert "backstash: read" in {event.name for event in profile.events()}
