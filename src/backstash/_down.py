@@ -23,7 +23,7 @@ from ._lanes import Lane
 from ._parcels import Parcel, Segment
 from ._refusals import Refusals
 from ._remains import BlockRemains, ParcelRemains
-from ._segments import SEGMENT_BYTES, Segments
+from ._segments import Segments
 from .errors import StashFullError
 from .units import format_bytes
 
@@ -120,7 +120,7 @@ class Down:
         if block.has_moved:
             return True  # stays in place, wherever that is now: what was resized once may be again
         try:
-            if segments is not None and nbytes < SMALL_BYTES and nbytes + 128 <= SEGMENT_BYTES:
+            if segments is not None and nbytes < SMALL_BYTES:
                 segments.gather(block, lane)
             else:
                 self.flights.make_room(nbytes, lane)

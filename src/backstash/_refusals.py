@@ -100,8 +100,10 @@ class Refusals:
 def _level() -> int:
     """The caller's ``stacklevel`` that names the line of whoever computes: neither ours nor PyTorch's."""
     level, frame = 1, sys._getframe(1)
-    while str(frame.f_globals.get("__name__")).partition(".")[0] in ("backstash", "torch"):
-        if frame.f_back is None:
-            break
+    while frame.f_back is not None and _is_ours(frame.f_globals.get("__name__")):
         level, frame = level + 1, frame.f_back
     return level
+
+
+def _is_ours(module: object) -> bool:
+    return str(module).partition(".")[0] in ("backstash", "torch")
