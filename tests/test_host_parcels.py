@@ -131,7 +131,8 @@ def test_without_a_disk_only_rooms_are_used():
     assert place.tier.used_bytes == PAGE and place.tier.disk is None
     reading = place.tier.fetch(parcel, ahead=False)
     assert reading.exception() is None
-    HostReading(place.tier, "a slot", torch.zeros(1), None).run()  # nobody to ask
+    reading = HostReading(place.tier, "a slot", torch.zeros(1), None, ahead=False)
+    assert reading.run() is True and reading.has_come(), "there is nobody to ask"
 
 
 @pytest.mark.parametrize("fails", [RuntimeError("no link"), KeyboardInterrupt()])
@@ -156,6 +157,7 @@ def test_what_is_in_a_room_comes_from_there_after_its_copy_down():
     assert reading.needs_worker is False and reading.remains.room is None
     assert left.brought is reading.arrival and reading.memory is reading.arrival.memory
     assert reading.run() is False and reading.exception() is None and len(place.device.ups) == 1
+    assert reading.has_come() and place.disk.reads == []
     parcel.reading, parcel.ahead = reading, True
     parcel.let_go()
     assert parcel.reading is None and parcel.ahead is False
@@ -220,7 +222,7 @@ def test_an_arrival_is_waited_for_where_a_worker_reads():
 
 
 def test_what_has_come_from_disk_is_sent_on():
-    place = Place()
+    place = Place(pages=8)
     readings = [place.tier.fetch(place.on_disk(), ahead=True) for _ in range(4)]
     readings[1].run()
     readings[2].run()
@@ -233,10 +235,13 @@ def test_what_has_come_from_disk_is_sent_on():
     del waiting
     place.tier.poll()
     assert [ref() for ref in place.tier._coming] == [readings[0]]
-    readings[0].run()
+    readings.append(place.tier.fetch(place.on_disk(), ahead=True))
+    for each in (readings[0], readings[3]):
+        each.run()
     place.device.fails = torch.OutOfMemoryError("full")
     place.tier.poll()
-    assert readings[0].arrival is None and len(place.tier._coming) == 0
+    assert readings[0].arrival is None
+    assert [ref() for ref in place.tier._coming] == [readings[3]], "nor is there memory for that"
     place.device.fails = None
     assert readings[0].exception() is None, "whoever needs it tries again"
 

@@ -95,7 +95,7 @@ class HostTier:
         """
         left = parcel.remains
         if left.room is not None:
-            reading = HostReading(self, None, left.room.memory, None)
+            reading = HostReading(self, None, left.room.memory, None, ahead=ahead)
             reading.run()
             reading.send(after=left.writing)
             left.brought = reading.arrival
@@ -117,7 +117,7 @@ class HostTier:
         for _ in range(len(self._coming)):
             ref = self._coming.popleft()
             reading = ref()
-            if reading is None or reading.arrival is not None:
+            if reading is None:
                 continue
             if not reading.has_come():
                 self._coming.append(ref)

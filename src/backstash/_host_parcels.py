@@ -92,7 +92,7 @@ class HostReading:
         staged: Tensor,
         room: Room | None,
         *,
-        ahead: bool = False,
+        ahead: bool,
     ) -> None:
         self.remains = HostRemains(host.grave, host.number, room)
         self.__del__ = at_death(host.grave, self.remains)
@@ -140,10 +140,9 @@ class HostReading:
 
     def take_room(self) -> Room | None:
         """The room that it read to, once its copy to the device has ended: it is not needed any more."""
-        room = self.remains.room
-        if room is None or self.arrival is None or not self.arrival.ended():
+        if self.arrival is None or not self.arrival.ended():
             return None
-        self.remains.room = None
+        room, self.remains.room = self.remains.room, None
         return room
 
     def has_come(self) -> bool:
