@@ -281,6 +281,18 @@ def test_one_beyond_the_window_is_moved_within_the_call(tier, is_one):
     assert way.steps[3:] == ([] if tier == "host" and is_one else waited) + ["measure"]
 
 
+def test_nobody_waits_for_one_that_fills_the_window_to_its_end():
+    way = Way()
+    way.flights.room = 0
+    block = way.saved()
+    assert way.steps == [
+        ("land", False),
+        ("make room", LARGE),
+        ("add", block, "write 1"),
+        "measure",
+    ]
+
+
 def test_the_device_s_lack_of_memory_is_noted():
     way = Way(limit=4 << 20)
     way.down.ease()
