@@ -3,7 +3,7 @@
 import gc
 import threading
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -348,6 +348,18 @@ def test_memory_goes_with_the_graph_and_with_the_context() -> None:
 
 
 # Refusals, errors, threads.
+
+
+def test_an_empty_part_of_what_is_changed_is_not_changed() -> None:
+    x = torch.ones(3, 3, requires_grad=True)
+    y = x * 1
+    for context in (nullcontext(), Stash(min_bytes=0)):
+        with context, allow_mutation_on_saved_tensors():
+            nothing = y[:0]
+            result = nothing.sin().sum()
+            nothing.mul_(0.5)  # raises the version of all of y
+            (found,) = torch.autograd.grad(result, x, retain_graph=True)
+        assert torch.equal(found, torch.zeros(3, 3))
 
 
 def test_nesting_is_refused_and_the_outer_one_goes_on() -> None:

@@ -91,8 +91,10 @@ class Verdict:
     def difference(self, number: int, mine: Result, theirs: Result, *, raises: bool) -> str:
         """What is wrong with a result, in words; ``""`` for nothing."""
         true = self.true[number] if number < len(self.true) else None
-        if number >= self.knowable.unseen_from and not agree(theirs, true):
-            return ""  # two values, and neither is the true one
+        if number >= self.knowable.unseen_from and (not agree(theirs, true) or agree(mine, true)):
+            return (
+                ""  # two values, and neither is the true one; or they are too near to be told apart
+            )
         if theirs == "changed":
             if (mine == "changed" and raises) or agree(mine, true):
                 return ""

@@ -119,6 +119,9 @@ class WatchTable:
                 assert saved.alias is not None
                 saved.alias = saved.alias.clone()
                 saved.version = None
+            elif not regions:  # no byte that a write could change, but a version that it may raise
+                saved.alias = tensor.detach().clone()
+                saved.version, saved.cloned = None, True
             self._register(saved, regions or [], key)
             return saved
 
