@@ -27,7 +27,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # a process with threads cannot be forked safely
+os.environ["OMP_NUM_THREADS"] = "1"  # a process with threads cannot be forked safely
 
 from mutation.changes import Mutant, mutants_of
 from mutation.trial import PACKAGE, ROOT, Coverage, Trial, the_map
