@@ -222,3 +222,18 @@ def test_a_pool_that_may_not_grow_gives_what_it_has():
     room = pool.take(PAGE)
     assert pool.take(7 * PAGE, may_grow=False).slab is room.slab
     assert pool.take(PAGE, may_grow=False) is None and pins.pinned == [8 * PAGE]
+
+
+def test_an_interrupt_after_a_slab_was_pinned_leaves_nothing_pinned(monkeypatch):
+    pinned = []
+
+    def interrupt(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("backstash.stores._host.Leases", interrupt)
+    pool = HostPool(
+        None, lambda memory: pinned.append(memory.data_ptr()) or "", lambda memory: pinned.clear()
+    )
+    with pytest.raises(KeyboardInterrupt):
+        pool.take(4096)
+    assert pinned == []

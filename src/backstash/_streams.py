@@ -283,7 +283,9 @@ class Accelerator(Device):
             return  # a forked process has no device
         self._down.synchronize()
         self._up.synchronize()
-        self._module.cudart().cudaHostUnregister(memory.data_ptr())
+        status = self._module.cudart().cudaHostUnregister(memory.data_ptr())
+        if int(status):  # an interrupt came before it was pinned
+            self._forget_error()
 
     def finish(self) -> None:
         """See :meth:`Device.finish`."""

@@ -103,7 +103,7 @@ class TwinDevice(Device):
         self.ups: list[_TwinCopy] = []
         self.faults: list[str] = []
         self.orders = self.waits = 0
-        self.pinned_bytes = 0
+        self._pinned: dict[int, int] = {}
         self.capturing = False
         self.free = free
         self._refuses = refuses
@@ -161,12 +161,17 @@ class TwinDevice(Device):
     def pin(self, memory: Tensor) -> str:
         """See :meth:`Device.pin`."""
         if not self._refuses:
-            self.pinned_bytes += memory.nbytes
+            self._pinned[memory.data_ptr()] = memory.nbytes
         return self._refuses
 
     def unpin(self, memory: Tensor) -> None:
         """See :meth:`Device.unpin`."""
-        self.pinned_bytes -= memory.nbytes
+        self._pinned.pop(memory.data_ptr(), None)
+
+    @property
+    def pinned_bytes(self) -> int:
+        """The bytes that are pinned."""
+        return sum(self._pinned.values())
 
     def finish(self) -> None:
         """See :meth:`Device.finish`."""

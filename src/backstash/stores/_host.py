@@ -58,7 +58,7 @@ class HostPool:
     Args:
         budget: the most bytes of all slabs; ``None``: no limit.
         pin: locks a slab's memory and returns why that was refused, or ``""``.
-        unpin: undoes it.
+        unpin: undoes it; does nothing for what is not pinned.
     """
 
     def __init__(
@@ -135,12 +135,12 @@ class HostPool:
         self.refusal = ""
         try:
             refusal = self._pin(memory)
+            slab = _Slab(memory, (lambda memory: None) if refusal else self._unpin)
         except BaseException:  # an interrupt may have come when it was pinned already
             self._unpin(memory)
             raise
         if refusal and not self.note:
             self.note = f"host memory is not pinned ({refusal}): copies do not run beside compute"
-        slab = _Slab(memory, (lambda memory: None) if refusal else self._unpin)
         self._slabs.append(slab)
         self.slab_peak_bytes = max(self.slab_peak_bytes, self.slab_bytes)
         return slab
