@@ -33,22 +33,34 @@ class Place:
         return self.device.type != "cpu"
 
     @property
+    def is_small(self) -> bool:
+        """Whether sizes are tiny: what is there computes on the CPU."""
+        return self.device.type in ("cpu", "simulated")
+
+    @property
+    def pins(self) -> bool:
+        """Whether the host's memory is pinned for the device."""
+        return self.device.type != "simulated"
+
+    @property
     def width(self) -> int:
         """Of layers, and the rows of what goes through them."""
-        return 1024 if self.is_real else 128
+        return 128 if self.is_small else 1024
 
     def size(self, mib: int) -> int:
         """So many MiB, or what takes their place where sizes are tiny."""
-        return mib * (MIB if self.is_real else MIB // 64)
+        return mib * (MIB // 64 if self.is_small else MIB)
 
     def stash(self, **options: Any) -> Stash:
         """A stash for this device's tensors; sizes in MiB."""
         for name in ("keep", "host", "inflight", "prefetch"):
             if isinstance(options.get(name), int):
                 options[name] = self.size(options[name])
+        if self.is_small:
+            options["min_bytes"] = 1024
         if self.is_real:
             return Stash(**options)
-        return stash_on(TwinDevice(chance=0.5), min_bytes=1024, **options)
+        return stash_on(TwinDevice(chance=0.5), **options)
 
     def only_real(self) -> None:
         """For checks that a twin cannot stand in for."""

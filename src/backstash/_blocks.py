@@ -88,7 +88,10 @@ class Source:
         self.version = tensor._version
         self.owner = weakref.ref(_owner_of(tensor))
         self.guard = tensor.detach()
-        self.guard.data = _NOTHING  # drops the memory, keeps the counter
+        try:
+            self.guard.data = _NOTHING  # drops the memory, keeps the counter
+        except RuntimeError:  # an accelerator from outside PyTorch takes only what is on it
+            self.guard.data = torch.empty(0, device=tensor.device)
         self.block: weakref.ref[Block] | None = None  # of the whole storage
         self.slices: dict[object, weakref.ref[Block]] = {}  # copies of small parts, by Part.key
         self.copied_bytes = 0  # of small parts so far

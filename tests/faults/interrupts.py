@@ -22,11 +22,11 @@ import backstash
 
 _INSIDE = str(Path(backstash.__file__).parent)
 _CALLS = ("CALL", "CALL_FUNCTION_EX", "CALL_FUNCTION", "CALL_METHOD", "CALL_FUNCTION_KW", "CALL_KW")
-_LOOKS = {
-    code
-    for name, code in dis.opmap.items()
-    if name in _CALLS or name == "RESUME" or "JUMP_BACKWARD" in name or name == "JUMP_ABSOLUTE"
+_BACK = {
+    code for name, code in dis.opmap.items() if "JUMP_BACKWARD" in name or name == "JUMP_ABSOLUTE"
 }
+_LOOKS = _BACK | {code for name, code in dis.opmap.items() if name in _CALLS or name == "RESUME"}
+_NOWHERE = -1
 
 
 class Interrupter:
@@ -42,31 +42,29 @@ class Interrupter:
         self.count = 0
         self.where = ""
         self._inside = inside
-        self._last: dict[
-            FrameType, tuple[int, bool]
-        ] = {}  # its last opcode, whether a look follows
+        self._last: dict[FrameType, int] = {}  # where its last look may follow from, or _NOWHERE
 
     def _global(self, frame: FrameType, event: str, arg: Any) -> Callable[..., Any] | None:
         back = frame.f_back
         if back in self._last:
-            self._last[back] = (0, False)  # the call goes to Python, and its return is no look
+            self._last[back] = _NOWHERE  # the call goes to Python, and its return is no look
         if not frame.f_code.co_filename.startswith(self._inside):
             return None
         frame.f_trace_opcodes = True
         frame.f_trace_lines = False
-        self._last[frame] = (0, False)
+        self._last[frame] = _NOWHERE
         return self._local
 
     def _local(self, frame: FrameType, event: str, arg: Any) -> Callable[..., Any] | None:
         if event == "return":
             self._last.pop(frame, None)
         elif event == "exception":  # a call that raised has not returned: nobody looks
-            self._last[frame] = (0, False)
+            self._last[frame] = _NOWHERE
         elif event == "opcode":
-            _, looks = self._last.get(frame, (0, False))
-            code = frame.f_code.co_code[frame.f_lasti]
-            self._last[frame] = (code, code in _LOOKS)
-            if looks:
+            code, last, here = frame.f_code.co_code, self._last[frame], frame.f_lasti
+            self._last[frame] = here if code[here] in _LOOKS else _NOWHERE
+            # A conditional jump back that is not taken is no look: what follows may be the end of a ``with``.
+            if last != _NOWHERE and (code[last] not in _BACK or here <= last):
                 self._point(frame)
         return self._local
 

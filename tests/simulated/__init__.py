@@ -1,0 +1,113 @@
+"""An accelerator that needs no hardware: ``torch.device("simulated")``, its streams as late as they may be.
+
+``register()`` builds ``device.cpp`` where it has not been built, and makes it this process's accelerator, for
+good. What it plays, and what it finds out, is told there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import torch
+
+__all__ = ["CannotBuild", "begin", "faults", "limit", "reads", "register"]
+
+_SOURCE = Path(__file__).with_name("device.cpp")
+_BUILDS = Path(__file__).resolve().parents[2] / "build"
+
+
+class CannotBuild(Exception):
+    """There is no compiler here, or not what it needs; the words say what."""
+
+
+def register() -> torch.device:
+    """Make it this process's accelerator.
+
+    Raises:
+        CannotBuild: no compiler, or it refuses.
+    """
+    torch.ops.load_library(str(_built()))
+    torch.utils.rename_privateuse1_backend("simulated")
+    torch._register_device_module("simulated", _module())
+    torch.utils.generate_methods_for_privateuse1_backend()
+    return torch.device("simulated", 0)
+
+
+def begin(chance: float, seed: int) -> None:
+    """From now on each look at the device lets each stream do its next work with this chance."""
+    torch.ops.simulated.begin(chance, seed)
+
+
+def faults() -> list[str]:
+    """Let everything run; what two streams read differently since the last call, in words."""
+    return torch.ops.simulated.faults()
+
+
+def reads() -> int:
+    """How many late reads were compared with early ones so far."""
+    return torch.ops.simulated.reads()
+
+
+def limit(nbytes: int, device: int = 0) -> None:
+    """The device has so much memory from now on."""
+    torch.ops.simulated.limit(device, nbytes)
+
+
+def _module() -> ModuleType:
+    """What PyTorch looks for at ``torch.simulated``."""
+    module = ModuleType("torch.simulated")
+
+    def current_device() -> int:
+        return torch.accelerator.current_device_index()
+
+    def get_rng_state(device: object = None) -> torch.Tensor:
+        return torch.get_rng_state()
+
+    def set_rng_state(state: torch.Tensor, device: object = None) -> None:
+        torch.set_rng_state(state)
+
+    def get_amp_supported_dtype() -> list[torch.dtype]:
+        return [torch.bfloat16, torch.float16]
+
+    for each in (current_device, get_rng_state, set_rng_state, get_amp_supported_dtype):
+        setattr(module, each.__name__, each)
+    module.device_count = lambda: 2
+    module.is_available = lambda: True
+    module.is_initialized = lambda: True
+    module._is_in_bad_fork = lambda: False
+    module.manual_seed_all = lambda seed: None
+    return module
+
+
+def _built() -> Path:
+    """The library for this source and this torch."""
+    what = (
+        _SOURCE.read_bytes() + torch.__version__.encode() + os.environ.get("CXX", "").encode()
+    )
+    library = _BUILDS / f"simulated-{hashlib.sha256(what).hexdigest()[:16]}.so"
+    if library.exists():
+        return library
+    compiler = shutil.which(os.environ.get("CXX", "c++"))
+    if compiler is None:
+        raise CannotBuild("there is no C++ compiler (c++, or what CXX names)")
+    _BUILDS.mkdir(exist_ok=True)
+    torch_at = Path(torch.__file__).parent
+    unfinished = library.with_suffix(f".{os.getpid()}")
+    command = [compiler, "-std=c++20", "-O1", "-fPIC", "-shared", "-o", unfinished, _SOURCE]
+    command += [f"-I{torch_at / 'include'}", f"-I{torch_at / 'include/torch/csrc/api/include'}"]
+    command += [f"-L{torch_at / 'lib'}", "-ltorch_cpu", "-lc10"]
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True)
+    if done.returncode:
+        raise CannotBuild(f"{compiler} refuses: {done.stderr[-2000:]}")
+    unfinished.rename(library)
+    return library
+
+
+if __name__ == "__main__":
+    print(register(), file=sys.stderr)
