@@ -247,7 +247,9 @@ def backward_that_breaks_off(place: Place) -> None:
         noise = [torch.full_like(x, step) for _ in range(16)]
         same(place.gradients(model, x, stash), true, f"step {step}")
         for each in noise:
-            assert bool((each == step).all()), f"step {step}: memory was written after it was let go"
+            assert bool((each == step).all()), (
+                f"step {step}: memory was written after it was let go"
+            )
         del noise, each
     stash.close()
 

@@ -203,30 +203,43 @@ def program(model: Model, stash: Stash, streams: int) -> None:
     leaf = torch.ones(SIDE, SIDE, requires_grad=True)
     model.allocated(leaf)
     held: deque[tuple[Any, Stream, float]] = deque()
+    later: list[tuple[torch.Tensor, Any, list[Stream]]] = []
+    known: set[str] = set()  # the streams that have saved something
     for step in range(40):
-        if step < streams:  # memory of a stream that saves nothing is the program's own to tell
-            model.current = ways[step]
-        elif (
-            chance.random() < 0.4
-        ):  # the next operation is on another stream, ordered as it must be
+        if chance.random() < 0.4:  # the next operation is on another stream, ordered as it must be
             after = model.current.record_event()
             model.current = chance.choice(ways)
             model.current.wait_event(after)
         made_on = model.current
         tensor = leaf * float(step)
         model.allocated(tensor)
-        if step >= streams and chance.random() < 0.3:  # made here, saved there
+        if chance.random() < 0.3:  # made here, saved there
             after = made_on.record_event()
             model.current = chance.choice(ways)
             model.current.wait_event(after)
             model.of(tensor).uses.append(model.current.work())
-        with stash:
-            held.append((stash.pack(tensor), model.current, float(step)))
-        if model.current is not made_on:  # as a program has to: it tells, or lets the owner wait
-            if chance.random() < 0.5:
-                tensor.record_stream(model.current)
-            else:
-                made_on.wait_event(model.current.record_event())
+        for again in range(chance.choice((1, 1, 2))):  # more than once, too, and on another stream
+            if again:
+                after = model.current.record_event()
+                model.current = chance.choice(ways)
+                model.current.wait_event(after)
+            with stash:
+                held.append((stash.pack(tensor), model.current, float(step)))
+            known.add(model.current.name)
+            model.of(tensor).uses.append(model.current.work())  # the operation that saves it
+        if chance.random() < 0.3:
+            savers = [way for way in ways if way.name in known]
+            later.append((tensor, held[-1][0], savers))
+        while (
+            later and chance.random() < 0.3
+        ):  # another reads it, and relies on autograd to hold it
+            old, packed, savers = later.pop(0)
+            reader = chance.choice(savers)  # one that saves nothing is the program's own to tell
+            reader.wait_event(model.current.record_event())
+            model.of(old).uses.append(reader.work())
+            del old
+            model.look()
+            del packed
         del tensor
         model.look()
         while held and chance.random() < 0.45:
@@ -243,6 +256,7 @@ def program(model: Model, stash: Stash, streams: int) -> None:
             del packed
             model.look()
     held.clear()
+    later.clear()
     model.look()
 
 
@@ -275,3 +289,4 @@ def test_nothing_is_used_before_or_after_its_time(played, name: str, streams: in
         program(model, stash, streams)
         assert not model.faults, f"seed {seed}: {sorted(set(model.faults))}"
         assert stash.stats().written_bytes > 0
+        stash.close()

@@ -119,17 +119,34 @@ def test_memory_of_another_stream_is_recorded_there(played, monkeypatch):
     assert recorded == ["down"]
     recorded.clear()
     current[0] = compute
-    own = device.down(bytes_of(7), bytes_of(0), compute)
-    own.order()
+    copy.order()
     assert recorded == [], "only where it is needed: it delays reuse"
-    other = device.down(bytes_of(7), bytes_of(0), FakeStream(log, "second"))
-    for copy in (own, other):
-        copy.order()
-    assert recorded == ["down", "down"], "memory of one stream may be saved on another"
     copy.release()
     recorded.clear()
+    current[0] = FakeStream(log, "third")
     copy.order()
     assert recorded == [], "what was released is nobody's"
+
+
+def test_memory_that_autograd_would_hold_waits_for_every_stream_that_saves(played, monkeypatch):
+    """Nobody knows which stream asked for it, nor which of them still reads it."""
+    device, log, compute, current = played
+    recorded = []
+    monkeypatch.setattr(
+        torch.Tensor, "record_stream", lambda tensor, stream: recorded.append(stream.name)
+    )
+    source = bytes_of(7)
+    device.used(source)
+    device.used(source)
+    assert recorded == ["compute", "compute"], "nothing where that stream has asked for it"
+    recorded.clear()
+    current[0] = FakeStream(log, "other")
+    device.used(source)
+    assert recorded == ["compute", "other"], "it may have been asked for on a third"
+    recorded.clear()
+    device.is_capturing = lambda: True
+    device.used(source)
+    assert recorded == [], "what is saved in a capture stays"
 
 
 def test_what_came_is_recorded_on_each_other_stream_that_uses_it(played, monkeypatch):

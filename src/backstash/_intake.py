@@ -127,6 +127,7 @@ class Intake:
     def _pack_block(
         self, tensor: Tensor, lane: Lane, modules: list[nn.Module], side: Side, tier: str
     ) -> Entry:
+        side.used(tensor)
         storage = tensor.untyped_storage()
         source = self._source_of(tensor, storage)
         block = source.block() if source.block is not None else None
@@ -226,15 +227,17 @@ class Intake:
         if known is not None and known.is_of(tensor):
             return known
         # Inner tensors are copied: what changes them in place need not raise their own version.
-        entry = WrapperEntry(tensor, lambda part: self._pack_inner(tensor, part, lane))
+        entry = WrapperEntry(tensor, lambda part: self._pack_inner(tensor, part, lane, side))
         self._wrappers[id(tensor)] = entry
         return entry
 
-    def _pack_inner(self, wrapper: Tensor, part: Tensor, lane: Lane) -> object:
+    def _pack_inner(self, wrapper: Tensor, part: Tensor, lane: Lane, side: Side) -> object:
         """One of the tensors that ``wrapper`` is made of."""
         if wrapper.is_nested and not (part.is_floating_point() or part.is_complex()):
             # Two nested tensors are of one shape only if they have the very same tensor of offsets.
             return self._stay(part, "the offsets of a nested tensor")
+        if type(part) is Tensor and part.device == wrapper.device:
+            side.used(part)
         if type(part) is not Tensor or reason_to_stay(part):
             return self.hook(lane)(part.detach().clone())
         return self.hook(lane)(snapshot(part))

@@ -67,6 +67,11 @@ class Side:
         """The stream that is current on this thread; ``None`` on the CPU."""
         return self.device.stream() if self.device is not None else None
 
+    def used(self, tensor: Tensor) -> None:
+        """See :meth:`Device.used`; nothing on the CPU."""
+        if self.device is not None:
+            self.device.used(tensor)
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:

@@ -7,9 +7,11 @@ This file alone knows how a device is driven; ``_streams_twin`` is the same for 
   for it: memory that the current stream gets back is then not written before the copy has read it.
 - A copy *up* goes to memory of the current stream, so that the caching allocator may use it again for what
   that stream does; the side stream waits for that memory, whoever uses the bytes waits for the copy.
-- Memory goes back to the pool of the stream that asked for it. Where another stream has used it, or where
-  saves come from several streams, so that nobody can know which one asked, the allocator is told
-  (``record_stream``) who else must have come past before the memory is used again.
+- Memory goes back to the pool of the stream that asked for it, and nobody can ask which that was. Autograd
+  would have held it until backward; as it may be let go before, the allocator is told (``record_stream``)
+  of every stream that has saved a tensor by then, and of the one that copies where another stream than
+  the saver has waited for that: all of them must have come past before the memory is used again. Telling
+  it of the stream that asked is nothing, so that a program of one stream pays nothing.
 - Nothing here makes the computing thread wait for the device. Whoever reads the host's bytes, a worker that
   writes them to disk, waits for the event itself.
 - While a graph is captured no event is asked and no copy begins: either would end the capture.
@@ -82,6 +84,11 @@ class Device(ABC):
     @abstractmethod
     def stream(self) -> Any:
         """The stream that is current on this thread, to be asked at each save."""
+
+    @abstractmethod
+    def used(self, tensor: Tensor) -> None:
+        """An operation on the current stream saves ``tensor``, whose memory may be let go before backward:
+        not before that operation has run, then, whichever stream asked for it."""
 
     @abstractmethod
     def is_capturing(self) -> bool:
@@ -179,9 +186,7 @@ class _StreamCopy(Copy):
 
 class _CopyDown(_StreamCopy):
     def _tell_the_allocator(self, stream: Any, has_ended: bool) -> None:
-        if has_ended or self._source is self.memory:  # released
-            return
-        if stream != self._owner or self._device.has_several_owners:
+        if not has_ended and stream != self._owner and self._source is not self.memory:
             self._source.record_stream(self._side)
 
 
@@ -208,18 +213,22 @@ class Accelerator(Device):
         self._module: Any = getattr(torch, device.type)
         self._down = torch.Stream(device)
         self._up = torch.Stream(device)
-        self._owners: list[Any] = []  # streams that saved tensors were made on, as far as two tell
+        self._savers: list[Any] = []  # the streams of all operations that have saved a tensor
         # What copies that nobody waits for any more still read and write.
         self.unfinished: deque[tuple[Any, Tensor, Tensor]] = deque()
-
-    @property
-    def has_several_owners(self) -> bool:
-        """Whether saves came from several streams: then one may use memory that another asked for."""
-        return len(self._owners) > 1
 
     def stream(self) -> Any:
         """See :meth:`Device.stream`."""
         return torch.accelerator.current_stream(self._device)
+
+    def used(self, tensor: Tensor) -> None:
+        """See :meth:`Device.used`."""
+        stream = self.stream()
+        if stream not in self._savers:
+            self._savers.append(stream)
+        if not self.is_capturing():
+            for each in self._savers:  # nobody knows which of them else may read it
+                tensor.record_stream(each)
 
     def is_capturing(self) -> bool:
         """See :meth:`Device.is_capturing`."""
@@ -229,8 +238,6 @@ class Accelerator(Device):
     def down(self, source: Tensor, target: Tensor, made_on: Any) -> Copy:
         """See :meth:`Device.down`."""
         self._let_go_of_ended()
-        if not self.has_several_owners and made_on not in self._owners:
-            self._owners.append(made_on)
         self._down.wait_event(made_on.record_event())
         with self._current(self._down):
             target.copy_(source, non_blocking=True)

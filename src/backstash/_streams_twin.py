@@ -51,12 +51,12 @@ class _TwinCopy(Copy):
         return self._was_seen
 
     def order(self) -> None:
-        self._device.used("ordered")
+        self._device.touched("ordered")
         self._device.orders += 1
         self._run_up_to_here()
 
     def wait(self) -> None:
-        self._device.used("waited for")
+        self._device.touched("waited for")
         self._device.waits += 1
         self._run_up_to_here()
 
@@ -118,7 +118,7 @@ class TwinDevice(Device):
                     if queue:
                         queue[0].run()
 
-    def used(self, how: str) -> None:
+    def touched(self, how: str) -> None:
         """Something is asked of the device, which ends a capture."""
         if self.capturing:
             self.faults.append(f"a copy was {how} while a graph was captured")
@@ -136,20 +136,23 @@ class TwinDevice(Device):
         self.by_chance()
         return "the current stream"
 
+    def used(self, tensor: Tensor) -> None:
+        """See :meth:`Device.used`. There is one stream, which has asked for all memory."""
+
     def is_capturing(self) -> bool:
         """See :meth:`Device.is_capturing`."""
         return self.capturing
 
     def down(self, source: Tensor, target: Tensor, made_on: Any) -> Copy:
         """See :meth:`Device.down`."""
-        self.used("begun")
+        self.touched("begun")
         with self.lock:
             target.fill_(_GARBAGE)
             return _TwinCopy(self, self.downs, source, target, None)
 
     def up(self, source: Tensor, after: Copy | None) -> Copy:
         """See :meth:`Device.up`."""
-        self.used("begun")
+        self.touched("begun")
         if source.numel() > self.free:
             raise torch.OutOfMemoryError(f"the twin has {self.free} bytes")
         with self.lock:
@@ -179,5 +182,5 @@ class TwinDevice(Device):
 
     def free_bytes(self) -> int:
         """See :meth:`Device.free_bytes`."""
-        self.used("planned")
+        self.touched("planned")
         return self.free

@@ -87,9 +87,7 @@ def _module() -> ModuleType:
 
 def _built() -> Path:
     """The library for this source and this torch."""
-    what = (
-        _SOURCE.read_bytes() + torch.__version__.encode() + os.environ.get("CXX", "").encode()
-    )
+    what = _SOURCE.read_bytes() + torch.__version__.encode() + os.environ.get("CXX", "").encode()
     library = _BUILDS / f"simulated-{hashlib.sha256(what).hexdigest()[:16]}.so"
     if library.exists():
         return library
