@@ -1,6 +1,11 @@
-"""Where the checks of an accelerator run: on one, or on the CPU with a twin in its place and tiny sizes."""
+"""Where the checks of an accelerator run: on one, on a simulated one, or on the CPU with a twin in its place.
+
+The last two have tiny sizes.
+"""
 
 import contextlib
+import gc
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -8,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+import simulated
 from backstash import Stash
 from backstash.testing import TwinDevice, stash_on
 
@@ -29,7 +35,7 @@ class Place:
 
     @property
     def is_real(self) -> bool:
-        """Whether there is an accelerator."""
+        """Whether there is an accelerator, simulated or not: with memory and streams of its own."""
         return self.device.type != "cpu"
 
     @property
@@ -66,6 +72,40 @@ class Place:
         """For checks that a twin cannot stand in for."""
         if not self.is_real:
             raise Skip("needs an accelerator")
+
+    @property
+    def prelude(self) -> str:
+        """What a program in another process begins with, to have the device."""
+        if self.device.type != "simulated":
+            return ""
+        here = str(Path(__file__).parent)
+        return f"import sys\nsys.path.insert(0, {here!r})\nimport simulated\nsimulated.register()\n"
+
+    def forget_races(self) -> None:
+        """Those so far were the program's own, made on purpose."""
+        if self.device.type == "simulated":
+            simulated.faults()
+
+    @contextlib.contextmanager
+    def at_most(self, nbytes: int) -> Iterator[None]:
+        """The device has no more memory than what tensors take now, and so much."""
+        gc.collect()
+        torch.accelerator.empty_cache()
+        limit = self.allocated() + nbytes
+        whole = torch.accelerator.get_memory_info(self.device)[1]
+        if self.device.type == "simulated":
+            simulated.limit(limit)
+        elif self.device.type == "cuda":
+            torch.cuda.set_per_process_memory_fraction(limit / whole)
+        else:
+            raise Skip("needs a limit on the device's memory")
+        try:
+            yield
+        finally:
+            if self.device.type == "simulated":
+                simulated.limit(whole)
+            else:
+                torch.cuda.set_per_process_memory_fraction(1.0)
 
     def synchronize(self) -> None:
         """Wait for the device."""

@@ -32,33 +32,46 @@ def main() -> int:
     parser.add_argument("--list", action="store_true", help="name the checks")
     parser.add_argument("--checks", default="gpu_checks", help="the module that has them")
     parser.add_argument("--check-seconds", type=int, default=60, help="of one check, at most (60)")
+    parser.add_argument(
+        "--simulated", metavar="CHANCE,SEED", help="on a simulated accelerator: see tests/simulated"
+    )
     parser.add_argument("--child", help=argparse.SUPPRESS)
     options = parser.parse_args()
     sys.path.insert(0, str(SOURCE))
     if options.child is not None:
-        return child(json.loads(options.child), options.checks, options.check_seconds)
+        return child(json.loads(options.child), options)
     names = options.only or list(import_module(options.checks).CHECKS)
     if options.list:
         print("\n".join(names))
         return 0
     child_options = ["--checks", options.checks, "--check-seconds", str(options.check_seconds)]
+    if options.simulated:
+        child_options += ["--simulated", options.simulated]
     found = parent(names, options.seconds, options.out, child_options)
     return int(any(each["result"] not in ("passed", "skipped") for each in found.values()))
 
 
-def child(names: list[str], module: str, check_seconds: int) -> int:
+def child(names: list[str], options: argparse.Namespace) -> int:
     """Run checks in this process until one may have broken the device; a line of JSON for each."""
     import torch
 
+    import simulated
     from gpu_place import Place, Skip
 
-    checks = import_module(module).CHECKS
+    if options.simulated:
+        chance, seed = options.simulated.split(",")
+        simulated.register()
+        torch.set_num_threads(1)
+    checks = import_module(options.checks).CHECKS
 
     there = torch.accelerator.is_available()
     device = torch.accelerator.current_accelerator() if there else torch.device("cpu")
     for name in names:
-        faulthandler.dump_traceback_later(check_seconds, exit=True)
+        faulthandler.dump_traceback_later(options.check_seconds, exit=True)
         began, words = time.perf_counter(), ""
+        stream = torch.accelerator.current_stream() if there else None
+        if options.simulated:
+            simulated.begin(float(chance), int(seed))
         try:
             with tempfile.TemporaryDirectory() as directory:
                 checks[name](Place(device, Path(directory)))
@@ -67,6 +80,10 @@ def child(names: list[str], module: str, check_seconds: int) -> int:
             result, words = "skipped", str(reason)
         except BaseException:
             result, words = "failed", traceback.format_exc()
+        if stream is not None:
+            torch.accelerator.set_stream(stream)
+        if options.simulated and (races := simulated.faults()):
+            result, words = "failed", "\n".join([*dict.fromkeys(races), words])
         seconds = time.perf_counter() - began
         print(json.dumps([name, result, round(seconds, 2), words]), flush=True)
         gc.collect()  # what a check that failed has left must not be found in the midst of another

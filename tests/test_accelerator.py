@@ -785,6 +785,24 @@ def test_where_the_device_runs_short_less_stays_than_may(keep):
     stash.close()
 
 
+def test_where_the_device_runs_short_what_leaves_it_has_left():
+    """A host that runs ahead sees no copy end: backward would find memory taken that is let go of soon."""
+    device = Small(12 * BLOCK)
+    stash = device.stash = stash_on(device, keep=None, host="64MiB", inflight=8 * BLOCK)
+    x, out = leaf(), leaf()
+    with stash:
+        for _ in range(24):
+            out = torch.tanh(out * 1.5)
+        loss = chain(x)
+    down = stash._books.sides[1].down
+    assert device.waits == 0 and device.orders > 0
+    assert down.keep.nbytes + down.flights.nbytes <= 9 * BLOCK
+    assert torch.equal(gradient(loss, x), expected())
+    assert device.faults == []
+    del loss, out
+    stash.close()
+
+
 def test_keep_can_be_changed_before_and_after_the_first_tensor():
     device = TwinDevice(chance=1.0, free=1 << 30)
     stash = stash_on(device, host="64MiB", inflight=0)

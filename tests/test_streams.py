@@ -130,7 +130,7 @@ def test_memory_of_another_stream_is_recorded_there(played, monkeypatch):
 
 def test_memory_that_autograd_would_hold_waits_for_every_stream_that_saves(played, monkeypatch):
     """Nobody knows which stream asked for it, nor which of them still reads it."""
-    device, log, compute, current = played
+    device, log, _, current = played
     recorded = []
     monkeypatch.setattr(
         torch.Tensor, "record_stream", lambda tensor, stream: recorded.append(stream.name)

@@ -31,8 +31,8 @@ class DeviceMemory:
             self._unasked_bytes = (self.device.free_bytes() - _RESERVE_BYTES) // 2 - nbytes
         return self._unasked_bytes >= 0
 
-    def shortage(self, nbytes: int, leaving: int) -> int:
-        """How many bytes the device lacks for what comes next, beside those that are ``leaving`` it.
+    def shortage(self, nbytes: int) -> int:
+        """How many bytes the device lacks for what comes next.
 
         What comes next is taken to need four times the largest block so far: an operation's inputs and
         outputs, and what it works with. Asked when half of what was free has been saved since.
@@ -41,6 +41,6 @@ class DeviceMemory:
         self._unlooked_bytes -= nbytes
         if self._unlooked_bytes >= 0:
             return 0
-        spare = self.device.free_bytes() + leaving - 4 * self._largest_bytes
+        spare = self.device.free_bytes() - 4 * self._largest_bytes
         self._unlooked_bytes = max(0, spare) // 2
         return max(0, -spare)

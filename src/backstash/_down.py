@@ -102,6 +102,8 @@ class Down:
                     return
             elif not self._send(block, lane):
                 self.refusals.stuck.append(block)  # a smaller one may find room
+        if keep.short_bytes:
+            self.flights.let_go(keep.short_bytes, lane)
 
     def _may_leave_unseen(self, block: Block) -> bool:
         """Whether another thread's block may go: it is written, not copied, and need not be waited for."""

@@ -96,7 +96,14 @@ class Flights:
 
     def make_room(self, nbytes: int, lane: Lane) -> None:
         """Wait until ``nbytes`` more fit into the window, or nothing in it can be waited for."""
-        while not self.has_room(nbytes):
+        self._empty_to(self.window_bytes - nbytes, lane)
+
+    def let_go(self, nbytes: int, lane: Lane) -> None:
+        """Let the memory of so many bytes go now, as far as that can be waited for."""
+        self._empty_to(max(0, self.nbytes - nbytes), lane)
+
+    def _empty_to(self, nbytes: int, lane: Lane) -> None:
+        while self.nbytes > nbytes:
             mine = next((f for f in self._flights if _judged_by(lane, f)), None)
             if mine is None:
                 return

@@ -40,7 +40,7 @@ class Keep:
         self.limit = limit
         self._early = early
         self._memory = memory
-        self._short = 0  # bytes that the device lacked when it was last asked
+        self.short_bytes = 0  # bytes that the device lacked when it was last asked
         self.queue = WeakQueue[Block](is_kept)  # that may go, oldest first
         self.nbytes = self.peak_bytes = 0
 
@@ -90,15 +90,15 @@ class Keep:
             return None  # nothing may be asked of the device
         most = None if self.limit is None else max(0, self.limit - self._early)
         if most != 0:  # else all goes anyway
-            self._short = memory.shortage(nbytes, leaving)
-            if self._short:
-                left = max(0, self.nbytes - self._short)
+            self.short_bytes = memory.shortage(nbytes)
+            if self.short_bytes > leaving:
+                left = max(0, self.nbytes + leaving - self.short_bytes)
                 most = left if most is None else min(most, left)
         return most
 
     def wants_room(self, leaving: int) -> bool:
         """Whether the memory of what was copied is to be let go, with so many bytes ``leaving``."""
-        if self._memory is None or self._short:
+        if self._memory is None or self.short_bytes:
             return True
         return self.limit is not None and self.nbytes + leaving > self.limit
 

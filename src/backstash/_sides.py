@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ._device_memory import DeviceMemory
 from ._disk import DiskTier

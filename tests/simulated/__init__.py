@@ -10,13 +10,12 @@ import hashlib
 import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType
 
 import torch
 
-__all__ = ["CannotBuild", "begin", "faults", "limit", "reads", "register"]
+__all__ = ["CannotBuild", "begin", "build", "faults", "limit", "reads", "register"]
 
 _SOURCE = Path(__file__).with_name("device.cpp")
 _BUILDS = Path(__file__).resolve().parents[2] / "build"
@@ -32,7 +31,7 @@ def register() -> torch.device:
     Raises:
         CannotBuild: no compiler, or it refuses.
     """
-    torch.ops.load_library(str(_built()))
+    torch.ops.load_library(str(build()))
     torch.utils.rename_privateuse1_backend("simulated")
     torch._register_device_module("simulated", _module())
     torch.utils.generate_methods_for_privateuse1_backend()
@@ -85,8 +84,12 @@ def _module() -> ModuleType:
     return module
 
 
-def _built() -> Path:
-    """The library for this source and this torch."""
+def build() -> Path:
+    """The library for this source and this torch, built where there is none.
+
+    Raises:
+        CannotBuild: no compiler, or it refuses.
+    """
     what = _SOURCE.read_bytes() + torch.__version__.encode() + os.environ.get("CXX", "").encode()
     library = _BUILDS / f"simulated-{hashlib.sha256(what).hexdigest()[:16]}.so"
     if library.exists():
@@ -105,7 +108,3 @@ def _built() -> Path:
         raise CannotBuild(f"{compiler} refuses: {done.stderr[-2000:]}")
     unfinished.rename(library)
     return library
-
-
-if __name__ == "__main__":
-    print(register(), file=sys.stderr)

@@ -95,7 +95,6 @@ struct OneDevice {
   size_t limit = size_t(1) << 34;
   std::vector<std::unique_ptr<Queue>> streams;  // by id; 0 is the default one
   std::map<Queue*, std::multimap<size_t, char*>> pools;
-  std::multimap<size_t, char*> released;
   std::unordered_map<char*, Block> blocks;
   std::list<Freed> freed;
   c10::CachingDeviceAllocator::DeviceStats stats;
@@ -251,7 +250,7 @@ struct Allocator final : c10::DeviceAllocator {
   // The memory that was let go last of the smallest that is large enough.
   static char* from(std::multimap<size_t, char*>& pool, size_t size, size_t* found) {
     auto at = pool.lower_bound(size);
-    if (at == pool.end() || at->first > 4 * size) return nullptr;
+    if (at == pool.end() || at->first > 2 * size) return nullptr;
     at = std::prev(pool.upper_bound(at->first));
     auto* memory = at->second;
     *found = at->first;
@@ -285,8 +284,6 @@ struct Allocator final : c10::DeviceAllocator {
   static char* fresh(DeviceIndex index, size_t wanted, size_t* size) {
     auto& device = world().devices[index];
     if (device.stats.reserved_bytes[0].current + wanted > device.limit) return nullptr;
-    *size = wanted;
-    if (auto* memory = from(device.released, wanted, size)) return memory;
     *size = wanted;
     TORCH_CHECK(device.top + wanted <= kSpan, "a simulated device has no more addresses");
     auto* memory = device.early + device.top;
@@ -333,6 +330,15 @@ struct Allocator final : c10::DeviceAllocator {
     }
   }
 
+  // The pages that lie whole in it; its addresses are not used again.
+  static void give_pages_back(char* memory, size_t size) {
+    constexpr uintptr_t page = 4096;
+    const auto from = (reinterpret_cast<uintptr_t>(memory) + page - 1) / page * page;
+    const auto to = (reinterpret_cast<uintptr_t>(memory) + size) / page * page;
+    if (from >= to) return;
+    for (auto offset : {size_t(0), kSpan}) madvise(reinterpret_cast<void*>(from + offset), to - from, MADV_DONTNEED);
+  }
+
   // Gives what no tensor has back, for every stream: the device waits for all that it has been asked.
   static void release(DeviceIndex index) {
     auto& device = world().devices[index];
@@ -340,7 +346,7 @@ struct Allocator final : c10::DeviceAllocator {
     let_go_of_freed(index, true);
     for (auto& [owner, pool] : device.pools) {
       for (auto& [size, memory] : pool) {
-        device.released.emplace(size, memory);
+        give_pages_back(memory, size);
         device.stats.reserved_bytes[0].decrease(size);
       }
       pool.clear();
