@@ -12,6 +12,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -519,6 +520,80 @@ def out_of_memory(place: Place) -> None:
     stash.close()
 
 
+class Greedy(torch.autograd.Function):
+    """Needs much more memory in backward than anything that is saved."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, rows: int) -> torch.Tensor:
+        """The same."""
+        ctx.rows = rows
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        """The same, and a long way round."""
+        taken = grad.new_zeros(ctx.rows, grad.shape[1])
+        return grad + taken[:1], None
+
+
+def out_of_memory_in_backward(place: Place) -> None:
+    """Nothing calls the stash then; it keeps less by the next steps, until one has the memory it needs."""
+    place.only_real()
+    model, x = place.model(layers=16), place.batch(rows=16)
+
+    def loss_of(taken: torch.Tensor) -> torch.Tensor:
+        return Greedy.apply(model(taken), 160 * place.width).square().mean()
+
+    loss_of(x[: 4 * place.width]).backward()
+    true = [each.grad.clone() for each in model.parameters() if each.grad is not None]
+    stash, steps = place.stash(keep=None, host=8192, inflight=64, prefetch=64), []
+    late = place.size(256 if place.is_small else 0)
+    with place.at_most(place.size(900) + late):
+        while not steps or "failed" in steps[-1:]:
+            assert len(steps) < 8, f"{steps}, {stash.stats()}"
+            loss = None
+            model.zero_grad()
+            gc.collect()
+            with stash:
+                loss = loss_of(x)
+            try:
+                loss.backward()
+            except torch.OutOfMemoryError:
+                steps.append("failed")
+            else:
+                steps.append("passed")
+        assert "failed" in steps, "the check is too small"
+        assert any("keep is" in note for note in stash.stats().notes), stash.stats().notes
+    loss = None
+    model.zero_grad()
+    with stash:
+        loss = loss_of(x[: 4 * place.width])
+    loss.backward()
+    found = [each.grad.clone() for each in model.parameters() if each.grad is not None]
+    same(found, true, "after it was short")
+    stash.close()
+
+
+def dropped_in_the_midst(place: Place) -> None:
+    """A stash nobody closes, with copies under way both ways: its memory outlives them."""
+    place.only_real()
+    for first in ("stash", "loss"):
+        for backwards in (0, 1):
+            model, x = place.model(layers=2), place.batch()
+            stash = place.stash(host=1024, inflight=512, prefetch=512)
+            with stash:
+                loss = model(x).square().mean()
+            if backwards:
+                loss.backward()
+            held = {"stash": stash, "loss": loss}
+            del stash, loss
+            del held[first]
+            gc.collect()
+            held.clear()
+            gc.collect()
+    place.synchronize()
+
+
 def exit_without_closing(place: Place) -> None:
     """A process that ends with copies under way ends without a word, status 0."""
     place.only_real()
@@ -656,6 +731,8 @@ CHECKS |= {
         llama_in_bf16,
         several_devices,
         out_of_memory,
+        out_of_memory_in_backward,
+        dropped_in_the_midst,
         exit_without_closing,
         captured_graph,
         backward_alone_captured,

@@ -769,7 +769,7 @@ class Small(TwinDevice):
 
 @pytest.mark.parametrize("keep", [None, "16MiB"])
 def test_where_the_device_runs_short_less_stays_than_may(keep):
-    device = Small(12 * BLOCK)
+    device = Small(14 * BLOCK)
     stash = device.stash = stash_on(device, keep=keep, host="64MiB", inflight=BLOCK)
     x, most, out = leaf(), 0, leaf()
     with stash:
@@ -778,7 +778,7 @@ def test_where_the_device_runs_short_less_stays_than_may(keep):
             down = stash._books.sides[1].down
             most = max(most, down.keep.nbytes + down.flights.nbytes)
         loss = chain(x)
-    assert 6 * BLOCK <= most <= 9 * BLOCK, "four blocks are left for what comes next"
+    assert 6 * BLOCK <= most <= 9 * BLOCK, "six blocks are left for what comes next"
     assert torch.equal(gradient(loss, x), expected())
     assert device.faults == []
     del loss, out
@@ -787,7 +787,7 @@ def test_where_the_device_runs_short_less_stays_than_may(keep):
 
 def test_where_the_device_runs_short_what_leaves_it_has_left():
     """A host that runs ahead sees no copy end: backward would find memory taken that is let go of soon."""
-    device = Small(12 * BLOCK)
+    device = Small(14 * BLOCK)
     stash = device.stash = stash_on(device, keep=None, host="64MiB", inflight=8 * BLOCK)
     x, out = leaf(), leaf()
     with stash:
@@ -800,6 +800,35 @@ def test_where_the_device_runs_short_what_leaves_it_has_left():
     assert torch.equal(gradient(loss, x), expected())
     assert device.faults == []
     del loss, out
+    stash.close()
+
+
+@pytest.mark.parametrize("keep", [None, "auto"])
+def test_out_of_memory_in_backward_lowers_keep_as_soon_as_it_is_seen(keep):
+    """Nobody calls a stash then: the allocator counts, and is asked when the device is."""
+    device = TwinDevice(chance=1.0, free=40 * BLOCK)
+    stash = stash_on(device, keep=keep, host="64MiB", inflight=0)
+    x, true = leaf(), expected()
+
+    def kept():
+        with stash:
+            loss = chain(x)
+        stats = stash.stats()
+        assert torch.equal(gradient(loss, x), true)
+        return stats.keep_bytes // BLOCK, [note for note in stats.notes if "keep is" in note]
+
+    if keep == "auto":
+        kept()  # before there is a side, there is nothing to follow
+    assert kept() == (8, [])
+    device.failed += 1
+    device.free = 10 * BLOCK  # so that it is asked
+    found = [kept() for _ in range(4)][-1]
+    assert found == (4, ["out of device memory: keep is 1.00 MiB from then on"])
+    device.free = 40 * BLOCK
+    assert kept()[0] == 4, "and once, for each that failed"
+    stash.set_keep(None)
+    assert kept()[0] == 8
+    assert device.faults == []
     stash.close()
 
 

@@ -12,6 +12,7 @@ from backstash import _books
 from backstash._books import Books
 from backstash._events import Tape
 from backstash._guard import Guard
+from backstash._keep import Keep
 from backstash._lanes import Lane
 from backstash._remains import BlockRemains, Grave, HostRemains, ParcelRemains
 
@@ -36,7 +37,8 @@ class Lock:
 class Down:
     def __init__(self):
         self.applied, self.landed, self.tried = [], [], []
-        self.keep = SimpleNamespace(nbytes=0, limit=None, queue=[])
+        self.keep = Keep(SimpleNamespace(on=False), limit=None)
+        self.keep.queue = []
         self.flights = SimpleNamespace(nbytes=0, land=self.landed.append)
         self.refusals = SimpleNamespace(try_again=lambda: self.tried.append(True))
 
@@ -234,7 +236,7 @@ def test_every_side_lands_and_follows_the_memory_that_is_free(monkeypatch):
     books.sides[0].down.keep.nbytes, second.down.keep.nbytes = 101, 50
     books.follow_free_memory()
     assert [each.down.keep.limit for each in books.sides] == [200, 525]
-    second.down.keep.limit = 1
+    second.down.keep.set(1)
     second.device.is_capturing = lambda: True  # the driver may not be asked then
     books.follow_free_memory()
     assert [each.down.keep.limit for each in books.sides] == [200, 1]

@@ -1,6 +1,7 @@
 """The way down, piece by piece: who goes, how, and who stays; each part around it is a test's."""
 
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -297,7 +298,7 @@ def test_the_device_s_lack_of_memory_is_noted():
     way = Way(limit=4 << 20)
     way.down.ease()
     assert way.refusals.notes == {}
-    way.keep._memory, way.keep.peak_bytes = object(), 4 << 20
+    way.keep._memory, way.keep.peak_bytes = Mock(), 4 << 20
     way.down.ease()
     assert list(way.refusals.notes) == ["out of device memory: keep is 2.00 MiB from then on"]
 

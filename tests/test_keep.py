@@ -28,10 +28,14 @@ class Memory:
     def __init__(self, *short):
         self.short, self.asked, self.capturing = list(short), [], False
         self.device = SimpleNamespace(is_capturing=lambda: self.capturing)
+        self.failed, self.forgotten = False, 0
 
     def shortage(self, nbytes):
         self.asked.append(nbytes)
         return self.short.pop(0)
+
+    def forget_failures(self):
+        self.failed, self.forgotten = False, self.forgotten + 1
 
 
 def block_of(nbytes=100):
@@ -162,8 +166,13 @@ def test_memory_is_let_go_beyond_the_limit_and_no_earlier():
 
 
 def test_half_of_what_was_kept_stays_when_the_device_had_no_memory():
-    keep = Keep(Told(), limit=None, memory=Memory())
+    memory = Memory()
+    keep = Keep(Told(), limit=None, memory=memory)
+    assert not keep.ran_out()
+    memory.failed = True
+    assert keep.ran_out()
     assert keep.halve() is None and keep.limit is None, "nothing was kept"
+    assert not keep.ran_out() and memory.forgotten == 1, "answered, or it would be halved again"
     keep.admit(block_of(101))
     keep.measure()
     assert keep.halve() == keep.limit == 50
@@ -176,7 +185,26 @@ def test_half_of_what_was_kept_stays_when_the_device_had_no_memory():
     cpu = Keep(Told(), limit=100)
     cpu.admit(block_of(100))
     cpu.measure()
-    assert cpu.halve() is None and cpu.limit == 100
+    assert cpu.halve() is None and cpu.limit == 100 and not cpu.ran_out()
+
+
+def test_a_limit_that_follows_stays_below_what_once_was_too_much():
+    keep = Keep(Told(), limit=0, memory=Memory())
+    keep.follow(400)
+    assert keep.limit == 200
+    keep.admit(block_of(100))
+    keep.measure()
+    keep.follow(400)
+    assert keep.limit == 250, "with what is kept"
+    assert keep.halve() == 50
+    keep.follow(400)
+    assert keep.limit == 50
+    keep.follow(-60)
+    assert keep.limit == 20
+    keep.set(300)
+    assert keep.limit == 300
+    keep.follow(400)
+    assert keep.limit == 250, "the caller's word is newer"
 
 
 def test_the_books_anew_count_what_is_in_place():

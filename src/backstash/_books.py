@@ -77,7 +77,7 @@ class Books:
                 if device not in self._side_of:
                     made = self._side_of[device] = self._make(device, len(self.sides))
                     if not isinstance(made, str):
-                        made.down.keep.limit = self._keep
+                        made.down.keep.set(self._keep)
                         self.sides.append(made)
                 side = self._side_of[device]
         return side
@@ -91,7 +91,7 @@ class Books:
         """From now on, keep at most so many bytes in place on each device; ``None``: no limit."""
         self._keep = keep
         for side in self.sides:
-            side.down.keep.limit = keep
+            side.down.keep.set(keep)
 
     def land(self, lane: Lane) -> None:
         """See :meth:`Flights.land`."""
@@ -137,7 +137,7 @@ class Books:
             if side.device is not None and side.device.is_capturing():
                 continue
             free = side.device.free_bytes() if side.device is not None else spare_bytes()
-            side.down.keep.limit = (side.down.keep.nbytes + free) // 2
+            side.down.keep.follow(free)
 
     def ease(self) -> None:
         """See :meth:`Down.ease`."""

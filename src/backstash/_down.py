@@ -104,6 +104,8 @@ class Down:
                 self.refusals.stuck.append(block)  # a smaller one may find room
         if keep.short_bytes:
             self.flights.let_go(keep.short_bytes, lane)
+        if keep.ran_out():  # in backward, say, where nobody tells
+            self.ease()
 
     def _may_leave_unseen(self, block: Block) -> bool:
         """Whether another thread's block may go: it is written, not copied, and need not be waited for."""

@@ -40,6 +40,7 @@ class Keep:
         self.limit = limit
         self._early = early
         self._memory = memory
+        self._ceiling: int | None = None  # of a limit that follows, since the device ran out of memory
         self.short_bytes = 0  # bytes that the device lacked when it was last asked
         self.queue = WeakQueue[Block](is_kept)  # that may go, oldest first
         self.nbytes = self.peak_bytes = 0
@@ -102,15 +103,31 @@ class Keep:
             return True
         return self.limit is not None and self.nbytes + leaving > self.limit
 
+    def set(self, limit: int | None) -> None:
+        """The most bytes that stay from now on, whatever was learned."""
+        self.limit, self._ceiling = limit, None
+
+    def follow(self, free_bytes: int) -> None:
+        """From now on keep half of the memory that is free, with what is kept already."""
+        half = (self.nbytes + free_bytes) // 2
+        self.limit = half if self._ceiling is None else min(half, self._ceiling)
+
+    def ran_out(self) -> bool:
+        """Whether the device, when last asked, had had no memory for something."""
+        return self._memory is not None and self._memory.failed
+
     def halve(self) -> int | None:
         """The device ran out of memory: keep half of what was kept from now on, at most.
 
         Returns the new limit; ``None`` where nothing was kept, or there is no device.
         """
-        kept = self.peak_bytes if self.limit is None else min(self.limit, self.peak_bytes)
-        if self._memory is None or not kept:
+        if self._memory is None:
             return None
-        self.limit = kept // 2
+        self._memory.forget_failures()
+        kept = self.peak_bytes if self.limit is None else min(self.limit, self.peak_bytes)
+        if not kept:
+            return None
+        self.limit = self._ceiling = kept // 2
         return self.limit
 
     def measure(self) -> None:

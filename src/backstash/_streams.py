@@ -115,7 +115,7 @@ class Device(ABC):
 
     @abstractmethod
     def unpin(self, memory: Tensor) -> None:
-        """Undo :meth:`pin`, after every copy has ended."""
+        """Undo :meth:`pin`, after every copy has ended; where it was refused, only wait."""
 
     @abstractmethod
     def finish(self) -> None:
@@ -124,6 +124,10 @@ class Device(ABC):
     @abstractmethod
     def free_bytes(self) -> int:
         """The device's memory that is free, what the caching allocator keeps included."""
+
+    @abstractmethod
+    def failures(self) -> int:
+        """How often there was no memory for what a program asked for, so far."""
 
 
 class _StreamCopy(Copy):
@@ -286,12 +290,14 @@ class Accelerator(Device):
 
     def unpin(self, memory: Tensor) -> None:
         """See :meth:`Device.unpin`. Waits for the copies: a stash that is dropped may have some under way."""
-        if self._device.type != "cuda" or os.getpid() != self._pid:
+        if os.getpid() != self._pid:
             return  # a forked process has no device
         self._down.synchronize()
         self._up.synchronize()
+        if self._device.type != "cuda":
+            return  # nothing was pinned
         status = self._module.cudart().cudaHostUnregister(memory.data_ptr())
-        if int(status):  # an interrupt came before it was pinned
+        if int(status):  # it was refused, or an interrupt came first
             self._forget_error()
 
     def finish(self) -> None:
@@ -309,6 +315,10 @@ class Accelerator(Device):
         if share is not None:  # what set_per_process_memory_fraction leaves of it
             free = min(free, int(share(self._device) * total) - reserved)
         return int(free + reserved - statistics.get("active_bytes.all.current", 0))
+
+    def failures(self) -> int:
+        """See :meth:`Device.failures`."""
+        return int(torch.accelerator.memory_stats(self._device).get("num_ooms", 0))
 
     def _let_go_of_ended(self) -> None:
         for _ in range(len(self.unfinished)):

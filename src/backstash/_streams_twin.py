@@ -92,6 +92,8 @@ class TwinDevice(Device):
         seed: of the chance.
         refuses: why memory cannot be pinned; ``""`` when it can.
         free: the bytes that :meth:`free_bytes` answers.
+
+    What :meth:`failures` answers is ``failed``, which a test may raise.
     """
 
     def __init__(
@@ -106,6 +108,7 @@ class TwinDevice(Device):
         self._pinned: dict[int, int] = {}
         self.capturing = False
         self.free = free
+        self.failed = 0
         self._refuses = refuses
         self._chance = chance
         self._random = random.Random(seed)
@@ -184,3 +187,7 @@ class TwinDevice(Device):
         """See :meth:`Device.free_bytes`."""
         self.touched("planned")
         return self.free
+
+    def failures(self) -> int:
+        """See :meth:`Device.failures`."""
+        return self.failed

@@ -271,6 +271,7 @@ struct Allocator final : c10::DeviceAllocator {
         release(index);
         memory = fresh(index, wanted, &size);
       }
+      if (!memory) ++device.stats.num_ooms;
       TORCH_CHECK_WITH(OutOfMemoryError, memory, "simulated:", int(index), " is out of memory: ", wanted,
                        " bytes asked, ", device.stats.reserved_bytes[0].current, " of ", device.limit, " taken");
       device.stats.reserved_bytes[0].increase(size);

@@ -58,7 +58,7 @@ class HostPool:
     Args:
         budget: the most bytes of all slabs; ``None``: no limit.
         pin: locks a slab's memory and returns why that was refused, or ``""``.
-        unpin: undoes it; does nothing for what is not pinned.
+        unpin: undoes it, after every copy has ended; of what is not pinned, too.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class HostPool:
         self.refusal = ""
         try:
             refusal = self._pin(memory)
-            slab = _Slab(memory, (lambda memory: None) if refusal else self._unpin)
+            slab = _Slab(memory, self._unpin)
         except BaseException:  # an interrupt may have come when it was pinned already
             self._unpin(memory)
             raise
