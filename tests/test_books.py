@@ -236,7 +236,7 @@ def test_every_side_lands_and_follows_the_memory_that_is_free(monkeypatch):
     books.sides[0].down.keep.nbytes, second.down.keep.nbytes = 101, 50
     books.follow_free_memory()
     assert [each.down.keep.limit for each in books.sides] == [200, 525]
-    second.down.keep.set(1)
+    second.down.keep.set_limit(1)
     second.device.is_capturing = lambda: True  # the driver may not be asked then
     books.follow_free_memory()
     assert [each.down.keep.limit for each in books.sides] == [200, 1]

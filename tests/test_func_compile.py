@@ -1,16 +1,21 @@
 """torch.func, fake tensors and torch.compile under a stash: they work, or the error says what to do."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from backstash import Stash
+import backstash
+from backstash import Stash, graph, hooks
 from backstash.errors import InplaceError, UsageError
+from backstash.report import saved_report
 from oracle import WAYS, check, gradients, run, same_bits
 
 SIDE = 192
+SOURCE = Path(backstash.__file__).parent
 
 
 # torch registers what forward mode needs by a function that it has deprecated.
@@ -330,5 +335,70 @@ def test_a_context_inside_a_compiled_function_breaks_the_graph_and_works(tmp_pat
     want = gradients(step(x), x)
     got = gradients(torch.compile(step, backend="aot_eager")(x), x)
     assert same_bits(*got, *want)
+    stash.close()
+    torch._dynamo.reset()
+
+
+ENTRANCES = {
+    "stash": lambda model, stash: stash,
+    "attached": lambda model, stash: stash.attach(model[0][1]),
+    "save_on_cpu": lambda model, stash: graph.save_on_cpu(),
+    "saved_tensors_hooks": lambda model, stash: graph.saved_tensors_hooks(torch.clone, torch.clone),
+    "saved_report": lambda model, stash: saved_report(model),
+    "capture": lambda model, stash: hooks.capture(model, "0.1"),
+    "trace": lambda model, stash: hooks.trace(model, to=None),
+    "watch_gradients": lambda model, stash: hooks.watch_gradients(model, per="module", to=None),
+    "find_nonfinite": lambda model, stash: hooks.find_nonfinite(model),
+}
+
+
+@pytest.mark.filterwarnings("ignore")  # what the compiler says of what it traces by itself
+@pytest.mark.parametrize("entrance", ENTRANCES)
+def test_the_compiler_begins_in_no_function_of_ours(monkeypatch, entrance):
+    """Nor fails there: an ``nn.Sequential`` that is compiled runs as it is, and all in it is tried."""
+    from torch._dynamo import convert_frame
+
+    torch._dynamo.reset()
+    torch.manual_seed(5)
+    model = nn.Sequential(
+        *(nn.Sequential(nn.Linear(SIDE, SIDE), nn.GELU(), nn.LayerNorm(SIDE)) for _ in range(2))
+    )
+    x = leaf()
+    true = gradients(model(x), x, *model.parameters())
+    tried = []
+    compile_frame = convert_frame._compile
+
+    def spy(code, *others, **named):
+        tried.append(code.co_filename)
+        return compile_frame(code, *others, **named)
+
+    monkeypatch.setattr(convert_frame, "_compile", spy)
+    stash = Stash(min_bytes=0)
+    for block in model:
+        block.compile(backend="eager")
+    with ENTRANCES[entrance](model, stash):
+        found = gradients(model(x), x, *model.parameters())
+    assert all(same_bits(*pair) for pair in zip(found, true, strict=True))
+    assert [each for each in tried if str(SOURCE) in each] == []
+    torch.compile(lambda: stash.unpack(stash.pack(x)), backend="eager")()
+    assert tried, "nothing was seen"
+    stash.close()
+    torch._dynamo.reset()
+
+
+def test_a_function_wrapped_by_a_stash_is_compiled(tmp_path):
+    torch._dynamo.reset()
+    stash, seen = Stash(disk=tmp_path, min_bytes=0), []
+
+    def fn(x):
+        seen.append(torch.compiler.is_compiling())
+        return x.sin().exp()
+
+    x = leaf()
+    want = gradients(fn(x), x)
+    seen.clear()
+    got = gradients(torch.compile(stash(fn), backend="aot_eager")(x), x)
+    assert same_bits(*got, *want) and seen == [True]
+    assert stash.stats().saves > 0
     stash.close()
     torch._dynamo.reset()

@@ -201,7 +201,7 @@ def test_a_limit_that_follows_stays_below_what_once_was_too_much():
     assert keep.limit == 50
     keep.follow(-60)
     assert keep.limit == 20
-    keep.set(300)
+    keep.set_limit(300)
     assert keep.limit == 300
     keep.follow(400)
     assert keep.limit == 250, "the caller's word is newer"

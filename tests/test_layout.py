@@ -27,11 +27,11 @@ LEVELS = (
 ISOLATED = {
     "stores": {"errors", "units"},
     "codecs": {"errors", "units"},
-    "hooks": {"errors", "units", "policy", "_text"},
-    "report": {"errors", "units", "policy", "_nodes", "_modules", "_text"},
+    "hooks": {"errors", "units", "policy", "_text", "_untraced"},
+    "report": {"errors", "units", "policy", "_nodes", "_modules", "_text", "_untraced"},
 }
 # What knows nothing of a stash, so that an isolated part may read graphs and call stacks by it.
-PURE = {"_nodes": {"errors"}, "_modules": set[str](), "_text": set[str]()}
+PURE = {"_nodes": {"errors"}, "_modules": set[str](), "_text": set[str](), "_untraced": set[str]()}
 PUBLIC_ONLY = ("cli", "integrations")
 
 NAMES = {

@@ -174,7 +174,7 @@ def played(monkeypatch):
         )
         device = Played(model)
         device.pin, device.unpin = lambda memory: "", lambda memory: None
-        device.free_bytes = lambda: 1 << 40
+        device.free_bytes, device.failures = lambda: 1 << 40, lambda: 0
         stash = Stash(min_bytes=0, **options)
         stash._books.put(torch.device("cpu"), stash._plan.accelerator(device, 1))
         pool = stash._books.sides[1].host.pool

@@ -5,6 +5,7 @@
 """
 
 from ._first_calls import resolve as _resolve
+from ._untraced import leave_untraced as _leave_untraced
 from .errors import StashError, StashFullError, StashWarning
 from .policy import Action, SavedTensor
 from .stash import Stash
@@ -24,3 +25,4 @@ __all__ = [
 __version__ = "0.1.0"
 
 _resolve()
+_leave_untraced(__name__)

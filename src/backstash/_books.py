@@ -77,7 +77,7 @@ class Books:
                 if device not in self._side_of:
                     made = self._side_of[device] = self._make(device, len(self.sides))
                     if not isinstance(made, str):
-                        made.down.keep.set(self._keep)
+                        made.down.keep.set_limit(self._keep)
                         self.sides.append(made)
                 side = self._side_of[device]
         return side
@@ -91,7 +91,7 @@ class Books:
         """From now on, keep at most so many bytes in place on each device; ``None``: no limit."""
         self._keep = keep
         for side in self.sides:
-            side.down.keep.set(keep)
+            side.down.keep.set_limit(keep)
 
     def land(self, lane: Lane) -> None:
         """See :meth:`Flights.land`."""

@@ -17,7 +17,14 @@ class DeviceMemory:
         device: that is asked.
     """
 
-    __slots__ = ("_failures", "_largest_bytes", "_unasked_bytes", "_unlooked_bytes", "device", "failed")
+    __slots__ = (
+        "_failures",
+        "_largest_bytes",
+        "_unasked_bytes",
+        "_unlooked_bytes",
+        "device",
+        "failed",
+    )
 
     def __init__(self, device: Device) -> None:
         self.device = device

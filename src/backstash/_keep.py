@@ -40,7 +40,9 @@ class Keep:
         self.limit = limit
         self._early = early
         self._memory = memory
-        self._ceiling: int | None = None  # of a limit that follows, since the device ran out of memory
+        self._ceiling: int | None = (
+            None  # of a limit that follows, since the device ran out of memory
+        )
         self.short_bytes = 0  # bytes that the device lacked when it was last asked
         self.queue = WeakQueue[Block](is_kept)  # that may go, oldest first
         self.nbytes = self.peak_bytes = 0
@@ -103,7 +105,7 @@ class Keep:
             return True
         return self.limit is not None and self.nbytes + leaving > self.limit
 
-    def set(self, limit: int | None) -> None:
+    def set_limit(self, limit: int | None) -> None:
         """The most bytes that stay from now on, whatever was learned."""
         self.limit, self._ceiling = limit, None
 

@@ -32,6 +32,7 @@ from .._nodes.handle import Handle
 from .._nodes.iterate import iter_graph
 from .._nodes.labels import label_modules
 from .._nodes.saved import SavedValue, saved
+from .._untraced import leave_untraced as _leave_untraced
 from ._faces import save_on_cpu, save_on_disk
 from ._functions import save_for_backward, saved_on, saved_tensors
 from ._hooks import saved_tensors_hooks
@@ -75,3 +76,5 @@ _handed_on: dict[str, Any] = {
 }
 globals().update(_handed_on)
 __all__ += list(_handed_on)
+
+_leave_untraced("backstash")

@@ -11,6 +11,7 @@ for every backward that raises; the gradients of one value are gathered from its
 
 from __future__ import annotations
 
+from .._untraced import leave_untraced as _leave_untraced
 from ._calls import Captured, CapturedCall
 from ._capture import Capture, capture
 from ._clip import clip_gradients
@@ -63,3 +64,5 @@ __all__ = [
     "trace",
     "watch_gradients",
 ]
+
+_leave_untraced("backstash")

@@ -1,0 +1,54 @@
+"""Keeps ``torch.compile`` out of this package's functions.
+
+In a part of a compiled model that it cannot trace, Dynamo (the tracer of ``torch.compile``) tries every
+Python frame that begins there, also that of a hook which autograd or a module calls: it would compile our
+books, again and again as their numbers change, warn of each builtin it does not know, and fail over a
+tensor that it cannot fake.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import CodeType, FunctionType
+from typing import Any
+
+from torch._C._dynamo import eval_frame
+
+__all__ = ["leave_untraced"]
+
+
+def leave_untraced(package: str) -> None:
+    """Mark the functions of a package's modules, as far as they are imported: Dynamo begins in none of them.
+
+    What they call it may still compile, so a compiled function inside a stash is. Each code object is marked
+    as torch marks its own; ``torch.compiler.disable`` would import all of the compiler with backstash, and
+    cost each call some microseconds. A torch that knows no such mark traces what it will.
+    """
+    strategy = getattr(eval_frame, "_FrameExecStrategy", None)
+    if strategy is None:
+        return
+    action = eval_frame._FrameAction
+    mark = strategy(action.SKIP, action.DEFAULT)
+    for name, module in list(sys.modules.items()):
+        if name == package or name.startswith(package + "."):
+            codes = [code for each in vars(module).values() for code in _codes_of(each, name)]
+            while codes:
+                code = codes.pop()
+                eval_frame.set_code_exec_strategy(code, mark)
+                codes += [each for each in code.co_consts if isinstance(each, CodeType)]
+
+
+def _codes_of(value: Any, module: str) -> list[CodeType]:
+    if isinstance(value, type):
+        if value.__module__ != module:
+            return []
+        return [code for each in vars(value).values() for code in _codes_of(each, module)]
+    if isinstance(value, property):
+        return [
+            each.__code__ for each in (value.fget, value.fset) if isinstance(each, FunctionType)
+        ]
+    value = getattr(value, "__func__", value)  # of a classmethod or a staticmethod
+    value = getattr(value, "__wrapped__", value)
+    if isinstance(value, FunctionType) and value.__module__ == module:
+        return [value.__code__]
+    return []
