@@ -5,6 +5,7 @@
     scripts/soak_programs.py --programs 500 --seed 7    # others, and fewer
     scripts/soak_programs.py --way 'host|disk'          # ways whose name matches
     scripts/soak_programs.py --ways-each 5              # each program in five of the ways, by turns
+    scripts/soak_programs.py --simulated 0.1            # on three streams of a simulated accelerator
     scripts/soak_programs.py --undo all                 # without each guard: is it missed?
     scripts/soak_programs.py --undo 'version|dedup'     # without the guards that match
     scripts/soak_programs.py --table benchmarks/results/soak/programs_undo.txt    # a run of it, for the docs
@@ -36,21 +37,25 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
 from guards import GUARDS, Guard
 from programs.judge import Verdict, judge
+from programs.places import CPU, Simulated
 from programs.search import Found, search
-from programs.ways import WAYS
+from programs.ways import DEVICE_WAYS, WAYS
 
 TRIED = "."  # what a process tells of each program before it runs it
 
 
 def soak(options: argparse.Namespace) -> int:
     """The programs of this process; returns how many failed."""
-    ways = {name: way for name, way in WAYS.items() if re.search(options.way, name)}
+    place = CPU if options.simulated is None else Simulated(options.simulated, options.seed)
+    known = WAYS if options.simulated is None else DEVICE_WAYS
+    ways = {name: way for name, way in known.items() if re.search(options.way, name)}
     names, failing = list(ways), list[str]()
     said: Counter[str] = Counter()
 
     def check(steps: list) -> None:
-        verdict = Verdict(steps)
+        verdict = Verdict(steps, place)
         said["programs"] += 1
+        said["with races of their own"] += verdict.has_races
         said["steps"] += len(steps)
         said["changed"] += "changed" in verdict.plain
         said["gradients"] += sum(isinstance(result, list) for result in verdict.plain)
@@ -93,6 +98,8 @@ def soak_in_processes(options: argparse.Namespace) -> int:
     share = -(-options.programs // options.processes)
     command = [sys.executable, __file__, "--way", options.way, "--steps", str(options.steps)]
     command += ["--ways-each", str(options.ways_each), "--minutes", str(options.minutes)]
+    if options.simulated is not None:
+        command += ["--simulated", str(options.simulated)]
     running = [
         subprocess.Popen(
             [*command, "--programs", str(share), "--seed", str(options.seed + number)],
@@ -196,6 +203,12 @@ def main() -> int:
     )
     parser.add_argument(
         "--minutes", type=float, default=1e9, help="begin no further search after so many"
+    )
+    parser.add_argument(
+        "--simulated",
+        type=float,
+        metavar="CHANCE",
+        help="on a simulated accelerator, whose streams each do their next work with this chance at each look",
     )
     parser.add_argument("--processes", type=int, default=1, help="at once; default 1")
     parser.add_argument("--undo", default="", metavar="REGEX", help="guards to do without, or all")

@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from backstash import Disk, graph
 from backstash.errors import InplaceError, UsageError
 from gpu_place import MIB, Place, Skip, same
+from numbered import number_ahead
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # or cuBLAS refuses to be deterministic
 
@@ -381,13 +382,15 @@ def views_and_kinds(place: Place) -> None:
         q, k, v = (x @ x).split(half, dim=1)[0].unsqueeze(0), x.t(), x[::2, ::3]
         y = (q * k[:, :half]).sin().sum() + (v * v).sum() + (x[3] * x[5]).sum()
         z = torch.view_as_complex(x[:, : 2 * half].reshape(-1, 2))
-        y = y + (z.conj() * z * z).real.sum()
+        y = y + (z.conj() * z * z).real.sum() + (z.conj().imag * z.real.sin()).sum()
         image = x[: half // 8 * 8, :64].reshape(-1, 8, 8, 8)
         y = y + convolution(image.contiguous(memory_format=torch.channels_last)).relu().sum()
         (first,) = torch.autograd.grad(y, x, create_graph=True)
         return (first**3).sum() + y
 
     x = place.batch(rows=1).requires_grad_()
+    if place.is_real:
+        number_ahead(place.device, 50_000)
     with torch.backends.cudnn.flags(deterministic=True):
         true = torch.autograd.grad(program(x), x)
         same(list(torch.autograd.grad(program(x), x)), list(true), "plain against itself")
@@ -395,7 +398,12 @@ def views_and_kinds(place: Place) -> None:
         with stash:
             loss = program(x)
         same(list(torch.autograd.grad(loss, x)), list(true), "under the stash")
+        with stash:
+            loss = program(x)  # and is let go without a backward
     del loss
+    gc.collect()
+    left = stash.stats().blocks
+    assert left == 0, f"{left} blocks are still alive"
     stash.close()
 
 

@@ -18,10 +18,6 @@ SIDE = 192
 SOURCE = Path(backstash.__file__).parent
 
 
-# torch registers what forward mode needs by a function that it has deprecated.
-pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
-
-
 def leaf(*shape, seed=1):
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(*(shape or (SIDE, SIDE)), generator=generator).requires_grad_()

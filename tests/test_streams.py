@@ -149,6 +149,19 @@ def test_memory_that_autograd_would_hold_waits_for_every_stream_that_saves(playe
     assert recorded == [], "what is saved in a capture stays"
 
 
+@pytest.mark.parametrize("view", [torch.conj, lambda z: z.conj().imag])
+def test_of_a_conjugate_or_negative_view_its_memory_is_named(played, monkeypatch, view):
+    """PyTorch would name that of a copy without the bit, and write past the end of what it returns."""
+    device, named = played[0], []
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: named.append(tensor))
+    tensor = view(torch.zeros(3, dtype=torch.complex64))
+    assert tensor.is_conj() or tensor.is_neg()
+    device.used(tensor)
+    (memory,) = named
+    assert not memory.is_conj() and not memory.is_neg()
+    assert memory.untyped_storage()._cdata == tensor.untyped_storage()._cdata
+
+
 def test_what_came_is_recorded_on_each_other_stream_that_uses_it(played, monkeypatch):
     """Also where the copy ended long ago: its memory goes back to the stream it was asked for on."""
     device, log, _, current = played

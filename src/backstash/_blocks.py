@@ -90,8 +90,8 @@ class Source:
         self.guard = tensor.detach()
         try:
             self.guard.data = _NOTHING  # drops the memory, keeps the counter
-        except RuntimeError:  # an accelerator from outside PyTorch takes only what is on it
-            self.guard.data = torch.empty(0, device=tensor.device)
+        except RuntimeError:  # an accelerator from outside PyTorch takes only what is of its kind
+            self.guard.data = _nothing_like(tensor)
         self.block: weakref.ref[Block] | None = None  # of the whole storage
         self.slices: dict[object, weakref.ref[Block]] = {}  # copies of small parts, by Part.key
         self.copied_bytes = 0  # of small parts so far
@@ -206,6 +206,12 @@ class Block:
     def where(self) -> str:
         """The tier that has the bytes: ``"keep"`` until they have landed on ``"disk"``."""
         return "keep" if self.alias is not None or self.parcel is None else self.parcel.tier
+
+
+def _nothing_like(tensor: Tensor) -> Tensor:
+    empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    empty = torch._neg_view(empty) if tensor.is_neg() else empty
+    return empty.conj() if tensor.is_conj() else empty
 
 
 def _owner_of(tensor: Tensor) -> Tensor:

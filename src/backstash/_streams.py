@@ -33,6 +33,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ._blocks import raw_alias
+
 __all__ = ["Accelerator", "Copy", "Device", "accelerator"]
 
 _nothing: Any = tuple  # a call of C that does nothing
@@ -230,9 +232,13 @@ class Accelerator(Device):
         stream = self.stream()
         if stream not in self._savers:
             self._savers.append(stream)
-        if not self.is_capturing():
-            for each in self._savers:  # nobody knows which of them else may read it
-                tensor.record_stream(each)
+        if self.is_capturing():
+            return
+        if tensor.is_conj() or tensor.is_neg():
+            # For those PyTorch (seen in 2.13) names the memory of a copy, and writes where it has none.
+            tensor = raw_alias(tensor)
+        for each in self._savers:  # nobody knows which of them else may read it
+            tensor.record_stream(each)
 
     def is_capturing(self) -> bool:
         """See :meth:`Device.is_capturing`."""

@@ -75,7 +75,7 @@ def through_data(run: Run, x: Tensor, y: Tensor, choice: int) -> Result:
 
 def fill(run: Run, x: Tensor, y: Tensor, choice: int) -> Result:
     """A buffer is filled unseen, some columns at a time, and what is full of it is saved each time."""
-    buffer = torch.full((16, 16), 0.5, dtype=torch.float64)
+    buffer = torch.full((16, 16), 0.5, dtype=torch.float64, device=y.device)
     for last in (6, 8 + choice % 4, 14):
         with run.watching(buffer[:, last - 2 : last]):
             buffer.data[:, last - 2 : last] = y.detach().abs().mean() + last

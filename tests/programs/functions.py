@@ -133,7 +133,7 @@ class Both(Function):
 
 def _laid_out(x: Tensor) -> Tensor:
     """A copy with the strides that two copies of one shape share, also where there are no elements."""
-    return torch.empty(x.shape, dtype=x.dtype).copy_(x)
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device).copy_(x)
 
 
 class ToTwo(Function):

@@ -17,6 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from oracle import same_bits
 
 from .knowable import Knowable
+from .places import CPU, Place
 from .run import Result, Run, Step
 from .ways import WAYS, Way, run_in
 
@@ -31,10 +32,10 @@ class Wrong(AssertionError):
 class Verdict:
     """What plain PyTorch says of a program, to which runs under a stash are held."""
 
-    def __init__(self, steps: list[Step]) -> None:
-        self.steps = steps
+    def __init__(self, steps: list[Step], place: Place = CPU) -> None:
+        self.steps, self.place = steps, place
         take_hooks_away()
-        plain = Run(nullcontext)
+        plain = Run(nullcontext, **place.of(steps))
         try:
             self.plain = plain.run(steps)
         finally:
@@ -42,11 +43,12 @@ class Verdict:
         self._leaves_hooks = bool(take_hooks_away())
         self.knowable = Knowable()
         self._waiting: list[_Clone] = []
-        true = Run(self._cloned, knowable=self.knowable, after=self._step_ended)
+        true = Run(self._cloned, knowable=self.knowable, after=self._step_ended, **place.of(steps))
         try:
             self.true = true.run(steps)
         finally:
             true.close()
+        self.has_races = bool(place.races())
 
     def _cloned(self) -> Any:
         """Every saved tensor's storage cloned, at each end: slow, and true whatever is changed in place."""
@@ -72,9 +74,11 @@ class Verdict:
             return
         take_hooks_away()
         try:
-            found = run_in(way, self.steps, directory)
+            found = run_in(way, self.steps, directory, self.place)
         except AssertionError as error:
             raise Wrong(f"{name}: {error}") from error
+        if (races := self.place.races()) and not self.has_races:
+            raise Wrong(f"{name}: {races[0]}")
         if take_hooks_away() and not self._leaves_hooks:
             raise Wrong(f"{name}: it left hooks, where plain PyTorch leaves none")
         for got in found:
@@ -168,7 +172,7 @@ def with_its_storage(tensor: Tensor) -> Tensor:
         return tensor.detach().clone()
     try:
         storage = tensor.untyped_storage().clone()
-        out = torch.empty(0, dtype=tensor.dtype).set_(
+        out = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(
             storage, tensor.storage_offset(), tensor.shape, tensor.stride()
         )
     except (RuntimeError, NotImplementedError):  # within a transform there is no storage

@@ -99,5 +99,6 @@ def _bytes_of(tensor: Tensor) -> Tensor:
 
 
 def _same(one: Any, other: Any) -> bool:
-    first, second = (torch.tensor([], dtype=torch.uint8).set_(each) for each in (one, other))
+    empty = torch.tensor([], dtype=torch.uint8, device=one.device)
+    first, second = (empty.new_empty(0).set_(each) for each in (one, other))
     return torch.equal(first, second)

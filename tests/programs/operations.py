@@ -80,7 +80,7 @@ def _selective() -> Any:
 
 
 def _jagged(x: Tensor, y: Tensor) -> Tensor:
-    offsets = torch.tensor([0, 1, len(x)])
+    offsets = torch.tensor([0, 1, len(x)], device=x.device)
     nested = torch.nested.nested_tensor_from_jagged(x.reshape(len(x), -1), offsets)
     return (nested.sin() * nested).values()
 
@@ -146,7 +146,7 @@ PURE: dict[str, Operation] = {
     "matmul": lambda x, y: x.reshape(len(x), -1) @ x.reshape(len(x), -1).t() / x.numel(),
     "softmax": lambda x, y: torch.softmax(x, -1),
     "gather": lambda x, y: x.gather(0, x.detach().argsort(0)),
-    "index": lambda x, y: x[torch.arange(len(x)) % 2 == 0],
+    "index": lambda x, y: x[torch.arange(len(x), device=x.device) % 2 == 0],
     "norm": lambda x, y: F.layer_norm(x, x.shape[-1:]),
     "convolve": _convolve,
     "attend": _attend,
@@ -214,7 +214,7 @@ VIEWS: dict[str, Operation] = {
     "as real": lambda x, y: torch.view_as_real(x.resolve_conj()),
     "neg": lambda x, y: torch._neg_view(x),
     "set data": _with_other_memory,
-    "buffer": lambda x, y: torch.full((8, 6), 0.5, dtype=torch.float64),
+    "buffer": lambda x, y: torch.full((8, 6), 0.5, dtype=torch.float64, device=x.device),
     "matrix": lambda x, y: x.detach().sin().reshape(-1)[:144].clone().view(12, 12),
 }
 
@@ -248,7 +248,7 @@ CHANGES: dict[str, Operation] = {
     "sigmoid_": lambda x, y: x.sigmoid_(),
     "zero a row": lambda x, y: x[0].zero_(),
     "set a column": lambda x, y: x.__setitem__((..., 0), 0.25),
-    "put": lambda x, y: x.index_put_((torch.tensor([0]),), torch.ones(()).to(x)),
+    "put": lambda x, y: x.index_put_((torch.tensor([0], device=x.device),), torch.ones(()).to(x)),
     "change detached": lambda x, y: x.detach().add_(0.125),
     "change quietly": _no_grad(lambda x, y: x.mul_(0.75)),
     "copy quietly": _no_grad(lambda x, y: x.copy_(x.flip(0))),

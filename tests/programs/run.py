@@ -19,6 +19,7 @@ from .acts import ACTS, LATER_ACTS
 from .functions import Broken
 from .knowable import Knowable
 from .operations import CHANGES, MUTATES_LATER, PURE, VIEWS
+from .streams import Streams
 
 SIDE = 16
 MOST_ELEMENTS = 4096
@@ -56,6 +57,8 @@ class Run:
         other_scope: makes another stash's context.
         knowable: watches what is written, in the run that is the reference; else ``None``.
         after: called after each step.
+        device: of the leaves.
+        streams: chooses a stream for each step, on an accelerator.
     """
 
     def __init__(
@@ -65,14 +68,18 @@ class Run:
         other_scope: Callable[[], AbstractContextManager[Any]] | None = None,
         knowable: Knowable | None = None,
         after: Callable[[], None] = lambda: None,
+        device: torch.device | None = None,
+        streams: Streams | None = None,
     ) -> None:
         self.scope, self.gate = scope, gate
         self.other_scope = other_scope or scope
-        self.knowable, self.after = knowable, after
+        self.knowable, self.after, self.streams = knowable, after, streams
         self.module = Calls()
         generator = torch.Generator().manual_seed(0)
         self.leaves = [
-            torch.randn(SIDE, SIDE, dtype=torch.float64, generator=generator).requires_grad_()
+            torch.randn(SIDE, SIDE, dtype=torch.float64, generator=generator)
+            .to(device)
+            .requires_grad_()
             for _ in range(2)
         ]
         self.values: list[Tensor | None] = []
@@ -101,6 +108,8 @@ class Run:
                     return self.results
         finally:
             self.leave_all()
+            if self.streams is not None:
+                self.streams.end()
         for loss in list(self.values):
             if self.knowable is not None:
                 self.knowable.step = len(self.results)
@@ -121,12 +130,17 @@ class Run:
         """Let go of everything, hooks on tensors first: they may hold their own graph."""
         for handle in self.handles:
             handle.remove()
+        if self.streams is not None:
+            self.streams.end()
         if self._other_thread is not None:
             self._other_thread.shutdown()
+        device = self.leaves[0].device
         self.values.clear()
         self.leaves.clear()
-        # After an error the engine holds the nodes it did not run, until its next backward on this thread.
+        # After an error the engine holds the nodes it did not run, until its next backward on this thread,
+        # and on its own thread of an accelerator.
         torch.ones((), requires_grad=True).backward()
+        torch.ones((), device=device, requires_grad=True).backward()
 
     # Contexts.
 
@@ -159,6 +173,8 @@ class Run:
 
     def step(self, name: str, i: int, j: int) -> Result:
         x, y = (self.values[-1 - k % len(self.values)] for k in (i, j))
+        if self.streams is not None:
+            self.streams.step(x, y, *self.leaves)
         if name == "drop":
             if len(self.values) > 2:
                 del self.values[-1 - i % len(self.values)]
@@ -267,13 +283,16 @@ class Run:
     def in_a_thread(self, function: Callable[[], Any]) -> Any:
         """Run on a thread that then ends."""
         with ThreadPoolExecutor(1) as thread:
-            return thread.submit(_then_forget, function).result()
+            return thread.submit(_then_forget, self._on_this_stream(function)).result()
 
     def on_the_other_thread(self, function: Callable[[], Any]) -> Any:
         """Run on a thread that lives as long as the program."""
         if self._other_thread is None:
             self._other_thread = ThreadPoolExecutor(1)
-        return self._other_thread.submit(_then_forget, function).result()
+        return self._other_thread.submit(_then_forget, self._on_this_stream(function)).result()
+
+    def _on_this_stream(self, function: Callable[[], Any]) -> Callable[[], Any]:
+        return function if self.streams is None else self.streams.on_it(function)
 
     def under_scope(self, function: Callable[[], Any]) -> Callable[[], Any]:
         """``function`` under the program's hooks, for a thread that has none."""

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest import mock
 
@@ -24,6 +24,7 @@ from backstash.testing import Failing, Gated, MemoryStore, TwinDevice, stash_on
 
 from .acts import CONTEXTS, is_alone
 from .operations import COPIED, UNSEEN
+from .places import CPU, Place
 from .run import Result, Run, Step
 
 PATIENCE_SECONDS = 60
@@ -113,6 +114,14 @@ WAYS: dict[str, Way] = {
     "two threads, host": Way(
         {"host": "64KiB", "inflight": "8KiB"}, chance=0.3, holds=False, threads=2, leaves_out=COPIED
     ),
+}
+
+# On an accelerator that is there, or simulated, in place of the twin. One thread: two of them share its
+# first stream, and without any stash their programs race each other for its memory.
+DEVICE_WAYS = {
+    name: replace(way, chance=None, options={"host": "1MiB", **way.options})
+    for name, way in WAYS.items()
+    if way.chance is not None and way.threads == 1
 }
 
 
@@ -228,7 +237,7 @@ def _store(kind: str, directory: str) -> Store | None:
     return MemoryStore(max_bytes=9000 if kind == "full" else None)
 
 
-def run_in(way: Way, steps: list[Step], directory: str) -> list[list[Result]]:
+def run_in(way: Way, steps: list[Step], directory: str, place: Place = CPU) -> list[list[Result]]:
     """The results of each thread that ran the program under a stash of ``way``."""
     threads = 1 if any(map(is_alone, steps)) else way.threads
     with ExitStack() as stack:
@@ -240,7 +249,7 @@ def run_in(way: Way, steps: list[Step], directory: str) -> list[list[Result]]:
             stack.enter_context(mock.patch.object(_down, "SMALL_BYTES", 0))
         bench = Bench(way, directory, seed=random.Random(str(steps)).getrandbits(32))
         try:
-            found = _run_on_each(bench, steps, threads)
+            found = _run_on_each(bench, steps, threads, place)
         except BaseException:
             bench.close()
             raise
@@ -251,15 +260,15 @@ def run_in(way: Way, steps: list[Step], directory: str) -> list[list[Result]]:
         return found
 
 
-def _run_on_each(bench: Bench, steps: list[Step], threads: int) -> list[list[Result]]:
+def _run_on_each(bench: Bench, steps: list[Step], threads: int, place: Place) -> list[list[Result]]:
     if threads == 1:
-        return [_run(bench, steps)]
+        return [_run(bench, steps, place)]
     with ThreadPoolExecutor(threads) as pool:
-        return list(pool.map(lambda _: _run(bench, steps), range(threads)))
+        return list(pool.map(lambda _: _run(bench, steps, place), range(threads)))
 
 
-def _run(bench: Bench, steps: list[Step]) -> list[Result]:
-    run = Run(bench.scope, bench.gate, bench.other_scope)
+def _run(bench: Bench, steps: list[Step], place: Place) -> list[Result]:
+    run = Run(bench.scope, bench.gate, bench.other_scope, **place.of(steps))
     attached = bench.stash.attach(run.module) if bench.way.around == "attached" else None
     try:
         with mutation(bench.way):

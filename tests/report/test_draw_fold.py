@@ -74,7 +74,8 @@ def test_repeated_blocks_are_drawn_once() -> None:
     inside = [drawing.nodes[box] for box in group.nodes]
     labels = ["blocks.0.norm", "blocks.0.up", "Gelu", "blocks.0.down", "Add"]
     assert [node.label for node in inside] == labels
-    assert inside[1].detail == "Linear: Addmm, 2 View, T"
+    views = ("2 View, T", "View, T, 1 other")  # torch 2.15 makes one of them an UnsafeView
+    assert inside[1].detail in [f"Linear: Addmm, {each}" for each in views]
     assert [(leaf.name, leaf.shape, leaf.count) for leaf in inside[1].leaves] == [
         ("weight", ("16", "8"), 12),
         ("bias", ("16",), 12),

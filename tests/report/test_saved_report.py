@@ -222,7 +222,7 @@ def test_checkpoint_tells_what_it_lets_go_and_what_it_saves() -> None:
         # Held: the region's input, and its output for the power. Let go: what the ReLU saved.
         assert (saved.unique_bytes, saved.recomputed_bytes) == (2 * x.nbytes, x.nbytes)
         assert saved.total_bytes == 2 * x.nbytes
-        boundary = [tensor for tensor in saved.tensors if tensor.op == "checkpoint"]
+        boundary = [each for each in saved.tensors if each.op == "checkpoint" and each.nbytes]
         assert [(tensor.nbytes, tensor.where) for tensor in boundary] == [(x.nbytes, "in place")]
         rows = {row.module: row.recomputed_bytes for row in saved.rows}
         assert rows == {"": 0, "0": 0, "1": x.nbytes, "2": 0, "3": 0}
@@ -416,8 +416,11 @@ def test_a_stash_inside_a_checkpoint_counts_once(disk_dir: Path) -> None:
     inside = stash(lambda x: x.exp().sin())
     with saved_report() as saved:
         checkpointing.checkpoint(inside, x, use_reentrant=False).sum().backward()
-    ops = sorted(tensor.op for tensor in saved.tensors)
+    ops = sorted(
+        tensor.op for tensor in saved.tensors if tensor.nbytes
+    )  # torch 2.11 saves an empty one
     assert ops == ["ExpBackward0", "SinBackward0", "checkpoint"]
+    stash.close()
 
 
 def test_modes_of_the_program_do_not_see_the_questions() -> None:

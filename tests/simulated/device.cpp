@@ -126,7 +126,26 @@ World& world() {
   return *only;
 }
 
-using Locked = std::lock_guard<std::recursive_mutex>;
+extern "C" {  // of Python.h, which a machine that only runs Python may lack
+int Py_IsInitialized();
+int PyGILState_Check();
+void* PyEval_SaveThread();
+void PyEval_RestoreThread(void*);
+}
+
+// Whoever waits for the lock lets go of Python meanwhile: what is let go within it may need Python to end.
+struct Locked {
+  explicit Locked(std::recursive_mutex& lock) : lock(lock) {
+    if (lock.try_lock()) return;
+    auto* state = Py_IsInitialized() && PyGILState_Check() ? PyEval_SaveThread() : nullptr;
+    lock.lock();
+    if (state) PyEval_RestoreThread(state);
+  }
+  ~Locked() { lock.unlock(); }
+  Locked(const Locked&) = delete;
+
+  std::recursive_mutex& lock;
+};
 
 thread_local DeviceIndex current_device = 0;
 thread_local c10::StreamId current_stream[kDevices] = {};
@@ -146,7 +165,11 @@ void fault(const std::string& words) {
 
 // ---------------------------------------------------------------------------------------------- streams
 
+// What this library was loaded under: no transform, no mode.
+const auto plain_dispatch = c10::impl::tls_local_dispatch_key_set();
+
 void run_one(Queue* queue) {
+  c10::impl::ForceDispatchKeyGuard plain(plain_dispatch);  // whatever the thread that looks is amid
   at::AutoDispatchBelowADInplaceOrView below;
   auto work = std::move(queue->work.front());
   queue->work.pop_front();
@@ -669,8 +692,15 @@ Tensor as_strided(const Tensor& self, c10::IntArrayRef size, c10::IntArrayRef st
   return at::native::as_strided_tensorimpl(self, size, stride, offset);
 }
 
+// As the CPU's, but that what is there goes along on the late side, too.
 const Tensor& resize_(const Tensor& self, c10::IntArrayRef size, std::optional<c10::MemoryFormat> format) {
-  return at::native::resize_(self, size, format);
+  auto* impl = self.unsafeGetTensorImpl();
+  if (impl->sizes() != size) impl->set_sizes_contiguous(size);
+  if (format) impl->empty_tensor_restride(*format);
+  const auto needed = at::detail::computeStorageNbytes(
+      impl->sizes(), impl->strides(), impl->itemsize(), impl->storage_offset());
+  if (needed > self.storage().nbytes()) Hooks().resizePrivateUse1Bytes(self.storage(), needed);
+  return self;
 }
 
 Tensor& set_storage(Tensor& self, c10::Storage source) {

@@ -41,7 +41,7 @@ def current_pair() -> Pair | None:
     if _top is None:
         raise UsageError(
             f"torch {torch.__version__} does not tell which saved-tensors hooks are active "
-            "(torch._C._autograd._top_saved_tensors_default_hooks); use torch 2.11 to 2.13, or plain "
+            "(torch._C._autograd._top_saved_tensors_default_hooks); use torch 2.11 to 2.15, or plain "
             "saved_tensors_hooks without compose, only, skip or allow_mutation_on_saved_tensors"
         )
     top = _top(True)

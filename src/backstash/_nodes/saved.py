@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch.autograd import graph as stock
 __all__ = ["RECOMPUTED", "SavedValue", "look", "packed_of", "saved"]
 
 _PREFIX = "_raw_saved_"
+_VALUE_PREFIX = "_saved_"
 _FREED = "freed"
 _IN_PLACE = "in place"
 RECOMPUTED = "recomputed"
@@ -63,7 +64,7 @@ def saved(node: stock.Node) -> tuple[SavedValue, ...]:
             ]
             kept = [each for each in several if each.where != _FREED]
             found += kept or several  # beside others, an empty place is a saved None
-        elif raw is not None and _is_of(raw):
+        elif raw is not None and _is_of(raw, lambda name=name: getattr(node, _VALUE_PREFIX + name)):  # type: ignore[misc]
             found.append(_describe(name, raw))
     return tuple(found)
 
@@ -100,14 +101,17 @@ def _read(node: Any, attribute: str) -> Any:
         return None
 
 
-def _is_of(raw: Any) -> bool:
-    """Whether there is, or was, a tensor: operations leave out what they turn out not to need."""
+def _is_of(raw: Any, value: Callable[[], Any] | None = None) -> bool:
+    """Whether there is, or was, a tensor: operations leave out what they turn out not to need.
+
+    Without hooks and data, ``unpack`` (or ``value``, where this torch has no ``unpack``: before 2.12) finds
+    nothing, or that it was freed.
+    """
     try:
         if raw.data is not None or getattr(raw, "unpack_hook", None) is not None:
             return True
-        return (
-            raw.unpack() is not None
-        )  # without hooks and data, this finds nothing, or that it was freed
+        unpack = getattr(raw, "unpack", value)
+        return unpack is None or unpack() is not None
     except (AttributeError, RuntimeError):
         return True
 

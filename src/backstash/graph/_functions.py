@@ -84,11 +84,12 @@ def saved_on(target: Stash | Store | AbstractContextManager[Any]) -> Callable[[_
 def _saving_class(function: Any, context: AbstractContextManager[Any]) -> Any:
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         with context:
-            return function.apply.__func__(cls, *args, **kwargs)
+            return super(saving, cls).apply(*args, **kwargs)
 
     body: dict[str, Any] = {"apply": classmethod(apply), "__doc__": function.__doc__}
     body["__module__"] = function.__module__
-    return type(function)(function.__name__, (function,), body)
+    saving: Any = type(function)(function.__name__, (function,), body)
+    return saving
 
 
 def save_for_backward(ctx: Any, *tensors: Tensor | None, to: HookPair | None = None) -> None:
