@@ -201,3 +201,16 @@ def test_an_interrupted_read_ahead_does_not_hang_the_one_who_waits(tmp_path, mon
     assert are_right(torch.autograd.grad(loss, INPUTS))
     del loss
     assert not wrong_after(stash)
+
+
+def _go_round(times: int) -> None:
+    while times:
+        times -= 1
+
+
+@pytest.mark.parametrize("times", [1, 3])
+def test_a_loop_that_ends_is_no_point(times: int) -> None:
+    """Python looks for signals where a loop goes round, not where it ends: that may be a ``with``'s end."""
+    with Interrupter(-1, inside=(__file__,)) as interrupter:
+        _go_round(times)
+    assert interrupter.count == times - 1

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from typing import Any
 
-
 import simulated
 from numbered import number_ahead
 
