@@ -117,9 +117,15 @@ WAYS: dict[str, Way] = {
 }
 
 # On an accelerator that is there, or simulated, in place of the twin. One thread: two of them share its
-# first stream, and without any stash their programs race each other for its memory.
+# first stream, and without any stash their programs race each other for its memory. Not within save_on_cpu:
+# the reference does not see what is saved there, nor so that it was written unseen while it was copied.
 DEVICE_WAYS = {
-    name: replace(way, chance=None, options={"host": "1MiB", **way.options})
+    name: replace(
+        way,
+        chance=None,
+        options={"host": "1MiB", **way.options},
+        leaves_out=way.leaves_out | {"enter save_on_cpu"},
+    )
     for name, way in WAYS.items()
     if way.chance is not None and way.threads == 1
 }
