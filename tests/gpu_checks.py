@@ -383,6 +383,7 @@ def views_and_kinds(place: Place) -> None:
         y = (q * k[:, :half]).sin().sum() + (v * v).sum() + (x[3] * x[5]).sum()
         z = torch.view_as_complex(x[:, : 2 * half].reshape(-1, 2))
         y = y + (z.conj() * z * z).real.sum() + (z.conj().imag * z.real.sin()).sum()
+        y = y + torch._neg_view(x).cos().sum()
         image = x[: half // 8 * 8, :64].reshape(-1, 8, 8, 8)
         y = y + convolution(image.contiguous(memory_format=torch.channels_last)).relu().sum()
         (first,) = torch.autograd.grad(y, x, create_graph=True)

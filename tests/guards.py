@@ -346,7 +346,8 @@ GUARDS: dict[str, Guard] = {
         "they run on two streams",
         _replaced(_host_parcels.HostReading, "send", lambda reading, after=None: _SEND(reading)),
         "host",
-        elsewhere="what has left the twin's device has been copied; tests/test_stream_order.py and tests/test_simulated.py have it",
+        elsewhere="what has left the twin's device has been copied; tests/test_stream_order.py and "
+        "tests/test_simulated.py have it",
     ),
     "who uses the bytes waits for the copy up": Guard(
         "the target is garbage until then",
