@@ -33,8 +33,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._blocks import raw_alias
-
 __all__ = ["Accelerator", "Copy", "Device", "accelerator"]
 
 _nothing: Any = tuple  # a call of C that does nothing
@@ -236,7 +234,8 @@ class Accelerator(Device):
             return
         if tensor.is_conj() or tensor.is_neg():
             # For those PyTorch (seen in 2.13) names the memory of a copy, and writes where it has none.
-            tensor = raw_alias(tensor)
+            memory = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+            tensor = memory.set_(tensor.untyped_storage())
         for each in self._savers:  # nobody knows which of them else may read it
             tensor.record_stream(each)
 
