@@ -29,7 +29,7 @@ pytestmark = [
     # destructor of PyTorch's, which ends the process.
     pytest.mark.timeout(600, method="thread"),
 ]
-PROGRAMS = int(os.environ.get("BACKSTASH_PROGRAMS", "80"))
+PROGRAMS = int(os.environ.get("BACKSTASH_PROGRAMS", "50"))
 
 
 def test_random_programs(tmp_path):
