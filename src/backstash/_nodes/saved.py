@@ -104,7 +104,7 @@ def _read(node: Any, attribute: str) -> Any:
 def _is_of(raw: Any, value: Callable[[], Any] | None = None) -> bool:
     """Whether there is, or was, a tensor: operations leave out what they turn out not to need.
 
-    Without hooks and data, ``unpack`` (or ``value``, where this torch has no ``unpack``: before 2.12) finds
+    Without hooks and data, ``unpack`` (or ``value``, where this torch has no ``unpack``, as 2.11) finds
     nothing, or that it was freed.
     """
     try:
