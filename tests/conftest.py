@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -11,6 +12,10 @@ import pytest
 import torch
 
 PATIENCE_SECONDS = 5.0
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # A shell that began the tests in the background had them ignore it, and every process they start.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def open_descriptors() -> dict[int, str]:
