@@ -404,7 +404,9 @@ def views_and_kinds(place: Place) -> None:
             loss = program(x)  # and is let go without a backward
     del loss
     gc.collect()
-    patience = time.monotonic() + 10  # the device's own thread lets go of a graph when it gets there
+    patience = (
+        time.monotonic() + 10
+    )  # the device's own thread lets go of a graph when it gets there
     while (left := stash.stats().blocks) and time.monotonic() < patience:
         time.sleep(0.01)
     assert left == 0, f"{left} blocks are still alive"

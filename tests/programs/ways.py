@@ -212,7 +212,9 @@ class Bench:
     def check_nothing_is_left(self) -> None:
         """Blocks, bytes, slots, rooms, pinned memory."""
         patience = time.monotonic() + 10
-        while (self.stash.stats().blocks or self.other.stats().blocks) and time.monotonic() < patience:
+        while (
+            self.stash.stats().blocks or self.other.stats().blocks
+        ) and time.monotonic() < patience:
             gc.collect()  # a subclass's or a checkpoint's own cycles
             time.sleep(0.01)  # a device's own thread lets go of a graph when it gets there
         left = self.stash.stats()

@@ -6,23 +6,16 @@ good. What it plays, and what it finds out, is told there.
 
 from __future__ import annotations
 
-import hashlib
-import os
-import shutil
-import subprocess
 from pathlib import Path
 from types import ModuleType
 
 import torch
 
+from compiled import CannotBuild, compiled
+
 __all__ = ["CannotBuild", "begin", "build", "faults", "limit", "reads", "register"]
 
 _SOURCE = Path(__file__).with_name("device.cpp")
-_BUILDS = Path(__file__).resolve().parents[2] / "build"
-
-
-class CannotBuild(Exception):
-    """There is no compiler here, or not what it needs; the words say what."""
 
 
 def register() -> torch.device:
@@ -90,21 +83,7 @@ def build() -> Path:
     Raises:
         CannotBuild: no compiler, or it refuses.
     """
-    what = _SOURCE.read_bytes() + torch.__version__.encode() + os.environ.get("CXX", "").encode()
-    library = _BUILDS / f"simulated-{hashlib.sha256(what).hexdigest()[:16]}.so"
-    if library.exists():
-        return library
-    compiler = shutil.which(os.environ.get("CXX", "c++"))
-    if compiler is None:
-        raise CannotBuild("there is no C++ compiler (c++, or what CXX names)")
-    _BUILDS.mkdir(exist_ok=True)
-    torch_at = Path(torch.__file__).parent
-    unfinished = library.with_suffix(f".{os.getpid()}")
-    command = [compiler, "-std=c++20", "-O1", "-fPIC", "-shared", "-o", unfinished, _SOURCE]
-    command += [f"-I{torch_at / 'include'}", f"-I{torch_at / 'include/torch/csrc/api/include'}"]
-    command += [f"-L{torch_at / 'lib'}", "-ltorch_cpu", "-lc10"]
-    done = subprocess.run(list(map(str, command)), capture_output=True, text=True)
-    if done.returncode:
-        raise CannotBuild(f"{compiler} refuses: {done.stderr[-2000:]}")
-    unfinished.rename(library)
-    return library
+    at = Path(torch.__file__).parent
+    includes = [f"-I{at / 'include'}", f"-I{at / 'include/torch/csrc/api/include'}"]
+    libraries = [f"-L{at / 'lib'}", "-ltorch_cpu", "-lc10"]
+    return compiled(_SOURCE, *includes, *libraries, of=torch.__version__)
