@@ -49,3 +49,18 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, dic
 def test_a_check(check: str, chance: str, results: dict[str, dict[str, dict[str, str]]]) -> None:
     found = results[chance][check]
     assert found["result"] == "passed", found["words"]
+
+
+@pytest.mark.timeout(300)
+def test_the_benchmark_runs_through(tmp_path: Path) -> None:
+    """``benchmarks/gpu.sh`` has ten minutes on a machine that is lent: nothing in it may be met there first."""
+    command = [sys.executable, "tests/cuda_on_cpu", "-m", "backstash", "bench", "--device", "cuda"]
+    command += ["--tiny", "--repeats", "1", "--steps", "1", "--seconds", "250"]
+    command += ["--disk", str(tmp_path), "--out", str(tmp_path / "bench.json")]
+    environ = {**os.environ, "CUDA_ON_CPU_CHANCE": "0.3", "PYTHONPATH": str(HERE.parent / "src")}
+    done = subprocess.run(command, cwd=HERE.parent, env=environ, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr[-2000:]
+    assert "Traceback" not in done.stdout, done.stdout
+    rows = [line for line in done.stdout.splitlines() if line.startswith("| `Stash")]
+    assert len(rows) == 8, done.stdout
+    assert all(row.endswith("| equal |") for row in rows[:6]), done.stdout

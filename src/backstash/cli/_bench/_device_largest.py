@@ -28,8 +28,8 @@ _BUILD: dict[str, Callable[[int, torch.device], Workload]] = {
 def largest(task: dict[str, Any], device: torch.device, tell: Tell) -> int:
     """For each way, doubling and then halving the gap, as far as its share of the time goes."""
     if device.type == "cuda":
-        whole = torch.cuda.get_device_properties(device).total_memory
-        torch.cuda.set_per_process_memory_fraction(task["budget_bytes"] / whole, device)
+        share = task["budget_bytes"] / torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, share), device.index)
     torch.use_deterministic_algorithms(False)
     build = _BUILD[task["what"]]
     tell(["description"], build(task["step"], device).description)

@@ -152,7 +152,7 @@ DEVICE_WORKLOADS: dict[str, Callable[[torch.device], Workload]] = {
     "llama-4k-1": lambda device: llama(24, 2048, 4096, device),
     "llama-16k": lambda device: llama(24, 2048, 16_384, device),
     "gpt2-medium": lambda device: _gpt2(24, 1024, 8, 1024, device),
-    "resnet-tiny": lambda device: _resnet((1, 1), 8, 2, 32, device, False),
+    "resnet-tiny": lambda device: _resnet((1, 1), 8, 8, 64, device, False),
     "resnet152-tiny": lambda device: _resnet(_152, 64, 1, 32, device, True),
     "llama-tiny": lambda device: llama(2, 256, 64, device),
 }
