@@ -37,7 +37,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
 from guards import GUARDS, Guard
 from programs.judge import Verdict, judge
-from programs.places import CPU, Simulated
+from programs.places import CPU, Accelerator, Place, Simulated
 from programs.search import Found, search
 from programs.ways import DEVICE_WAYS, WAYS
 
@@ -46,8 +46,8 @@ TRIED = "."  # what a process tells of each program before it runs it
 
 def soak(options: argparse.Namespace) -> int:
     """The programs of this process; returns how many failed."""
-    place = CPU if options.simulated is None else Simulated(options.simulated, options.seed)
-    known = WAYS if options.simulated is None else DEVICE_WAYS
+    place = _place(options)
+    known = DEVICE_WAYS if isinstance(place, Accelerator) else WAYS
     ways = {name: way for name, way in known.items() if re.search(options.way, name)}
     names, failing = list(ways), list[str]()
     said: Counter[str] = Counter()
@@ -86,6 +86,12 @@ def soak(options: argparse.Namespace) -> int:
     return failed
 
 
+def _place(options: argparse.Namespace) -> Place:
+    if options.accelerator:
+        return Accelerator()
+    return CPU if options.simulated is None else Simulated(options.simulated, options.seed)
+
+
 def _told(found: Found) -> str:
     if found.error is None:
         return "equal"
@@ -100,6 +106,7 @@ def soak_in_processes(options: argparse.Namespace) -> int:
     command += ["--ways-each", str(options.ways_each), "--minutes", str(options.minutes)]
     if options.simulated is not None:
         command += ["--simulated", str(options.simulated)]
+    command += ["--accelerator"] * options.accelerator
     running = [
         subprocess.Popen(
             [*command, "--programs", str(share), "--seed", str(options.seed + number)],
@@ -209,6 +216,9 @@ def main() -> int:
         type=float,
         metavar="CHANCE",
         help="on a simulated accelerator, whose streams each do their next work with this chance at each look",
+    )
+    parser.add_argument(
+        "--accelerator", action="store_true", help="on the accelerator that is there"
     )
     parser.add_argument("--processes", type=int, default=1, help="at once; default 1")
     parser.add_argument("--undo", default="", metavar="REGEX", help="guards to do without, or all")

@@ -751,6 +751,34 @@ def test_keep_auto_follows_the_memory_that_is_free():
     stash.close()
 
 
+def test_keep_auto_keeps_from_the_first_step_on_and_in_one_long_context():
+    device = TwinDevice(chance=1.0, free=40 * BLOCK)
+    stash = stash_on(device, keep="auto", host="64MiB", inflight=0, prefetch=0)
+    x, true, kept, moved = leaf(), expected(), [], []
+    with stash:
+        for free in (40, 8, 40):
+            device.free = free * BLOCK
+            loss = chain(x)
+            stats = stash.stats()
+            kept.append(stats.keep_bytes // BLOCK)
+            moved.append(stats.written_bytes // BLOCK)
+            assert torch.equal(gradient(loss, x), true)
+            del loss, stats
+    assert (kept, moved) == ([8, 4, 8], [0, 4, 4])
+    stash.close()
+
+
+def test_keep_auto_is_of_a_device_that_is_met_amid_a_step(monkeypatch):
+    from backstash import Stash, _sides
+
+    monkeypatch.setattr(_sides, "accelerator", lambda device: TwinDevice(free=MIB))
+    with Stash(keep="auto", host="64MiB") as stash:
+        leaf().exp()
+        side = stash._books.side_of(torch.device("meta"))
+        assert side.down.keep.limit == MIB // 2
+    stash.close()
+
+
 # A device that runs short.
 
 
@@ -818,11 +846,9 @@ def test_out_of_memory_in_backward_lowers_keep_as_soon_as_it_is_seen(keep):
         assert torch.equal(gradient(loss, x), true)
         return stats.keep_bytes // BLOCK, [note for note in stats.notes if "keep is" in note]
 
-    if keep == "auto":
-        kept()  # before there is a side, there is nothing to follow
     assert kept() == (8, [])
     device.failed += 1
-    device.free = 10 * BLOCK  # so that it is asked
+    device.free = 16 * BLOCK  # so that it is asked
     found = [kept() for _ in range(4)][-1]
     assert found == (4, ["out of device memory: keep is 1.00 MiB from then on"])
     device.free = 40 * BLOCK

@@ -85,7 +85,7 @@ def test_a_device_gets_its_side_once_and_under_the_lock():
     other = books.side_of(OTHER)
     assert books.side_of(OTHER) is other and made == [(OTHER, 1)]
     assert books.sides == [cpu, other] and not lock.held
-    assert (cpu.down.keep.limit, other.down.keep.limit) == (None, 77)  # as the others were told
+    assert (cpu.down.keep.limit, other.down.keep.limit) == (77, 77)
     books.limit(88)
     assert (cpu.down.keep.limit, other.down.keep.limit) == (88, 88)
     assert books.side_of(torch.device("cuda", 1)).down.keep.limit == 88
@@ -234,12 +234,11 @@ def test_every_side_lands_and_follows_the_memory_that_is_free(monkeypatch):
     assert books.sides[0].down.tried == second.down.tried == [True]
     monkeypatch.setattr("backstash._books.spare_bytes", lambda: 300)
     books.sides[0].down.keep.nbytes, second.down.keep.nbytes = 101, 50
-    books.follow_free_memory()
+    books.limit("auto")
     assert [each.down.keep.limit for each in books.sides] == [200, 525]
-    second.down.keep.set_limit(1)
     second.device.is_capturing = lambda: True  # the driver may not be asked then
-    books.follow_free_memory()
-    assert [each.down.keep.limit for each in books.sides] == [200, 1]
+    books.limit("auto")
+    assert [each.down.keep.limit for each in books.sides] == [200, 0]
 
 
 # What died.

@@ -8,6 +8,7 @@ import pytest
 
 import backstash
 from backstash.cli import main
+from backstash.cli._advice import advice
 from backstash.cli._progress import Progress
 from backstash.cli._summary import outcome, summary
 
@@ -87,9 +88,12 @@ def test_summary_is_drawn_from_the_figures() -> None:
             "outcome": "finished",
             "allocator": {"kind": "none", "library": "", "reason": "asked to"},
             "notes": ["a note"],
+            "devices": {},
         }
     )
+    assert "host memory" not in text and "device " not in text
     for words in (
+        "to disk    1.00 MiB",
         "1.00 MiB, 50% of the 2.00 MiB that could move",
         "3.00 MiB saved again",
         "64 B in 2 saves: small",
@@ -101,3 +105,38 @@ def test_summary_is_drawn_from_the_figures() -> None:
     ):
         assert words in text
     assert all(line.startswith("backstash: ") for line in text.splitlines())
+
+
+def test_summary_of_an_accelerator_says_what_is_in_host_memory_and_what_the_device_held() -> None:
+    with backstash.Stash() as stash:
+        stats = stash.stats().as_dict()
+    figures = {
+        "stats": stats | {"written_bytes": 1 << 20, "host_peak_bytes": 256 << 20},
+        "resident": {"peak_bytes": 5 << 20, "start_bytes": 0, "over_start_bytes": 4 << 20},
+        "seconds": 1.5,
+        "steps": {"count": 0, "median_seconds": None},
+        "outcome": "finished",
+        "allocator": {"kind": "none", "library": "", "reason": "asked to"},
+        "notes": [],
+        "devices": {"cuda:0": 7 << 20, "cuda:1": 8 << 20},
+    }
+    text = summary(figures)
+    assert "moved      1.00 MiB" in text and "to disk" not in text
+    assert "0 B in place, 256 MiB in host memory, 0 B on disk" in text
+    assert "device     cuda:0: 7.00 MiB at most" in text
+    assert "device     cuda:1: 8.00 MiB at most" in text
+
+
+@pytest.mark.parametrize("moved", [0, 1 << 20])
+def test_advice_after_keep_auto(moved: int) -> None:
+    with backstash.Stash() as stash:
+        stats = stash.stats().as_dict()
+    stats |= {"written_bytes": moved, "stall_seconds": 1.0, "keep_peak_bytes": 3 << 20}
+    sizes = {"min_bytes": 64 << 10, "inflight": 128 << 20, "prefetch": 128 << 20}
+    settings = {"keep": "auto", "host": "auto", "disk": "/scratch", "max_bytes": None, **sizes}
+    allocator = {"kind": "tcmalloc"}
+    figures = {"stats": stats, "settings": settings, "seconds": 2.0, "allocator": allocator}
+    found = [each["code"] for each in advice(figures, 8 << 20)]
+    assert found[0] == "--keep 6MiB"
+    assert found[-1] == """Stash(keep="auto", disk='/scratch')"""
+    assert (found[1:-1] == ["--keep 2MiB"]) == (moved == 0), found

@@ -236,13 +236,29 @@ def test_script_may_set_up_torch_before_importing_it(tmp_path: Path) -> None:
     assert same_as_plain(["script.py"], tmp_path).stdout.startswith("1 ")
 
 
+ANOTHER_FINDER = """
+import importlib.util, sys
+
+class Asks:  # the others, as tools that watch imports do, and so us, who ask it
+    def find_spec(self, name, path=None, target=None):
+        if name != "torch":
+            return None
+        sys.meta_path.remove(self)
+        return importlib.util.find_spec(name)
+
+sys.meta_path.insert(1, Asks())
+"""
+
+
 @pytest.mark.parametrize(
     "first",
     [
         "import torch",
         "import backstash",
         "import importlib.util; importlib.util.find_spec('torch')",
+        ANOTHER_FINDER,
     ],
+    ids=["torch", "backstash", "a look", "another finder"],
 )
 def test_gradients_are_exact_and_the_figures_are_there(tmp_path: Path, first: str) -> None:
     write(tmp_path / "train.py", first + TRAIN)

@@ -51,16 +51,73 @@ def test_a_check(check: str, chance: str, results: dict[str, dict[str, dict[str,
     assert found["result"] == "passed", found["words"]
 
 
+def on_cuda(arguments: list[str], chance: float, directory: Path) -> str:
+    """What Python with ``arguments`` prints on both streams, run in ``directory``; it must end well."""
+    environ = {**os.environ, "CUDA_ON_CPU_CHANCE": str(chance)}
+    environ["PYTHONPATH"] = str(HERE.parent / "src")
+    command = [sys.executable, str(HERE / "cuda_on_cpu"), *arguments]
+    done = subprocess.run(command, cwd=directory, env=environ, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr[-2000:]
+    return done.stdout + done.stderr
+
+
+TRAIN = """
+import torch
+from torch import nn
+torch.manual_seed(0)
+layers = [nn.Sequential(nn.Linear(256, 256), nn.GELU(), nn.LayerNorm(256)) for _ in range(6)]
+model = nn.Sequential(*layers).cuda()
+optimizer = torch.optim.AdamW(model.parameters())
+scaler = torch.amp.GradScaler("cuda")
+for step in range(3):
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        loss = model(torch.randn(512, 256, device="cuda")).float().square().mean()
+    optimizer.zero_grad()
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    print("loss", loss.item().hex())
+"""
+
+
+@pytest.mark.parametrize("keep", ["0", "1MiB", "auto"])
+def test_a_script_under_backstash_run(tmp_path: Path, keep: str) -> None:
+    (tmp_path / "train.py").write_text(TRAIN)
+    run = ["-m", "backstash", "run", "--keep", keep, "--host", "64MiB", "--disk", str(tmp_path)]
+    run += ["--inflight", "1MiB", "--report", "page.html", "train.py"]
+    told = on_cuda(run, 0.3, tmp_path)
+    losses = [line for line in told.splitlines() if line.startswith("loss")]
+    assert losses == on_cuda(["train.py"], 0.3, tmp_path).splitlines()
+    assert "device     cuda:0: " in told
+    assert (keep == "auto") == ("0 B came back" in told), told
+    assert (tmp_path / "page.html").stat().st_size > 10_000
+
+
+@pytest.mark.timeout(300)
+def test_random_programs() -> None:
+    """``python tests/cuda_on_cpu scripts/soak_programs.py --accelerator`` is the long form."""
+    soak = ["scripts/soak_programs.py", "--accelerator", "--programs", "40", "--seed", "11"]
+    assert "40 programs  equal" in on_cuda(soak, 0.1, HERE.parent)
+
+
 @pytest.mark.timeout(300)
 def test_the_benchmark_runs_through(tmp_path: Path) -> None:
     """``benchmarks/gpu.sh`` has ten minutes on a machine that is lent: nothing in it may be met there first."""
-    command = [sys.executable, "tests/cuda_on_cpu", "-m", "backstash", "bench", "--device", "cuda"]
-    command += ["--tiny", "--repeats", "1", "--steps", "1", "--seconds", "250"]
-    command += ["--disk", str(tmp_path), "--out", str(tmp_path / "bench.json")]
-    environ = {**os.environ, "CUDA_ON_CPU_CHANCE": "0.3", "PYTHONPATH": str(HERE.parent / "src")}
-    done = subprocess.run(command, cwd=HERE.parent, env=environ, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr[-2000:]
-    assert "Traceback" not in done.stdout, done.stdout
-    rows = [line for line in done.stdout.splitlines() if line.startswith("| `Stash")]
-    assert len(rows) == 8, done.stdout
-    assert all(row.endswith("| equal |") for row in rows[:6]), done.stdout
+    bench = [
+        "-m",
+        "backstash",
+        "bench",
+        "--device",
+        "cuda",
+        "--tiny",
+        "--repeats",
+        "1",
+        "--steps",
+        "1",
+    ]
+    bench += ["--seconds", "250", "--disk", str(tmp_path), "--out", "bench.json"]
+    told = on_cuda(bench, 0.3, tmp_path)
+    assert "Traceback" not in told, told
+    rows = [line for line in told.splitlines() if line.startswith("| `Stash")]
+    assert len(rows) == 8, told
+    assert all(row.endswith("| equal |") for row in rows[:6]), told

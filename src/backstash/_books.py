@@ -38,15 +38,18 @@ class Books:
         tape: Tape,
         make: Callable[..., Side | str],
         *,
-        keep: int | None,
+        keep: int | str | None,
     ) -> None:
         self.guard = guard
         guard.mended_by(self._repair)
-        self.sides = [cpu]
-        self._keep = keep  # of the sides that are yet to come, too
+        self.sides: list[Side] = []
+        self._keep = (
+            keep  # of the sides that are yet to come, too; "auto" follows the memory that is free
+        )
+        self._followed = 0  # rounds that had begun when it last did
         self.lanes: list[Lane] = []
         self._ended = Counts()  # of the threads that have ended
-        self._side_of: dict[torch.device, Side | str] = {torch.device("cpu"): cpu}
+        self._side_of: dict[torch.device, Side | str] = {}
         self._make = make
         self.grave = grave
         self.lock = lock
@@ -54,6 +57,7 @@ class Books:
         self._tape = tape
         self.blocks_alive = 0
         self._pid = self._forked_pid = os.getpid()
+        self.put(torch.device("cpu"), cpu)
 
     def _repair(self) -> None:
         repair(self, self.lanes)
@@ -77,21 +81,31 @@ class Books:
                 if device not in self._side_of:
                     made = self._side_of[device] = self._make(device, len(self.sides))
                     if not isinstance(made, str):
-                        made.down.keep.set_limit(self._keep)
-                        self.sides.append(made)
+                        self._begin(made)
                 side = self._side_of[device]
         return side
 
     def put(self, device: torch.device, side: Side) -> None:
         """From now on, tensors of ``device`` are of ``side``."""
-        self.sides.append(side)
         self._side_of[device] = side
+        self._begin(side)
 
-    def limit(self, keep: int | None) -> None:
-        """From now on, keep at most so many bytes in place on each device; ``None``: no limit."""
+    def _begin(self, side: Side) -> None:
+        self.sides.append(side)
+        self._limit(side)
+
+    def limit(self, keep: int | str | None) -> None:
+        """From now on, keep at most so many bytes in place on each device.
+
+        ``None``: no limit; ``"auto"``: half of what its memory has free when a step begins.
+        """
         self._keep = keep
         for side in self.sides:
-            side.down.keep.set_limit(keep)
+            self._limit(side)
+
+    def _limit(self, side: Side) -> None:
+        side.down.keep.set_limit(0 if isinstance(self._keep, str) else self._keep)
+        self._follow(side)
 
     def land(self, lane: Lane) -> None:
         """See :meth:`Flights.land`."""
@@ -131,13 +145,12 @@ class Books:
                 block.side.down.keep.queue.append(block)
         lane.waiting.clear()
 
-    def follow_free_memory(self) -> None:
-        """Let each side keep half of what its memory has free, with what it keeps already."""
-        for side in self.sides:
-            if side.device is not None and side.device.is_capturing():
-                continue
-            free = side.device.free_bytes() if side.device is not None else spare_bytes()
-            side.down.keep.follow(free)
+    def _follow(self, side: Side) -> None:
+        """With ``keep="auto"``: half of what its memory has free, with what it keeps already."""
+        if self._keep != "auto" or (side.device is not None and side.device.is_capturing()):
+            return
+        free = side.device.free_bytes() if side.device is not None else spare_bytes()
+        side.down.keep.follow(free)
 
     def ease(self) -> None:
         """See :meth:`Down.ease`."""
@@ -152,6 +165,10 @@ class Books:
     def add(self, block: Block) -> None:
         """A block that is held from now on."""
         self.order.add(block)
+        if self._followed != self.order.rounds:
+            self._followed = self.order.rounds
+            for side in self.sides:
+                self._follow(side)
         self.blocks_alive += 1
 
     def drain(self) -> None:

@@ -32,7 +32,7 @@ class Keep:
         self,
         tape: Tape,
         *,
-        limit: int | None,
+        limit: int | None = 0,
         early: int = 0,
         memory: DeviceMemory | None = None,
     ) -> None:

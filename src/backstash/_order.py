@@ -115,6 +115,8 @@ class Order:
     def __init__(self) -> None:
         self._current = Round(None)
         self._blocks = 0  # so far
+        self.rounds = 0
+        """How many have begun."""
         self._taught: OrderedDict[int, _Lesson] = OrderedDict()
 
     def add(self, block: Block) -> None:
@@ -122,6 +124,8 @@ class Order:
         if self._current.wanted:
             self._conclude(self._current)
             self._current = Round(self._current)
+        if not self._current.blocks:
+            self.rounds += 1
         block.remains.serial = self._blocks
         self._blocks += 1
         self._current.add(block)

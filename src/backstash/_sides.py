@@ -90,8 +90,6 @@ class Plan:
     """Told who writes."""
     tape: Tape
     """Told of everything, where somebody records."""
-    keep: int | None
-    """The ``keep`` budget in bytes, for each device."""
     host: int | None
     """The ``host`` budget in bytes, for each device; -1: half of what the machine can spare."""
     inflight: int
@@ -103,7 +101,7 @@ class Plan:
 
     def cpu(self, pool: Pool, freed: Callable[[int], None]) -> Side:
         """The side of CPU tensors: their own memory, then the disk."""
-        keep = Keep(self.tape, limit=self.keep)
+        keep = Keep(self.tape)
         refusals = Refusals(keep, self.store, raises=self.on_full == "raise")
         flights = Flights(keep, refusals, freed, self.tape, window_bytes=self.inflight)
         disk = segments = None
@@ -130,7 +128,7 @@ class Plan:
         spills = Spills(pool, self.store, self.begin, self.grave, number=number, early=early)
         host = HostTier(device, pool, spills, self.grave, self.lock, number=number)
         memory = DeviceMemory(device)
-        keep = Keep(self.tape, limit=self.keep, early=early, memory=memory)
+        keep = Keep(self.tape, early=early, memory=memory)
         refusals = Refusals(keep, host, raises=self.on_full == "raise")
         flights = Flights(keep, refusals, _ignore, self.tape, window_bytes=self.inflight)
         down = Down(keep, refusals, flights, host=host)

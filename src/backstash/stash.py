@@ -55,7 +55,8 @@ class Stash:
 
     Args:
         keep: bytes that may stay in place, on each device; the oldest saved beyond it move down. ``None``:
-            no limit. ``"auto"``: half of what is free when a step begins, what is kept already included.
+            no limit. ``"auto"``: half of what is free when a step begins, what is kept already included; one
+            begins with what is saved after a backward, or while nothing else is held.
             On an accelerator less stays where its memory runs short; and when it runs out all the same
             within the context, half of it from then on, so that the step can be tried again.
         host: bytes of pinned host memory for each accelerator's tensors, what the pool holds idle
@@ -100,8 +101,7 @@ class Stash:
         on_full: Literal["keep", "raise"] = "keep",
         name: str | None = None,
     ) -> None:
-        keep_bytes = 0 if keep == "auto" else parse_limit(keep, name="keep")
-        self._keep_follows = keep == "auto"
+        keep_limit = keep if keep == "auto" else parse_limit(keep, name="keep")
         host_bytes = -1 if host == "auto" else parse_limit(host, name="host")
         if policy is not None and not callable(policy):
             raise UsageError(f"policy={policy!r}: allowed is a callable of a SavedTensor, or None")
@@ -128,7 +128,6 @@ class Stash:
             lock,
             guard,
             self._tape,
-            keep=keep_bytes,
             host=host_bytes,
             inflight=inflight_bytes,
             prefetch=prefetch_bytes,
@@ -136,7 +135,7 @@ class Stash:
         )
         cpu = self._plan.cpu(self._pool, freed)
         self._books = Books(
-            cpu, grave, lock, guard, self._tape, self._plan.side_of, keep=keep_bytes
+            cpu, grave, lock, guard, self._tape, self._plan.side_of, keep=keep_limit
         )
         self._intake = Intake(self._books, policy=policy, min_bytes=min_nbytes)
         self._local = threading.local()
@@ -187,8 +186,6 @@ class Stash:
             )
         lane = self._lane()
         try:
-            if self._keep_follows and not lane.scopes:
-                self._books.follow_free_memory()
             enter_scope(lane, self._intake.hook(lane), self.unpack, frame)
         except RuntimeError as error:
             if _REFUSAL in str(error):
@@ -254,9 +251,9 @@ class Stash:
 
         What is kept beyond a lower one moves when the next tensor is saved.
         """
-        self._keep_follows = keep == "auto"
+        limit = keep if keep == "auto" else parse_limit(keep, name="keep")
         with self._books.lock:
-            self._books.limit(0 if keep == "auto" else parse_limit(keep, name="keep"))
+            self._books.limit(limit)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Stash:
         """A copied model shares the stash that is attached to it."""

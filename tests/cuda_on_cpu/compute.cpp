@@ -6,6 +6,7 @@
 // it runs at once, after what the stream was asked before. Results are the CPU's to the bit.
 
 #include <ATen/ATen.h>
+#include <ATen/MemoryOverlap.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/native/CPUFallback.h>
 #include <c10/cuda/CUDAException.h>
@@ -37,6 +38,7 @@ Tensor marked_as(Tensor made, const Tensor& tensor) {
 
 // The same memory as a tensor of the CPU's; of what is one already, its bytes of now.
 Tensor on_host(const Tensor& tensor) {
+  const c10::InferenceMode off(false);
   if (!tensor.defined() || tensor.layout() != at::kStrided) return tensor;
   if (!tensor.is_cuda()) return marked_as(tensor.detach().clone(), tensor);
   auto* memory = const_cast<void*>(tensor.unsafeGetTensorImpl()->data());
@@ -45,6 +47,7 @@ Tensor on_host(const Tensor& tensor) {
 }
 
 Tensor without_bytes(const Tensor& tensor) {
+  const c10::InferenceMode off(false);
   if (!tensor.defined()) return tensor;
   return marked_as(at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options().device(at::kMeta)), tensor);
 }
@@ -76,7 +79,8 @@ Values all(const Values& values, c10::Device device, const Change& change) {
 }
 
 Values call(const c10::OperatorHandle& operation, Values arguments) {
-  at::AutoDispatchBelowADInplaceOrView below;
+  const c10::InferenceMode off(false);
+  const at::AutoDispatchBelowADInplaceOrView below;
   operation.callBoxed(&arguments);
   return arguments;
 }
@@ -195,6 +199,7 @@ Tensor& copy_(Tensor& self, const Tensor& from, bool non_blocking) {
     return at::native::copy_(self, source, non_blocking);
   const auto device = self.is_cuda() ? self.device() : source.device();
   const c10::DeviceGuard on(device);
+  at::assert_no_internal_overlap(self);
   if (self.is_cuda() && source.is_cuda()) {
     static const auto operation = c10::Dispatcher::singleton().findSchemaOrThrow("aten::copy_", "");
     if (source.device() != device) drain(source.device());

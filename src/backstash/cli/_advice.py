@@ -22,9 +22,8 @@ def advice(figures: dict[str, Any], saved_peak_bytes: int | None) -> list[dict[s
     stats, settings = figures["stats"], figures["settings"]
     waited, seconds = stats["stall_seconds"], figures["seconds"]
     if seconds and waited / seconds > _MUCH_WAITING and saved_peak_bytes:
-        keep = _rounded(
-            min(saved_peak_bytes, max(2 * (settings["keep"] or 0), saved_peak_bytes // 4))
-        )
+        before = stats["keep_peak_bytes"] if settings["keep"] == "auto" else settings["keep"] or 0
+        keep = _rounded(min(saved_peak_bytes, max(2 * before, saved_peak_bytes // 4)))
         found.append(
             _advice(
                 f"The script waited {waited:.1f} s for the stash, {waited / seconds:.0%} of its time. What is "
@@ -32,7 +31,7 @@ def advice(figures: dict[str, Any], saved_peak_bytes: int | None) -> list[dict[s
                 f"--keep {keep}",
             )
         )
-    if settings["keep"] is None or settings["keep"] >= (saved_peak_bytes or float("inf")):
+    if _all_stays(settings["keep"], stats, saved_peak_bytes):
         found.append(
             _advice(
                 "Everything fitted into the bytes that may stay in place, so nothing went down. A smaller "
@@ -50,6 +49,12 @@ def advice(figures: dict[str, Any], saved_peak_bytes: int | None) -> list[dict[s
         )
     found.append(_advice("The same inside your own code:", stash_line(settings)))
     return found
+
+
+def _all_stays(keep: int | str | None, stats: dict[str, Any], saved_peak_bytes: int | None) -> bool:
+    if isinstance(keep, int):
+        return keep >= (saved_peak_bytes or float("inf"))
+    return keep is None or not stats["written_bytes"]
 
 
 def stash_line(settings: dict[str, Any]) -> str:
@@ -75,9 +80,11 @@ def stash_line(settings: dict[str, Any]) -> str:
     return f"Stash({', '.join(words)})"
 
 
-def _size(value: int | None) -> str:
+def _size(value: int | str | None) -> str:
     if value is None:
         return "None"
+    if isinstance(value, str):
+        return f'"{value}"'
     text = format_bytes(value).replace(" ", "")
     return f'"{text}"' if value % 1024 == 0 and "." not in text else str(value)
 

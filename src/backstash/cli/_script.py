@@ -56,7 +56,7 @@ class _TorchImport(MetaPathFinder):
         execute = loader.exec_module
 
         def exec_module(module: types.ModuleType) -> None:
-            del loader.exec_module
+            vars(loader).pop("exec_module", None)  # another finder may have asked us twice
             self._under_way += 1
             try:
                 execute(module)

@@ -95,6 +95,7 @@ class Session:
             "steps": _steps(self._marks),
             "stats": stats.as_dict(),
             "resident": Resident(self._resident_start_bytes, resident_peak_bytes()).as_dict(),
+            "devices": _device_peaks(),
             "allocator": self._plan["allocator"],
             "notes": self._notes,
             "versions": versions() | {"torch": torch.__version__},
@@ -127,6 +128,20 @@ def _steps(marks: StepMarks) -> dict[str, Any]:
     seconds = [after - before for (before, _), (after, _) in pairwise(marks.moments)]
     median = statistics.median(seconds) if seconds else None
     return {"count": len(marks.moments), "median_seconds": median}
+
+
+def _device_peaks() -> dict[str, int]:
+    """The most bytes that tensors took at once on each accelerator that was used."""
+    kind = torch.accelerator.current_accelerator()
+    if kind is None:
+        return {}
+    peaks = {
+        f"{kind.type}:{index}": torch.accelerator.memory_stats(index).get(
+            "allocated_bytes.all.peak", 0
+        )
+        for index in range(torch.accelerator.device_count())
+    }
+    return {name: peak for name, peak in peaks.items() if peak}
 
 
 def _notes(allocator: str) -> list[str]:

@@ -50,6 +50,7 @@ def summary(figures: dict[str, Any], other: dict[str, Any] | None = None) -> str
         _waits(figures["stats"]),
         *_left(figures["stats"]["left"]),
         *_steps(figures["steps"]),
+        *_devices(figures["devices"]),
         _memory(figures["resident"], figures["seconds"], figures["outcome"]),
         *_compared(figures, other),
         _allocator(figures["allocator"]),
@@ -62,8 +63,9 @@ def _moved(stats: dict[str, Any]) -> str:
     size = format_bytes
     share = stats["written_bytes"] / stats["eligible_bytes"] if stats["eligible_bytes"] else 0.0
     again = stats["deduplicated_bytes"]
+    where = "moved  " if stats["host_peak_bytes"] else "to disk"
     return (
-        f"to disk    {size(stats['written_bytes'])}, {share:.0%} of the "
+        f"{where}    {size(stats['written_bytes'])}, {share:.0%} of the "
         f"{size(stats['eligible_bytes'])} that could move; {size(stats['read_bytes'])} came back"
         + (f"; {size(again)} saved again, not moved again" if again else "")
     )
@@ -72,11 +74,12 @@ def _moved(stats: dict[str, Any]) -> str:
 def _peaks(stats: dict[str, Any]) -> str:
     tiers = {
         "in place": "keep_peak_bytes",
+        **({"in host memory": "host_peak_bytes"} if stats["host_peak_bytes"] else {}),
         "on disk": "disk_peak_bytes",
         "in flight": "inflight_peak_bytes",
         "read ahead": "ahead_peak_bytes",
     }
-    shown = [f"{format_bytes(stats[key])} {name}" for name, key in tiers.items() if key in stats]
+    shown = [f"{format_bytes(stats[key])} {name}" for name, key in tiers.items()]
     return f"at most    {', '.join(shown)}"
 
 
@@ -112,6 +115,10 @@ def _compared(figures: dict[str, Any], other: dict[str, Any] | None) -> list[str
     step, its = figures["steps"]["median_seconds"], other["steps"]["median_seconds"]
     pace = f"{step / its:.2f} of its step" if step and its else "steps were not seen in both runs"
     return [f"compared   {pace}, {memory}: {other['file']}"]
+
+
+def _devices(devices: dict[str, int]) -> list[str]:
+    return [f"device     {name}: {format_bytes(peak)} at most" for name, peak in devices.items()]
 
 
 def _memory(resident: dict[str, int], seconds: float, ended: str) -> str:

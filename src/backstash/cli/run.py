@@ -158,7 +158,10 @@ def _check(parser: Parser, options: argparse.Namespace, is_module: bool, rest: l
     if not is_module and not os.path.exists(rest[0]):
         parser.error(f"no script {rest[0]!r}; allowed: a Python file, or -m MODULE")
     if options.disk is None and options.keep == 0 and options.host == "auto":
-        parser.error("nowhere to hold anything; give --disk DIR, for example --disk /scratch")
+        parser.error(
+            "nowhere to hold anything; give --disk DIR, for example --disk /scratch, or for the tensors of "
+            "a GPU --host SIZE, for example --host 24GiB"
+        )
     if options.disk is None and options.max_bytes is not None:
         parser.error("--max-bytes is for the disk; give --disk DIR as well")
 
