@@ -125,6 +125,11 @@ def test_summary_of_an_accelerator_says_what_is_in_host_memory_and_what_the_devi
     assert "0 B in place, 256 MiB in host memory, 0 B on disk" in text
     assert "device     cuda:0: 7.00 MiB at most" in text
     assert "device     cuda:1: 8.00 MiB at most" in text
+    other = figures | {"devices": {"cuda:1": 32 << 20, "cuda:2": 1}, "file": "plain.json"}
+    text = summary(figures, other)
+    assert "device     cuda:0: 7.00 MiB at most\n" in text
+    assert "device     cuda:1: 8.00 MiB at most, 25% of the other run's" in text
+    assert "cuda:2" not in text
 
 
 @pytest.mark.parametrize("moved", [0, 1 << 20])

@@ -59,10 +59,11 @@ def _facts(
     recorded = f"in {steps} recorded step{'s' if steps != 1 else ''}" if steps else "recorded"
     events = bool(line.events)
     waited = stats["stall_seconds"] / figures["seconds"] if figures["seconds"] else 0.0
+    devices = _devices(figures["devices"], other["devices"] if other is not None else {})
+    name = "Peak memory" if not devices else "Peak memory of the process"
     return [
-        _fact(
-            "Peak memory", resident["over_start_bytes"], "bytes", f"over the start; {whole} in all"
-        ),
+        *devices,
+        _fact(name, resident["over_start_bytes"], "bytes", f"over the start; {whole} in all"),
         *_compared(figures, other),
         _fact(
             "Saved at once, at most",
@@ -83,6 +84,14 @@ def _facts(
             f"{waited:.1%} of {figures['seconds']:.1f} s; {stats['prefetch_hits']:,} blocks read ahead of "
             f"need, {stats['prefetch_misses']:,} not",
         ),
+    ]
+
+
+def _devices(peaks: dict[str, int], others: dict[str, int]) -> list[dict[str, Any]]:
+    notes = {name: f"; {format_bytes(peak)} in the other run" for name, peak in others.items()}
+    return [
+        _fact(f"Peak on {name}", peak, "bytes", f"of all tensors{notes.get(name, '')}")
+        for name, peak in peaks.items()
     ]
 
 

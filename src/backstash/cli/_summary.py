@@ -50,7 +50,7 @@ def summary(figures: dict[str, Any], other: dict[str, Any] | None = None) -> str
         _waits(figures["stats"]),
         *_left(figures["stats"]["left"]),
         *_steps(figures["steps"]),
-        *_devices(figures["devices"]),
+        *_devices(figures["devices"], other["devices"] if other is not None else {}),
         _memory(figures["resident"], figures["seconds"], figures["outcome"]),
         *_compared(figures, other),
         _allocator(figures["allocator"]),
@@ -117,8 +117,16 @@ def _compared(figures: dict[str, Any], other: dict[str, Any] | None) -> list[str
     return [f"compared   {pace}, {memory}: {other['file']}"]
 
 
-def _devices(devices: dict[str, int]) -> list[str]:
-    return [f"device     {name}: {format_bytes(peak)} at most" for name, peak in devices.items()]
+def _devices(peaks: dict[str, int], others: dict[str, int]) -> list[str]:
+    shares = {
+        name: f", {peaks[name] / peak:.0%} of the other run's"
+        for name, peak in others.items()
+        if name in peaks
+    }
+    return [
+        f"device     {name}: {format_bytes(peak)} at most{shares.get(name, '')}"
+        for name, peak in peaks.items()
+    ]
 
 
 def _memory(resident: dict[str, int], seconds: float, ended: str) -> str:

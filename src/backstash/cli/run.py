@@ -145,6 +145,7 @@ def _figures(text: str) -> dict[str, Any]:
             "resident": {"over_start_bytes": int(found["resident"]["over_start_bytes"])},
             "stats": {"written_bytes": int(found["stats"]["written_bytes"])},
             "steps": {"median_seconds": found.get("steps", {}).get("median_seconds")},
+            "devices": {str(name): int(peak) for name, peak in found.get("devices", {}).items()},
         }
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         raise argparse.ArgumentTypeError(
