@@ -50,6 +50,11 @@ class Place:
         return self.device.type != "simulated"
 
     @property
+    def allocator(self) -> str:
+        """PyTorch's name for what gives out the device's memory; empty where there is but one."""
+        return torch.cuda.get_allocator_backend() if self.device.type == "cuda" else ""
+
+    @property
     def width(self) -> int:
         """Of layers, and the rows of what goes through them."""
         return 128 if self.is_small else 1024

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import functools
 import os
+import warnings
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -220,6 +221,12 @@ class Accelerator(Device):
         self._savers: list[Any] = []  # the streams of all operations that have saved a tensor
         # What copies that nobody waits for any more still read and write.
         self.unfinished: deque[tuple[Any, Tensor, Tensor]] = deque()
+        if getattr(self._module, "get_allocator_backend", str)() == "cudaMallocAsync":
+            with (
+                warnings.catch_warnings()
+            ):  # it warns, once, where a tensor's own stream is named to it
+                warnings.simplefilter("ignore")
+                self._empty(1).record_stream(self.stream())
 
     def stream(self) -> Any:
         """See :meth:`Device.stream`."""

@@ -15,7 +15,9 @@
 //   CUDA_ON_CPU_BYTES     memory of each (8 GiB)
 //   CUDA_ON_CPU_PINNED    bytes of the host that may be pinned (no limit)
 
+#include <cuda.h>
 #include <cuda_runtime_api.h>
+#include <dlfcn.h>
 #include <sys/mman.h>
 
 #include <chrono>
@@ -175,10 +177,10 @@ void* take(size_t size, cudaMemoryType type) {
   return memory;
 }
 
-bool give(void* memory) {
+bool give(void* memory, bool waits = true) {
   auto found = world().ranges.find(static_cast<const char*>(memory));
   if (found == world().ranges.end()) return false;
-  run_all();
+  if (waits) run_all();
   munmap(memory, found->second.size);
   (found->second.type == cudaMemoryTypeDevice ? world().used[found->second.device] : world().pinned) -=
       found->second.size;
@@ -246,10 +248,22 @@ cudaError_t cudaDeviceSynchronize() {
 cudaError_t cudaGetLastError() { return std::exchange(last_error, cudaSuccess); }
 cudaError_t cudaPeekAtLastError() { return last_error; }
 
-// The driver's, which PyTorch looks up in libcuda.so.1.
-int cuInit(unsigned) { return 0; }
-int cuDevicePrimaryCtxGetState(int, unsigned* flags, int* active) { return *flags = 0, *active = 1, 0; }
-int cuGetErrorString(int, const char** words) { return *words = "an error of CUDA on a CPU", 0; }
+// The driver's, which PyTorch looks up in libcuda.so.1, and here.
+static CUresult not_here() { return CUDA_ERROR_NOT_SUPPORTED; }
+cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** function, unsigned, unsigned long long,
+                                             cudaDriverEntryPointQueryResult* found) {
+  *function = dlsym(RTLD_DEFAULT, name);
+  if (!*function) *function = reinterpret_cast<void*>(not_here);
+  if (found) *found = cudaDriverEntryPointSuccess;
+  return answer(cudaSuccess);
+}
+CUresult cuInit(unsigned) { return CUDA_SUCCESS; }
+CUresult cuDeviceGet(CUdevice* device, int index) { return *device = index, CUDA_SUCCESS; }
+CUresult cuDeviceGetAttribute(int* value, CUdevice_attribute, CUdevice) { return *value = 0, CUDA_SUCCESS; }
+CUresult cuDevicePrimaryCtxGetState(CUdevice, unsigned* flags, int* active) {
+  return *flags = 0, *active = 1, CUDA_SUCCESS;
+}
+CUresult cuGetErrorString(CUresult, const char** words) { return *words = "an error of CUDA on a CPU", CUDA_SUCCESS; }
 
 // ----------------------------------------------------------------------------------------------- memory
 
@@ -266,6 +280,74 @@ cudaError_t cudaFree(void* memory) {
   if (breaks_a_capture()) fault("memory of the device is freed while a graph is captured");
   return answer(!memory || give(memory) ? cudaSuccess : cudaErrorInvalidValue);
 }
+
+// PyTorch's expandable segments: addresses, and memory that is put there piece by piece.
+CUresult cuMemGetAllocationGranularity(size_t* size, const CUmemAllocationProp*, CUmemAllocationGranularity_flags) {
+  return *size = 2 << 20, CUDA_SUCCESS;
+}
+CUresult cuMemAddressReserve(CUdeviceptr* at, size_t size, size_t, CUdeviceptr, unsigned long long) {
+  auto* found = mmap(nullptr, size, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  *at = reinterpret_cast<CUdeviceptr>(found);
+  return found == MAP_FAILED ? CUDA_ERROR_OUT_OF_MEMORY : CUDA_SUCCESS;
+}
+CUresult cuMemAddressFree(CUdeviceptr at, size_t size) {
+  return munmap(reinterpret_cast<void*>(at), size), CUDA_SUCCESS;
+}
+CUresult cuMemCreate(CUmemGenericAllocationHandle* piece, size_t size, const CUmemAllocationProp* what,
+                     unsigned long long) {
+  LOCKED;
+  auto& used = world().used[what->location.id];
+  if (used + size > world().limit) return CUDA_ERROR_OUT_OF_MEMORY;
+  used += size;
+  *piece = reinterpret_cast<CUmemGenericAllocationHandle>(
+      new Range{size, cudaMemoryTypeDevice, what->location.id});
+  return CUDA_SUCCESS;
+}
+CUresult cuMemRelease(CUmemGenericAllocationHandle piece) {
+  LOCKED;
+  auto* range = reinterpret_cast<Range*>(piece);
+  world().used[range->device] -= range->size;
+  return delete range, CUDA_SUCCESS;
+}
+CUresult cuMemMap(CUdeviceptr at, size_t size, size_t, CUmemGenericAllocationHandle piece, unsigned long long) {
+  LOCKED;
+  auto* memory = reinterpret_cast<char*>(at);
+  mprotect(memory, size, PROT_READ | PROT_WRITE);
+  std::memset(memory, 0xFF, size);
+  world().ranges[memory] = *reinterpret_cast<Range*>(piece);
+  return CUDA_SUCCESS;
+}
+CUresult cuMemSetAccess(CUdeviceptr, size_t, const CUmemAccessDesc*, size_t) { return CUDA_SUCCESS; }
+CUresult cuMemUnmap(CUdeviceptr at, size_t size) {
+  LOCKED;
+  auto* memory = reinterpret_cast<char*>(at);
+  for (auto& each : world().queues)
+    if (!each->work.empty()) fault("memory of the device is unmapped while a stream has work");
+  madvise(memory, size, MADV_DONTNEED);
+  mprotect(memory, size, PROT_NONE);
+  world().ranges.erase(world().ranges.lower_bound(memory), world().ranges.lower_bound(memory + size));
+  return CUDA_SUCCESS;
+}
+
+// PyTorch's backend:cudaMallocAsync: memory that comes and goes in the order of a stream.
+cudaError_t cudaDeviceGetDefaultMemPool(cudaMemPool_t* pool, int device) {
+  return *pool = reinterpret_cast<cudaMemPool_t>(size_t(device) + 1), answer(cudaSuccess);
+}
+cudaError_t cudaMemPoolSetAttribute(cudaMemPool_t, cudaMemPoolAttr, void*) { return answer(cudaSuccess); }
+cudaError_t cudaMemPoolGetAttribute(cudaMemPool_t pool, cudaMemPoolAttr, void* value) {
+  LOCKED;
+  *static_cast<uint64_t*>(value) = world().used[reinterpret_cast<size_t>(pool) - 1];
+  return answer(cudaSuccess);
+}
+cudaError_t cudaMemPoolSetAccess(cudaMemPool_t, const cudaMemAccessDesc*, size_t) { return answer(cudaSuccess); }
+cudaError_t cudaMemPoolTrimTo(cudaMemPool_t, size_t) { return answer(cudaSuccess); }
+cudaError_t cudaMallocAsync(void** memory, size_t size, cudaStream_t) { return cudaMalloc(memory, size); }
+cudaError_t cudaFreeAsync(void* memory, cudaStream_t stream) {
+  LOCKED;
+  ask(queue_of(stream), [=] { give(memory, false); });
+  return answer(cudaSuccess);
+}
+
 cudaError_t cudaMemGetInfo(size_t* free, size_t* total) {
   LOCKED;
   *total = size_t(world().limit);
