@@ -43,9 +43,8 @@ class Books:
         self.guard = guard
         guard.mended_by(self._repair)
         self.sides: list[Side] = []
-        self._keep = (
-            keep  # of the sides that are yet to come, too; "auto" follows the memory that is free
-        )
+        # Of the sides that are yet to come, too; "auto" follows the memory that is free.
+        self._keep = keep
         self._followed = 0  # rounds that had begun when it last did
         self.lanes: list[Lane] = []
         self._ended = Counts()  # of the threads that have ended

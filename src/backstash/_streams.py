@@ -222,9 +222,8 @@ class Accelerator(Device):
         # What copies that nobody waits for any more still read and write.
         self.unfinished: deque[tuple[Any, Tensor, Tensor]] = deque()
         if getattr(self._module, "get_allocator_backend", str)() == "cudaMallocAsync":
-            with (
-                warnings.catch_warnings()
-            ):  # it warns, once, where a tensor's own stream is named to it
+            with warnings.catch_warnings():
+                # That one warns, once, of a tensor's own stream that is named to it.
                 warnings.simplefilter("ignore")
                 self._empty(1).record_stream(self.stream())
 
