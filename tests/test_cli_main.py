@@ -5,9 +5,10 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 import backstash
-from backstash.cli import main
+from backstash.cli import _session, main
 from backstash.cli._advice import advice
 from backstash.cli._progress import Progress
 from backstash.cli._summary import outcome, summary
@@ -145,3 +146,15 @@ def test_advice_after_keep_auto(moved: int) -> None:
     assert found[0] == "--keep 6MiB"
     assert found[-1] == """Stash(keep="auto", disk='/scratch')"""
     assert (found[1:-1] == ["--keep 2MiB"]) == (moved == 0), found
+
+
+def test_what_devices_held_is_of_those_that_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    def memory_stats(index: int) -> dict[str, int]:
+        if index == 1:
+            raise RuntimeError("the allocator of this device does not count")
+        return {"allocated_bytes.all.peak": index} if index < 3 else {}
+
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("meta"))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.accelerator, "memory_stats", memory_stats)
+    assert _session._device_peaks() == {"meta:2": 2}

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from backstash.cli import main
+from backstash.cli import _profile_text, main
+from backstash.cli._disk_speed import DiskSpeed
 
 TRAIN = """
 import sys
@@ -158,3 +159,15 @@ def test_help_tells_a_newcomer_what_to_do(capsys: pytest.CaptureFixture[str]) ->
     assert "backstash profile train.py" in shown and "Nothing is moved." in shown
     main(["--help"])
     assert "  profile " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("seconds", "told"), [(0.5, True), (None, False)])
+def test_the_disk_is_told_of_where_a_budget_would_use_it(seconds: float | None, told: bool) -> None:
+    costs = [
+        _profile_text.Cost("everything", 1 << 20, 0, 1 << 20, 0.0, 0.0, ""),
+        _profile_text.Cost("nothing", 0, 1 << 20, 0, seconds, seconds, "Stash(...)"),
+    ]
+    speed = DiskSpeed(1 << 20, 1e9, 2e9, 3e9, direct=True, unnamed=True, notes=())
+    text = "\n".join(_profile_text._costs(costs, "/scratch", speed))
+    assert ("/scratch writes 2.00 GB/s" in text) == told
+    assert "Stash(...)" in text

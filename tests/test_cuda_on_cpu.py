@@ -101,6 +101,23 @@ def test_a_script_under_backstash_run(tmp_path: Path, keep: str) -> None:
     assert "Peak on cuda:0" in (tmp_path / "page.html").read_text()
 
 
+STRIDES = """
+import torch
+from backstash import graph
+for save_on_cpu in (torch.autograd.graph.save_on_cpu, graph.save_on_cpu):
+    x = torch.ones(300, 200, device="cuda", requires_grad=True)
+    with save_on_cpu(pin_memory=True):
+        y = (x * 2).t().exp()
+    print("strides", y.stride(), y.grad_fn._saved_result.stride())
+"""
+
+
+def test_pinned_save_on_cpu_keeps_strides_and_pytorchs_does_not(tmp_path: Path) -> None:
+    told = on_cuda(["-c", STRIDES], 0.3, tmp_path).splitlines()
+    found = [line for line in told if line.startswith("strides")]
+    assert found == ["strides (1, 200) (300, 1)", "strides (1, 200) (1, 200)"]
+
+
 @pytest.mark.timeout(300)
 def test_random_programs() -> None:
     """``python tests/cuda_on_cpu scripts/soak_programs.py --accelerator`` is the long form."""

@@ -67,9 +67,8 @@ def _costs(costs: Sequence[Cost], disk: str, speed: DiskSpeed | None) -> list[st
     widths = [max(map(len, column)) for column in zip(_HEAD, *body, strict=True)]
     lines = ["what a budget would cost:", _line(_HEAD, widths)]
     lines += [_line(cells, widths) for cells in body]
-    if speed is None or not any(
-        cost.write_seconds for cost in costs
-    ):  # to host memory, not to disk
+    # Seconds that are not measured are of host memory, where no disk is used.
+    if speed is None or not any(cost.write_seconds for cost in costs):
         return lines
     rates = f"{_rate(speed.write_bytes_per_second)} and reads {_rate(speed.read_bytes_per_second)}"
     return [

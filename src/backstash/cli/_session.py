@@ -131,16 +131,17 @@ def _steps(marks: StepMarks) -> dict[str, Any]:
 
 
 def _device_peaks() -> dict[str, int]:
-    """The most bytes that tensors took at once on each accelerator that was used."""
+    """The most bytes that tensors took at once on each accelerator that was used, and counts them."""
     kind = torch.accelerator.current_accelerator()
     if kind is None:
         return {}
-    peaks = {
-        f"{kind.type}:{index}": torch.accelerator.memory_stats(index).get(
-            "allocated_bytes.all.peak", 0
-        )
-        for index in range(torch.accelerator.device_count())
-    }
+    peaks = {}
+    for index in range(torch.accelerator.device_count()):
+        try:
+            counted = torch.accelerator.memory_stats(index)
+        except (RuntimeError, NotImplementedError):  # not every accelerator's allocator counts
+            continue
+        peaks[f"{kind.type}:{index}"] = counted.get("allocated_bytes.all.peak", 0)
     return {name: peak for name, peak in peaks.items() if peak}
 
 
