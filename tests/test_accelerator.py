@@ -779,6 +779,30 @@ def test_keep_auto_is_of_a_device_that_is_met_amid_a_step(monkeypatch):
     stash.close()
 
 
+def test_all_devices_together_pin_half_of_what_there_is_to_spare(monkeypatch):
+    from backstash import Stash, _sides
+    from backstash.stores import _host
+
+    pools = []
+    total = 64 * MIB
+    monkeypatch.setattr(_host, "_SLAB_BYTES", MIB)
+    monkeypatch.setattr(_sides, "accelerator", lambda device: TwinDevice())
+    monkeypatch.setattr(
+        _sides, "spare_bytes", lambda: total - sum(pool.slab_bytes for pool in pools)
+    )
+    stash = Stash(host="auto")
+    for index in range(3):
+        side = stash._books.side_of(torch.device("meta", index))
+        assert side.has_tier
+        pools.append(side.host.pool)
+    rooms = [pool.take(MIB) for _ in range(40) for pool in pools]
+    assert [rooms[at::3].count(None) for at in range(3)] == [29, 29, 30]
+    assert sum(pool.slab_bytes for pool in pools) == total // 2
+    assert not pools[0].could_hold(12 * MIB) and pools[0].could_hold(11 * MIB)
+    del rooms
+    stash.close()
+
+
 # A device that runs short.
 
 

@@ -8,7 +8,7 @@ import torch
 from backstash.cli._bench._limit import limited_group
 from backstash.cli._machine import file_system, machine, versions
 from backstash.cli._resident import reset_resident_peak, resident_bytes, resident_peak_bytes
-from backstash.memory import memory_group
+from backstash.memory import memory_group, spare_bytes
 
 MIB = 1 << 20
 
@@ -54,6 +54,45 @@ def test_version_1_says_no_limit_as_a_huge_number(tmp_path: Path) -> None:
     found = memory_group(tmp_path / "proc")
     assert found is not None
     assert (found.limit_bytes, found.used_bytes) == (8 * MIB, 5)
+
+
+STAT = "anon 5\n{0}inactive_file 3\n{0}active_file 4\nshmem 6"
+
+
+def test_page_cache_can_be_spared(tmp_path: Path) -> None:
+    """A container that reads its data is at its limit all the time."""
+    top = tmp_path / "cgroup"
+    group(top)
+    group(top / "user", memory__max=20, memory__current=18, memory__stat=STAT.format(""))
+    group(top / "user/job", memory__max="max", memory__current=9, memory__stat="active_file 100")
+    mount = f"30 20 0:26 / {top} rw - cgroup2 cgroup2 rw\n"
+    proc = fake_process(tmp_path, "0::/user/job\n", mount)
+    found = memory_group(proc)
+    assert found is not None
+    assert (found.used_bytes, found.cache_bytes, found.spare_bytes) == (18, 7, 9)
+    group(top / "user", memory__stat="no figures")
+    found = memory_group(proc)
+    assert found is not None and (found.cache_bytes, found.spare_bytes) == (0, 2)
+
+
+def test_page_cache_of_version_1_is_that_of_the_groups_below_too(tmp_path: Path) -> None:
+    top = tmp_path / "memory"
+    stat = STAT.format("total_") + "\ninactive_file 100"
+    group(top, memory__limit_in_bytes=20, memory__usage_in_bytes=18, memory__stat=stat)
+    mount = f"30 20 0:26 / {top} rw - cgroup cgroup rw,memory\n"
+    found = memory_group(fake_process(tmp_path, "4:memory:/\n", mount))
+    assert found is not None and (found.cache_bytes, found.spare_bytes) == (7, 9)
+
+
+@pytest.mark.parametrize("told, processes", [("4", 4), ("1", 1), ("", 1), ("0", 1), ("four", 1)])
+def test_processes_of_one_launcher_share(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: str, processes: int
+) -> None:
+    (tmp_path / "meminfo").write_text("MemTotal: 9 kB\nMemAvailable: 8 kB\n")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", told)
+    assert spare_bytes(tmp_path) == 8192 // processes
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")
+    assert spare_bytes(tmp_path) == 8192
 
 
 def test_in_a_container_the_mount_is_the_group(tmp_path: Path) -> None:

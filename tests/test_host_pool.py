@@ -132,6 +132,37 @@ def test_the_budget_is_never_exceeded():
     assert pool.used_bytes == 11 * PAGE and held.offset == PAGE
 
 
+def test_a_budget_that_follows_is_asked_for_each_slab_and_seldom_in_vain():
+    pins, answers = Pins(), [16 * PAGE]
+    asked = []
+
+    def more():
+        asked.append(answers[-1])
+        return answers[-1]
+
+    pool = pins.pool(more)
+    assert (pool.budget, len(asked)) == (16 * PAGE, 1)
+    first = pool.take(8 * PAGE)
+    assert first is not None and (pool.budget, len(asked)) == (16 * PAGE, 2)
+    answers.append(0)  # others took it meanwhile
+    assert pool.take(8 * PAGE) is None
+    assert (pool.budget, pool.slab_bytes, len(asked)) == (8 * PAGE, 8 * PAGE, 3)
+    answers.append(8 * PAGE)
+    assert [pool.take(PAGE) is None for _ in range(8)] == 7 * [True] + [False]
+    assert (pool.budget, pool.slab_bytes, len(asked)) == (16 * PAGE, 16 * PAGE, 4)
+    assert pool.take(7 * PAGE) is not None and len(asked) == 4  # there is room: nobody is asked
+
+
+def test_a_budget_that_follows_grows_for_what_could_not_be_held():
+    answers = [0]
+    pool = Pins().pool(lambda: answers[-1])
+    assert not pool.could_hold(8 * PAGE)
+    answers.append(8 * PAGE)
+    assert pool.could_hold(8 * PAGE) and pool.take(8 * PAGE) is not None
+    answers.append(-1)
+    assert not pool.could_hold(16 * PAGE) and pool.budget == 8 * PAGE
+
+
 def test_no_limit_holds_anything():
     pool = Pins().pool(None)
     assert pool.budget is None and pool.could_hold(1 << 60)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -91,13 +91,15 @@ class Plan:
     tape: Tape
     """Told of everything, where somebody records."""
     host: int | None
-    """The ``host`` budget in bytes, for each device; -1: half of what the machine can spare."""
+    """The ``host`` budget in bytes, for each device; -1: for all of them, half of what there is to spare."""
     inflight: int
     """The window on the way down, likewise."""
     prefetch: int
     """The window on the way up, likewise."""
     on_full: str
     """``"keep"`` or ``"raise"``."""
+    pools: list[HostPool] = field(default_factory=list)
+    """Of the devices so far."""
 
     def cpu(self, pool: Pool, freed: Callable[[int], None]) -> Side:
         """The side of CPU tensors: their own memory, then the disk."""
@@ -122,8 +124,9 @@ class Plan:
 
     def accelerator(self, device: Device, number: int) -> Side:
         """The side of a device's tensors: its memory, pinned host memory, then the disk."""
-        budget = spare_bytes() // 2 if self.host == -1 else self.host
+        budget = self._more_host if self.host == -1 else self.host
         pool = HostPool(budget, device.pin, device.unpin)
+        self.pools.append(pool)
         early = self.inflight
         spills = Spills(pool, self.store, self.begin, self.grave, number=number, early=early)
         host = HostTier(device, pool, spills, self.grave, self.lock, number=number)
@@ -142,8 +145,11 @@ class Plan:
             prefetch=self.prefetch,
             memory=memory,
         )
-        has_tier = budget is None or budget > 0
-        return Side(number, down, up, self.grave, has_tier=has_tier, device=device, host=host)
+        return Side(number, down, up, self.grave, has_tier=self.host != 0, device=device, host=host)
+
+    def _more_host(self) -> int:
+        """Bytes that all pools together may have beyond what they have: then as much is left to spare."""
+        return (spare_bytes() - sum(pool.slab_bytes for pool in self.pools)) // 2
 
     def side_of(self, device: torch.device, number: int) -> Side | str:
         """The side of an accelerator, or the reason why it has none."""

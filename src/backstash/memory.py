@@ -13,6 +13,10 @@ __all__ = ["ControlGroup", "memory_group", "spare_bytes"]
 
 _LIMIT_FILES = {1: "memory.limit_in_bytes", 2: "memory.max"}
 _USAGE_FILES = {1: "memory.usage_in_bytes", 2: "memory.current"}
+_CACHE_FIELDS = {
+    1: ("total_inactive_file", "total_active_file"),
+    2: ("inactive_file", "active_file"),
+}
 _NO_LIMIT_BYTES = 1 << 60  # version 1 says "no limit" as a number near 2**63
 
 
@@ -28,15 +32,22 @@ class ControlGroup:
     """The smallest limit of this group and those above it; ``None``: no limit."""
     used_bytes: int
     """What the group that has this limit uses, page cache included."""
+    cache_bytes: int = 0
+    """Page cache among it, which the system takes back where the limit is reached."""
 
     @property
     def spare_bytes(self) -> int | None:
-        """What is left under the limit; ``None``: no limit."""
-        return None if self.limit_bytes is None else max(0, self.limit_bytes - self.used_bytes)
+        """What is left under the limit, page cache taken back; ``None``: no limit."""
+        if self.limit_bytes is None:
+            return None
+        return max(0, self.limit_bytes - self.used_bytes + self.cache_bytes)
 
 
 def spare_bytes(proc: Path = Path("/proc")) -> int:
     """How many bytes the machine, or the control group this process is in, can still give it.
+
+    Where a launcher started several processes here and says so (``LOCAL_WORLD_SIZE``, as ``torchrun``
+    does), an equal share of it.
 
     Args:
         proc: where the system's ``meminfo`` and the process's own files are.
@@ -48,7 +59,13 @@ def spare_bytes(proc: Path = Path("/proc")) -> int:
     limits = [_available_bytes(proc / "meminfo")]
     if group is not None and group.spare_bytes is not None:
         limits.append(group.spare_bytes)
-    return min(limits)
+    return min(limits) // _processes()
+
+
+def _processes() -> int:
+    """How many processes of one job are on this machine, as far as its launcher says."""
+    told = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return max(1, int(told)) if told.isdecimal() else 1
 
 
 def _available_bytes(meminfo: Path) -> int:
@@ -113,15 +130,25 @@ def _mounted(version: int, group: str, mounts: list[str]) -> tuple[Path, Path] |
 
 
 def _limits(version: int, path: Path, top: Path) -> ControlGroup:
-    limit, used = None, _number(path / _USAGE_FILES[version]) or 0
-    group = path
+    limit, limited, group = None, path, path
     while True:
         found = _number(group / _LIMIT_FILES[version])
         if found is not None and found < _NO_LIMIT_BYTES and (limit is None or found < limit):
-            limit, used = found, _number(group / _USAGE_FILES[version]) or 0
+            limit, limited = found, group
         if group == top or top not in group.parents:
-            return ControlGroup(version, path, limit, used)
+            break
         group = group.parent
+    used = _number(limited / _USAGE_FILES[version]) or 0
+    return ControlGroup(version, path, limit, used, _cache_bytes(version, limited))
+
+
+def _cache_bytes(version: int, group: Path) -> int:
+    """What counts as available of the whole machine's memory, too: ``MemAvailable`` in ``meminfo``."""
+    try:
+        fields = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+    except (OSError, ValueError):
+        return 0
+    return sum(int(fields.get(name, 0)) for name in _CACHE_FIELDS[version])
 
 
 def _number(path: Path) -> int | None:

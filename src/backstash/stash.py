@@ -60,8 +60,9 @@ class Stash:
             On an accelerator less stays where its memory runs short; and when it runs out all the same
             within the context, half of it from then on, so that the step can be tried again.
         host: bytes of pinned host memory for each accelerator's tensors, what the pool holds idle
-            included. ``"auto"``: half of what the machine or its control group can spare when the first
-            such tensor comes. CPU tensors do not use it.
+            included. ``"auto"``: half of what the machine or its control group can spare, for all
+            accelerators together; asked again as it fills. Of several processes that ``torchrun`` started
+            on the machine each takes its share. CPU tensors do not use it.
         disk: ``None``, a directory, or a :class:`Disk`. Without one, CPU tensors stay in place.
         policy: ``callable(SavedTensor) -> Action | None``; ``None`` from it means the default.
         codec: ``None``: bytes move as they are.

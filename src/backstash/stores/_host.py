@@ -56,18 +56,21 @@ class HostPool:
     """Rooms of pinned memory. Not locked: the caller holds its lock.
 
     Args:
-        budget: the most bytes of all slabs; ``None``: no limit.
+        budget: the most bytes of all slabs; ``None``: no limit. A function is asked, now and whenever
+            there is to be another slab, how many bytes it may have beyond those it has.
         pin: locks a slab's memory and returns why that was refused, or ``""``.
         unpin: undoes it, after every copy has ended; of what is not pinned, too.
     """
 
     def __init__(
         self,
-        budget: int | None,
+        budget: int | Callable[[], int] | None,
         pin: Callable[[Tensor], str],
         unpin: Callable[[Tensor], None],
     ) -> None:
-        self.budget = budget
+        self._more = budget if callable(budget) else None
+        self.budget = budget() if callable(budget) else budget
+        self._unasked_bytes = 0  # that were wanted in vain since the function was last asked
         self._pin = pin
         self._unpin = unpin
         self._slabs: list[_Slab] = []
@@ -87,6 +90,8 @@ class HostPool:
 
     def could_hold(self, nbytes: int) -> bool:
         """Whether ``nbytes`` are no more than the budget."""
+        if self.budget is not None and _pages(nbytes) > self.budget:
+            self._ask(_pages(nbytes))
         return self.budget is None or _pages(nbytes) <= self.budget
 
     def take(self, nbytes: int, *, may_grow: bool = True) -> Room | None:
@@ -121,6 +126,7 @@ class HostPool:
     def _add_slab(self, nbytes: int) -> _Slab | None:
         least = _pages(nbytes)
         size = max(least, _SLAB_BYTES)
+        self._ask(least)
         if self.budget is not None:
             if self.budget - self.slab_bytes < least:
                 self.trim()  # empty slabs of sizes that are no longer asked for
@@ -144,6 +150,18 @@ class HostPool:
         self._slabs.append(slab)
         self.slab_peak_bytes = max(self.slab_peak_bytes, self.slab_bytes)
         return slab
+
+    def _ask(self, nbytes: int) -> None:
+        """Where the budget follows what there is: see how much that is now.
+
+        Not each time that something finds no room: a pool may be full for long, and asking takes 0.2 ms.
+        """
+        if self._more is None or self.budget is None:
+            return
+        self._unasked_bytes += nbytes
+        if nbytes <= self.budget - self.slab_bytes or self._unasked_bytes >= _SLAB_BYTES:
+            self._unasked_bytes = 0
+            self.budget = self.slab_bytes + max(0, self._more())
 
 
 def _pages(nbytes: int) -> int:
