@@ -130,6 +130,13 @@ def test_it_is_not_there_when_quiet(tmp_path: Path) -> None:
     assert on_terminal(tmp_path, script, "--quiet") == "alive 0\r\n"
 
 
+def test_one_process_of_a_machine_tells(tmp_path: Path) -> None:
+    """The others share its terminal, and would draw over its line."""
+    of_two = {"WORLD_SIZE": "2", "RANK": "1"}
+    assert drawn(on_terminal(tmp_path, "train(1.2)", **of_two, LOCAL_RANK="0"))
+    assert not drawn(on_terminal(tmp_path, "train(1.2)", **of_two, LOCAL_RANK="1"))
+
+
 def test_a_script_that_asks_is_left_in_peace(tmp_path: Path) -> None:
     received = on_terminal(
         tmp_path,

@@ -59,9 +59,9 @@ def test_a_check(check: str, how: str, results: dict[str, dict[str, dict[str, st
     assert found["result"] == "passed", found["words"]
 
 
-def on_cuda(arguments: list[str], chance: float, directory: Path) -> str:
+def on_cuda(arguments: list[str], chance: float, directory: Path, **variables: str) -> str:
     """What Python with ``arguments`` prints on both streams, run in ``directory``; it must end well."""
-    environ = {**os.environ, "CUDA_ON_CPU_CHANCE": str(chance)}
+    environ = {**os.environ, **variables, "CUDA_ON_CPU_CHANCE": str(chance)}
     environ["PYTHONPATH"] = str(HERE.parent / "src")
     command = [sys.executable, str(HERE / "cuda_on_cpu"), *arguments]
     done = subprocess.run(command, cwd=directory, env=environ, capture_output=True, text=True)
@@ -99,6 +99,29 @@ def test_a_script_under_backstash_run(tmp_path: Path, keep: str) -> None:
     assert "device     cuda:0: " in told
     assert (keep == "auto") == ("0 B came back" in told), told
     assert "Peak on cuda:0" in (tmp_path / "page.html").read_text()
+
+
+REPLICAS = """
+import torch
+from torch import nn
+from torch.nn.parallel import parallel_apply
+torch.manual_seed(0)
+replicas = [nn.Sequential(nn.Linear(200, 200), nn.Tanh()).to(f"cuda:{at}") for at in range(2)]
+inputs = [torch.randn(300, 200, device=f"cuda:{at}") for at in range(2)]
+for out in parallel_apply(replicas, inputs):
+    out.square().sum().backward()
+print(*("loss " + each[0].weight.grad.double().sum().item().hex() for each in replicas))
+"""
+
+
+def test_replicas_in_threads_under_backstash_run(tmp_path: Path) -> None:
+    """What ``nn.DataParallel`` does between NCCL's calls."""
+    (tmp_path / "replicas.py").write_text(REPLICAS)
+    run = ["-m", "backstash", "run", "--host", "64MiB", "replicas.py"]
+    told = on_cuda(run, 0.3, tmp_path, CUDA_ON_CPU_DEVICES="2")
+    plain = on_cuda(["replicas.py"], 0.3, tmp_path, CUDA_ON_CPU_DEVICES="2")
+    assert plain.strip() in told
+    assert "moved      938 KiB, 100% of the 938 KiB that could move" in told  # outs, and squares of them
 
 
 STRIDES = """

@@ -206,6 +206,7 @@ class Stash:
     def _lane(self) -> Lane:
         lane: Lane | None = getattr(self._local, "lane", None)
         if lane is None:
+            self._books.is_forked()  # whoever held the lock may not be here
             with self._books.lock, self._books.guard:
                 lane = self._local.lane = self._books.new_lane()
         return lane

@@ -92,3 +92,33 @@ def test_the_interpreter_ends_cleanly(tmp_path, mix, ending):
     result = run_python(BEGIN + ENDINGS[ending], tmp_path, mix)
     assert (result.returncode, result.stdout, result.stderr) == (0, "late\n", "")
     assert list(tmp_path.iterdir()) == []
+
+
+THREAD = """
+import os, sys, threading, warnings
+from faulty import *
+warnings.simplefilter("ignore", DeprecationWarning)  # a fork beside a thread: that is what is tried
+stash = Stash(disk=sys.argv[1], min_bytes=64)
+assert are_right(gradients(stash))
+held, forked = threading.Event(), threading.Event()
+def holds():
+    with stash._books.lock:
+        held.set()
+        forked.wait()
+threading.Thread(target=holds).start()
+held.wait()
+if os.fork() == 0:
+    found = []  # the first thread may have the name of the one that is gone, and with it the lock
+    threading.Thread(target=threading.Event().wait, daemon=True).start()
+    thread = threading.Thread(target=lambda: found.append(are_right(gradients(stash))), daemon=True)
+    thread.start()
+    thread.join(20)
+    os._exit(0 if found == [True] else 5)
+forked.set()
+print(os.waitstatus_to_exitcode(os.wait()[1]))
+"""
+
+
+def test_a_new_thread_of_a_forked_process_waits_for_nobody_of_the_old_one(tmp_path):
+    result = run_python(THREAD, tmp_path)
+    assert (result.stdout, result.stderr) == ("0\n", "")

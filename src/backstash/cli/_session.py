@@ -17,17 +17,23 @@ from .. import Disk, Stash
 from ..report import StepMarks, Timeline, render_page, timeline
 from ._allocator import is_loaded
 from ._first_backward import FirstBackward
+from ._job import Job
 from ._live import Live
 from ._machine import machine, versions
 from ._resident import resident_bytes, resident_peak_bytes
 from ._run_page import run_page
 from ._summary import Resident, outcome, summary
+from ._threads import Threads
 
 __all__ = ["Session"]
 
 _RECORDED_STEPS = 5
 _RECORDED_EVENTS = 100_000  # 286 bytes of memory each, measured
 _SETTINGS = ("keep", "host", "disk", "max_bytes", "min_bytes", "inflight", "prefetch")
+_CHILDREN = (
+    "processes that the script starts are not held; a launcher goes around backstash: "
+    "torchrun ... -m backstash run ... SCRIPT"
+)
 
 
 class Session:
@@ -43,6 +49,7 @@ class Session:
     def __init__(self, plan: dict[str, Any]) -> None:
         torch.empty(1)  # torch reads THP_MEM_ALLOC_ENABLE at its first allocation, and then no more
         self._plan = plan
+        self._job = Job.now()
         self._notes = list(_notes(plan["allocator"]["kind"]))
         self._started = time.perf_counter()
         self._resident_start_bytes = resident_bytes()
@@ -63,8 +70,10 @@ class Session:
         if plan["report"] is not None:
             self._line = timeline(self._stash.record(limit=_RECORDED_EVENTS), steps=self._marks)
             self._graph = FirstBackward()
-        quiet = plan["quiet"] or not Live.suits()
+        # One line for all processes that share the terminal.
+        quiet = plan["quiet"] or self._job.local_rank > 0 or not Live.suits()
         self._live = None if quiet else Live(self._stash, self._marks.moments)
+        self._threads = Threads(self._stash)  # the last: ours are not among them
 
     def _stepped(self) -> None:
         if self._line is not None and len(self._marks.moments) >= _RECORDED_STEPS:
@@ -76,6 +85,7 @@ class Session:
         Args:
             error: what the script raised, which is not handled here.
         """
+        self._threads.remove()
         if self._live is not None:
             self._live.stop()
         seconds = time.perf_counter() - self._started
@@ -87,7 +97,9 @@ class Session:
         self._stash.__exit__(None, None, None)
         stats = self._stash.stats()
         if stats.saves == 0:
-            self._notes.append("nothing was saved for backward in the main thread")
+            self._notes.append("nothing was saved for backward")
+        if stats.saves == 0 or Job.now().processes > self._job.processes:
+            self._notes.append(_CHILDREN)
         figures = {
             "command": self._plan["command"],
             "outcome": outcome(error),
@@ -104,7 +116,8 @@ class Session:
             "script": self._plan["script"],
         }
         if not self._plan["quiet"]:
-            print(summary(figures, self._plan["compare"]), file=sys.stderr)
+            text = summary(figures, self._plan["compare"], self._job.label)
+            print(text, file=sys.stderr)
         if self._plan["json"] is not None:
             self._write("json", lambda: json.dumps(figures, indent=2) + "\n")
         line = self._line
@@ -117,7 +130,7 @@ class Session:
 
     def _write(self, option: str, text: Callable[[], str]) -> None:
         try:
-            with open(self._plan[option], "w", encoding="utf-8") as file:
+            with open(self._job.file(self._plan[option]), "w", encoding="utf-8") as file:
                 file.write(text())
         except OSError as error:
             print(f"backstash run: --{option}: {error}", file=sys.stderr)
@@ -151,6 +164,6 @@ def _notes(allocator: str) -> list[str]:
         notes.append(f"{allocator} was asked of the loader and is not in this process")
     if threading.current_thread() is not threading.main_thread():
         notes.append(
-            "torch was first imported in another thread than the main one: only that thread is held"
+            "torch was first imported in another thread than the main one, which is not held"
         )
     return notes

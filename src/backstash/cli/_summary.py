@@ -42,7 +42,9 @@ def outcome(error: BaseException | None) -> str:
     )
 
 
-def summary(figures: dict[str, Any], other: dict[str, Any] | None = None) -> str:
+def summary(
+    figures: dict[str, Any], other: dict[str, Any] | None = None, label: str = "backstash"
+) -> str:
     """The figures of a run as lines of text, without a newline at the end; ``other`` are another run's."""
     lines = [
         _moved(figures["stats"]),
@@ -56,7 +58,7 @@ def summary(figures: dict[str, Any], other: dict[str, Any] | None = None) -> str
         _allocator(figures["allocator"]),
         *(f"note       {note}" for note in [*figures["notes"], *figures["stats"]["notes"]]),
     ]
-    return "\n".join(f"backstash: {line}" for line in lines)
+    return "\n".join(f"{label}: {line}" for line in lines)
 
 
 def _moved(stats: dict[str, Any]) -> str:

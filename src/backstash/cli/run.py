@@ -25,8 +25,9 @@ budget. Gradients are the same to the last bit. The script's arguments, exit sta
 tracebacks are its own. On a terminal a line says what is held; a summary follows on stderr.
 
 Options come before SCRIPT; all that follows SCRIPT belongs to it. A SIZE is bytes, or has a unit:
-512MiB, 2GB. Held is what the main thread's forward passes save. Processes that the script starts run
-as if started from plain Python.
+512MiB, 2GB. Held is what the script's forward passes save, in all its threads. Processes that it
+starts run as if started from plain Python: a launcher goes around backstash, whose budgets are then
+those of each process.
 """
 _EXAMPLES = """\
 examples:
@@ -39,6 +40,8 @@ examples:
   backstash run --keep unlimited --json plain.json train.py
   backstash run --disk /scratch --compare plain.json --report out.html train.py
       once with everything in memory, once on disk, and a page that compares the two
+  torchrun --nproc-per-node 8 -m backstash run --host auto --disk /scratch train.py
+      eight processes; "auto" is a share of the machine's memory for each
 
 questions:
   Is my disk fast enough?  `backstash doctor /scratch` measures it.

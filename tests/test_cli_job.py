@@ -1,0 +1,148 @@
+"""`backstash run` where a launcher starts several processes, and where a script starts threads."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from backstash.cli._job import Job
+from test_cli_run import TRAIN, under_stash, write
+
+THREADS = """
+import threading, torch, backstash
+from concurrent.futures import ThreadPoolExecutor
+
+def gradient(seed):
+    x = torch.linspace(seed, seed + 1, 40_000, requires_grad=True)
+    x.sin().exp().sum().backward()
+    return x.grad.double().sum().item().hex()
+
+class Third(threading.Thread):
+    def run(self):
+        self.found = gradient(3)
+
+third = Third()
+third.start()
+third.join()
+with ThreadPoolExecutor(2) as pool:
+    print(*pool.map(gradient, [1, 2]), third.found)
+"""
+RANK = """
+import os, torch, backstash
+x = torch.ones(200_000, requires_grad=True)
+for _ in range(int(os.environ["RANK"]) + 1):
+    x = x.exp()
+x.sum().backward()
+"""
+
+
+def plain(script: Path) -> str:
+    done = subprocess.run(
+        [sys.executable, script], capture_output=True, text=True, timeout=100, check=True
+    )
+    return done.stdout
+
+
+def test_what_threads_save_is_held(tmp_path: Path) -> None:
+    script = write(tmp_path / "threads.py", THREADS)
+    options = ("--disk", str(tmp_path), "--quiet", "--json", str(tmp_path / "run.json"))
+    held = under_stash([str(script)], tmp_path, *options)
+    assert (held.stdout, held.stderr) == (plain(script), "")
+    stats = json.loads((tmp_path / "run.json").read_text())["stats"]
+    assert stats["written_bytes"] == stats["eligible_bytes"] == 3 * 160_000  # exp's results
+
+
+def test_a_thread_s_error_is_its_own(tmp_path: Path) -> None:
+    source = "import threading, torch\nthreading.Thread(target=lambda: 1 / 0).start()\n"
+    script = write(tmp_path / "error.py", source)
+    ended = under_stash([str(script)], tmp_path)
+    assert ended.returncode == 0 and "Exception in thread" in ended.stderr
+    assert ended.stderr.endswith("ZeroDivisionError: division by zero\n")
+
+
+def test_a_forked_process_starts_threads_as_plain_python_does(tmp_path: Path) -> None:
+    source = """
+    import os, sys, threading, torch
+    if os.fork() == 0:
+        thread = threading.Thread(target=lambda: print(*threading.current_thread().__dict__["_kwargs"]))
+        run = thread.run
+        thread.start()
+        thread.join()
+        sys.stdout.flush()
+        os._exit(3 if thread.run == run else 4)
+    print(os.waitstatus_to_exitcode(os.wait()[1]))
+    """
+    script = write(tmp_path / "fork.py", source)
+    ended = under_stash([str(script)], tmp_path)
+    assert (ended.stdout.split(), ended.stderr) == (["3"], "")
+
+
+def ranks(directory: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    """The script in two processes of ``torchrun``."""
+    script = write(directory / "rank.py", RANK)
+    run = ["-m", "backstash", "run", "--disk", str(directory), *options, str(script)]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    return subprocess.run(
+        [*launcher, *run], capture_output=True, text=True, timeout=100, cwd=directory
+    )
+
+
+def test_each_process_of_a_launcher_has_lines_and_files_of_its_own(tmp_path: Path) -> None:
+    files = {"--json": "run.json", "--report": "out.page.html"}
+    options = [part for name, file in files.items() for part in (name, str(tmp_path / file))]
+    ended = ranks(tmp_path, *options)
+    assert ended.returncode == 0, ended.stderr
+    for rank, file in enumerate(["run.json", "run.rank1.json"]):
+        assert json.loads((tmp_path / file).read_text())["stats"]["saves"] == rank + 1
+        assert f"backstash rank {rank}: to disk " in ended.stderr
+    assert "backstash: " not in ended.stderr
+    assert (tmp_path / "out.page.html").exists() and (tmp_path / "out.page.rank1.html").exists()
+
+
+def test_a_launcher_under_backstash_is_told_how_to_go_around_it(tmp_path: Path) -> None:
+    script = write(tmp_path / "rank.py", RANK)
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2", str(script)]
+    ended = under_stash(launcher, tmp_path, "--disk", str(tmp_path))
+    assert ended.returncode == 0
+    assert "note       nothing was saved for backward\n" in ended.stderr
+    assert "torchrun ... -m backstash run ... SCRIPT" in ended.stderr
+
+
+@pytest.mark.parametrize("launches", [True, False])
+def test_a_script_that_launches_copies_of_itself_is_told_too(
+    tmp_path: Path, launches: bool
+) -> None:
+    """Lightning's `ddp` does, and goes on as the first of them."""
+    told = 'import os\nos.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}\n'
+    script = write(tmp_path / "own.py", TRAIN + told * launches)
+    ended = under_stash([str(script)], tmp_path, "--disk", str(tmp_path))
+    assert ("torchrun ... -m backstash run" in ended.stderr) == launches
+    assert "backstash rank" not in ended.stderr
+
+
+@pytest.mark.parametrize(
+    "told, job",
+    [
+        ({}, Job()),
+        ({"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8"}, Job(5, 1, 8)),
+        ({"RANK": "5", "LOCAL_RANK": "1"}, Job()),
+        ({"RANK": "x", "LOCAL_RANK": "1", "WORLD_SIZE": "8"}, Job()),
+    ],
+)
+def test_what_the_environment_says(
+    monkeypatch: pytest.MonkeyPatch, told: dict[str, str], job: Job
+) -> None:
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in told.items():
+        monkeypatch.setenv(name, value)
+    assert Job.now() == job
+
+
+def test_names_of_files() -> None:
+    assert Job(0, 0, 2).file("a/out.html") == "a/out.html"
+    assert Job(12, 0, 16).file("/a/out.html") == "/a/out.rank12.html"
+    assert Job(1, 0, 2).file(f"{os.sep}a{os.sep}out") == "/a/out.rank1"
