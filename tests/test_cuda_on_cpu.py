@@ -121,7 +121,9 @@ def test_replicas_in_threads_under_backstash_run(tmp_path: Path) -> None:
     told = on_cuda(run, 0.3, tmp_path, CUDA_ON_CPU_DEVICES="2")
     plain = on_cuda(["replicas.py"], 0.3, tmp_path, CUDA_ON_CPU_DEVICES="2")
     assert plain.strip() in told
-    assert "moved      938 KiB, 100% of the 938 KiB that could move" in told  # outs, and squares of them
+    assert (
+        "moved      938 KiB, 100% of the 938 KiB that could move" in told
+    )  # outs, and squares of them
 
 
 STRIDES = """

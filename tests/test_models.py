@@ -9,6 +9,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
 
 import soak_libraries
 import soak_models
+import soak_trainers
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -22,3 +23,24 @@ def test_a_training_step_is_equal_to_the_bit(tmp_path, name):
 @pytest.mark.parametrize("name", ["gan", "forces", "lstm"])
 def test_a_program_is_equal_to_the_bit(tmp_path, name):
     assert soak_libraries.difference(name, str(tmp_path)) == ""
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_training_loop_comes_to_the_same_weights(tmp_path):
+    pytest.importorskip("accelerate", reason="needs pip install 'backstash[test-models]'")
+    assert soak_trainers.difference(soak_trainers.SCRIPTS["accelerate"], tmp_path) == ""
+
+
+DIFFERENT = """
+layer = torch.nn.Identity()
+layer.p = torch.nn.Parameter(torch.zeros(1) + ("backstash.cli" in sys.modules))
+tell(layer)
+"""
+
+
+@pytest.mark.parametrize(
+    "source, found",
+    [("tell(torch.nn.Identity())", "run: nothing moved"), (DIFFERENT, "run: differs")],
+)
+def test_a_training_loop_that_differs_would_be_seen(tmp_path, source, found):
+    assert soak_trainers.difference(source, tmp_path) == found
