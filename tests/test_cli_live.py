@@ -154,7 +154,8 @@ def test_an_error_and_a_fork_leave_the_terminal_whole(tmp_path: Path) -> None:
     received = on_terminal(
         tmp_path,
         """
-        import os
+        import os, warnings
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12's, of a fork beside threads
         train(0.8)
         sys.stdout.flush()
         child = os.fork()

@@ -24,9 +24,10 @@ class Played(Copy):
 
     def __init__(self):
         self.is_done = self.has_ended = False
-        self.waited = self.ordered = self.released = 0
+        self.asked = self.waited = self.ordered = self.released = 0
 
     def done(self):
+        self.asked += 1
         return self.is_done
 
     def ended(self):
@@ -227,6 +228,90 @@ def test_only_its_own_thread_lands_a_block_while_that_lives():
     assert orphan.alias is None and segment.buffer is None  # a segment is a copy: anybody may
     window.flights.land(theirs.lane)
     assert window.cargos == [] and theirs.alias is None
+
+
+# A host that runs ahead of its device has hundreds of copies under way: none may cost a look each time.
+
+
+def under_way(window, lane, count=50):
+    blocks, copies = [block_of(lane) for _ in range(count)], [Played() for _ in range(count)]
+    for block, copy in zip(blocks, copies, strict=True):
+        window.flights.add(block, copy)
+    return blocks, copies
+
+
+def test_after_a_copy_that_has_not_ended_none_is_asked():
+    lane, window = Lane(), Window(1 << 20)
+    blocks, copies = under_way(window, lane)
+    copies[0].is_done = True
+    for _ in range(3):
+        window.flights.land(lane)
+    assert window.cargos == blocks[1:] and blocks[0].alias is None
+    assert [copy.asked for copy in copies[:4]] == [1, 3, 0, 0]
+    for copy in copies:
+        copy.is_done = True
+    window.flights.land(lane)
+    assert window.cargos == [] and window.flights.nbytes == 0
+
+
+def test_those_that_stay_are_not_looked_at_and_the_dead_go_by_halves():
+    lane, window = Lane(), Window(1 << 20)
+    window.wants_room = False
+    blocks, copies = under_way(window, lane, 40)
+    for copy in copies:
+        copy.is_done = True
+    window.flights.land(lane)
+    assert len(window.asked) == 1 and len(window.cargos) == 40
+    del blocks[10:29]
+    window.flights.land(lane)
+    assert len(window.asked) == 2 and window.cargos.count(None) == 19
+    del blocks[10]
+    window.flights.land(lane)
+    assert window.cargos == blocks and len(blocks) == 20
+    assert window.freed == [100] * 20 and window.flights.nbytes == 20 * 100
+    assert sum(copy.asked for copy in copies) == 20
+    del blocks[5]
+    window.asked.clear()
+    window.flights.land(lane)
+    assert len(window.asked) == 1 and len(window.cargos) == 20
+    del blocks[-10:]
+    window.flights.land(lane)
+    assert window.cargos == blocks and len(blocks) == 9
+
+
+def test_a_thread_that_has_none_looks_at_nobody_else_s():
+    lane, other, window = Lane(), lane_of_another(alive=True), Window(50 * 100)
+    blocks, copies = under_way(window, other)
+    asked = []
+    other.thread.is_alive = lambda: asked.append(1) or True
+    for copy in copies:
+        copy.is_done = True
+    window.flights.land(lane)
+    assert len(asked) <= 2 and window.cargos == blocks
+    mine, own = block_of(lane), Played()
+    window.flights.add(mine, own)
+    window.flights.land(lane)
+    own.is_done = True
+    window.flights.land(lane)  # it finds its own behind them, and goes no further
+    assert window.cargos == blocks and mine.alias is None and own.asked == 2
+    asked.clear()
+    window.flights.land(lane)
+    assert len(asked) <= 2
+    window.flights.make_room(100, lane)
+    del blocks[0]
+    window.flights.make_room(100, lane)  # a dead one is everybody's
+    assert window.cargos == blocks and window.flights.nbytes == 49 * 100
+    other.thread.is_alive = lambda: False
+    window.flights.land(lane)
+    assert window.cargos == []
+
+
+def test_a_dead_one_behind_another_thread_s_makes_room():
+    lane, other, window = Lane(), lane_of_another(alive=True), Window(300)
+    blocks, copies = under_way(window, other, 3)
+    del blocks[1]
+    window.flights.make_room(100, lane)
+    assert window.cargos == blocks and copies[1].ordered == copies[1].released == 1
 
 
 def test_a_dead_block_s_write_is_called_off_or_ends():

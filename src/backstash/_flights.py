@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -64,6 +64,8 @@ class Flights:
         self._tape = tape
         self.window_bytes = window_bytes
         self._flights: deque[_Flight] = deque()  # oldest first
+        self._flying = Counter[Lane | None]()  # how many of them are whose
+        self._dead: deque[object] = deque()  # cargo that died since all of them were looked at
         # Also what was copied into a segment that nobody writes yet.
         self.nbytes = self.peak_bytes = 0
         self.written_bytes = 0
@@ -85,13 +87,20 @@ class Flights:
 
     def add(self, block: Block, writing: Work | Copy) -> None:
         """The write from a block's own memory has begun."""
-        self._flights.append(_Flight(weakref.ref(block), block.nbytes, block.lane, writing))
+        self._flights.append(self._flight_of(block, writing))
+        self._flying[block.lane] += 1
         self.count(block.nbytes)
+
+    def _flight_of(self, block: Block, writing: Work | Copy) -> _Flight:
+        # Where a block dies no Python may run: see _remains.
+        cargo = weakref.ref(block, self._dead.append)
+        return _Flight(cargo, block.nbytes, block.lane, writing)
 
     def add_segment(self, segment: Segment, writing: Work) -> None:
         """The write of a segment, whose bytes are counted, begins."""
         left = segment.remains
         self._flights.append(_Flight(weakref.ref(segment), left.flown, None, writing))
+        self._flying[None] += 1
         left.flown = 0  # the flight counts them now
 
     def make_room(self, nbytes: int, lane: Lane) -> None:
@@ -136,27 +145,41 @@ class Flights:
         On an accelerator only as far as ``keep`` asks for it, unless ``all_that_ended``: what is still
         there when backward comes need not be brought back.
         """
-        flights = self._flights
-        for _ in range(len(flights)):
+        flights, passed = self._flights, deque[_Flight]()
+        looks_at_all = 2 * len(self._dead) >= len(flights)
+        if looks_at_all:
+            self._dead.clear()
+        while flights:
             flight = flights[0]
-            cargo = flight.cargo()
+            cargo, is_mine = flight.cargo(), _judged_by(lane, flight)
             lingers = (
                 not all_that_ended and cargo is not None and not self._keep.wants_room(self.nbytes)
             )
-            if (
-                lingers
-                or not (flight.writing.done() or _abandoned(flight))
-                or not _judged_by(lane, flight)
-            ):
-                flights.rotate(-1)
+            if is_mine and not lingers and (flight.writing.done() or _abandoned(flight)):
+                if cargo is not None:
+                    self._touch_down(cargo, flight)
+                self._end(flights.popleft())
                 continue
-            if cargo is not None:
-                self._touch_down(cargo, flight)
-            if isinstance(flight.writing, Copy):
-                flight.writing.release()
-            flights.popleft()
-            self.nbytes -= flight.nbytes
-            self._freed(flight.nbytes)
+            # A device's copies end in order: after one that has not ended, none has. Nor need a thread
+            # that has none of its own look at those of others, or anybody at those that stay. Only the
+            # dead among them are let go, each time that they may be half of all.
+            has_not_ended = is_mine and not lingers
+            of_no_concern = not all_that_ended and (lingers or lane not in self._flying)
+            if isinstance(flight.writing, Copy) and (
+                has_not_ended or (of_no_concern and not looks_at_all)
+            ):
+                break
+            passed.append(flights.popleft())
+        flights.extendleft(reversed(passed))
+
+    def _end(self, flight: _Flight) -> None:
+        if isinstance(flight.writing, Copy):
+            flight.writing.release()
+        self.nbytes -= flight.nbytes
+        self._flying[flight.lane] -= 1
+        if not self._flying[flight.lane]:
+            del self._flying[flight.lane]
+        self._freed(flight.nbytes)
 
     def _touch_down(self, cargo: Block | Segment, flight: _Flight) -> None:
         writing = flight.writing
@@ -203,8 +226,7 @@ class Flights:
         for block in blocks:
             if block.alias is not None and block.parcel is not None:
                 writing = block.parcel.remains.writing
-                new = _Flight(weakref.ref(block), block.nbytes, block.lane, writing)
-                flights.append(known.get(id(block), new))
+                flights.append(known.get(id(block)) or self._flight_of(block, writing))
         for segment in segments:
             left, flight = segment.remains, known.get(id(segment))
             if segment.buffer is None or left.writing is None:
@@ -215,6 +237,7 @@ class Flights:
                 flights.append(flight)
                 left.flown = 0
         self._flights = flights
+        self._flying = Counter(flight.lane for flight in flights)
         self.nbytes = sum(flight.nbytes for flight in flights)
         self.nbytes += sum(left.flown for left in remains)
         works = [flight.writing for flight in flights if isinstance(flight.writing, Work)]
