@@ -1,6 +1,7 @@
 import torch
 
 from backstash import Disk, Stash
+from backstash._order import Round
 from backstash.testing import Gated
 
 MIB = 1 << 20
@@ -38,6 +39,20 @@ def test_prefetch_keeps_inside_its_window_while_reads_hang(tmp_path):
     assert torch.equal(value, newest._saved_result)
     loss.backward()
     store.close()
+
+
+def test_small_blocks_are_looked_for_now_and_then_and_found(tmp_path, monkeypatch):
+    looks = []
+    after = Round.successors
+    monkeypatch.setattr(Round, "successors", lambda *of: looks.append(of) or after(*of))
+    stash = Stash(disk=tmp_path, inflight=0, prefetch="16MiB")
+    x = torch.zeros(16_384, requires_grad=True)
+    with stash:
+        loss = blocks_of(x, 400)  # 25 MiB in blocks of 64 KiB
+    loss.backward()
+    stats = stash.stats()
+    assert stats.prefetch_misses == 1 and stats.prefetch_hits >= 24 // 4  # segments of 4 MiB
+    assert 190 <= len(looks) <= 202  # each 128 KiB
 
 
 class Crosswise(torch.autograd.Function):

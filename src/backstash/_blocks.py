@@ -93,7 +93,7 @@ class Source:
         except RuntimeError:  # an accelerator from outside PyTorch takes only what is of its kind
             self.guard.data = _nothing_like(tensor)
         self.block: weakref.ref[Block] | None = None  # of the whole storage
-        self.slices: dict[object, weakref.ref[Block]] = {}  # copies of small parts, by Part.key
+        self.slices: dict[object, weakref.ref[Block]] | None = None  # copies of parts, by Part.key
         self.copied_bytes = 0  # of small parts so far
 
     @property
@@ -134,7 +134,6 @@ class Block:
         "round",
         "saved_parts",
         "served",
-        "shape",
         "side",
         "source",
         "stream",
@@ -155,13 +154,13 @@ class Block:
         self.address = storage.data_ptr()  # while in place; its residue matters ever after
         self.side = side  # whose budgets count it
         self.stream = side.stream()  # that its bytes were made on, on an accelerator
-        self.shape = tuple(alias.shape)
         self.lost = ""  # why its bytes cannot be known, once they cannot
         self.lane: Lane
         self.round: Round
         self.index = 0  # in its round
         self.parcel: Any = None  # what carries it below: a Parcel or a HostParcel
-        self.saved_parts: list[Part] = []  # what its entries need, as far as that had to be asked
+        # What its entries need, as far as that had to be asked; None: all of it.
+        self.saved_parts: list[Part] | None = None
         self.goes_on = False  # whether it is to go to disk whatever room the host has
         self.unsure = False  # whether it landed while its copy still ran
         self.arrival: Copy | None = None  # of root, on an accelerator
@@ -184,6 +183,8 @@ class Block:
 
         While it is in place they are, and stay so. Once it has left, only what had been saved by then is.
         """
+        if self.saved_parts is None:
+            return True
         for saved in self.saved_parts:
             if saved.covers(part):
                 return True
@@ -230,10 +231,12 @@ def raw_alias(tensor: Tensor) -> Tensor:
 def extent_bytes(tensor: Tensor) -> tuple[int, int]:
     """The first byte of the storage that ``tensor`` needs, and one past the last."""
     itemsize = tensor.element_size()
+    low = int(tensor.storage_offset()) * itemsize
+    if tensor.is_contiguous():
+        return low, low + tensor.nbytes
     last = sum(  # strides are never negative
         (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
     )
-    low = int(tensor.storage_offset()) * itemsize
     return low, low + int(last + 1) * itemsize
 
 

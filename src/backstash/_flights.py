@@ -65,7 +65,8 @@ class Flights:
         self.window_bytes = window_bytes
         self._flights: deque[_Flight] = deque()  # oldest first
         self._flying = Counter[Lane | None]()  # how many of them are whose
-        self._dead: deque[object] = deque()  # cargo that died since all of them were looked at
+        self._dead: deque[object] = deque()  # of copies, since all of them were looked at
+        self._dies = self._dead.append  # where a block dies no Python may run: see _remains
         # Also what was copied into a segment that nobody writes yet.
         self.nbytes = self.peak_bytes = 0
         self.written_bytes = 0
@@ -92,8 +93,8 @@ class Flights:
         self.count(block.nbytes)
 
     def _flight_of(self, block: Block, writing: Work | Copy) -> _Flight:
-        # Where a block dies no Python may run: see _remains.
-        cargo = weakref.ref(block, self._dead.append)
+        is_copy = isinstance(writing, Copy)
+        cargo = weakref.ref(block, self._dies) if is_copy else weakref.ref(block)
         return _Flight(cargo, block.nbytes, block.lane, writing)
 
     def add_segment(self, segment: Segment, writing: Work) -> None:

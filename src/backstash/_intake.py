@@ -131,16 +131,18 @@ class Intake:
         storage = tensor.untyped_storage()
         source = self._source_of(tensor, storage)
         block = source.block() if source.block is not None else None
-        part = Part(tensor) if block is None or _may_be_being_filled(tensor) else None
-        serves = block is not None and (part is None or block.serves(part))
-        if block is None or not serves:
-            assert part is not None
-            if block is not None or part.nbytes * 4 < storage.nbytes():
+        part = None
+        if block is None and not _is_whole(tensor, storage):
+            part = Part(tensor)
+        elif block is not None and _may_be_being_filled(tensor):
+            part = Part(tensor)
+        if block is None or (part is not None and not block.serves(part)):
+            if part is not None and (block is not None or part.nbytes * 4 < storage.nbytes()):
                 entry = self._pack_part(tensor, lane, modules, side, tier, source, part)
                 if entry is not None:
                     return entry
             block = Block(source, raw_alias(tensor), side)
-            block.saved_parts.append(part)
+            block.saved_parts = None if part is None else [part]
             self._admit(block, tensor, lane, modules, tier)
             source.block = weakref.ref(block)
         else:
@@ -162,6 +164,8 @@ class Intake:
 
         ``None`` when the parts that overlap have come to cost what the whole does.
         """
+        if origin.slices is None:
+            origin.slices = {}
         known = origin.slices.get(part.key)
         block = known() if known is not None else None
         if block is None or block.source.changed:  # by a backward that was given the copy
@@ -200,7 +204,6 @@ class Intake:
         self, block: Block, tensor: Tensor, lane: Lane, modules: list[nn.Module], tier: str
     ) -> None:
         block.lane = lane
-        block.shape = tuple(tensor.shape)
         block.remains.module = module_path(modules)
         self._books.add(block)
         self.eligible_bytes += block.nbytes
@@ -272,6 +275,11 @@ def _is_parameter(tensor: Tensor) -> bool:
     """Whether ``tensor`` is a leaf that gets a gradient, a parameter frozen or not, or a view of one."""
     base = tensor._base
     return _gets_gradient(tensor) or (base is not None and _gets_gradient(base))
+
+
+def _is_whole(tensor: Tensor, storage: torch.UntypedStorage) -> bool:
+    """Whether ``tensor`` needs all bytes of its storage; a rare "no" that is wrong costs time."""
+    return tensor.is_contiguous() and tensor.nbytes == storage.nbytes()
 
 
 def _may_be_being_filled(tensor: Tensor) -> bool:

@@ -32,6 +32,8 @@ from .stores._memory import Pool
 
 __all__ = ["PoolSource", "Up"]
 
+_LOOKS_IN_A_WINDOW = 128  # ahead, at most, while as many bytes are used as the window holds
+
 AnyParcel: TypeAlias = Parcel | HostParcel
 AnyReading: TypeAlias = Reading | HostReading
 
@@ -59,6 +61,7 @@ class Up:
         self._tape = tape
         self._prefetch = prefetch
         self._memory = memory  # of an accelerator; the CPU's pool says itself when it has none
+        self._used_bytes = 0  # by backward, since what comes next was looked at
         self._window = WeakQueue[Any](_is_held)  # oldest first
         self._beyond: weakref.ref[Any] | None = None  # the one parcel that may exceed the window
         self.ahead_bytes = self.ahead_peak_bytes = 0
@@ -165,6 +168,7 @@ class Up:
             mine = reading is None
             if reading is None:
                 self.misses += 1
+                self._used_bytes = self._prefetch  # it is high time to look ahead
                 reading = self._begin_now(parcel)
             elif parcel.ahead:
                 parcel.ahead = False
@@ -207,6 +211,10 @@ class Up:
         """After ``block`` was used: ask for what comes next, as far as the window goes."""
         self._shrink(to_bytes=self._prefetch, using=block)
         self._source.poll()
+        self._used_bytes += block.nbytes
+        if self._used_bytes < self._prefetch // _LOOKS_IN_A_WINDOW:
+            return  # small ones, and what comes next was asked for
+        self._used_bytes = 0
         for following in block.round.successors(block.index):
             parcel = following.parcel
             if following.alias is not None or parcel is None or parcel.reading is not None:

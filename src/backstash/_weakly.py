@@ -21,11 +21,12 @@ class Weakly(Generic[_K, _V]):
     is a deque's own ``append``.
     """
 
-    __slots__ = ("_gone", "_refs")
+    __slots__ = ("_gone", "_is_gone", "_refs")
 
     def __init__(self) -> None:
         self._refs: dict[_K, weakref.KeyedRef[_K, _V]] = {}
         self._gone: deque[weakref.KeyedRef[_K, _V]] = deque()
+        self._is_gone = self._gone.append  # bound once, not for each entry
 
     def get(self, key: _K) -> _V | None:
         """The value, if it is alive."""
@@ -37,4 +38,4 @@ class Weakly(Generic[_K, _V]):
             ref = self._gone.popleft()
             if self._refs.get(ref.key) is ref:
                 del self._refs[ref.key]
-        self._refs[key] = weakref.KeyedRef(value, self._gone.append, key)
+        self._refs[key] = weakref.KeyedRef(value, self._is_gone, key)
