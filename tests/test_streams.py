@@ -260,6 +260,23 @@ def test_what_an_unfinished_copy_uses_outlives_it(played):
     assert not device.unfinished
 
 
+def test_of_many_unfinished_copies_one_is_asked(played):
+    device, log, *_ = played
+    events = []
+    for _ in range(20):
+        copy = device.up(bytes_of(7), None)
+        events.append(copy._event)
+        del copy
+    log.clear()
+    device.up(bytes_of(7), None).order()
+    assert log.count(("asked", "up")) == 2  # the oldest, and the new one
+    assert len(device.unfinished) == 20 and device.unfinished[0][0] is events[0]
+    for event in events[:12]:
+        event.has_ended = True
+    device.up(bytes_of(7), None).order()
+    assert [each[0] for each in device.unfinished][:8] == events[12:]
+
+
 def test_a_source_that_is_released_early_outlives_its_copy(played):
     device, _, compute, _ = played
     copy = device.down(bytes_of(7), bytes_of(0), compute)
