@@ -3,8 +3,8 @@
 #
 #   benchmarks/gpu.sh OUT [SECONDS]      all of it, within SECONDS (570)
 #
-# Writes OUT/machine.txt, checks.txt, checks.json, bench.txt and bench.json; the last two grow as it goes, so a
-# run that is cut off leaves what it measured. Status 1 when a check failed.
+# Writes OUT/machine.txt, checks.txt, checks.json, blocks.txt, bench.txt and bench.json; the last two grow as it
+# goes, so a run that is cut off leaves what it measured. Status 1 when a check failed.
 #
 #   PYTHON    the interpreter (python3)
 #   DEVICE    what to measure (cuda); cpu plays one, tiny, to try the script
@@ -40,6 +40,10 @@ checks_seconds=$((seconds / 4))
     timeout -k 5 $((checks_seconds + 20)) "$python" "$root/tests/test_gpu.py" \
         --out "$out/checks.json" --seconds "$checks_seconds" 2>&1 | tee "$out/checks.txt"
     status=${PIPESTATUS[0]}
+}
+
+[[ $parts == *bench* && $device != cpu ]] && {
+    timeout -k 5 60 "$python" "$root/benchmarks/blocks_under_way.py" 2>&1 | tee "$out/blocks.txt"
 }
 
 left=$((seconds - SECONDS - 15))

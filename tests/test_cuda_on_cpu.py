@@ -150,6 +150,17 @@ def test_random_programs() -> None:
     assert "40 programs  equal" in on_cuda(soak, 0.1, HERE.parent)
 
 
+def test_the_benchmark_of_copies_under_way_runs() -> None:
+    told = on_cuda(
+        ["benchmarks/blocks_under_way.py", "--blocks", "8", "--repeats", "1"], 0.1, HERE.parent
+    )
+    assert [line.split("  ")[0] for line in told.splitlines()[2:]] == [
+        "plain",
+        "all stay",
+        "all move",
+    ]
+
+
 @pytest.mark.timeout(300)
 def test_the_benchmark_runs_through(tmp_path: Path) -> None:
     """``benchmarks/gpu.sh`` has ten minutes on a machine that is lent: nothing in it may be met there first."""

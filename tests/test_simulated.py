@@ -141,6 +141,22 @@ def test_random_programs_on_several_streams() -> None:
     assert "25 programs  equal" in done.stdout
 
 
+def test_the_benchmark_of_copies_under_way_runs() -> None:
+    program = f"""
+import sys
+sys.path[:0] = [{str(HERE)!r}, {str(HERE.parent / "benchmarks")!r}]
+import simulated
+simulated.register()
+simulated.begin(0.1, 0)
+import blocks_under_way
+blocks_under_way.main(["--blocks", "8", "--repeats", "1"])
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    rows = [line.split() for line in done.stdout.splitlines()[2:]]
+    assert [row[-5] for row in rows] == ["8"] * 3 and len(rows) == 3
+
+
 @pytest.mark.timeout(900)  # the first asks for all of them
 @pytest.mark.parametrize("how", RUNS)
 @pytest.mark.parametrize("check", CHECKS)
