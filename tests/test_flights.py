@@ -230,6 +230,21 @@ def test_only_its_own_thread_lands_a_block_while_that_lives():
     assert window.cargos == [] and theirs.alias is None
 
 
+def test_an_error_while_one_lands_loses_none():
+    lane, window = Lane(), Window(1000)
+
+    def raises(failure):
+        raise UserWarning("made an error")
+
+    theirs, mine = block_of(lane_of_another(alive=True)), block_of(lane)
+    window.flights.add(theirs, done())
+    window.flights.add(mine, done(BROKEN))
+    window.flights._refusals.broke = raises
+    with pytest.raises(UserWarning):
+        window.flights.land(lane)
+    assert window.cargos == [theirs, mine] and window.flights.nbytes == 200
+
+
 # A host that runs ahead of its device has hundreds of copies under way: none may cost a look each time.
 
 

@@ -150,28 +150,32 @@ class Flights:
         looks_at_all = 2 * len(self._dead) >= len(flights)
         if looks_at_all:
             self._dead.clear()
-        while flights:
-            flight = flights[0]
-            cargo, is_mine = flight.cargo(), _judged_by(lane, flight)
-            lingers = (
-                not all_that_ended and cargo is not None and not self._keep.wants_room(self.nbytes)
-            )
-            if is_mine and not lingers and (flight.writing.done() or _abandoned(flight)):
-                if cargo is not None:
-                    self._touch_down(cargo, flight)
-                self._end(flights.popleft())
-                continue
-            # A device's copies end in order: after one that has not ended, none has. Nor need a thread
-            # that has none of its own look at those of others, or anybody at those that stay. Only the
-            # dead among them are let go, each time that they may be half of all.
-            has_not_ended = is_mine and not lingers
-            of_no_concern = not all_that_ended and (lingers or lane not in self._flying)
-            if isinstance(flight.writing, Copy) and (
-                has_not_ended or (of_no_concern and not looks_at_all)
-            ):
-                break
-            passed.append(flights.popleft())
-        flights.extendleft(reversed(passed))
+        try:
+            while flights:
+                flight = flights.popleft()
+                passed.append(flight)  # until it has landed
+                cargo, is_mine = flight.cargo(), _judged_by(lane, flight)
+                lingers = (
+                    not all_that_ended
+                    and cargo is not None
+                    and not self._keep.wants_room(self.nbytes)
+                )
+                if is_mine and not lingers and (flight.writing.done() or _abandoned(flight)):
+                    if cargo is not None:
+                        self._touch_down(cargo, flight)
+                    self._end(passed.pop())
+                    continue
+                # A device's copies end in order: after one that has not ended, none has. Nor need a thread
+                # that has none of its own look at those of others, or anybody at those that stay. Only
+                # the dead among them are let go, each time that they may be half of all.
+                has_not_ended = is_mine and not lingers
+                of_no_concern = not all_that_ended and (lingers or lane not in self._flying)
+                if isinstance(flight.writing, Copy) and (
+                    has_not_ended or (of_no_concern and not looks_at_all)
+                ):
+                    break
+        finally:
+            flights.extendleft(reversed(passed))
 
     def _end(self, flight: _Flight) -> None:
         if isinstance(flight.writing, Copy):
