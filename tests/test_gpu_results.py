@@ -95,7 +95,8 @@ def test_the_script_runs_checks_then_the_benchmark_and_tells_of_both(tmp_path: P
     python = tmp_path / "python"
     python.write_text(
         f'#!/bin/sh\necho "$@" >> {calls}\n'
-        'case "$1" in */test_gpu.py) echo checked; exit 1;; -m) echo measured;; esac\n'
+        'case "$1" in */test_gpu.py) echo checked; exit 1;; -m) echo measured;; '
+        "*/blocks_under_way.py) echo waiting;; esac\n"
     )
     python.chmod(0o755)
     out = tmp_path / "out"
@@ -110,9 +111,11 @@ def test_the_script_runs_checks_then_the_benchmark_and_tells_of_both(tmp_path: P
     assert done.returncode == 1, "a check failed"
     said = calls.read_text().splitlines()
     assert "test_gpu.py --out" in said[1] and said[1].endswith("--seconds 25")
-    assert said[2].startswith("-m backstash bench --device cuda --seconds ")
-    assert said[2].endswith("--host 1GiB")
-    assert 75 <= int(said[2].split()[6]) <= 85, "both end within the time"
+    assert said[2].endswith("blocks_under_way.py")
+    assert said[3].startswith("-m backstash bench --device cuda --seconds ")
+    assert said[3].endswith("--host 1GiB")
+    assert 75 <= int(said[3].split()[6]) <= 85, "both end within the time"
+    assert (out / "blocks.txt").read_text() == "waiting\n"
     assert (out / "bench.txt").read_text() == "measured\n"
     assert (out / "checks.txt").read_text() == "checked\n"
     assert "checks: status 1; benchmark: status 0" in done.stdout
