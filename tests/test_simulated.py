@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import simulated
 from gpu_checks import CHECKS
@@ -139,6 +140,27 @@ def test_random_programs_on_several_streams() -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]
     assert "25 programs  equal" in done.stdout
+
+
+@pytest.mark.skipif(torch.__version__ < (2, 13), reason="backwards lend no context there")
+def test_a_process_waits_for_the_engine_before_it_ends() -> None:
+    """Else the thread that lets go of the context, slowly here, would be stopped amid C++, where it is last."""
+    program = """
+import contextvars, time
+
+class Slow:
+    def __del__(self):
+        time.sleep(0.3)
+
+def backward():
+    contextvars.ContextVar("held").set(Slow())
+    torch.ones(100, device=device, requires_grad=True).exp().sum().backward()
+
+contextvars.copy_context().run(backward)
+print("done", end="")
+"""
+    for _ in range(3):
+        assert run(program, chance=0.1) == ["done"] * 4
 
 
 def test_the_benchmark_of_copies_under_way_runs() -> None:

@@ -5,6 +5,7 @@ import os
 import sys
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from types import ModuleType
 
 
@@ -21,9 +22,20 @@ class _AfterTorch(MetaPathFinder):
         def exec_module(module: ModuleType) -> None:
             execute(module)
             module.ops.load_library(os.environ["CUDA_ON_CPU"])
+            _wait_at_exit()
 
         spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
+
+
+def _wait_at_exit() -> None:
+    sys.path.append(str(Path(__file__).resolve().parent.parent))
+    import torch
+
+    from engine_threads import wait_at_exit
+
+    sys.path.pop()
+    wait_at_exit(lambda: [torch.device("cuda", 0)] if torch.cuda.is_initialized() else [])
 
 
 if "CUDA_ON_CPU" in os.environ:

@@ -12,6 +12,7 @@ from types import ModuleType
 import torch
 
 from compiled import CannotBuild, compiled
+from engine_threads import wait_at_exit
 
 __all__ = ["CannotBuild", "begin", "build", "faults", "limit", "reads", "register"]
 
@@ -28,7 +29,9 @@ def register() -> torch.device:
     torch.utils.rename_privateuse1_backend("simulated")
     torch._register_device_module("simulated", _module())
     torch.utils.generate_methods_for_privateuse1_backend()
-    return torch.device("simulated", 0)
+    devices = [torch.device("simulated", each) for each in range(torch.accelerator.device_count())]
+    wait_at_exit(lambda: devices)
+    return devices[0]
 
 
 def begin(chance: float, seed: int) -> None:
