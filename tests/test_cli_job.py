@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from backstash.cli._job import Job
+from backstash._job import Job
 from test_cli_run import TRAIN, under_stash, write
 
 THREADS = """
@@ -123,22 +123,35 @@ def test_a_script_that_launches_copies_of_itself_is_told_too(
     assert "backstash rank" not in ended.stderr
 
 
+TORCHRUN = "RANK=5 LOCAL_RANK=1 WORLD_SIZE=8"
+OPEN_MPI = "OMPI_COMM_WORLD_RANK=5 OMPI_COMM_WORLD_LOCAL_RANK=1 OMPI_COMM_WORLD_SIZE=8"
+SRUN = "SLURM_PROCID=5 SLURM_LOCALID=1 SLURM_STEP_NUM_TASKS=8 SLURM_NODEID=1"
+
+
 @pytest.mark.parametrize(
     "told, job",
     [
-        ({}, Job()),
-        ({"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8"}, Job(5, 1, 8)),
-        ({"RANK": "5", "LOCAL_RANK": "1"}, Job()),
-        ({"RANK": "x", "LOCAL_RANK": "1", "WORLD_SIZE": "8"}, Job()),
+        ("", Job()),
+        (TORCHRUN, Job(5, 1, 8)),
+        (f"{TORCHRUN} LOCAL_WORLD_SIZE=4", Job(5, 1, 8, 4)),
+        (f"{TORCHRUN} LOCAL_SIZE=4", Job(5, 1, 8, 4)),
+        (f"{OPEN_MPI} OMPI_COMM_WORLD_LOCAL_SIZE=4 PMIX_RANK=5", Job(5, 1, 8, 4)),
+        ("PMI_RANK=5 MPI_LOCALRANKID=1 PMI_SIZE=8 MPI_LOCALNRANKS=4", Job(5, 1, 8, 4)),
+        (f"{SRUN} SLURM_STEP_TASKS_PER_NODE=4(x2)", Job(5, 1, 8, 4)),
+        (f"{SRUN} SLURM_STEP_TASKS_PER_NODE=6,2", Job(5, 1, 8, 2)),
+        (f"{SRUN} SLURM_STEP_TASKS_PER_NODE=8", Job(5, 1, 8, 8)),
+        (f"{SRUN} SLURM_STEP_TASKS_PER_NODE=some", Job(5, 1, 8)),
+        (f"{SRUN} {TORCHRUN} SLURM_STEP_TASKS_PER_NODE=1 LOCAL_WORLD_SIZE=4", Job(5, 1, 8, 4)),
+        ("SLURM_STEP_TASKS_PER_NODE=3,1", Job(local_processes=3)),
+        ("SLURM_STEP_TASKS_PER_NODE=3,1 SLURM_NODEID=2", Job()),
+        ("SLURM_PROCID=0 SLURM_LOCALID=0 SLURM_NTASKS=8 SLURM_TASKS_PER_NODE=8", Job()),
+        ("RANK=5 LOCAL_RANK=1", Job()),
+        ("RANK=x LOCAL_RANK=1 WORLD_SIZE=8", Job()),
     ],
 )
-def test_what_the_environment_says(
-    monkeypatch: pytest.MonkeyPatch, told: dict[str, str], job: Job
-) -> None:
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in told.items():
-        monkeypatch.setenv(name, value)
+def test_what_the_environment_says(monkeypatch: pytest.MonkeyPatch, told: str, job: Job) -> None:
+    """As launchers were seen to say it."""
+    monkeypatch.setattr(os, "environ", dict(each.split("=", 1) for each in told.split()))
     assert Job.now() == job
 
 

@@ -9,6 +9,8 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from ._job import Job
+
 __all__ = ["ControlGroup", "memory_group", "spare_bytes"]
 
 _LIMIT_FILES = {1: "memory.limit_in_bytes", 2: "memory.max"}
@@ -46,8 +48,8 @@ class ControlGroup:
 def spare_bytes(proc: Path = Path("/proc")) -> int:
     """How many bytes the machine, or the control group this process is in, can still give it.
 
-    Where a launcher started several processes here and says so (``LOCAL_WORLD_SIZE``, as ``torchrun``
-    does), an equal share of it.
+    Where a launcher started several processes here and says so, as ``torchrun``, ``deepspeed``, ``srun``
+    and ``mpirun`` do, an equal share of it.
 
     Args:
         proc: where the system's ``meminfo`` and the process's own files are.
@@ -59,13 +61,7 @@ def spare_bytes(proc: Path = Path("/proc")) -> int:
     limits = [_available_bytes(proc / "meminfo")]
     if group is not None and group.spare_bytes is not None:
         limits.append(group.spare_bytes)
-    return min(limits) // _processes()
-
-
-def _processes() -> int:
-    """How many processes of one job are on this machine, as far as its launcher says."""
-    told = os.environ.get("LOCAL_WORLD_SIZE", "")
-    return max(1, int(told)) if told.isdecimal() else 1
+    return min(limits) // Job.now().local_processes
 
 
 def _available_bytes(meminfo: Path) -> int:

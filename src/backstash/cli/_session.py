@@ -14,10 +14,10 @@ from typing import Any
 import torch
 
 from .. import Disk, Stash
+from .._job import Job
 from ..report import StepMarks, Timeline, render_page, timeline
 from ._allocator import is_loaded
 from ._first_backward import FirstBackward
-from ._job import Job
 from ._live import Live
 from ._machine import machine, versions
 from ._resident import resident_bytes, resident_peak_bytes
