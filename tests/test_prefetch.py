@@ -55,6 +55,15 @@ def test_small_blocks_are_looked_for_now_and_then_and_found(tmp_path, monkeypatc
     assert 190 <= len(looks) <= 202  # each 128 KiB
 
 
+def test_on_the_cpu_nothing_larger_than_the_window_comes_ahead(tmp_path):
+    stash = Stash(disk=tmp_path, inflight=0, prefetch="512KiB")
+    x = torch.zeros(MIB // 4, requires_grad=True)
+    with stash:
+        loss = blocks_of(x, 4)
+    loss.backward()
+    assert (stash.stats().prefetch_hits, stash.stats().prefetch_misses) == (0, 4)
+
+
 class Crosswise(torch.autograd.Function):
     """Uses what it saved first before what it saved last."""
 

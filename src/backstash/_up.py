@@ -113,7 +113,7 @@ class Up:
             low = block.address % 64
             nbytes = -(-(low + block.nbytes) // 64) * 64
             root = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-            source = memory.data_ptr() + parcel.skew + block.offset
+            source = memory.data_ptr() + block.offset
             ctypes.memmove(root.data_ptr() + low, source, block.nbytes)
             parcel.wanted -= 1
         else:
