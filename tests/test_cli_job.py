@@ -143,7 +143,9 @@ SRUN = "SLURM_PROCID=5 SLURM_LOCALID=1 SLURM_STEP_NUM_TASKS=8 SLURM_NODEID=1"
         (f"{SRUN} SLURM_STEP_TASKS_PER_NODE=some", Job(5, 1, 8)),
         (f"{SRUN} {TORCHRUN} SLURM_STEP_TASKS_PER_NODE=1 LOCAL_WORLD_SIZE=4", Job(5, 1, 8, 4)),
         ("SLURM_STEP_TASKS_PER_NODE=3,1", Job(local_processes=3)),
-        ("SLURM_STEP_TASKS_PER_NODE=3,1 SLURM_NODEID=2", Job()),
+        ("SLURM_STEP_TASKS_PER_NODE=1,3 SLURM_NODEID=2", Job(local_processes=3)),
+        ("SLURM_STEP_TASKS_PER_NODE=4(x2),1 SLURM_NODEID=1", Job(local_processes=4)),
+        ("SLURM_STEP_TASKS_PER_NODE=4(x2),1 SLURM_NODEID=2", Job(local_processes=1)),
         ("SLURM_PROCID=0 SLURM_LOCALID=0 SLURM_NTASKS=8 SLURM_TASKS_PER_NODE=8", Job()),
         ("RANK=5 LOCAL_RANK=1", Job()),
         ("RANK=x LOCAL_RANK=1 WORLD_SIZE=8", Job()),
@@ -155,7 +157,12 @@ def test_what_the_environment_says(monkeypatch: pytest.MonkeyPatch, told: str, j
     assert Job.now() == job
 
 
-def test_names_of_files() -> None:
+def test_one_process_is_the_default() -> None:
+    assert Job() == Job(rank=0, local_rank=0, processes=1, local_processes=1)
+
+
+def test_names_of_lines_and_files() -> None:
+    assert [Job().label, Job(3, 1, 4).label] == ["backstash", "backstash rank 3"]
     assert Job(0, 0, 2).file("a/out.html") == "a/out.html"
     assert Job(12, 0, 16).file("/a/out.html") == "/a/out.rank12.html"
     assert Job(1, 0, 2).file(f"{os.sep}a{os.sep}out") == "/a/out.rank1"

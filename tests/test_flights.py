@@ -136,9 +136,11 @@ def test_a_segment_s_bytes_are_counted_once():
     flights.count(100)  # as it is filled
     flights.add_segment(segment, work := work_of())
     assert (flights.nbytes, flights.written_bytes, segment.remains.flown) == (100, 100, 0)
+    assert flights._flying == {None: 1}
     work.run()
     flights.land(lane)
     assert flights.nbytes == 0 and segment.buffer is None and window.cargos == []
+    assert flights._flying == {}
     assert window.freed == [100]
 
 
@@ -150,7 +152,9 @@ def test_what_has_ended_lands_and_the_rest_keeps_its_order():
     blocks = [block_of(lane, nbytes) for nbytes in (10, 20, 30, 40)]
     for block, writing in zip(blocks, (work_of(), done(), work_of(), done()), strict=True):
         window.flights.add(block, writing)
+    assert window.flights._flying == {lane: 4}
     window.flights.land(lane)
+    assert window.flights._flying == {lane: 2}
     assert [block.alias is None for block in blocks] == [False, True, False, True]
     assert window.cargos == [blocks[0], blocks[2]]
     assert [block.unsure for block in blocks] == [False] * 4
@@ -329,6 +333,19 @@ def test_a_dead_one_behind_another_thread_s_makes_room():
     assert window.cargos == blocks and copies[1].ordered == copies[1].released == 1
 
 
+def test_only_dead_copies_are_counted_as_such():
+    """For writes all are looked at each time."""
+    lane, window = Lane(), Window(1000)
+    blocks = [block_of(lane) for _ in range(2)]
+    for block, writing in zip(blocks, (work_of(), Played()), strict=True):
+        window.flights.add(block, writing)
+    del block
+    blocks.pop(0)
+    assert len(window.flights._dead) == 0
+    blocks.clear()
+    assert len(window.flights._dead) == 1
+
+
 def test_a_dead_block_s_write_is_called_off_or_ends():
     lane, window = Lane(), Window(1000)
     begun, ended, go_on = threading.Event(), threading.Event(), threading.Event()
@@ -396,6 +413,16 @@ def test_room_is_made_by_waiting_for_the_oldest_of_one_s_own():
     assert window.cargos == [theirs] and not works[0].done()
     flights.make_room(1000, lane)
     assert window.cargos == [theirs]
+
+
+@pytest.mark.parametrize("nbytes, left", [(0, 3), (1, 2), (30, 2), (31, 1), (90, 0), (91, 0)])
+def test_so_many_bytes_are_let_go_now(nbytes, left):
+    lane, window = Lane(), Window(1000)
+    blocks = [block_of(lane, 30) for _ in range(3)]
+    for block in blocks:
+        window.flights.add(block, work_of())
+    window.flights.let_go(nbytes, lane)
+    assert window.cargos == blocks[3 - left :]
 
 
 def test_an_empty_window_is_not_waited_for():
@@ -472,6 +499,7 @@ def test_the_window_anew_is_of_what_is_on_its_way():
     found = flights.restore([known, landed, in_place, unknown, ended], [], remains)
     assert found == [dead, works[0], works[1]]
     assert window.cargos == [None, known, unknown, ended]
+    assert flights._flying == {lane: 4}
     assert flights._flights[1] is first
     made = flights._flights[2]
     assert (made.nbytes, made.lane, made.writing) == (20, lane, works[1])
@@ -492,6 +520,7 @@ def test_the_window_anew_has_each_segment_that_is_written():
     found = flights.restore([], segments, [each.remains for each in segments])
     assert found == [known.remains.writing, unknown.remains.writing]
     assert window.cargos == [known, unknown, told]
+    assert flights._flying == {None: 3}
     made = flights._flights[1]
     assert (made.nbytes, made.lane, made.writing) == (20, None, unknown.remains.writing)
     assert [each.remains.flown for each in segments] == [40, 0, 0, 0, 0, 0]

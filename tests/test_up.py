@@ -384,7 +384,7 @@ def test_where_there_is_no_memory_what_is_larger_than_the_window_gives_way_too(i
     large, _ = around.block(1, nbytes=2 * SIZE)
     _, newest = around.block(8, nbytes=64)
     around.use(newest)
-    held, entry, _ = around.block(9, nbytes=64, entries=2)
+    _, entry, _ = around.block(9, nbytes=64, entries=2)
     around.up.view(entry)
     assert large.parcel.reading is not None and around.up.ahead_bytes == 2 * SIZE + 64
     odd, wanted = around.block(10)
@@ -468,11 +468,11 @@ def test_what_need_not_be_asked_for_ahead():
     landing.alias = torch.ones(SIZE, dtype=torch.uint8)
     lost, _ = around.block(5)
     lost.parcel = None
-    at_hand, held, _ = around.block(5, entries=2)
-    used, done = around.block(6)
+    _, at_hand, _ = around.block(5, entries=2)
+    _, used = around.block(6)
     _, newest = around.block(7)
-    around.up.view(held)
-    around.up.view(done)
+    around.up.view(at_hand)
+    around.up.view(used)
     asked.parcel.reading = object()
     around.fetched.clear()
     around.use(newest)
@@ -555,7 +555,7 @@ def test_what_needs_no_worker_is_told_at_once():
 def test_one_that_is_larger_than_the_window_may_come_ahead(allowed):
     around = Around(prefetch=SIZE, reads_one_beyond=allowed)
     blocks = [around.block(value, nbytes=2 * SIZE)[0] for value in range(2)]
-    newest, entry = around.block(8, nbytes=SIZE // 2)
+    _, entry = around.block(8, nbytes=SIZE // 2)
     around.use(entry)
     assert around.ahead_of(*blocks) == [0, int(allowed)]
     assert around.up.ahead_bytes == 2 * SIZE * allowed

@@ -110,7 +110,7 @@ class Flights:
 
     def let_go(self, nbytes: int, lane: Lane) -> None:
         """Let the memory of so many bytes go now, as far as that can be waited for."""
-        self._empty_to(max(0, self.nbytes - nbytes), lane)
+        self._empty_to(self.nbytes - nbytes, lane)
 
     def _empty_to(self, nbytes: int, lane: Lane) -> None:
         while self.nbytes > nbytes:

@@ -73,6 +73,5 @@ def _count(name: str) -> int:
             return 0
         counts += [int(found[1])] * int(found[2] or 1)
     machine = os.environ.get("SLURM_NODEID", "")
-    if len(counts) == 1 or not machine.isdecimal():
-        return max(counts)
-    return counts[int(machine)] if int(machine) < len(counts) else 0
+    known = machine.isdecimal() and int(machine) < len(counts)
+    return counts[int(machine)] if known else max(counts)
