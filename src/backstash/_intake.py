@@ -25,6 +25,7 @@ __all__ = ["SMALL", "Intake"]
 SMALL = "smaller than min_bytes"
 _NO_TIER = "no tier below: give disk="
 _NO_HOST = "no tier below: give host="
+_FORKED = "a forked process: make a stash in it"
 _CAPTURED = "a graph of the accelerator is being captured"
 _PARAMETER = "a parameter or another leaf that requires a gradient, or a view of one"
 
@@ -79,11 +80,9 @@ class Intake:
         if type(tensor) is not Tensor:
             return self._pack_other(tensor, lane)
         side = self._books.side_of(tensor.device)
-        reason = side if isinstance(side, str) else reason_to_stay(tensor) or _no_tier(side)
         if isinstance(side, str):
-            return self._stay(tensor, reason)
-        if not reason and forked:
-            reason = "a forked process: make a stash in it"
+            return self._stay(tensor, side)
+        reason = reason_to_stay(tensor) or _no_tier(side) or (_FORKED if forked else "")
         if reason:
             return self._stay(tensor, reason)
         modules = running_modules()
