@@ -116,8 +116,7 @@ def _mounted(version: int, group: str, mounts: list[str]) -> tuple[Path, Path] |
         if not wanted:
             continue
         top = Path(mount)
-        inside = group.removeprefix(root) if root != "/" else group
-        path = top / inside.strip("/")
+        path = top / group.removeprefix(root).strip("/")
         # In a container the path may be one that only the host sees: then the mount is the group.
         path = path if path.is_dir() else top
         if _number(path / _USAGE_FILES[version]) is not None or version == 1 or path == top:
@@ -126,14 +125,13 @@ def _mounted(version: int, group: str, mounts: list[str]) -> tuple[Path, Path] |
 
 
 def _limits(version: int, path: Path, top: Path) -> ControlGroup:
-    limit, limited, group = None, path, path
-    while True:
+    limit, limited = None, path
+    for group in (path, *path.parents):
         found = _number(group / _LIMIT_FILES[version])
         if found is not None and found < _NO_LIMIT_BYTES and (limit is None or found < limit):
             limit, limited = found, group
-        if group == top or top not in group.parents:
+        if group == top:
             break
-        group = group.parent
     used = _number(limited / _USAGE_FILES[version]) or 0
     return ControlGroup(version, path, limit, used, _cache_bytes(version, limited))
 
