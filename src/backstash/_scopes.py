@@ -78,14 +78,10 @@ def leave_scope(lane: Lane, frame: FrameType | None = None) -> None:
         raise UsageError("a stash was left inside the forward of a module it is attached to")
     try:
         _take_out(scope)
-    except UsageError:
-        raise
-    except BaseException:  # an interrupt: the pair goes all the same
+        lane.scopes.pop()
+    except BaseException:  # out of order, or an interrupt: the pair goes all the same
         abandon(lane, scope)
         raise
-    finally:
-        if lane.scopes and lane.scopes[-1] is scope:
-            lane.scopes.pop()
 
 
 def abandon(lane: Lane, scope: Scope) -> None:
