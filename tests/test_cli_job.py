@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from backstash._job import Job
+from backstash.launcher import Job
 from test_cli_run import TRAIN, under_stash, write
 
 THREADS = """

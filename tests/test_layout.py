@@ -16,7 +16,7 @@ MODULES = {
 # Each part imports from those above its own line, and within its line where no circle comes of it.
 LEVELS = (
     ("errors", "units"),
-    ("stores", "codecs", "memory", "_streams"),
+    ("stores", "codecs", "memory", "launcher", "_streams"),
     ("policy",),
     ("_*",),
     ("stash",),

@@ -9,7 +9,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from ._job import Job
+from .launcher import Job
 
 __all__ = ["ControlGroup", "memory_group", "spare_bytes"]
 

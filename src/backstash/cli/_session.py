@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from .. import Disk, Stash
-from .._job import Job
+from ..launcher import Job
 from ..report import StepMarks, Timeline, render_page, timeline
 from ._allocator import is_loaded
 from ._first_backward import FirstBackward

@@ -29,7 +29,11 @@ _LOCAL_PROCESSES = (
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What the launcher says of this process."""
+    """What the launcher says of this process.
+
+    >>> Job(rank=3, local_rank=1, processes=4, local_processes=2).file("out.json")
+    'out.rank3.json'
+    """
 
     rank: int = 0
     """Its number among all."""
