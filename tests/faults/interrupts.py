@@ -1,8 +1,9 @@
 """An interrupt where Python could deliver one: at the n-th such point inside backstash, for every n.
 
 A signal's handler runs only where the interpreter looks for one: when a Python function begins, when a call
-to something that is not Python has returned, and when a loop goes round. A trace function counts those
-points and raises ``KeyboardInterrupt`` at the n-th, which is what a Ctrl-C does that arrives just then.
+to something that is not Python has returned, and when a loop goes round; Python 3.10 looks wherever a
+condition makes it jump, too. A trace function counts those points and raises ``KeyboardInterrupt`` at the
+n-th, which is what a Ctrl-C does that arrives just then.
 """
 
 from __future__ import annotations
@@ -25,7 +26,16 @@ _CALLS = ("CALL", "CALL_FUNCTION_EX", "CALL_FUNCTION", "CALL_METHOD", "CALL_FUNC
 _BACK = {
     code for name, code in dis.opmap.items() if "JUMP_BACKWARD" in name or name == "JUMP_ABSOLUTE"
 }
-_LOOKS = _BACK | {code for name, code in dis.opmap.items() if name in _CALLS or name == "RESUME"}
+_JUMPS = {
+    code
+    for name, code in dis.opmap.items()
+    if name.startswith("POP_JUMP_IF") and sys.version_info < (3, 11)
+}
+_LOOKS = (
+    _BACK
+    | _JUMPS
+    | {code for name, code in dis.opmap.items() if name in _CALLS or name == "RESUME"}
+)
 _NOWHERE = -1
 
 
@@ -63,8 +73,7 @@ class Interrupter:
         elif event == "opcode":
             code, last, here = frame.f_code.co_code, self._last[frame], frame.f_lasti
             self._last[frame] = here if code[here] in _LOOKS else _NOWHERE
-            # A conditional jump back that is not taken is no look: what follows may be the end of a ``with``.
-            if last != _NOWHERE and (code[last] not in _BACK or here <= last):
+            if last != _NOWHERE and _has_looked(code[last], last, here):
                 self._point(frame)
         return self._local
 
@@ -85,6 +94,13 @@ class Interrupter:
     def __exit__(self, *_: object) -> None:
         sys.settrace(None)
         self._last.clear()
+
+
+def _has_looked(code: int, last: int, here: int) -> bool:
+    """A conditional jump that is not taken is no look: what follows may be the end of a ``with``."""
+    if code in _JUMPS:
+        return here != last + 2
+    return code not in _BACK or here <= last
 
 
 def step_interrupted_at(at: int, stash: backstash.Stash) -> tuple[Interrupter, list[str]]:

@@ -3,6 +3,7 @@
 import _thread
 import functools
 import operator
+import sys
 import weakref
 from types import SimpleNamespace
 
@@ -214,3 +215,16 @@ def test_a_loop_that_ends_is_no_point(times: int) -> None:
     with Interrupter(-1, inside=(__file__,)) as interrupter:
         _go_round(times)
     assert interrupter.count == times - 1
+
+
+def _either(this: bool) -> None:
+    if this:
+        return
+    return
+
+
+@pytest.mark.parametrize("this", [True, False])
+def test_a_condition_is_a_point_of_python_3_10_where_it_jumps(this: bool) -> None:
+    with Interrupter(-1, inside=(__file__,)) as interrupter:
+        _either(this)
+    assert interrupter.count == (sys.version_info < (3, 11) and not this)
