@@ -125,7 +125,8 @@ def test_a_script_that_launches_copies_of_itself_is_told_too(
 
 TORCHRUN = "RANK=5 LOCAL_RANK=1 WORLD_SIZE=8"
 OPEN_MPI = "OMPI_COMM_WORLD_RANK=5 OMPI_COMM_WORLD_LOCAL_RANK=1 OMPI_COMM_WORLD_SIZE=8"
-SRUN = "SLURM_PROCID=5 SLURM_LOCALID=1 SLURM_STEP_NUM_TASKS=8 SLURM_NODEID=1"
+TASKS = "SLURM_PROCID=5 SLURM_LOCALID=1 SLURM_STEP_NUM_TASKS=8"
+SRUN = f"{TASKS} SLURM_NODEID=1"
 
 
 @pytest.mark.parametrize(
@@ -142,10 +143,13 @@ SRUN = "SLURM_PROCID=5 SLURM_LOCALID=1 SLURM_STEP_NUM_TASKS=8 SLURM_NODEID=1"
         (f"{SRUN} SLURM_STEP_TASKS_PER_NODE=8", Job(5, 1, 8, 8)),
         (f"{SRUN} SLURM_STEP_TASKS_PER_NODE=some", Job(5, 1, 8)),
         (f"{SRUN} {TORCHRUN} SLURM_STEP_TASKS_PER_NODE=1 LOCAL_WORLD_SIZE=4", Job(5, 1, 8, 4)),
-        ("SLURM_STEP_TASKS_PER_NODE=3,1", Job(local_processes=3)),
-        ("SLURM_STEP_TASKS_PER_NODE=1,3 SLURM_NODEID=2", Job(local_processes=3)),
-        ("SLURM_STEP_TASKS_PER_NODE=4(x2),1 SLURM_NODEID=1", Job(local_processes=4)),
-        ("SLURM_STEP_TASKS_PER_NODE=4(x2),1 SLURM_NODEID=2", Job(local_processes=1)),
+        (f"{SRUN} {TORCHRUN} SLURM_STEP_TASKS_PER_NODE=4", Job(5, 1, 8, 4)),  # set by a script
+        (f"{TASKS} SLURM_STEP_TASKS_PER_NODE=3,1", Job(5, 1, 8, 3)),
+        (f"{TASKS} SLURM_STEP_TASKS_PER_NODE=1,3 SLURM_NODEID=2", Job(5, 1, 8, 3)),
+        (f"{TASKS} SLURM_STEP_TASKS_PER_NODE=4(x2),1 SLURM_NODEID=1", Job(5, 1, 8, 4)),
+        (f"{TASKS} SLURM_STEP_TASKS_PER_NODE=4(x2),1 SLURM_NODEID=2", Job(5, 1, 8, 1)),
+        (f"{TORCHRUN} LOCAL_WORLD_SIZE=0", Job(5, 1, 8, 1)),
+        ("LOCAL_SIZE=64", Job()),  # somebody's own
         ("SLURM_PROCID=0 SLURM_LOCALID=0 SLURM_NTASKS=8 SLURM_TASKS_PER_NODE=8", Job()),
         ("RANK=5 LOCAL_RANK=1", Job()),
         ("RANK=x LOCAL_RANK=1 WORLD_SIZE=8", Job()),

@@ -86,6 +86,8 @@ def test_processes_of_one_launcher_share(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: str, processes: int
 ) -> None:
     (tmp_path / "meminfo").write_text("MemTotal: 9 kB\nMemAvailable: 8 kB\n")
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        monkeypatch.setenv(name, "0")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", told)
     assert spare_bytes(tmp_path) == 8192 // processes
     monkeypatch.delenv("LOCAL_WORLD_SIZE")

@@ -9,21 +9,25 @@ from pathlib import Path
 
 __all__ = ["Job"]
 
-# The process's number among all and on this machine, and how many there are. The first that says all three is
-# believed: what is named later may stand around what is named before, as Slurm around `torchrun`.
-_RANKS = (
-    ("RANK", "LOCAL_RANK", "WORLD_SIZE"),  # torchrun, accelerate, deepspeed
-    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_SIZE"),  # Open MPI
-    ("PMI_RANK", "MPI_LOCALRANKID", "PMI_SIZE"),  # Hydra, of MPICH and of Intel MPI
-    ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS"),  # srun; a batch script is no step
-)
-# How many of them are on this machine.
-_LOCAL_PROCESSES = (
-    "LOCAL_WORLD_SIZE",  # torchrun, accelerate
-    "LOCAL_SIZE",  # deepspeed
-    "OMPI_COMM_WORLD_LOCAL_SIZE",
-    "MPI_LOCALNRANKS",
-    "SLURM_STEP_TASKS_PER_NODE",
+# The process's number among all and on this machine, how many there are, and how many on this machine. The
+# first that says the first three is believed, and the first that says all four: what is named later may
+# stand around what is named before, as Slurm around `torchrun`.
+_LAUNCHERS = (
+    ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),  # torchrun, accelerate
+    ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE"),  # deepspeed
+    (  # Open MPI
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
+    ("PMI_RANK", "MPI_LOCALRANKID", "PMI_SIZE", "MPI_LOCALNRANKS"),  # Hydra: MPICH, Intel MPI
+    (  # srun; a batch script is no step
+        "SLURM_PROCID",
+        "SLURM_LOCALID",
+        "SLURM_STEP_NUM_TASKS",
+        "SLURM_STEP_TASKS_PER_NODE",
+    ),
 )
 
 
@@ -47,13 +51,10 @@ class Job:
     @classmethod
     def now(cls) -> Job:
         """By the environment as it is now; one process where that says nothing."""
-        on_this_machine = next(filter(None, map(_count, _LOCAL_PROCESSES)), 1)
-        for names in _RANKS:
-            told = [os.environ.get(name, "") for name in names]
-            if all(each.isdecimal() for each in told):
-                rank, local_rank, processes = map(int, told)
-                return cls(rank, local_rank, processes, on_this_machine)
-        return cls(local_processes=on_this_machine)
+        ranks = next(filter(None, (_told(names[:3]) for names in _LAUNCHERS)), [0, 0, 1])
+        here = next(filter(None, map(_told, _LAUNCHERS)), [1])[-1]
+        rank, local_rank, processes = ranks
+        return cls(rank, local_rank, processes, here or 1)
 
     @property
     def label(self) -> str:
@@ -68,13 +69,19 @@ class Job:
         return str(own.with_name(f"{own.stem}.rank{self.rank}{own.suffix}"))
 
 
-def _count(name: str) -> int:
-    """The number that the environment has at ``name``, or 0. Slurm tells all its machines': ``4(x2),1``."""
+def _told(names: tuple[str, ...]) -> list[int] | None:
+    """What the environment has at these names; ``None`` where it lacks one."""
+    numbers = [number for name in names if (number := _number(name)) is not None]
+    return numbers if len(numbers) == len(names) else None
+
+
+def _number(name: str) -> int | None:
+    """The number at ``name``, if it is one. Slurm tells those of all machines: ``4(x2),1``."""
     counts: list[int] = []
     for each in os.environ.get(name, "").split(","):
         found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", each)
         if found is None:
-            return 0
+            return None
         counts += [int(found[1])] * int(found[2] or 1)
     machine = os.environ.get("SLURM_NODEID", "")
     known = machine.isdecimal() and int(machine) < len(counts)
