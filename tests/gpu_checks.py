@@ -4,6 +4,7 @@
 ``tests/test_simulated.py`` runs them on one that is simulated (``simulated``).
 """
 
+import contextlib
 import functools
 import gc
 import os
@@ -12,15 +13,16 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from backstash import Disk, graph
+from backstash import Disk, _streams, graph
 from backstash.errors import InplaceError, UsageError
+from backstash.stores._host import HostPool
 from gpu_place import MIB, Place, Skip, same
 from numbered import number_ahead
 
@@ -56,16 +58,37 @@ def names_of_torch(place: Place) -> None:
 def memory_is_pinned(place: Place) -> None:
     """Registering a slab works, its rooms are pinned for torch, and it is unpinned again."""
     place.only_real()
-    from backstash._streams import Accelerator, accelerator
-    from backstash.stores._host import HostPool
-
-    if not place.pins:
+    if place.device.type != "cuda":
         raise Skip("only CUDA locks memory that exists")
-    device = accelerator(torch.device(place.device.type, 0))
-    assert isinstance(device, Accelerator), f"nothing drives the device: {device}"
-    pool = HostPool(64 * MIB, device.pin, device.unpin)
+    _streams._empty_host_cache()
+    before = place.pinned_bytes()
+    memory = _goes_both_ways_through_a_pool(place, "")
+    assert not memory.is_pinned(), "still pinned after trim"
+    assert place.pinned_bytes() == before, "PyTorch's allocator was not asked"
+
+
+def memory_is_pinned_by_pytorch(place: Place) -> None:
+    """Where memory that exists cannot be registered, PyTorch's allocator pins it, and has it back."""
+    place.only_real()
+    _streams._empty_host_cache()
+    before = place.pinned_bytes()
+    with _refused("pin"):
+        memory = _goes_both_ways_through_a_pool(
+            place, "host memory is pinned by PyTorch's allocator"
+        )
+    assert memory.is_pinned() and place.pinned_bytes() == before + 64 * MIB
+    del memory
+    _streams._empty_host_cache()
+    assert place.pinned_bytes() == before, "still pinned when nobody looks into it"
+
+
+def _goes_both_ways_through_a_pool(place: Place, note: str) -> torch.Tensor:
+    """Returns a view of what the pool had, now trimmed."""
+    device = _streams.accelerator(torch.device(place.device.type, 0))
+    assert isinstance(device, _streams.Accelerator), f"nothing drives the device: {device}"
+    pool = HostPool(64 * MIB, device)
     room = pool.take(5 * MIB)
-    assert room is not None and pool.note == "", pool.note
+    assert room is not None and pool.note.partition(" (")[0] == note, pool.note
     assert room.memory.is_pinned(), "torch does not see that the room is pinned"
     source = torch.randint(0, 255, (5 * MIB,), dtype=torch.uint8, device=place.device)
     device.down(source, room.memory, device.stream()).wait()
@@ -77,7 +100,20 @@ def memory_is_pinned(place: Place) -> None:
     memory = room.memory
     del room, copy
     pool.trim()
-    assert not memory.is_pinned(), "still pinned after trim"
+    return memory
+
+
+@contextlib.contextmanager
+def _refused(*names: str) -> Iterator[None]:
+    """Ways to pin memory that no device has meanwhile."""
+    honest = {name: getattr(_streams.Accelerator, name) for name in names}
+    for name in names:
+        setattr(_streams.Accelerator, name, lambda self, what: "refused for a check")
+    try:
+        yield
+    finally:
+        for name, method in honest.items():
+            setattr(_streams.Accelerator, name, method)
 
 
 MIXES: dict[str, dict[str, object]] = {
@@ -101,7 +137,7 @@ def exact(place: Place, mix: str, dtype: torch.dtype) -> None:
     doubled = place.gradients(model, x, stash, backwards=2)
     same(doubled, [each + each for each in true], "two backwards")
     stats = stash.stats()
-    signs = ("pinned", "left in place")[not place.pins :]
+    signs = ("not pinned", "left in place")
     refused = [note for note in stats.notes if any(sign in note for sign in signs)]
     assert not refused, f"something was refused: {refused}"
     assert mix == "keep auto" or stats.written_bytes > 0, "nothing moved"
@@ -450,19 +486,19 @@ def save_on_cpu_of_ours(place: Place) -> None:
 def pinning_refused(place: Place) -> None:
     """Where the system refuses to lock memory the result is the same, and the note says why."""
     place.only_real()
-    from backstash import _streams
-
-    honest = _streams.Accelerator.pin
-    _streams.Accelerator.pin = lambda self, memory: "refused for a check"  # type: ignore[method-assign]
-    try:
-        model, x = place.model(layers=4), place.batch()
-        true = place.gradients(model, x)
-        stash = place.stash(host=2048, inflight=8, prefetch=8)
-        same(place.gradients(model, x, stash), true, "from pageable memory")
-        assert any("refused for a check" in note for note in stash.stats().notes)
-        stash.close()
-    finally:
-        _streams.Accelerator.pin = honest  # type: ignore[method-assign]
+    model, x = place.model(layers=4), place.batch()
+    true = place.gradients(model, x)
+    for names in (["pin"], ["pin", "pinned"]):
+        _streams._empty_host_cache()
+        before = place.pinned_bytes()
+        with _refused(*names):
+            stash = place.stash(host=2048, inflight=8, prefetch=8)
+            same(place.gradients(model, x, stash), true, f"without {names}")
+            (note,) = stash.stats().notes
+            stash.close()
+        assert ("host memory is not pinned" in note) == ("pinned" in names), note
+        assert note.count("refused for a check") == len(names), note
+        assert place.pinned_bytes() == before
 
 
 def llama_in_bf16(place: Place) -> None:
@@ -715,7 +751,8 @@ def backward_alone_captured(place: Place) -> None:
 
 
 CHECKS: dict[str, Callable[[Place], None]] = {
-    check.__name__: check for check in (names_of_torch, memory_is_pinned)
+    check.__name__: check
+    for check in (names_of_torch, memory_is_pinned, memory_is_pinned_by_pytorch)
 }
 CHECKS |= {
     f"exact, {mix}, {str(dtype).removeprefix('torch.')}": functools.partial(

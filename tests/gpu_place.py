@@ -45,11 +45,6 @@ class Place:
         return self.device.type in ("cpu", "simulated") or "CUDA_ON_CPU" in os.environ
 
     @property
-    def pins(self) -> bool:
-        """Whether the host's memory is pinned for the device."""
-        return self.device.type != "simulated"
-
-    @property
     def allocator(self) -> str:
         """PyTorch's name for what gives out the device's memory; empty where there is but one."""
         return torch.cuda.get_allocator_backend() if self.device.type == "cuda" else ""
@@ -62,6 +57,12 @@ class Place:
     def size(self, mib: int) -> int:
         """So many MiB, or what takes their place where sizes are tiny."""
         return mib * (MIB // 64 if self.is_small else MIB)
+
+    def pinned_bytes(self) -> int:
+        """What PyTorch's allocator has of the host's pinned memory, in use or not."""
+        if self.device.type == "simulated":
+            return simulated.pinned_bytes()
+        return int(torch.cuda.host_memory_stats()["allocated_bytes.current"])
 
     def stash(self, **options: Any) -> Stash:
         """A stash for this device's tensors; sizes in MiB."""

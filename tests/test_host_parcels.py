@@ -10,6 +10,7 @@ from backstash._host_parcels import HostReading
 from backstash._remains import Grave
 from backstash.errors import StashIOError
 from backstash.stores._host import HostPool
+from backstash.testing import TwinDevice
 
 PAGE = 4096
 NUMBER = 3
@@ -89,7 +90,7 @@ class Place:
             spill_oldest=lambda: False,
         )
         self.device, self.grave, self.lock = Device(), Grave(), Lock()
-        self.pool = HostPool(pages * PAGE, pin=lambda memory: "", unpin=lambda memory: None)
+        self.pool = HostPool(pages * PAGE, TwinDevice())
         self.tier = HostTier(
             self.device, self.pool, self.spills, self.grave, self.lock, number=NUMBER
         )

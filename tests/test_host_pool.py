@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from backstash.stores import _host
+from backstash.stores import _host, _memory
 from backstash.stores._host import HostPool
 
 PAGE = 4096
@@ -11,17 +11,26 @@ PAGE = 4096
 
 class Pins:
     def __init__(self, refusal=""):
-        self.refusal, self.pinned, self.unpinned = refusal, [], []
+        self.refusal, self.locked, self.unpinned = refusal, [], []
+        # Of PyTorch's allocator: what was asked of it, why it gives nothing, what it has back.
+        self.asked, self.none, self.given_back = [], "none here", []
 
     def pool(self, budget):
-        return HostPool(budget, self.pin, self.unpin)
+        return HostPool(budget, self)
 
     def pin(self, memory):
-        self.pinned.append(memory.numel())
+        self.locked.append(memory.numel())
         return self.refusal
+
+    def pinned(self, nbytes):
+        self.asked.append(nbytes)
+        return self.none or _memory.mapped(nbytes)
 
     def unpin(self, memory):
         self.unpinned.append(memory.numel())
+
+    def give_back(self, memory):
+        self.given_back.append(memory.numel())
 
 
 @pytest.fixture(autouse=True)
@@ -45,7 +54,7 @@ def test_rooms_lie_side_by_side_in_a_slab():
     pool.give(rooms[1])
     assert pool.used_bytes == 3 * PAGE
     assert pool.take(PAGE).offset == PAGE  # its room again
-    assert pins.pinned == [8 * PAGE] and pool.note == ""
+    assert pins.locked == [8 * PAGE] and pool.note == ""
 
 
 def test_a_slab_is_as_large_as_what_asks_for_it():
@@ -55,7 +64,7 @@ def test_a_slab_is_as_large_as_what_asks_for_it():
     assert (pool.slab_bytes, large.memory.numel()) == (20 * PAGE, 20 * PAGE - 5)
     other = pool.take(PAGE)
     assert other.slab is not large.slab and pool.slab_bytes == 28 * PAGE
-    assert pool.slab_peak_bytes == 28 * PAGE and pins.pinned == [20 * PAGE, 8 * PAGE]
+    assert pool.slab_peak_bytes == 28 * PAGE and pins.locked == [20 * PAGE, 8 * PAGE]
 
 
 def test_a_slab_that_is_full_is_passed_over():
@@ -106,11 +115,11 @@ def test_memory_whose_pinning_was_interrupted_is_unpinned():
     def interrupted(memory):
         raise KeyboardInterrupt
 
-    pool._pin = interrupted
+    pins.pin = interrupted
     with pytest.raises(KeyboardInterrupt):
         pool.take(PAGE)
     assert pins.unpinned == [8 * PAGE] and pool.slab_bytes == 0
-    pool._pin = pins.pin
+    del pins.pin
     assert pool.take(PAGE) is not None
 
 
@@ -122,7 +131,7 @@ def test_the_budget_is_never_exceeded():
     assert second is None and pool.slab_bytes == 8 * PAGE
     held = pool.take(7 * PAGE)
     last = pool.take(3 * PAGE)
-    assert pins.pinned == [8 * PAGE, 3 * PAGE] and last.slab is not first.slab
+    assert pins.locked == [8 * PAGE, 3 * PAGE] and last.slab is not first.slab
     assert pool.take(1) is None and pool.slab_bytes == 11 * PAGE
     assert [pool.could_hold(n) for n in (11 * PAGE, 11 * PAGE + 1, 12 * PAGE)] == [
         True,
@@ -216,9 +225,64 @@ def test_a_refused_pin_is_noted_once_and_its_copies_are_waited_for_too():
     pins.refusal = "something else"
     pool.give(pool.take(8 * PAGE))
     pool.give(first)
-    assert pool.note == "host memory is not pinned (ulimit -l): copies do not run beside compute"
+    assert pool.note == (
+        "host memory is not pinned (ulimit -l; PyTorch's allocator: none here): "
+        "copies do not run beside compute"
+    )
     pool.trim()
     assert pool.slab_bytes == 0 and pins.unpinned == [8 * PAGE] * 2
+
+
+@pytest.mark.parametrize(
+    "budget, wanted, asked",
+    [
+        (None, 1, 8),
+        (None, 8, 8),
+        (None, 9, 16),
+        (16, 9, 16),
+        (15, 9, None),
+        (15, 8, 8),
+        (7, 1, 4),
+        (7, 4, 4),
+        (7, 5, None),
+        (1, 1, 1),
+    ],
+)
+def test_what_cannot_be_registered_is_pinned_when_it_is_made(budget, wanted, asked):
+    """By PyTorch's allocator: a power of two, in the budget, and no smaller than what is wanted."""
+    pins = Pins("only CUDA does")
+    pins.none = ""
+    pool = pins.pool(None if budget is None else budget * PAGE)
+    room = pool.take(wanted * PAGE)
+    assert room.memory.numel() == wanted * PAGE
+    assert pins.asked == ([] if asked is None else [asked * PAGE])
+    if asked is None:
+        assert "not pinned (only CUDA does; PyTorch's allocator: the budget has no" in pool.note
+    else:
+        assert pool.note == "host memory is pinned by PyTorch's allocator (only CUDA does)"
+        assert pool.slab_bytes == pool.slab_peak_bytes == asked * PAGE
+        room = None
+        pool.settle()
+        pool.trim()
+        assert (pins.given_back, pins.unpinned) == ([asked * PAGE], [])
+
+
+def test_what_other_slabs_take_of_the_budget_is_not_asked_for():
+    pins = Pins("only CUDA does")
+    pins.none = ""
+    pool = pins.pool(20 * PAGE)
+    held = [pool.take(8 * PAGE) for _ in range(3)]
+    assert held[2] is None and pins.asked == [8 * PAGE, 8 * PAGE]
+    held.append(pool.take(3 * PAGE))
+    assert pins.asked[2:] == [4 * PAGE] and pool.slab_bytes == 20 * PAGE
+
+
+def test_pinned_memory_that_does_not_begin_on_a_page_is_not_taken(monkeypatch):
+    pins = Pins("only CUDA does")
+    pool = pins.pool(None)
+    pins.pinned = lambda nbytes: _memory.mapped(nbytes + PAGE)[64 : 64 + nbytes]
+    assert pool.take(PAGE).memory.data_ptr() % PAGE == 0
+    assert "PyTorch's allocator: its memory does not begin on a page" in pool.note
 
 
 def test_a_system_without_memory_has_no_room(monkeypatch):
@@ -249,22 +313,22 @@ def test_an_empty_slab_stays_while_the_budget_has_room(budget):
 def test_a_pool_that_may_not_grow_gives_what_it_has():
     pins = Pins()
     pool = pins.pool(None)
-    assert pool.take(PAGE, may_grow=False) is None and pins.pinned == []
+    assert pool.take(PAGE, may_grow=False) is None and pins.locked == []
     room = pool.take(PAGE)
     assert pool.take(7 * PAGE, may_grow=False).slab is room.slab
-    assert pool.take(PAGE, may_grow=False) is None and pins.pinned == [8 * PAGE]
+    assert pool.take(PAGE, may_grow=False) is None and pins.locked == [8 * PAGE]
 
 
-def test_an_interrupt_after_a_slab_was_pinned_leaves_nothing_pinned(monkeypatch):
-    pinned = []
+@pytest.mark.parametrize("refusal", ["", "only CUDA does"])
+def test_an_interrupt_after_a_slab_was_pinned_leaves_nothing_pinned(monkeypatch, refusal):
+    pins = Pins(refusal)
+    pins.none = ""
 
     def interrupt(*args, **kwargs):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("backstash.stores._host.Leases", interrupt)
-    pool = HostPool(
-        None, lambda memory: pinned.append(memory.data_ptr()) or "", lambda memory: pinned.clear()
-    )
+    pool = pins.pool(None)
     with pytest.raises(KeyboardInterrupt):
         pool.take(4096)
-    assert pinned == []
+    assert (pins.given_back if refusal else pins.unpinned) == [8 * PAGE]

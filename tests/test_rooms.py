@@ -2,6 +2,7 @@
 
 import errno
 from collections import deque
+from types import SimpleNamespace
 
 import pytest
 
@@ -77,7 +78,7 @@ class Place:
     def __init__(self, pages=4, unpinned=None):
         self.grave, self.spills = Grave(), Spills()
         unpin = (lambda memory: None) if unpinned is None else unpinned.append
-        self.pool = HostPool(pages * PAGE, pin=lambda memory: "", unpin=unpin)
+        self.pool = HostPool(pages * PAGE, SimpleNamespace(pin=lambda memory: "", unpin=unpin))
         self.rooms = Rooms(self.pool, self.spills)
 
     def fill(self):

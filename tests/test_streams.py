@@ -363,6 +363,42 @@ def test_pinning_is_by_registering_and_says_what_was_answered(monkeypatch, statu
     ]
 
 
+def test_where_nothing_can_be_registered_pytorch_pins(monkeypatch):
+    device = Accelerator.__new__(Accelerator)
+    device._device, device._pid = torch.device("xpu", 0), os.getpid()
+    asked = []
+    device._down, device._up = FakeStream(asked, "down"), FakeStream(asked, "up")
+    monkeypatch.setattr(_streams, "_empty_host_cache", lambda: asked.append("cache emptied"))
+    empty = torch.empty
+
+    def pins(*size, pin_memory=False, **rest):
+        if pin_memory:
+            asked.append("pinned")
+        return empty(*size, **rest)
+
+    memory = torch.zeros(4096, dtype=torch.uint8)
+    assert device.pin(memory) == "xpu cannot lock memory that exists"
+    monkeypatch.setattr(torch, "empty", pins)
+    own = device.pinned(4096)
+    assert asked == ["pinned"]
+    assert (own.numel(), own.dtype, own.device.type) == (4096, torch.uint8, "cpu")
+    device._pid += 1
+    device.give_back(own)
+    assert own.numel() == 4096 and len(asked) == 1, "a forked process has no device"
+    device._pid -= 1
+    device.give_back(own)
+    waits = [("the host waits for", "down"), ("the host waits for", "up")]
+    assert own.numel() == 0 and asked[1:] == [*waits, "cache emptied"]
+    device.unpin(memory)
+    assert asked[4:] == waits, "what is not pinned may be copied to, all the same"
+
+    def refuses(*size, **rest):
+        raise RuntimeError("there is none\nand what C++ has to say")
+
+    monkeypatch.setattr(torch, "empty", refuses)
+    assert device.pinned(4096) == "there is none"
+
+
 def test_free_memory_is_what_the_process_may_still_take(monkeypatch):
     gib = 1 << 30
     shares = [1.0]

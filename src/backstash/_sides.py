@@ -125,7 +125,7 @@ class Plan:
     def accelerator(self, device: Device, number: int) -> Side:
         """The side of a device's tensors: its memory, pinned host memory, then the disk."""
         budget = self._more_host if self.host == -1 else self.host
-        pool = HostPool(budget, device.pin, device.unpin)
+        pool = HostPool(budget, device)
         self.pools.append(pool)
         early = self.inflight
         spills = Spills(pool, self.store, self.begin, self.grave, number=number, early=early)

@@ -37,6 +37,11 @@ from torch import Tensor
 __all__ = ["Accelerator", "Copy", "Device", "accelerator"]
 
 _nothing: Any = tuple  # a call of C that does nothing
+_empty_host_cache: Any = (
+    getattr(torch.accelerator, "empty_host_cache", None)  # from 2.13 on
+    or getattr(torch._C, "_host_emptyCache", None)  # of a build for CUDA
+    or _nothing
+)
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device of the process
 
 
@@ -115,8 +120,17 @@ class Device(ABC):
         """Lock the host's ``memory`` for fast copies. Returns why that was refused, or ``""``."""
 
     @abstractmethod
+    def pinned(self, nbytes: int) -> Tensor | str:
+        """So much memory of the host that is locked already, or why there is none. ``nbytes`` is a power of
+        two."""
+
+    @abstractmethod
     def unpin(self, memory: Tensor) -> None:
         """Undo :meth:`pin`, after every copy has ended; where it was refused, only wait."""
+
+    @abstractmethod
+    def give_back(self, memory: Tensor) -> None:
+        """Let go of what :meth:`pinned` gave, after every copy has ended."""
 
     @abstractmethod
     def finish(self) -> None:
@@ -292,6 +306,13 @@ class Accelerator(Device):
         self._forget_error()
         return f"cudaHostRegister answers {int(status)}: {runtime.cudaGetErrorString(status)}"
 
+    def pinned(self, nbytes: int) -> Tensor | str:
+        """See :meth:`Device.pinned`. From PyTorch's allocator, which rounds up to a power of two."""
+        try:
+            return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+        except RuntimeError as error:
+            return str(error).partition("\n")[0]
+
     def _forget_error(self) -> None:
         """A refused call leaves its error for the next kernel to be blamed with: let it be this one."""
         try:
@@ -303,13 +324,20 @@ class Accelerator(Device):
         """See :meth:`Device.unpin`. Waits for the copies: a stash that is dropped may have some under way."""
         if os.getpid() != self._pid:
             return  # a forked process has no device
-        self._down.synchronize()
-        self._up.synchronize()
+        self.finish()
         if self._device.type != "cuda":
             return  # nothing was pinned
         status = self._module.cudart().cudaHostUnregister(memory.data_ptr())
         if int(status):  # it was refused, or an interrupt came first
             self._forget_error()
+
+    def give_back(self, memory: Tensor) -> None:
+        """See :meth:`Device.give_back`. Waits for the copies likewise."""
+        if os.getpid() != self._pid:
+            return
+        self.finish()
+        memory.data = torch.empty(0, dtype=torch.uint8, device="cpu")
+        _empty_host_cache()  # PyTorch's allocator keeps what it gets
 
     def finish(self) -> None:
         """See :meth:`Device.finish`."""

@@ -170,9 +170,16 @@ class TwinDevice(Device):
             self._pinned[memory.data_ptr()] = memory.nbytes
         return self._refuses
 
+    def pinned(self, nbytes: int) -> Tensor | str:
+        """See :meth:`Device.pinned`."""
+        return "a twin has none"
+
     def unpin(self, memory: Tensor) -> None:
         """See :meth:`Device.unpin`."""
         self._pinned.pop(memory.data_ptr(), None)
+
+    def give_back(self, memory: Tensor) -> None:
+        """See :meth:`Device.give_back`."""
 
     @property
     def pinned_bytes(self) -> int:

@@ -14,7 +14,17 @@ import torch
 from compiled import CannotBuild, compiled
 from engine_threads import wait_at_exit
 
-__all__ = ["CannotBuild", "begin", "build", "faults", "limit", "reads", "register"]
+__all__ = [
+    "CannotBuild",
+    "begin",
+    "build",
+    "faults",
+    "limit",
+    "pinnable",
+    "pinned_bytes",
+    "reads",
+    "register",
+]
 
 _SOURCE = Path(__file__).with_name("device.cpp")
 
@@ -52,6 +62,16 @@ def reads() -> int:
 def limit(nbytes: int, device: int = 0) -> None:
     """The device has so much memory from now on."""
     torch.ops.simulated.limit(device, nbytes)
+
+
+def pinned_bytes() -> int:
+    """What of the host's memory is pinned, what PyTorch's allocator keeps of it included."""
+    return torch.ops.simulated.pinned_bytes()
+
+
+def pinnable(may: bool) -> None:
+    """Whether more of the host's memory can be pinned from now on."""
+    torch.ops.simulated.pinnable(may)
 
 
 def _module() -> ModuleType:

@@ -18,6 +18,7 @@
 #include <ATen/ATen.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/autocast_mode.h>
+#include <ATen/core/CachingHostAllocator.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/native/CPUFallback.h>
 #include <ATen/native/Resize.h>
@@ -109,6 +110,7 @@ struct World {
   std::mt19937_64 random{0};
   double chance = 0.1;
   int64_t reads = 0;
+  bool pinnable = true;  // more of the host's memory
 
   World() {
     for (auto& device : devices) {
@@ -479,6 +481,53 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
 
 C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard);
 
+// ------------------------------------------------------------------------------ pinned memory of the host
+
+// PyTorch's caching allocator of pinned memory, as each of its accelerators has one. What it keeps is pinned.
+struct Pinned final : at::CachingHostAllocatorImpl<Stream, c10::Event> {
+  std::map<const char*, size_t> ranges;
+
+  bool has(const void* pointer) const {
+    auto after = ranges.upper_bound(static_cast<const char*>(pointer));
+    if (after == ranges.begin()) return false;
+    const auto& [begin, nbytes] = *std::prev(after);
+    return static_cast<const char*>(pointer) < begin + nbytes;
+  }
+
+ private:
+  void allocate_host_memory(size_t nbytes, void** pointer) override {
+    Locked locked(world().lock);
+    TORCH_CHECK(world().pinnable, "no more memory can be pinned\nand a line that nobody reads");
+    *pointer = std::aligned_alloc(4096, (nbytes + 4095) / 4096 * 4096);
+    ranges[static_cast<const char*>(*pointer)] = nbytes;
+  }
+  void free_block(at::HostBlock<Stream>* block) override {
+    Locked locked(world().lock);
+    ranges.erase(static_cast<const char*>(block->ptr_));
+    std::free(block->ptr_);
+  }
+  void record_stream(std::optional<std::vector<c10::Event>>& events, Stream stream) override {
+    events->emplace_back(kSimulated);
+    events->back().record(stream);
+  }
+  bool query_event(c10::Event& event) override { return event.query(); }
+};
+
+void give_back(void* block);
+using PinnedAllocator = at::CachingHostAllocatorInterface<Pinned, give_back>;
+PinnedAllocator& pinned() {
+  static auto* one = new PinnedAllocator;
+  return *one;
+}
+void give_back(void* block) { pinned().free(block); }
+
+// A copy that runs late keeps pinned memory from being handed out again, as each backend's copies do.
+void in_use(const Tensor& on_host) {
+  if (!pinned().impl_->has(on_host.data_ptr())) return;
+  const auto& pointer = on_host.storage().data_ptr();
+  pinned().record_event(on_host.data_ptr(), pointer.get_context(), Guard().getStream(Device(kSimulated, current_device)));
+}
+
 struct Hooks final : at::PrivateUse1HooksInterface {
   bool isBuilt() const override { return true; }
   bool isAvailable() const override { return true; }
@@ -492,7 +541,11 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   DeviceIndex maybeExchangeDevice(DeviceIndex index) const override {
     return index < 0 || index >= kDevices ? current_device : exchangeDevice(index);
   }
-  bool isPinnedPtr(const void*) const override { return false; }
+  bool isPinnedPtr(const void* pointer) const override {
+    Locked locked(world().lock);
+    return pinned().impl_->has(pointer);
+  }
+  at::Allocator* getPinnedMemoryAllocator() const override { return &pinned(); }
   void resizePrivateUse1Bytes(const c10::Storage& storage, size_t nbytes) const override;
 };
 
@@ -564,6 +617,7 @@ void down(const Tensor& source, const Tensor& target, bool blocking) {
       fault("the host's memory was let go before a copy to it had run");
     world().host_writes.erase(written);
   });
+  in_use(target);
 }
 
 // What will be in the host's memory when all copies to it have run.
@@ -601,6 +655,7 @@ void up(const Tensor& source, const Tensor& target, bool blocking) {
       fault("a copy to the device read other bytes of the host than were written for it");
     std::memcpy(there.data_ptr(), begin, bytes.nbytes());
   });
+  in_use(source);
 }
 
 // On one device, or between two, which then wait for each other.
@@ -821,11 +876,19 @@ TORCH_LIBRARY(simulated, m) {
     Locked locked(world().lock);
     world().devices[device].limit = nbytes;
   });
+  m.def("pinnable(bool may) -> ()", [](bool may) { world().pinnable = may; });
+  m.def("pinned_bytes() -> int", [] {
+    Locked locked(world().lock);
+    int64_t sum = 0;
+    for (const auto& each : pinned().impl_->ranges) sum += each.second;
+    return sum;
+  });
 }
 
 namespace {
 const bool registered = [] {
   c10::SetAllocator(kSimulated, allocator());
+  at::setHostAllocator(kSimulated, &pinned());
   at::RegisterPrivateUse1HooksInterface(new Hooks);
   return true;
 }();

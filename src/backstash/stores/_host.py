@@ -3,33 +3,51 @@
 A pinned allocation of PyTorch's own is rounded up to a power of two and costs milliseconds when it is first
 touched. A slab is mapped once, with huge pages, registered with the device as it is, and its rooms are used
 again by whatever shapes come: so the budget is what is really taken, and rooms lie on page boundaries, from
-where a direct write to disk needs no copy.
+where a direct write to disk needs no copy. Where memory that exists cannot be registered (only CUDA can, and
+not everywhere), the slab is one allocation of PyTorch's own, of a power of two, so that nothing is rounded.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from typing import Protocol
 
 from torch import Tensor
 
 from ._leases import Leases
 from ._memory import PAGE_BYTES, mapped
 
-__all__ = ["HostPool", "Room"]
+__all__ = ["HostPool", "Pins", "Room"]
 
 _SLAB_BYTES = 256 << 20
+
+
+class Pins(Protocol):
+    """What pins memory of the host: an accelerator's device (``_streams.Device`` says more)."""
+
+    def pin(self, memory: Tensor) -> str:
+        """Lock a slab's memory; why that was refused, or ``""``."""
+
+    def unpin(self, memory: Tensor) -> None:
+        """Undo it, after every copy has ended; of what is not pinned, too."""
+
+    def pinned(self, nbytes: int) -> Tensor | str:
+        """Memory that is pinned already, a power of two of bytes, or why there is none."""
+
+    def give_back(self, memory: Tensor) -> None:
+        """Let go of that, after every copy has ended."""
 
 
 class _Slab:
     """Memory that was pinned in one piece, and which of it is taken. Unpinned when it is let go."""
 
-    __slots__ = ("__weakref__", "leases", "memory", "unpin")
+    __slots__ = ("__weakref__", "leases", "let_go", "memory")
 
-    def __init__(self, memory: Tensor, unpin: Callable[[Tensor], None]) -> None:
+    def __init__(self, memory: Tensor, undo: Callable[[Tensor], None]) -> None:
         self.memory = memory
         self.leases = Leases(unit_bytes=PAGE_BYTES)
-        self.unpin = weakref.finalize(self, unpin, memory)
+        self.let_go = weakref.finalize(self, undo, memory)
 
     def take(self, nbytes: int) -> Room | None:
         room = Room(self)
@@ -58,21 +76,14 @@ class HostPool:
     Args:
         budget: the most bytes of all slabs; ``None``: no limit. A function is asked, now and whenever
             there is to be another slab, how many bytes it may have beyond those it has.
-        pin: locks a slab's memory and returns why that was refused, or ``""``.
-        unpin: undoes it, after every copy has ended; of what is not pinned, too.
+        pins: what pins a slab.
     """
 
-    def __init__(
-        self,
-        budget: int | Callable[[], int] | None,
-        pin: Callable[[Tensor], str],
-        unpin: Callable[[Tensor], None],
-    ) -> None:
+    def __init__(self, budget: int | Callable[[], int] | None, pins: Pins) -> None:
         self._more = budget if callable(budget) else None
         self.budget = budget() if callable(budget) else budget
         self._unasked_bytes = 0  # that were wanted in vain since the function was last asked
-        self._pin = pin
-        self._unpin = unpin
+        self._pins = pins
         self._slabs: list[_Slab] = []
         self.slab_peak_bytes = 0
         self.note = ""
@@ -121,7 +132,7 @@ class HostPool:
         """Unpin and let go of every slab without rooms."""
         for slab in [slab for slab in self._slabs if not slab.leases.used_bytes]:
             self._slabs.remove(slab)
-            slab.unpin()
+            slab.let_go()
 
     def _add_slab(self, nbytes: int) -> _Slab | None:
         least = _pages(nbytes)
@@ -138,18 +149,37 @@ class HostPool:
         except MemoryError as error:
             self.refusal = str(error)
             return None
-        self.refusal = ""
+        self.refusal, undo = "", self._pins.unpin
         try:
-            refusal = self._pin(memory)
-            slab = _Slab(memory, self._unpin)
+            refusal = self._pins.pin(memory)
+            own = self._pinned(size, least, refusal) if refusal else None
+            if own is not None:
+                memory, undo = own, self._pins.give_back
+            slab = _Slab(memory, undo)
         except BaseException:  # an interrupt may have come when it was pinned already
-            self._unpin(memory)
+            undo(memory)
             raise
-        if refusal and not self.note:
-            self.note = f"host memory is not pinned ({refusal}): copies do not run beside compute"
         self._slabs.append(slab)
         self.slab_peak_bytes = max(self.slab_peak_bytes, self.slab_bytes)
         return slab
+
+    def _pinned(self, size: int, least: int, refusal: str) -> Tensor | None:
+        """In place of memory that could not be pinned, some that is: of a size near to ``size``."""
+        rounded = 1 << (size - 1).bit_length()
+        if self.budget is not None and self.slab_bytes + rounded > self.budget:
+            rounded //= 2
+        too_large = "the budget has no power of two for it"
+        own = self._pins.pinned(rounded) if rounded >= least else too_large
+        if isinstance(own, Tensor) and own.data_ptr() % PAGE_BYTES:
+            own = "its memory does not begin on a page"
+        if isinstance(own, str):
+            why = f"{refusal}; PyTorch's allocator: {own}"
+            self.note = (
+                self.note or f"host memory is not pinned ({why}): copies do not run beside compute"
+            )
+            return None
+        self.note = self.note or f"host memory is pinned by PyTorch's allocator ({refusal})"
+        return own
 
     def _ask(self, nbytes: int) -> None:
         """Where the budget follows what there is: see how much that is now.
