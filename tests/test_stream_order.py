@@ -42,6 +42,12 @@ class Stream:
     def synchronize(self) -> None:
         merge(self.model.host, self.clock)
 
+    def __enter__(self) -> None:
+        self.before, self.model.current = self.model.current, self
+
+    def __exit__(self, *error: object) -> None:
+        self.model.current = self.before
+
 
 @dataclass
 class Event:
@@ -162,11 +168,6 @@ def played(monkeypatch):
         accelerator = torch.accelerator
         monkeypatch.setattr(torch, "Stream", lambda device: Stream(model, "side"))
         monkeypatch.setattr(accelerator, "current_stream", lambda device: model.current)
-        monkeypatch.setattr(accelerator, "current_device_index", lambda: 0)
-        monkeypatch.setattr(accelerator, "set_device_index", lambda index: None)
-        monkeypatch.setattr(
-            accelerator, "set_stream", lambda stream: setattr(model, "current", stream)
-        )
         monkeypatch.setattr(
             torch.Tensor,
             "record_stream",

@@ -24,10 +24,8 @@ class FakeEvent:
 
 
 class FakeStream:
-    made = 0
-
-    def __init__(self, log, name):
-        self.log, self.name, self.events = log, name, []
+    def __init__(self, log, name, current=None):
+        self.log, self.name, self.events, self.current = log, name, [], current
 
     def record_event(self):
         self.events.append(FakeEvent(self.log, self.name))
@@ -42,6 +40,14 @@ class FakeStream:
         for event in self.events:
             event.has_ended = True
 
+    def __enter__(self):
+        self.before, self.current[0] = self.current[0], self
+        self.log.append(("current is", self.name))
+
+    def __exit__(self, *error):
+        self.current[0] = self.before
+        self.log.append(("current is", self.before.name))
+
 
 @pytest.fixture
 def played(monkeypatch):
@@ -51,17 +57,8 @@ def played(monkeypatch):
     current = [compute]
     names = iter(["down", "up"])
 
-    def set_stream(stream):
-        current[0] = stream
-        log.append(("current is", stream.name))
-
-    monkeypatch.setattr(torch, "Stream", lambda device: FakeStream(log, next(names)))
+    monkeypatch.setattr(torch, "Stream", lambda device: FakeStream(log, next(names), current))
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: current[0])
-    monkeypatch.setattr(torch.accelerator, "set_stream", set_stream)
-    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 3)
-    monkeypatch.setattr(
-        torch.accelerator, "set_device_index", lambda index: log.append(("device", index))
-    )
     empty = torch.empty
 
     def logged(*args, **kwargs):
@@ -87,7 +84,6 @@ def test_a_copy_down_comes_after_what_made_its_source(played):
         ("current is", "down"),
         ("event on", "down"),
         ("current is", "compute"),
-        ("device", 3),
     ]
     assert torch.equal(target, bytes_of(7))
     assert not copy.done() and not copy.ended()
@@ -235,7 +231,6 @@ def test_a_copy_up_fills_memory_of_the_current_stream(played):
         ("current is", "up"),
         ("event on", "up"),
         ("current is", "compute"),
-        ("device", 3),
     ]
     assert torch.equal(copy.memory, bytes_of(7))
     assert copy.memory._version == 0, "nobody changed it: the next use may share it"
@@ -300,7 +295,7 @@ def test_the_stream_is_put_back_when_a_copy_fails(played, monkeypatch):
     with pytest.raises(RuntimeError, match="no"):
         device.down(bytes_of(7), bytes_of(0), compute)
     assert current[0] is compute
-    assert log[-1] == ("device", 3)
+    assert log[-1] == ("current is", "compute")
 
 
 def test_what_has_no_streams_has_a_reason(monkeypatch):

@@ -27,8 +27,7 @@ import os
 import warnings
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -243,7 +242,7 @@ class Accelerator(Device):
 
     def stream(self) -> Any:
         """See :meth:`Device.stream`."""
-        return torch.accelerator.current_stream(self._device)
+        return torch.accelerator.current_stream(self._device.index)
 
     def used(self, tensor: Tensor) -> None:
         """See :meth:`Device.used`."""
@@ -268,7 +267,7 @@ class Accelerator(Device):
         """See :meth:`Device.down`."""
         self._let_go_of_ended()
         self._down.wait_event(made_on.record_event())
-        with self._current(self._down):
+        with self._down:  # it is current here
             target.copy_(source, non_blocking=True)
             return _CopyDown(self, self._down, made_on, source, target)
 
@@ -280,7 +279,7 @@ class Accelerator(Device):
         self._up.wait_event(stream.record_event())
         if isinstance(after, _StreamCopy):
             after.follow(self._up)
-        with self._current(self._up):
+        with self._up:
             memory.data.copy_(source, non_blocking=True)  # its version stays 0: nobody changed it
             return _CopyUp(self, self._up, stream, source, memory)
 
@@ -369,17 +368,6 @@ class Accelerator(Device):
             if not oldest[0].query():
                 self.unfinished.appendleft(oldest)
                 return
-
-    @contextmanager
-    def _current(self, stream: Any) -> Iterator[None]:
-        index = torch.accelerator.current_device_index()
-        before = self.stream()
-        torch.accelerator.set_stream(stream)
-        try:
-            yield
-        finally:
-            torch.accelerator.set_stream(before)
-            torch.accelerator.set_device_index(index)
 
 
 def accelerator(device: torch.device) -> Device | str:
