@@ -172,6 +172,15 @@ def test_a_budget_that_follows_grows_for_what_could_not_be_held():
     assert not pool.could_hold(16 * PAGE) and pool.budget == 8 * PAGE
 
 
+def test_a_budget_that_follows_is_asked_for_what_fits_and_for_what_is_beyond_it():
+    asked = []
+    pool = Pins().pool(lambda: asked.append(1) or PAGE)
+    assert pool.could_hold(PAGE) and len(asked) == 1, "that much is known to be there"
+    room = pool.take(PAGE)
+    assert room is not None and len(asked) == 2, "what fits may have been taken by others"
+    assert not pool.could_hold(9 * PAGE) and len(asked) == 3
+
+
 def test_no_limit_holds_anything():
     pool = Pins().pool(None)
     assert pool.budget is None and pool.could_hold(1 << 60)
@@ -273,7 +282,9 @@ def test_what_other_slabs_take_of_the_budget_is_not_asked_for():
     pool = pins.pool(20 * PAGE)
     held = [pool.take(8 * PAGE) for _ in range(3)]
     assert held[2] is None and pins.asked == [8 * PAGE, 8 * PAGE]
+    pins.refusal = "something else"
     held.append(pool.take(3 * PAGE))
+    assert pool.note == "host memory is pinned by PyTorch's allocator (only CUDA does)"
     assert pins.asked[2:] == [4 * PAGE] and pool.slab_bytes == 20 * PAGE
 
 
