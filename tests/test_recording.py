@@ -7,7 +7,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from backstash import Stash
+from backstash import Stash, _events
+from backstash._events import Recording, Tape
 from backstash.testing import Failing, Gated, MemoryStore
 
 
@@ -154,3 +155,35 @@ def test_a_profiler_sees_stalls_and_nothing_is_asked_without_one(monkeypatch):
     monkeypatch.setattr(torch.autograd.profiler, "record_function", refuse)
     with Stash(disk=MemoryStore()):
         model(x).sum().backward()
+
+
+def test_what_is_told_is_what_happened(monkeypatch):
+    now = iter([5.0, 7.0])
+    monkeypatch.setattr(_events.time, "perf_counter", lambda: next(now))
+    tape = Tape(lambda: (1, 2, 3, 4, 5))
+    assert tape.on is False
+    recording = Recording(tape)
+    assert tape.on is True
+    tape.tell("write", 10)
+    tape.tell("stall", 0, 3, "a.b", cause="pack", began=6.5)
+    first, second = recording.events
+    here = threading.get_ident()
+    assert first == _events.Event("write", 5.0, 0.0, 10, -1, "", "", here, 1, 2, 3, 4, 5)
+    assert second == _events.Event("stall", 6.5, 0.5, 0, 3, "a.b", "pack", here, 1, 2, 3, 4, 5)
+
+
+def test_a_recording_takes_no_more_than_its_limit():
+    tape = Tape(lambda: (0, 0, 0, 0, 0))
+    none, one, all_of_it = Recording(tape, limit=0), Recording(tape, limit=1), Recording(tape)
+    for _ in range(2):
+        tape.tell("free", 1)
+    assert [len(each.events) for each in (none, one, all_of_it)] == [0, 1, 2]
+    one._hear(tuple(range(13)))  # told by another thread, which had asked who listens before
+    assert len(one.events) == 1 and tape.on
+    all_of_it.remove()
+    assert not tape.on
+
+
+def test_a_torch_that_does_not_say_whether_a_profiler_runs_has_none(monkeypatch):
+    monkeypatch.delattr(torch.autograd.profiler, "_is_profiler_enabled")
+    assert _events.profiled("read") is _events._NOTHING

@@ -1,30 +1,64 @@
+import ctypes
+
 import pytest
 
-from backstash import Stash
+from backstash import Stash, _trim
 from backstash._trim import Trimmer
 from backstash.errors import SizeError
 
 
-def trims_of(monkeypatch, setting=None):
-    if setting is not None:
-        monkeypatch.setenv("BACKSTASH_TRIM", setting)
-    calls = []
-    trimmer = Trimmer(lambda function, *args: calls.append(function))
-    for _ in range(10):
-        trimmer.freed(64 << 20)
-    return len(calls)
-
-
-def test_memory_is_given_back_once_in_a_while(monkeypatch):
+@pytest.fixture
+def calls(monkeypatch):
+    """What a worker is asked for; and no setting but the test's."""
     monkeypatch.delenv("BACKSTASH_TRIM", raising=False)
-    assert trims_of(monkeypatch) == 2
-    assert trims_of(monkeypatch, "64MiB") == 10
-    assert trims_of(monkeypatch, "0") == 0
+    monkeypatch.delenv("MALLOC_MMAP_THRESHOLD_", raising=False)
+    monkeypatch.setattr(_trim, "preloaded_allocator", lambda: "")
+    return []
 
 
-def test_a_process_that_gives_back_by_itself_is_left_alone(monkeypatch):
+def trimmer_of(calls):
+    return Trimmer(lambda function, *args: calls.append((function.__name__, *args)))
+
+
+def test_memory_is_given_back_once_in_a_while(calls, monkeypatch):
+    trimmer = trimmer_of(calls)
+    for _ in range(2):
+        trimmer.freed((256 << 20) - 1)
+        before = len(calls)
+        trimmer.freed(1)
+        assert len(calls) == before + 1
+    assert calls == 2 * [("malloc_trim", 0)], "all that can be given back, on a worker"
+
+
+def test_the_setting_says_how_often(calls, monkeypatch):
+    monkeypatch.setenv("BACKSTASH_TRIM", "4")
+    trimmer, counts = trimmer_of(calls), []
+    for nbytes in (3, 1, 3, 1, 9, 3):
+        trimmer.freed(nbytes)
+        counts.append(len(calls))
+    assert counts == [0, 1, 1, 2, 3, 3]
+    monkeypatch.setenv("BACKSTASH_TRIM", "0")
+    trimmer_of(calls).freed(1 << 40)
+    assert len(calls) == 3
+
+
+def test_a_process_that_gives_back_by_itself_is_left_alone(calls, monkeypatch):
     monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "1048576")
-    assert trims_of(monkeypatch, "64MiB") == 0
+    trimmer_of(calls).freed(1 << 40)
+    monkeypatch.delenv("MALLOC_MMAP_THRESHOLD_")
+    monkeypatch.setattr(_trim, "preloaded_allocator", lambda: "jemalloc")
+    trimmer_of(calls).freed(1 << 40)
+    assert calls == []
+
+
+@pytest.mark.parametrize("error", [OSError, AttributeError, TypeError])
+def test_a_system_without_the_call_is_left_alone(calls, monkeypatch, error):
+    def other(name):
+        raise error
+
+    monkeypatch.setattr(ctypes, "CDLL", other)
+    trimmer_of(calls).freed(1 << 40)
+    assert calls == []
 
 
 def test_a_wrong_setting_is_named(monkeypatch):

@@ -41,7 +41,6 @@ class Trimmer:
         )
         self._trim = _malloc_trim() if self._every else None
         self._freed = 0
-        self.count = 0
 
     def freed(self, nbytes: int) -> None:
         """``nbytes`` were let go, or are about to be."""
@@ -50,7 +49,6 @@ class Trimmer:
         self._freed += nbytes
         if self._freed >= self._every:
             self._freed = 0
-            self.count += 1
             self._submit(self._trim, 0)
 
 
