@@ -65,6 +65,7 @@ def test_a_path_is_from_the_outermost():
         ([model, stranger], "(ReLU)"),
         ([model, block, stranger], "0.(ReLU)"),
         ([model, model], "(Sequential)"),  # calls itself
+        ([model, block, block], "0.(Sequential)"),
     ):
         assert module_path(modules) == path, modules
 
@@ -91,7 +92,22 @@ def test_whose_a_tensor_is(name, tensor):
     assert found == (f"0.0, whose {name} it is," if name else "")
 
 
+def test_the_longest_path_tells_most_and_the_first_of_equals(monkeypatch):
+    linear = nn.Linear(2, 3)
+    one, other = nn.ModuleDict({"one": linear}), nn.ModuleDict({"two": linear})
+    outer = nn.Sequential(one)
+    for modules, path in (
+        ([linear, outer, one], "0.one"),
+        ([outer, linear], "0.one"),
+        ([one, other], "one"),
+        ([other, linear, one], "two"),
+    ):
+        monkeypatch.setattr(_modules.gc, "get_objects", lambda modules=modules: modules)
+        assert _modules.module_that_has(linear.weight) == f"{path}, whose weight it is,"
+
+
 def test_a_module_alone_is_called_by_its_class():
-    alone = nn.Linear(2, 3)
+    alone, without = nn.Linear(2, 3), nn.BatchNorm1d(2, affine=False)
+    assert without.weight is None
     assert _modules.module_that_has(alone.bias) == "(Linear), whose bias it is,"
     assert _modules.module_that_has(torch.ones(2).to_sparse()) == ""

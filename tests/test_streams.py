@@ -2,6 +2,9 @@
 
 import gc
 import os
+import warnings
+import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -89,6 +92,15 @@ def test_a_copy_down_comes_after_what_made_its_source(played):
     assert not copy.done() and not copy.ended()
     copy._event.has_ended = True
     assert copy.done() and copy.ended()
+    log.clear()
+    copy.order()
+    assert copy.done() and copy.ended() and log == [], "what is known is not asked again"
+    copy = device.down(bytes_of(7), target, compute)
+    assert not copy.cancel(), "it has begun"
+    copy._event.has_ended = True
+    assert copy.ended()
+    del copy
+    assert not device.unfinished, "what has ended needs nobody to own it"
 
 
 def test_ordering_a_copy_asks_the_stream_and_never_the_host(played):
@@ -122,6 +134,10 @@ def test_memory_of_another_stream_is_recorded_there(played, monkeypatch):
     current[0] = FakeStream(log, "third")
     copy.order()
     assert recorded == [], "what was released is nobody's"
+    copy = device.down(bytes_of(7), bytes_of(0), compute)
+    copy._event.has_ended = True
+    copy.order()
+    assert recorded == [], "its memory has been read"
 
 
 def test_memory_that_autograd_would_hold_waits_for_every_stream_that_saves(played, monkeypatch):
@@ -139,10 +155,15 @@ def test_memory_that_autograd_would_hold_waits_for_every_stream_that_saves(playe
     current[0] = FakeStream(log, "other")
     device.used(source)
     assert recorded == ["compute", "other"], "it may have been asked for on a third"
+    named = []
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, _: named.append(tensor))
+    device.used(source)
+    assert named[0] is named[1] is source, "nothing is made for it"
+    named.clear()
     recorded.clear()
     device.is_capturing = lambda: True
     device.used(source)
-    assert recorded == [], "what is saved in a capture stays"
+    assert named == [], "what is saved in a capture stays"
 
 
 @pytest.mark.parametrize("view", [torch.conj, lambda z: z.conj().imag])
@@ -210,12 +231,17 @@ def test_without_memory_on_the_device_what_nobody_waits_for_is_let_go(played, mo
     log.clear()
     device.up(bytes_of(7), None).order()
     assert refused == [1] and not device.unfinished
-    assert ("the host waits for", "down") in log
-    monkeypatch.setattr(
-        torch, "empty", lambda *args, **kwargs: (_ for _ in ()).throw(torch.OutOfMemoryError("no"))
-    )
+    assert {("the host waits for", "up"), ("the host waits for", "down")} <= set(log)
+
+    def none(*args, **kwargs):
+        refused.append(0)
+        raise torch.OutOfMemoryError("no")
+
+    monkeypatch.setattr(torch, "empty", none)
+    log.clear()
     with pytest.raises(torch.OutOfMemoryError):
         device.up(bytes_of(7), None)
+    assert (refused, log) == ([1, 0], []), "there is nothing that a wait would bring"
 
 
 def test_a_copy_up_fills_memory_of_the_current_stream(played):
@@ -278,6 +304,8 @@ def test_a_source_that_is_released_early_outlives_its_copy(played):
     source = copy._source
     copy.release()
     assert any(each[1] is source for each in device.unfinished)
+    del copy
+    assert len(device.unfinished) == 1, "once"
     later = device.down(bytes_of(7), bytes_of(0), compute)
     later.order()
     before = len(device.unfinished)
@@ -298,8 +326,87 @@ def test_the_stream_is_put_back_when_a_copy_fails(played, monkeypatch):
     assert log[-1] == ("current is", "compute")
 
 
+@pytest.mark.parametrize("way", ["down", "up"])
+def test_an_interrupt_after_a_copy_began_leaves_its_memory_owned(played, monkeypatch, way):
+    """Nobody has its event: so the next copy waits for it first, and until then nothing of it goes."""
+    device, log, compute, current = played
+    copies = torch.Tensor.copy_
+
+    def interrupted(memory, source, **options):
+        copies(memory, source)
+        seen.extend(weakref.ref(each.untyped_storage()) for each in (memory, source))
+        raise KeyboardInterrupt
+
+    def begin():
+        if way == "down":
+            return device.down(bytes_of(7), bytes_of(0), compute)
+        return device.up(bytes_of(7), None)
+
+    seen = []
+    monkeypatch.setattr(torch.Tensor, "copy_", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        begin()
+    assert current[0] is compute
+    source, memory = device._beginning
+    assert torch.equal(memory, bytes_of(7)) and torch.equal(source, bytes_of(7))
+    monkeypatch.setattr(torch.Tensor, "copy_", copies)
+    log.clear()
+    begin().order()
+    at = log.index(("current is", way))
+    assert {("the host waits for", "down"), ("the host waits for", "up")} <= set(log[:at])
+    assert device._beginning is None
+    log.clear()
+    begin().order()
+    assert not [each for each in log if each[0] == "the host waits for"]
+
+
+def test_copies_do_not_block(played, monkeypatch):
+    device, _, compute, _ = played
+    asked, copies = [], torch.Tensor.copy_
+    monkeypatch.setattr(
+        torch.Tensor,
+        "copy_",
+        lambda memory, source, non_blocking=False: (
+            asked.append(non_blocking) or copies(memory, source)
+        ),
+    )
+    device.up(device.down(bytes_of(7), bytes_of(0), compute).memory, None)
+    assert asked == [True, True]
+
+
+def test_a_device_says_its_name_and_whether_it_is_captured(played, monkeypatch):
+    device = played[0]
+    assert device.name == "cpu" and device._pid == os.getpid()
+    assert device.is_capturing() is False, "a device without graphs"
+    for answer in (True, False):
+        device._module = SimpleNamespace(is_current_stream_capturing=lambda answer=answer: answer)
+        assert device.is_capturing() is answer
+
+
+@pytest.mark.parametrize("allocator, warns", [("cudaMallocAsync", True), ("native", False)])
+def test_an_allocator_that_warns_of_a_tensor_s_own_stream_has_done_so(
+    played, monkeypatch, allocator, warns
+):
+    named = []
+
+    def record(tensor, stream):
+        named.append((tensor.numel(), stream.name))
+        warnings.warn("its own stream", UserWarning, stacklevel=1)
+
+    monkeypatch.setattr(torch.Tensor, "record_stream", record)
+    monkeypatch.setattr(torch.cpu, "get_allocator_backend", lambda: allocator, raising=False)
+    monkeypatch.setattr(torch, "Stream", lambda device: FakeStream([], "side"))
+    filters = [*warnings.filters]
+    Accelerator(torch.device("cpu"))
+    assert named == ([(1, "compute")] if warns else [])
+    assert warnings.filters == filters, "other warnings are heard as before"
+
+
 def test_what_has_no_streams_has_a_reason(monkeypatch):
     assert accelerator(torch.device("meta")) == "device meta"
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_: torch.device("cuda"))
+    monkeypatch.setattr(torch, "Stream", lambda device: FakeStream([], "of another kind"))
+    assert accelerator(torch.device("cpu")) == "device cpu"
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_: torch.device("cpu"))
 
     def refuse(device):
@@ -323,7 +430,7 @@ def test_pinning_is_by_registering_and_says_what_was_answered(monkeypatch, statu
 
         def cudaHostUnregister(self, address):
             asked.append(address)
-            return 0
+            return status
 
         def cudaGetErrorString(self, status):
             return "out of it"
@@ -339,23 +446,46 @@ def test_pinning_is_by_registering_and_says_what_was_answered(monkeypatch, statu
     device._down, device._up = FakeStream(asked, "down"), FakeStream(asked, "up")
     device._pid = os.getpid()
     memory, zeros = torch.zeros(4096, dtype=torch.uint8), torch.zeros
-    launched = []
-    monkeypatch.setattr(
-        torch, "zeros", lambda *size, device: (launched.append(device), zeros(*size))[1]
-    )
+    launched, fails = [], []
+
+    def launch(*size, device):
+        launched.append(device)
+        if fails:
+            raise RuntimeError("out of it")
+        return zeros(*size)
+
+    monkeypatch.setattr(torch, "zeros", launch)
     assert device.pin(memory) == reason
     assert len(launched) == bool(reason), "the next kernel is not blamed for what was refused"
     device._pid += 1
     device.unpin(memory)
     assert len(asked) == 1, "what the parent of a fork pinned is the parent's to unpin"
     device._pid -= 1
+    fails.append("that kernel is blamed, and nobody told")
     device.unpin(memory)
+    cuda_host_register_portable = 1
     assert asked == [
-        (memory.data_ptr(), 4096, _streams._PORTABLE),
+        (memory.data_ptr(), 4096, cuda_host_register_portable),
         ("the host waits for", "down"),
         ("the host waits for", "up"),
         memory.data_ptr(),
     ]
+    assert len(launched) == 2 * bool(reason)
+
+
+def test_what_pytorch_keeps_of_pinned_memory_is_let_go(monkeypatch):
+    asked = []
+    monkeypatch.delattr(torch.accelerator, "empty_host_cache", raising=False)
+    monkeypatch.delattr(torch._C, "_host_emptyCache", raising=False)
+    _streams._empty_host_cache()
+    monkeypatch.setattr(torch._C, "_host_emptyCache", lambda: asked.append("cuda"), raising=False)
+    _streams._empty_host_cache()
+    assert asked == ["cuda"], "torch 2.11's"
+    monkeypatch.setattr(
+        torch.accelerator, "empty_host_cache", lambda: asked.append("any"), raising=False
+    )
+    _streams._empty_host_cache()
+    assert asked == ["cuda", "any"]
 
 
 def test_where_nothing_can_be_registered_pytorch_pins(monkeypatch):
@@ -411,3 +541,19 @@ def test_free_memory_is_what_the_process_may_still_take(monkeypatch):
     assert device.free_bytes() == 14 * gib, "with what the allocator keeps"
     shares[0] = 0.5
     assert device.free_bytes() == 8 * gib, "and no more than the process is allowed"
+    statistics.clear()
+    assert device.free_bytes() == 10 * gib, "an allocator that does not count"
+    device._module = SimpleNamespace(mem_get_info=lambda device: (3 * gib, 20 * gib))
+    assert device.free_bytes() == 10 * gib, "a device without shares"
+    monkeypatch.delattr(torch.accelerator, "get_memory_info")
+    assert device.free_bytes() == 3 * gib, "a torch without the common call"
+
+
+def test_failures_are_the_allocator_s_count(monkeypatch):
+    statistics = {"num_ooms": 3}
+    monkeypatch.setattr(torch.accelerator, "memory_stats", lambda device: statistics)
+    device = Accelerator.__new__(Accelerator)
+    device._device = torch.device("cuda", 0)
+    assert device.failures() == 3
+    statistics.clear()
+    assert device.failures() == 0, "cudaMallocAsync's does not count"

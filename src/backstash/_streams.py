@@ -36,11 +36,6 @@ from torch import Tensor
 __all__ = ["Accelerator", "Copy", "Device", "accelerator"]
 
 _nothing: Any = tuple  # a call of C that does nothing
-_empty_host_cache: Any = (
-    getattr(torch.accelerator, "empty_host_cache", None)  # from 2.13 on
-    or getattr(torch._C, "_host_emptyCache", None)  # of a build for CUDA
-    or _nothing
-)
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device of the process
 
 
@@ -157,9 +152,8 @@ class _StreamCopy(Copy):
         self._side = side  # the stream that copies
         self._owner = owner  # the stream whose memory the device's end is
         self._has_ended = False
-        self._is_safe = True  # whether the device's end may be let go
+        self._is_safe = False  # whether the device's end may be let go
         self._event = side.record_event()
-        self._is_safe = False
         unfinished = (self._event, source, memory)
         self.__del__ = functools.partial(device.unfinished.append, unfinished)
 
@@ -234,6 +228,8 @@ class Accelerator(Device):
         self._savers: list[Any] = []  # the streams of all operations that have saved a tensor
         # What copies that nobody waits for any more still read and write.
         self.unfinished: deque[tuple[Any, Tensor, Tensor]] = deque()
+        # What a copy reads and writes that has begun and has no event yet: an interrupt may come then.
+        self._beginning: tuple[Tensor, Tensor] | None = None
         if getattr(self._module, "get_allocator_backend", str)() == "cudaMallocAsync":
             with warnings.catch_warnings():
                 # That one warns, once, of a tensor's own stream that is named to it.
@@ -267,9 +263,7 @@ class Accelerator(Device):
         """See :meth:`Device.down`."""
         self._let_go_of_ended()
         self._down.wait_event(made_on.record_event())
-        with self._down:  # it is current here
-            target.copy_(source, non_blocking=True)
-            return _CopyDown(self, self._down, made_on, source, target)
+        return self._begin(_CopyDown, self._down, made_on, source, target)
 
     def up(self, source: Tensor, after: Copy | None) -> Copy:
         """See :meth:`Device.up`."""
@@ -279,9 +273,19 @@ class Accelerator(Device):
         self._up.wait_event(stream.record_event())
         if isinstance(after, _StreamCopy):
             after.follow(self._up)
-        with self._up:
+        return self._begin(_CopyUp, self._up, stream, source, memory)
+
+    def _begin(
+        self, kind: type[_StreamCopy], side: Any, owner: Any, source: Tensor, memory: Tensor
+    ) -> Copy:
+        if self._beginning is not None:
+            self.finish()
+        self._beginning = source, memory
+        with side:  # it is current here
             memory.data.copy_(source, non_blocking=True)  # its version stays 0: nobody changed it
-            return _CopyUp(self, self._up, stream, source, memory)
+            copy = kind(self, side, owner, source, memory)
+        self._beginning = None
+        return copy
 
     def _empty(self, nbytes: int) -> Tensor:
         try:
@@ -336,7 +340,7 @@ class Accelerator(Device):
             return
         self.finish()
         memory.data = torch.empty(0, dtype=torch.uint8, device="cpu")
-        _empty_host_cache()  # PyTorch's allocator keeps what it gets
+        _empty_host_cache()
 
     def finish(self) -> None:
         """See :meth:`Device.finish`."""
@@ -368,6 +372,13 @@ class Accelerator(Device):
             if not oldest[0].query():
                 self.unfinished.appendleft(oldest)
                 return
+
+
+def _empty_host_cache() -> None:
+    """PyTorch's allocator of pinned memory keeps what it is given back: let go of that."""
+    empties = getattr(torch.accelerator, "empty_host_cache", None)  # torch 2.11 has none
+    empties = empties or getattr(torch._C, "_host_emptyCache", _nothing)  # in a build for CUDA
+    empties()
 
 
 def accelerator(device: torch.device) -> Device | str:
