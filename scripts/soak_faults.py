@@ -51,6 +51,7 @@ Trial = tuple[str, str, str]  # what was tried, how it went in a word, what is w
 def interrupts(options: argparse.Namespace, where: Path) -> Iterator[Trial]:
     """A ``KeyboardInterrupt`` at each point of a step, one at a time."""
     for mix in MIXES:
+        step_interrupted_at(-1, MIXES[mix](where))  # see Interrupter
         at, last = 1, None
         while last is None or at <= last:
             stash = MIXES[mix](where)

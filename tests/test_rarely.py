@@ -1,6 +1,5 @@
 """What rarely happens, and has to go well all the same: each was found by looking at what no test ran."""
 
-import ctypes
 import threading
 
 import pytest
@@ -9,7 +8,6 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from backstash import Disk, Stash
-from backstash._trim import Trimmer
 from backstash.errors import InplaceError, StashIOError, UsageError
 from backstash.policy import first, larger_than
 from backstash.testing import Gated, TwinDevice, stash_on
@@ -101,18 +99,6 @@ def test_a_module_that_fails_before_its_stash_was_entered(tmp_path):
     assert same_bits(*gradients(loss, x), *gradients(x.exp().sin(), x))
     del loss
     stash.close()
-
-
-@pytest.mark.parametrize("error", [OSError, AttributeError, TypeError])
-def test_a_system_without_malloc_trim(monkeypatch, error):
-    def missing(*_):
-        raise error("not here")
-
-    monkeypatch.setattr(ctypes, "CDLL", missing)
-    monkeypatch.delenv("MALLOC_MMAP_THRESHOLD_", raising=False)
-    trimmer = Trimmer(lambda *_: pytest.fail("there is nothing to call"))
-    trimmer.freed(1 << 40)
-    assert trimmer.count == 0
 
 
 def test_a_policy_where_none_names_an_action(tmp_path):

@@ -11,6 +11,7 @@ from backstash._remains import Grave, HostRemains
 from backstash._spills import Spills
 from backstash.errors import StashFullError, StashIOError
 from backstash.stores._host import HostPool
+from backstash.testing import TwinDevice
 
 PAGE = 4096
 NUMBER = 3
@@ -57,7 +58,7 @@ class Host:
     def __init__(self, *, budget=10 * PAGE, early=0, disk=None):
         self.grave, self.begun = Grave(), []
         self.disk = disk
-        self.pool = HostPool(budget, pin=lambda memory: "", unpin=lambda memory: None)
+        self.pool = HostPool(budget, TwinDevice())
         self.spills = Spills(
             self.pool, disk, self.begun.append, self.grave, number=NUMBER, early=early
         )

@@ -34,10 +34,11 @@ def environment() -> dict[str, str]:
     libraries = [f"-L{at / 'lib'}", "-ltorch_cpu", "-lc10", "-lc10_cuda"]
     runtime = compiled(HERE / "runtime.cpp", cuda)
     compute = compiled(HERE / "compute.cpp", cuda, *includes, *libraries, of=torch.__version__)
-    driver = runtime.with_suffix("") / "libcuda.so.1"
-    if not driver.exists():
-        driver.parent.mkdir(exist_ok=True)
-        driver.symlink_to(runtime)
+    drivers = runtime.with_suffix("")
+    drivers.mkdir(exist_ok=True)
+    for name in ("libcuda.so.1", "libnvidia-ml.so.1"):
+        if not (drivers / name).exists():
+            (drivers / name).symlink_to(runtime)
     before = os.environ
 
     def first(path: object, name: str) -> str:
@@ -47,7 +48,7 @@ def environment() -> dict[str, str]:
         **before,
         "CUDA_ON_CPU": str(compute),
         "LD_PRELOAD": first(runtime, "LD_PRELOAD"),
-        "LD_LIBRARY_PATH": first(driver.parent, "LD_LIBRARY_PATH"),
+        "LD_LIBRARY_PATH": first(drivers, "LD_LIBRARY_PATH"),
         "PYTHONPATH": first(HERE, "PYTHONPATH"),
     }
 

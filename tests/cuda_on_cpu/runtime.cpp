@@ -217,7 +217,7 @@ cudaError_t cudaSetDevice(int device) {
   if (device < 0 || device >= world().devices) return answer(cudaErrorInvalidDevice);
   return current_device = device, answer(cudaSuccess);
 }
-cudaError_t cudaDriverGetVersion(int* version) { return *version = CUDART_VERSION, answer(cudaSuccess); }
+cudaError_t cudaDriverGetVersion(int* version) { return *version = 13990, answer(cudaSuccess); }  // of any 13
 cudaError_t cudaGetDeviceProperties(cudaDeviceProp* facts, int) {
   std::memset(facts, 0, sizeof *facts);
   std::snprintf(facts->name, sizeof facts->name, "no GPU: CUDA on a CPU");
@@ -257,6 +257,13 @@ cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** function, 
   if (found) *found = cudaDriverEntryPointSuccess;
   return answer(cudaSuccess);
 }
+// NVML's, which it looks up in libnvidia-ml.so.1: from torch 2.15 on it cannot do without.
+int nvmlInit_v2() { return 0; }
+int nvmlDeviceGetHandleByPciBusId_v2(const char*, void** device) { return *device = nullptr, 0; }
+int nvmlDeviceGetComputeRunningProcesses(void*, unsigned* count, void*) { return *count = 0, 0; }
+int nvmlDeviceGetNvLinkRemoteDeviceType(void*, unsigned, void*) { return 3; }  // not supported
+int nvmlDeviceGetNvLinkRemotePciInfo_v2(void*, unsigned, void*) { return 3; }
+int nvmlSystemGetCudaDriverVersion_v2(int* version) { return *version = 13990, 0; }
 CUresult cuInit(unsigned) { return CUDA_SUCCESS; }
 CUresult cuDeviceGet(CUdevice* device, int index) { return *device = index, CUDA_SUCCESS; }
 CUresult cuDeviceGetAttribute(int* value, CUdevice_attribute, CUdevice) { return *value = 0, CUDA_SUCCESS; }
@@ -346,6 +353,10 @@ cudaError_t cudaMemPoolGetAttribute(cudaMemPool_t pool, cudaMemPoolAttr, void* v
   return answer(cudaSuccess);
 }
 cudaError_t cudaMemPoolSetAccess(cudaMemPool_t, const cudaMemAccessDesc*, size_t) { return answer(cudaSuccess); }
+cudaError_t cudaDeviceGetGraphMemAttribute(int, cudaGraphMemAttributeType, void* value) {
+  return *static_cast<size_t*>(value) = 0, answer(cudaSuccess);
+}
+cudaError_t cudaDeviceSetGraphMemAttribute(int, cudaGraphMemAttributeType, void*) { return answer(cudaSuccess); }
 cudaError_t cudaMemPoolTrimTo(cudaMemPool_t, size_t) { return answer(cudaSuccess); }
 cudaError_t cudaMallocAsync(void** memory, size_t size, cudaStream_t) { return cudaMalloc(memory, size); }
 cudaError_t cudaFreeAsync(void* memory, cudaStream_t stream) {

@@ -30,6 +30,7 @@ POINTS = 8  # of each mix; scripts/soak_faults.py takes every one
 @functools.cache
 def points_of(mix, directory):
     stash = MIXES[mix](directory)
+    step_interrupted_at(-1, stash)  # see Interrupter
     interrupter, found = step_interrupted_at(-1, stash)
     assert not found + wrong_after(stash)
     return interrupter.count
@@ -47,6 +48,10 @@ def test_an_interrupt_leaves_a_stash_that_works(tmp_path_factory, mix, part):
     assert not found, f"interrupted at {at}, {interrupter.where}"
 
 
+@pytest.mark.skipif(
+    sys.version_info[:2] == (3, 13),
+    reason="Python 3.13 shows a trace function few of a repair's points: see Interrupter",
+)
 def test_every_interrupt_of_entering_and_leaving_takes_the_hooks_out(tmp_path):
     stash = Stash(disk=tmp_path)
     at, left = 1, []
