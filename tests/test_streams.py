@@ -383,37 +383,92 @@ def test_a_device_says_its_name_and_whether_it_is_captured(played, monkeypatch):
         assert device.is_capturing() is answer
 
 
-@pytest.mark.parametrize("allocator, warns", [("cudaMallocAsync", True), ("native", False)])
-def test_an_allocator_that_warns_of_a_tensor_s_own_stream_has_done_so(
-    played, monkeypatch, allocator, warns
-):
-    named = []
+@pytest.fixture
+def whole(played, monkeypatch):
+    """As ``played``, but of a device that has all that a stash needs: ``torch.accelerator`` is it."""
+    log = played[1]
+    here = torch.device("cpu")
+    accelerator = torch.accelerator
+    monkeypatch.setattr(accelerator, "current_accelerator", lambda *_: here)
+    monkeypatch.setattr(torch, "Stream", lambda device: FakeStream(log, "side", played[3]))
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
+    monkeypatch.setattr(accelerator, "get_memory_info", lambda device: (1, 2), raising=False)
+    monkeypatch.setattr(accelerator, "memory_stats", lambda device: {})
+    return lambda: _streams.accelerator(here)
 
+
+def test_a_device_is_tried_out_before_it_is_used(whole, played, monkeypatch):
+    asked, log = [], played[1]
+    monkeypatch.setattr(
+        torch.Tensor, "record_stream", lambda tensor, stream: asked.append(stream.name)
+    )
+    log.clear()
+    assert isinstance(whole(), Accelerator)
+    assert asked == ["compute"] and ("the host waits for", "side") in log
+    monkeypatch.setattr(Accelerator, "is_capturing", lambda self: True)
+    log.clear()
+    assert isinstance(whole(), Accelerator) and log == [], "a capture would end"
+
+
+@pytest.mark.parametrize(
+    "what, name, error",
+    [
+        (torch, "Stream", RuntimeError("none here\nand what C++ has to say")),
+        (torch.Tensor, "record_stream", NotImplementedError("none here")),
+        (torch.accelerator, "memory_stats", RuntimeError("none here")),
+        (torch.accelerator, "get_memory_info", ValueError("none here")),
+        (torch.accelerator, "current_stream", TypeError("none here")),
+        (FakeStream, "wait_event", AttributeError("none here")),
+    ],
+)
+def test_what_lacks_something_has_a_reason(whole, monkeypatch, what, name, error):
+    def refuse(*_, **__):
+        raise error
+
+    monkeypatch.setattr(what, name, refuse)
+    assert whole() == "device cpu lacks what a stash needs: none here"
+
+
+@pytest.mark.parametrize("way", [0, 1])
+def test_a_device_whose_copies_are_wrong_is_not_used(whole, monkeypatch, way):
+    copies, begun = torch.Tensor.copy_, []
+
+    def wrong(memory, source, non_blocking=False):
+        copies(memory, source)
+        if non_blocking:
+            begun.append(True)
+            if len(begun) == 1 + way:
+                memory[-1] += 1
+
+    monkeypatch.setattr(torch.Tensor, "copy_", wrong)
+    assert whole() == (
+        "device cpu lacks what a stash needs: what is copied by another stream comes back different"
+    )
+
+
+def test_a_device_without_memory_is_used_all_the_same(whole, monkeypatch):
+    def full(self, nbytes):
+        raise torch.OutOfMemoryError("no")
+
+    monkeypatch.setattr(Accelerator, "_empty", full)
+    assert isinstance(whole(), Accelerator)
+
+
+def test_an_allocator_that_warns_of_a_tensor_s_own_stream_is_not_heard(whole, monkeypatch):
     def record(tensor, stream):
-        named.append((tensor.numel(), stream.name))
         warnings.warn("its own stream", UserWarning, stacklevel=1)
 
     monkeypatch.setattr(torch.Tensor, "record_stream", record)
-    monkeypatch.setattr(torch.cpu, "get_allocator_backend", lambda: allocator, raising=False)
-    monkeypatch.setattr(torch, "Stream", lambda device: FakeStream([], "side"))
     filters = [*warnings.filters]
-    Accelerator(torch.device("cpu"))
-    assert named == ([(1, "compute")] if warns else [])
+    assert isinstance(whole(), Accelerator)
     assert warnings.filters == filters, "other warnings are heard as before"
 
 
-def test_what_has_no_streams_has_a_reason(monkeypatch):
+def test_another_device_than_the_accelerator_has_none(monkeypatch):
     assert accelerator(torch.device("meta")) == "device meta"
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_: torch.device("cuda"))
     monkeypatch.setattr(torch, "Stream", lambda device: FakeStream([], "of another kind"))
     assert accelerator(torch.device("cpu")) == "device cpu"
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_: torch.device("cpu"))
-
-    def refuse(device):
-        raise RuntimeError("none here")
-
-    monkeypatch.setattr(torch, "Stream", refuse)
-    assert accelerator(torch.device("cpu")) == "device cpu has no streams: none here"
 
 
 REFUSAL = "cudaHostRegister answers 2: out of it"

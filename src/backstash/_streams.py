@@ -230,11 +230,31 @@ class Accelerator(Device):
         self.unfinished: deque[tuple[Any, Tensor, Tensor]] = deque()
         # What a copy reads and writes that has begun and has no event yet: an interrupt may come then.
         self._beginning: tuple[Tensor, Tensor] | None = None
-        if getattr(self._module, "get_allocator_backend", str)() == "cudaMallocAsync":
-            with warnings.catch_warnings():
-                # That one warns, once, of a tensor's own stream that is named to it.
-                warnings.simplefilter("ignore")
-                self._empty(1).record_stream(self.stream())
+
+    def try_out(self) -> None:
+        """Copy some bytes down and up, and ask what will be asked: not every device has all of it.
+
+        The host waits, this once. Raises ``RuntimeError`` or what else a device says that lacks something.
+        """
+        if self.is_capturing():
+            return
+        bytes_here = torch.arange(256, dtype=torch.uint8, device="cpu")
+        bytes_back = torch.zeros(256, dtype=torch.uint8, device="cpu")
+        source = self._empty(256)
+        source.copy_(bytes_here)
+        down = self.down(source, bytes_back, self.stream())
+        up = self.up(bytes_back, down)
+        down.wait()
+        up.order()
+        with warnings.catch_warnings():
+            # cudaMallocAsync's allocator warns, once, of a tensor's own stream that is named to it.
+            warnings.simplefilter("ignore")
+            self.used(up.memory)
+        for tensor in (bytes_back, up.memory):
+            if not torch.equal(tensor.cpu(), bytes_here):
+                raise RuntimeError("what is copied by another stream comes back different")
+        self.free_bytes()
+        self.failures()
 
     def stream(self) -> Any:
         """See :meth:`Device.stream`."""
@@ -387,6 +407,10 @@ def accelerator(device: torch.device) -> Device | str:
     if current is None or current.type != device.type:
         return f"device {device.type}"
     try:
-        return Accelerator(device)
-    except (RuntimeError, AttributeError, NotImplementedError) as error:
-        return f"device {device.type} has no streams: {error}"
+        driver = Accelerator(device)
+        driver.try_out()
+    except torch.OutOfMemoryError:
+        return driver  # full, and a stash is what it needs
+    except (RuntimeError, AttributeError, TypeError, ValueError) as error:
+        return f"device {device.type} lacks what a stash needs: {str(error).partition(chr(10))[0]}"
+    return driver
