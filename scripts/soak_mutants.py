@@ -39,7 +39,8 @@ FILES = (
     "_workers.py _weakly.py stores/_extents.py stores/_leases.py stores/_disk.py stores/_file.py "
     "stores/_memory.py stores/_host.py _down.py _keep.py _refusals.py _flights.py _disk.py "
     "_segments.py _rooms.py _spills.py _lanes.py _host.py _host_parcels.py _up.py _order.py "
-    "_intake.py _scopes.py _device_memory.py memory.py launcher.py"
+    "_intake.py _scopes.py _device_memory.py memory.py launcher.py _sides.py _events.py _trim.py "
+    "_account.py _modules.py _streams.py stash.py"
 ).split()
 
 

@@ -31,3 +31,15 @@ def test_pools_take_no_more_than_they_leave(monkeypatch):
 def test_a_device_that_nothing_drives_has_a_reason_and_no_side():
     with Stash() as stash:
         assert stash._plan.side_of(torch.device("meta"), 1) == "device meta"
+
+
+def test_a_device_is_told_what_its_stream_saves():
+    device, used = TwinDevice(), []
+    device.used = used.append
+    with stash_on(device, host="1MiB", min_bytes=0) as stash:
+        held = torch.ones(100, requires_grad=True).exp()
+    side = stash._books.sides[1]
+    assert side.stream() == "the current stream"
+    assert len(used) == 1 and used[0].data_ptr() == held.data_ptr()
+    del held
+    stash.close()

@@ -405,6 +405,7 @@ def test_a_device_is_tried_out_before_it_is_used(whole, played, monkeypatch):
     log.clear()
     assert isinstance(whole(), Accelerator)
     assert asked == ["compute"] and ("the host waits for", "side") in log
+    assert log[-1] == ("compute", "waits for", "side"), "what has come up is compared"
     monkeypatch.setattr(Accelerator, "is_capturing", lambda self: True)
     log.clear()
     assert isinstance(whole(), Accelerator) and log == [], "a capture would end"
@@ -419,6 +420,7 @@ def test_a_device_is_tried_out_before_it_is_used(whole, played, monkeypatch):
         (torch.accelerator, "get_memory_info", ValueError("none here")),
         (torch.accelerator, "current_stream", TypeError("none here")),
         (FakeStream, "wait_event", AttributeError("none here")),
+        (Accelerator, "failures", RuntimeError("none here")),
     ],
 )
 def test_what_lacks_something_has_a_reason(whole, monkeypatch, what, name, error):

@@ -284,7 +284,7 @@ class Stash:
         kind = type(packed)
         if kind is Tensor and packed._version == 0:  # nearly every small tensor
             return packed  # type: ignore[no-any-return]
-        if kind is not Tensor and torch.is_inference_mode_enabled():
+        if torch.is_inference_mode_enabled():
             with torch.inference_mode(False):  # what is made in that mode has no version to check
                 return self.unpack(packed)
         if kind is Entry:
@@ -352,7 +352,6 @@ class Stash:
         """What the stash has done and holds, as one frozen record."""
         lane = self._lane()
         with self._books.lock, self._books.guard:
-            self._books.drain()
             self._books.land(lane)
             self._books.drain()
             return account(self.name, self._books, self._intake, self._store, self._workers.note)

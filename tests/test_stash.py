@@ -1,0 +1,331 @@
+"""The face: what is called when, what an interrupt leaves, and what is said."""
+
+import inspect
+import threading
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+from backstash import Stash
+from backstash import stash as module
+from backstash._scopes import Scope
+from backstash.errors import InplaceError, StashIOError, UsageError
+from backstash.testing import Failing, MemoryStore, TwinDevice, stash_on
+
+
+def hooks():
+    return torch._C._autograd._top_saved_tensors_default_hooks(False)
+
+
+def packed(stash, tensor):
+    """What autograd is to hold for an operation's output."""
+    tensor.requires_grad_()
+    return stash.pack(tensor.exp())
+
+
+def test_the_constructor_takes_what_the_design_says():
+    parameters = inspect.signature(Stash).parameters.values()
+    assert all(each.kind is inspect.Parameter.KEYWORD_ONLY for each in parameters)
+    assert {each.name: each.default for each in parameters} == {
+        "keep": 0,
+        "host": "auto",
+        "disk": None,
+        "policy": None,
+        "codec": None,
+        "min_bytes": "64KiB",
+        "inflight": "128MiB",
+        "prefetch": "128MiB",
+        "on_full": "keep",
+        "name": None,
+    }
+
+
+def test_it_says_what_it_is():
+    store = MemoryStore()
+    stash = Stash(name="mine", disk=store)
+    held = packed(stash, torch.zeros(200, 200))
+    assert repr(stash) == f"Stash(name='mine', store={store!r}, blocks=1)"
+    del held
+
+
+# Entering and leaving.
+
+
+@pytest.mark.parametrize("pushed", [True, False])
+@pytest.mark.parametrize("within", [True, False])
+def test_an_interrupt_while_entering_leaves_what_was_there(monkeypatch, pushed, within):
+    enter, stash = module.enter_scope, Stash()
+
+    def interrupted(*arguments):
+        if pushed:
+            enter(*arguments)
+        raise KeyboardInterrupt
+
+    def enters():
+        monkeypatch.setattr(module, "enter_scope", interrupted)
+        with pytest.raises(KeyboardInterrupt), stash:
+            raise AssertionError("not entered")
+        monkeypatch.undo()
+
+    if within:
+        with stash:
+            before = hooks()
+            enters()
+            assert hooks() == before is not None
+    else:
+        enters()
+    assert hooks() is None and stash._lane().scopes == []
+
+
+@pytest.mark.parametrize("left", [True, False])
+@pytest.mark.parametrize("within", [True, False])
+def test_an_interrupt_while_leaving_takes_the_pair_out(monkeypatch, left, within):
+    leave, stash = module.leave_scope, Stash()
+    interrupts = [KeyboardInterrupt]
+
+    def interrupted(*arguments):
+        if left or not interrupts:
+            leave(*arguments)
+        if interrupts:
+            raise interrupts.pop()
+
+    def leaves():
+        monkeypatch.setattr(module, "leave_scope", interrupted)
+        with pytest.raises(KeyboardInterrupt), stash:
+            pass
+        monkeypatch.undo()
+
+    if within:
+        with stash:
+            before = hooks()
+            leaves()
+            assert hooks() == before is not None
+    else:
+        leaves()
+    assert hooks() is None and stash._lane().scopes == []
+
+
+def test_an_interrupt_before_it_is_known_what_is_left(monkeypatch):
+    stash, newest = Stash(), module.newest_scope
+    stash.__enter__()
+
+    def interrupted(lane):
+        monkeypatch.setattr(module, "newest_scope", newest)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(module, "newest_scope", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        stash.__exit__(None, None, None)
+    assert hooks() is None and stash._lane().scopes == []
+
+
+def test_leaving_too_often_is_one_error():
+    with pytest.raises(UsageError, match="more often than it entered") as caught:
+        Stash().__exit__(None, None, None)
+    assert caught.value.__context__ is None
+
+
+def test_only_an_error_of_torch_func_is_explained():
+    said = "torch.func.grad doesn't support saved tensor hooks"
+    with pytest.raises(UsageError, match="keep them apart") as caught, Stash():
+        raise RuntimeError(said)
+    assert isinstance(caught.value.__cause__, RuntimeError)
+    with pytest.raises(ValueError, match="doesn't support"), Stash():
+        raise ValueError(said)
+    with pytest.raises(RuntimeError, match="of another kind"), Stash():
+        raise RuntimeError("of another kind")
+    with torch.autograd.graph.disable_saved_tensors_hooks(said):
+        with pytest.raises(UsageError, match="keep them apart"), Stash():
+            raise AssertionError("not entered")
+    with torch.autograd.graph.disable_saved_tensors_hooks("for another reason"):
+        with pytest.raises(RuntimeError, match="for another reason"), Stash():
+            raise AssertionError("not entered")
+
+
+@pytest.mark.parametrize("forked", [False, True])
+def test_leaving_brings_the_books_in_order(monkeypatch, forked):
+    stash = Stash()
+    lane, books, asked = stash._lane(), stash._books, []
+    monkeypatch.setattr(books, "is_forked", lambda: forked)
+    monkeypatch.setattr(books, "settle", lambda lane, ended: asked.append(("settle", lane, ended)))
+    monkeypatch.setattr(books, "land", lambda lane: asked.append(("land", lane)))
+    monkeypatch.setattr(books, "try_again", lambda: asked.append("try again"))
+    with stash:
+        pass
+    settled = [] if forked else [("settle", lane, True)]
+    assert asked == [*settled, ("land", lane), "try again"]
+
+
+def test_each_thread_s_first_step_and_each_use_look_for_a_fork(monkeypatch):
+    stash, asked = Stash(disk=MemoryStore()), []
+    held = packed(stash, torch.zeros(200, 200))
+    monkeypatch.setattr(stash._books, "is_forked", lambda: asked.append(True))
+    stash.unpack(held)
+    assert asked, "whoever held the lock may not be here"
+    asked.clear()
+    thread = threading.Thread(target=stash._lane)
+    thread.start()
+    thread.join()
+    assert len(asked) == 1
+
+
+def test_keep_changes_under_the_lock(monkeypatch):
+    stash, limits = Stash(), []
+    monkeypatch.setattr(
+        stash._books, "limit", lambda keep: limits.append((keep, stash._books.lock._is_owned()))
+    )
+    for keep in ("1KiB", "auto", None):
+        stash.set_keep(keep)
+    assert limits == [(1024, True), ("auto", True), (None, True)]
+
+
+# The way back.
+
+
+def test_what_comes_back_in_inference_mode_has_a_version(monkeypatch):
+    stash = Stash(disk=MemoryStore(), min_bytes="1KiB")
+    large, small, changed = torch.ones(200, 200), torch.ones(2), torch.zeros(3).add_(1)
+    held = [packed(stash, each) for each in (large, small)] + [stash.pack(changed)]
+    with torch.inference_mode():
+        back = [stash.unpack(each) for each in held]
+    assert not any(each.is_inference() for each in back)
+    assert torch.equal(back[0], large.exp()) and torch.equal(back[2], torch.ones(3))
+
+
+def test_a_change_in_place_names_whose_the_tensor_is():
+    stash = Stash(disk=MemoryStore(), keep=None, min_bytes="1KiB")
+    sparse = torch.ones(200, 200).to_sparse()
+    for tensor, whose in (
+        (torch.ones(2), "a module that is not known for tensors below min_bytes"),
+        (torch.ones(200, 200), "no module"),  # it may move
+        (sparse, "no module"),  # it stays
+    ):
+        held = stash.pack(tensor)
+        tensor.mul_(2)
+        with pytest.raises(InplaceError, match=rf"that {whose}.* saved is at version 1"):
+            stash.unpack(held)
+
+
+def test_a_change_in_place_within_a_module_names_it():
+    linear, tanh = nn.Linear(200, 200), nn.Tanh()
+    model = nn.Sequential(linear, tanh)
+    with Stash(disk=MemoryStore(), keep=None):
+        out = model(torch.ones(200, 200))
+    out.mul_(2)
+    with pytest.raises(InplaceError, match="that 1 saved"):
+        out.sum().backward()
+
+
+def test_a_store_that_cannot_give_back_is_explained():
+    store = Failing(MemoryStore())
+    stash = Stash(disk=store)
+    held = packed(stash, torch.ones(400, 400))
+    stash._workers.close()
+    stash.stats()
+    store.on_read = StashIOError(5, "broken")
+    with pytest.raises(StashIOError, match=r"broken.* tensor of shape \(400, 400\).* no module"):
+        stash.unpack(held)
+
+
+def test_nothing_is_told_where_nobody_records(monkeypatch):
+    stash = Stash(disk=MemoryStore(), inflight=0)
+
+    def told(*_, **__):
+        raise AssertionError("told though nobody listens")
+
+    monkeypatch.setattr(stash._tape, "tell", told)
+    x = torch.ones(200, 200, requires_grad=True)
+    with stash:
+        loss = x.exp().exp().sum()
+    loss.backward()
+    assert stash.stats().read_bytes
+
+
+def test_what_was_changed_in_place_is_not_given_to_a_capture():
+    device = TwinDevice()
+    stash = stash_on(device, keep=None, host="1MiB", min_bytes=0)
+    tensor = torch.ones(100)
+    held = stash.pack(tensor)
+    device.capturing = True
+    taken = []
+    lock = stash._books.lock
+    stash._books.lock = Noting(lock, taken)
+    assert torch.equal(stash.unpack(held), tensor) and taken
+    tensor.mul_(2)
+    with pytest.raises(UsageError, match="no module saved before this capture has moved"):
+        stash.unpack(held)
+    device.capturing = False
+    stash._books.lock = lock
+    assert not device.faults
+    stash.close()
+
+
+class Noting:
+    """A lock that tells when it is taken."""
+
+    def __init__(self, lock, taken):
+        self.lock, self.taken = lock, taken
+
+    def __enter__(self):
+        self.taken.append(True)
+        self.lock.acquire()
+
+    def __exit__(self, *_):
+        self.lock.release()
+
+
+# Looking, and the end.
+
+
+def test_figures_are_of_what_has_landed_and_died(monkeypatch):
+    stash = Stash()
+    asked, books = [], stash._books
+    monkeypatch.setattr(books, "land", lambda lane: asked.append("land"))
+    monkeypatch.setattr(books, "drain", lambda: asked.append("drain"))
+    stash.stats()
+    assert asked == ["land", "drain"]
+
+
+def test_levels_are_of_all_tiers_and_nothing_of_a_stash_that_is_gone():
+    stash = Stash(disk=MemoryStore())
+    held = packed(stash, torch.ones(400, 400))
+    stash._workers.close()
+    stash.stats()
+    assert module._levels_of(weakref.ref(stash)) == (0, 0, 0, 640_000, 0)
+    gone = weakref.ref(MemoryStore())
+    assert gone() is None and module._levels_of(gone) == (0, 0, 0, 0, 0)
+    with Stash() as without:
+        assert module._levels_of(weakref.ref(without)) == (0, 0, 0, 0, 0)
+    del held
+
+
+def test_a_stash_without_a_store_has_one_thread():
+    assert Stash()._workers._most == 1
+
+
+def test_closing_ends_what_is_there(monkeypatch):
+    device = TwinDevice()
+    stash = stash_on(device, keep=0, host="1MiB", min_bytes=0)
+    held = stash.pack(torch.ones(100, requires_grad=True).exp())
+    asked, books = [], stash._books
+    land, side = books.land, books.sides[1]
+    monkeypatch.setattr(books, "land", lambda lane: (asked.append("land"), land(lane)))
+    finish = side.down.flights.finish
+    monkeypatch.setattr(
+        side.down.flights, "finish", lambda lane: (asked.append("finish"), finish(lane))
+    )
+    monkeypatch.setattr(stash._pool, "trim", lambda: asked.append("trim"))
+    close = stash._workers.close
+    monkeypatch.setattr(stash._workers, "close", lambda: (asked.append("close"), close()))
+    stash.close()
+    assert asked == ["close", "land", "trim", "finish"]
+    assert torch.equal(stash.unpack(held), torch.ones(100).exp())
+    del held
+
+
+def test_a_scope_is_what_was_pushed():
+    with Stash() as stash:
+        (scope,) = stash._lane().scopes
+        assert isinstance(scope, Scope) and hooks() is not None
