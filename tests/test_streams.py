@@ -389,6 +389,7 @@ def whole(played, monkeypatch):
     log = played[1]
     here = torch.device("cpu")
     accelerator = torch.accelerator
+    monkeypatch.setattr(_streams, "_tried_out", set())
     monkeypatch.setattr(accelerator, "current_accelerator", lambda *_: here)
     monkeypatch.setattr(torch, "Stream", lambda device: FakeStream(log, "side", played[3]))
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
@@ -406,9 +407,12 @@ def test_a_device_is_tried_out_before_it_is_used(whole, played, monkeypatch):
     assert isinstance(whole(), Accelerator)
     assert asked == ["compute"] and ("the host waits for", "side") in log
     assert log[-1] == ("compute", "waits for", "side"), "what has come up is compared"
-    monkeypatch.setattr(Accelerator, "is_capturing", lambda self: True)
     log.clear()
+    assert isinstance(whole(), Accelerator) and log == [], "once: the next stash waits for nothing"
+    _streams._tried_out.clear()
+    monkeypatch.setattr(Accelerator, "is_capturing", lambda self: True)
     assert isinstance(whole(), Accelerator) and log == [], "a capture would end"
+    monkeypatch.undo()
 
 
 @pytest.mark.parametrize(
@@ -453,7 +457,7 @@ def test_a_device_without_memory_is_used_all_the_same(whole, monkeypatch):
         raise torch.OutOfMemoryError("no")
 
     monkeypatch.setattr(Accelerator, "_empty", full)
-    assert isinstance(whole(), Accelerator)
+    assert isinstance(whole(), Accelerator) and not _streams._tried_out, "the next stash tries"
 
 
 def test_an_allocator_that_warns_of_a_tensor_s_own_stream_is_not_heard(whole, monkeypatch):

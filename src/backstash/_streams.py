@@ -28,6 +28,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -36,6 +37,7 @@ from torch import Tensor
 __all__ = ["Accelerator", "Copy", "Device", "accelerator"]
 
 _nothing: Any = tuple  # a call of C that does nothing
+_tried_out: set[torch.device] = set()  # by this process, which waits for each once
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device of the process
 
 
@@ -234,10 +236,8 @@ class Accelerator(Device):
     def try_out(self) -> None:
         """Copy some bytes down and up, and ask what will be asked: not every device has all of it.
 
-        The host waits, this once. Raises ``RuntimeError`` or what else a device says that lacks something.
+        The host waits. Raises ``RuntimeError`` or what else a device says that lacks something.
         """
-        if self.is_capturing():
-            return
         bytes_here = torch.arange(256, dtype=torch.uint8, device="cpu")
         bytes_back = torch.zeros(256, dtype=torch.uint8, device="cpu")
         source = self._empty(256)
@@ -408,9 +408,10 @@ def accelerator(device: torch.device) -> Device | str:
         return f"device {device.type}"
     try:
         driver = Accelerator(device)
-        driver.try_out()
-    except torch.OutOfMemoryError:
-        return driver  # full, and a stash is what it needs
+        if device not in _tried_out and not driver.is_capturing():
+            with suppress(torch.OutOfMemoryError):  # full, and a stash is what it needs
+                driver.try_out()
+                _tried_out.add(device)
     except (RuntimeError, AttributeError, TypeError, ValueError) as error:
         return f"device {device.type} lacks what a stash needs: {str(error).partition(chr(10))[0]}"
     return driver
