@@ -56,6 +56,8 @@ class Guard:
     """Why no program can tell, where none can."""
     elsewhere: str = ""
     """Which tests find it missing, where random programs seldom do."""
+    may_crash: bool = False
+    """Whether the process may end of what is wrong then: an index among other bytes points anywhere."""
 
 
 def _replaced(target: Any, name: str, new: Any) -> Patch:
@@ -292,6 +294,7 @@ GUARDS: dict[str, Guard] = {
         _replaced(DiskTier, "begin", _begin_and_let_go),
         "on its way, one",
         short=60,
+        may_crash=True,
     ),
     "an accelerator's memory is held until it is copied": Guard(
         "early release, on the twin",
