@@ -1,6 +1,5 @@
 """The face: what is called when, what an interrupt leaves, and what is said."""
 
-import inspect
 import threading
 import weakref
 
@@ -10,7 +9,6 @@ from torch import nn
 
 from backstash import Stash
 from backstash import stash as module
-from backstash._scopes import Scope
 from backstash.errors import InplaceError, StashIOError, UsageError
 from backstash.testing import Failing, MemoryStore, TwinDevice, stash_on
 
@@ -23,23 +21,6 @@ def packed(stash, tensor):
     """What autograd is to hold for an operation's output."""
     tensor.requires_grad_()
     return stash.pack(tensor.exp())
-
-
-def test_the_constructor_takes_what_the_design_says():
-    parameters = inspect.signature(Stash).parameters.values()
-    assert all(each.kind is inspect.Parameter.KEYWORD_ONLY for each in parameters)
-    assert {each.name: each.default for each in parameters} == {
-        "keep": 0,
-        "host": "auto",
-        "disk": None,
-        "policy": None,
-        "codec": None,
-        "min_bytes": "64KiB",
-        "inflight": "128MiB",
-        "prefetch": "128MiB",
-        "on_full": "keep",
-        "name": None,
-    }
 
 
 def test_it_says_what_it_is():
@@ -323,9 +304,3 @@ def test_closing_ends_what_is_there(monkeypatch):
     assert asked == ["close", "land", "trim", "finish"]
     assert torch.equal(stash.unpack(held), torch.ones(100).exp())
     del held
-
-
-def test_a_scope_is_what_was_pushed():
-    with Stash() as stash:
-        (scope,) = stash._lane().scopes
-        assert isinstance(scope, Scope) and hooks() is not None
