@@ -14,7 +14,7 @@ from torch import nn
 
 from .._text import clean
 
-__all__ = ["Site", "join", "unwrap", "walk"]
+__all__ = ["Site", "depth_of", "join", "unwrap", "walk"]
 
 _WRAPPED_AS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 _MODULE_WRAPPERS = ("DataParallel", "DistributedDataParallel", "AveragedModel")
@@ -65,7 +65,13 @@ def walk(model: nn.Module) -> Iterator[tuple[str, Site]]:
 
 
 def join(path: str, name: str) -> str:
+    """The path of the child or parameter ``name`` of the module at ``path``."""
     return f"{path}.{name}" if path else name
+
+
+def depth_of(path: str) -> int:
+    """How many modules a path goes through."""
+    return path.count(".") + 1 if path else 0
 
 
 def _walk(

@@ -16,11 +16,11 @@ from torch import nn
 from .._text import clean
 from ._autograd import in_backward
 from ._describe import device_of, dtype_of, inputs_of, shapes_of
-from ._paths import Site
+from ._paths import Site, depth_of
 from ._registration import HookRecord, Make, Registration
 from ._sinks import Sink
 
-__all__ = ["ModuleCall", "Stopwatch", "depth_of"]
+__all__ = ["ModuleCall", "Stopwatch"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,11 +63,6 @@ class ModuleCall:
             f"{'  ' * self.depth}{self.path or '(model)'} {self.kind}: {self.inputs} -> {self.output}  "
             f"{self.dtype} {self.device}  {self.seconds * 1e3:.2f} ms{again}"
         )
-
-
-def depth_of(path: str) -> int:
-    """How many modules a path goes through."""
-    return path.count(".") + 1 if path else 0
 
 
 @dataclass(frozen=True, slots=True)

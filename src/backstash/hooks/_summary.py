@@ -10,11 +10,10 @@ from torch import nn
 
 from ..errors import UsageError
 from ._describe import inputs_of, shapes_of
-from ._paths import Site, walk
+from ._paths import Site, depth_of, walk
 from ._registration import HookRecord, Make, Registration
 from ._saved import SavedBytes
 from ._state import unchanged
-from ._stopwatch import depth_of
 from ._table import Summary, SummaryRow
 
 __all__ = ["summary"]

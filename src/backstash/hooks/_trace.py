@@ -10,9 +10,10 @@ from ..errors import UsageError
 from ._compiled import warn_if_compiled
 from ._handle import Handle
 from ._names import Names, select
+from ._paths import depth_of
 from ._registration import Registration
 from ._sinks import Sink, open_sink
-from ._stopwatch import ModuleCall, Stopwatch, depth_of
+from ._stopwatch import ModuleCall, Stopwatch
 
 __all__ = ["CallTrace", "ModuleCall", "trace"]
 
