@@ -18,8 +18,7 @@ from ._clip import clip_gradients
 from ._edit import edit_gradients
 from ._errors import HookWarning, NoMatchError, NonFiniteError, NotCapturedError
 from ._finding import Finding
-from ._gradient_hooks import GradientHooks
-from ._handle import Handle
+from ._handle import GradientHooks, Handle
 from ._hook_info import HookInfo, Inventory
 from ._inventory import hooks_on
 from ._nonfinite import NonFiniteSearch, find_nonfinite

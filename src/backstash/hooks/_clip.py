@@ -10,7 +10,7 @@ import torch
 
 from ..errors import UsageError
 from ._distributed import fsdp2_parameters, reduction_of, replicated
-from ._gradient_hooks import GradientHooks
+from ._handle import GradientHooks
 from ._on_gradient import on_tensor
 from ._parameters import Target, select_tensors
 from ._registration import HookRecord, Make, Registration

@@ -12,7 +12,7 @@ from ..errors import UsageError
 from ._compiled import warn_if_compiled
 from ._distributed import fsdp2_parameters, reduction_of
 from ._edit_targets import Part, parts_of
-from ._gradient_hooks import GradientHooks
+from ._handle import GradientHooks
 from ._names import Selector
 from ._on_gradient import on_inputs, on_outputs, on_tensor
 from ._parameters import Target

@@ -1,4 +1,4 @@
-"""The one thing that every registration returns."""
+"""The handle that every registration returns."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from typing import TypeVar
 
 from .._text import clean
 from ..errors import UsageError
+from ._distributed import Reduction
 from ._errors import HookWarning
 from ._registration import HookRecord, Registration
 
-__all__ = ["Handle"]
+__all__ = ["GradientHooks", "Handle"]
+
 
 _SHOWN = 8
 _H = TypeVar("_H", bound="Handle")
@@ -91,3 +93,24 @@ class Handle(ABC):
             "called, and backward run, inside the with block? Modules inside a graph compiled before "
             "ignore hooks: call torch.compiler.reset() after registering"
         )
+
+
+class GradientHooks(Handle):
+    """What ``clip_gradients`` and ``edit_gradients`` return."""
+
+    __slots__ = ("note", "reduction")
+
+    def __init__(self, registration: Registration, *, reduction: Reduction, note: str) -> None:
+        super().__init__(registration)
+        self.reduction = reduction
+        """Whether the gradients are changed ``"before"`` or ``"after"`` the processes' are averaged;
+        ``"none"`` for one process, ``"unknown"`` if the model is not the DDP or FSDP module."""
+        self.note = note
+        """What is done, in words."""
+
+    def __repr__(self) -> str:
+        reduced = "" if self.reduction == "none" else f"; reduction: {self.reduction}"
+        return f"<{self._registration.owner}: {self.note}{reduced}>"
+
+    def _finish(self, error: BaseException | None) -> bool:
+        return False
