@@ -19,8 +19,7 @@ from ._edit import edit_gradients
 from ._errors import HookWarning, NoMatchError, NonFiniteError, NotCapturedError
 from ._finding import Finding
 from ._handle import GradientHooks, Handle
-from ._hook_info import HookInfo, Inventory
-from ._inventory import hooks_on
+from ._inventory import HookInfo, Inventory, hooks_on
 from ._nonfinite import NonFiniteSearch, find_nonfinite
 from ._report import GradientReport
 from ._stats import Stats

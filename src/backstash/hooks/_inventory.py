@@ -1,13 +1,22 @@
-"""Every hook that is on a model: whose, where, since when, fired or not."""
+"""Lists every hook on a model: who registered it, where, since when, and how often it fired."""
 
 from __future__ import annotations
 
+import functools
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.modules.module as torch_module
 from torch import nn
 
-from ._hook_info import HookInfo, Inventory
-from ._hook_places import places
+from .._text import clean
+from ._paths import join, walk
+from ._registration import record_of
 
-__all__ = ["hooks_on"]
+__all__ = ["HookInfo", "Inventory", "hooks_on"]
 
 
 def hooks_on(model: nn.Module) -> Inventory:
@@ -38,3 +47,136 @@ def hooks_on(model: nn.Module) -> Inventory:
     ()
     """
     return Inventory(HookInfo.of(kind, path, function) for kind, path, function in places(model))
+
+
+@dataclass(frozen=True, slots=True)
+class HookInfo:
+    """One hook on a module, on a parameter, or on all modules."""
+
+    kind: str
+    """``"forward"``, ``"forward pre"``, ``"gradient"``, ``"accumulated gradient"``, ``"global forward"``, …"""
+    path: str
+    """The path of the module or parameter it is on; ``""`` is the model, ``"*"`` is everything."""
+    ours: bool
+    """Whether backstash.hooks registered it."""
+    owner: str
+    """``backstash.hooks.<function>`` for ours; else the module that defines the hook's function."""
+    function: str
+    """The qualified name of the hook's function."""
+    where: str
+    """``file:line``: for ours the call that registered it, else where its function is; ``""`` if in C."""
+    since: float | None
+    """When it was registered, in seconds since the epoch; ``None`` if unknown, as for others' hooks."""
+    fired: int | None
+    """How often it fired; ``None`` if unknown, as for others' hooks."""
+
+    @classmethod
+    def of(cls, kind: str, path: str, function: Any) -> HookInfo:
+        """What can be told of a hook's function."""
+        record = record_of(function)
+        plain = _plain(function)
+        name = getattr(plain, "__qualname__", type(plain).__qualname__)
+        if record is not None:
+            owner = f"backstash.hooks.{record.owner}"
+            where, since, fired = record.registered_at, record.since, record.fired
+            return cls(kind, path, True, owner, name, where, since, fired)
+        owner = getattr(plain, "__module__", None) or type(plain).__module__
+        return cls(kind, path, False, owner, name, _where(plain), None, None)
+
+    def __str__(self) -> str:
+        since = (
+            "since ?"
+            if self.since is None
+            else time.strftime("since %H:%M:%S", time.localtime(self.since))
+        )
+        fired = "fired: unknown" if self.fired is None else f"fired: {self.fired}"
+        place = self.path or "(model)"
+        who = f"{self.owner} ({self.where or self.function})"
+        return clean(f"{place}: {self.kind}, {who}, {since}, {fired}")
+
+
+def _plain(function: Any) -> Any:
+    """The function inside partials, bound methods, and torch's own wrapper of hooks."""
+    while True:
+        inner = function.func if isinstance(function, functools.partial) else None
+        inner = inner or getattr(function, "__func__", None)
+        if inner is None and type(function).__name__ == "_WrappedHook":
+            inner = getattr(function, "hook", None)
+        if inner is None:
+            return function
+        function = inner
+
+
+def _where(function: Any) -> str:
+    call = vars(type(function)).get("__call__")
+    code = getattr(function, "__code__", None) or getattr(call, "__code__", None)
+    return f"{code.co_filename}:{code.co_firstlineno}" if code is not None else ""
+
+
+class Inventory(tuple[HookInfo, ...]):
+    """The hooks that were found; ``str()`` is a table of lines."""
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self)) if self else "no hooks"
+
+
+_ON_MODULES = (
+    ("forward pre", "_forward_pre_hooks"),
+    ("forward", "_forward_hooks"),
+    ("backward pre", "_backward_pre_hooks"),
+    ("backward", "_backward_hooks"),
+    ("state_dict pre", "_state_dict_pre_hooks"),
+    ("state_dict", "_state_dict_hooks"),
+    ("load_state_dict pre", "_load_state_dict_pre_hooks"),
+    ("load_state_dict post", "_load_state_dict_post_hooks"),
+)
+_ON_PARAMETERS = (
+    ("gradient", "_backward_hooks"),
+    ("accumulated gradient", "_post_accumulate_grad_hooks"),
+)
+_GLOBAL = (
+    ("global forward pre", "_global_forward_pre_hooks"),
+    ("global forward", "_global_forward_hooks"),
+    ("global backward pre", "_global_backward_pre_hooks"),
+    ("global backward", "_global_backward_hooks"),
+    ("global module registration", "_global_module_registration_hooks"),
+    ("global parameter registration", "_global_parameter_registration_hooks"),
+    ("global buffer registration", "_global_buffer_registration_hooks"),
+)
+
+Place = tuple[str, str, Any]
+
+
+def _in(holder: object, attributes: tuple[tuple[str, str], ...], path: str) -> Iterator[Place]:
+    for kind, attribute in attributes:
+        hooks = getattr(holder, attribute, None)
+        for function in list(hooks.values()) if hooks else ():
+            yield kind, path, function
+
+
+def places(model: nn.Module) -> Iterator[Place]:
+    """Every hook: its kind, the path of what it is on (``"*"`` for global ones), its function."""
+    paths: dict[int, str] = {}
+    for _, site in walk(model):
+        paths.setdefault(id(site.module), site.path)
+    seen: set[int] = set()
+    for raw, module in model.named_modules():
+        path = paths.get(id(module), raw)
+        yield from _in(module, _ON_MODULES, path)
+        for name, parameter in module._parameters.items():
+            if parameter is not None and id(parameter) not in seen:
+                seen.add(id(parameter))
+                yield from _in(parameter, _ON_PARAMETERS, join(path, name))
+    yield from _in(torch_module, _GLOBAL, "*")
+    yield from _saved_tensor_hooks()
+
+
+def _saved_tensor_hooks() -> Iterator[Place]:
+    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    pair = top(False) if top is not None else None
+    for kind, function in zip(
+        ("saved tensor pack", "saved tensor unpack"), pair or (), strict=False
+    ):
+        yield kind, "*", function
