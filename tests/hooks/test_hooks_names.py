@@ -6,8 +6,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from backstash.hooks import NoMatchError, capture, clip_gradients, edit_gradients, trace
-from backstash.hooks._names import select
-from backstash.hooks._parameters import named_tensors
+from backstash.hooks._names import named_tensors, select
 
 
 class Net(nn.Module):

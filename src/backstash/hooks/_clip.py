@@ -11,8 +11,8 @@ import torch
 from ..errors import UsageError
 from ._distributed import fsdp2_parameters, reduction_of, replicated
 from ._handle import GradientHooks
+from ._names import Target, select_tensors
 from ._on_gradient import on_tensor
-from ._parameters import Target, select_tensors
 from ._registration import HookRecord, Make, Registration
 
 __all__ = ["clip_gradients"]

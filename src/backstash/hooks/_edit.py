@@ -13,9 +13,8 @@ from ._compiled import warn_if_compiled
 from ._distributed import fsdp2_parameters, reduction_of
 from ._edit_targets import Part, parts_of
 from ._handle import GradientHooks
-from ._names import Selector
+from ._names import Selector, Target
 from ._on_gradient import on_inputs, on_outputs, on_tensor
-from ._parameters import Target
 from ._registration import HookRecord, Make, Registration
 
 __all__ = ["edit_gradients"]

@@ -12,8 +12,7 @@ from torch import nn
 from .._text import clean
 from ..errors import UsageError
 from ._errors import NoMatchError
-from ._names import Selector, near, select
-from ._parameters import Target, named_tensors, select_tensors
+from ._names import Selector, Target, named_tensors, near, select, select_tensors
 from ._paths import Site
 
 __all__ = ["Part", "parts_of"]

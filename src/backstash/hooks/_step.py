@@ -13,7 +13,7 @@ from .._text import clean
 from ..errors import UsageError
 from ._distributed import is_ddp
 from ._handle import Handle
-from ._parameters import select_tensors
+from ._names import select_tensors
 from ._registration import Registration
 from ._step_guards import ALLOWED, ClipGuard, refuse_leftover, refuse_scaler
 from ._stepper import Stepper

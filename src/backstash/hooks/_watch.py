@@ -11,8 +11,7 @@ from ..errors import UsageError
 from ._collector import Collector
 from ._compiled import warn_if_compiled
 from ._handle import Handle
-from ._names import Names, select
-from ._parameters import Target, select_tensors
+from ._names import Names, Target, select, select_tensors
 from ._registration import Registration
 from ._report import GradientReport
 from ._sinks import open_sink
