@@ -15,10 +15,10 @@ from torch import nn
 
 from .._text import clean
 from ._autograd import in_backward
-from ._describe import device_of, dtype_of, inputs_of, shapes_of
 from ._paths import Site, depth_of
 from ._registration import HookRecord, Make, Registration
 from ._sinks import Sink
+from ._tree import device_of, dtype_of, inputs_of, shapes_of
 
 __all__ = ["ModuleCall", "Stopwatch"]
 

@@ -9,12 +9,12 @@ import torch
 from torch import nn
 
 from ..errors import UsageError
-from ._describe import inputs_of, shapes_of
 from ._paths import Site, depth_of, walk
 from ._registration import HookRecord, Make, Registration
 from ._saved import SavedBytes
 from ._state import unchanged
 from ._table import Summary, SummaryRow
+from ._tree import inputs_of, shapes_of
 
 __all__ = ["summary"]
 
