@@ -12,8 +12,8 @@ for every backward that raises; the gradients of one value are gathered from its
 from __future__ import annotations
 
 from .._untraced import leave_untraced as _leave_untraced
-from ._calls import Captured, CapturedCall
 from ._capture import Capture, capture
+from ._cell import Captured, CapturedCall
 from ._clip import clip_gradients
 from ._edit import edit_gradients
 from ._errors import HookWarning, NoMatchError, NonFiniteError, NotCapturedError

@@ -9,9 +9,8 @@ import torch
 from torch import nn
 
 from ..errors import UsageError
-from ._calls import Captured
 from ._capture_hooks import Plan, attach
-from ._cell import Calls, Cell, Wanted
+from ._cell import Calls, Captured, Cell, Wanted
 from ._compiled import warn_if_compiled
 from ._edits import Edit, changes
 from ._errors import NoMatchError, NotCapturedError
