@@ -14,11 +14,11 @@ from ._cell import Calls, Captured, Cell, Wanted
 from ._compiled import warn_if_compiled
 from ._edits import Edit, changes
 from ._errors import NoMatchError, NotCapturedError
+from ._gradients import Keep
 from ._handle import Handle
 from ._names import Names, near, select
 from ._paths import walk
 from ._registration import Registration
-from ._snapshot import Keep
 from ._stop import StopForward, Stopper
 
 __all__ = ["Capture", "capture"]

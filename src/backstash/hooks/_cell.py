@@ -12,9 +12,8 @@ from ._alias import InputUses, own_output
 from ._autograd import in_backward
 from ._edits import first_of
 from ._errors import NotCapturedError
-from ._gradients import Gradients
+from ._gradients import Gradients, Keep, Snapshot
 from ._registration import Registration
-from ._snapshot import Keep, Snapshot
 
 __all__ = ["Calls", "Captured", "CapturedCall", "Cell", "Wanted"]
 

@@ -1,18 +1,77 @@
-"""The gradients of one captured value, in the value's own structure."""
+"""A captured value and its gradients, and whether it is still what the module saw.
+
+``detach()`` shares memory with the tensor, so an in-place operation that comes later (a ReLU with
+``inplace=True``, a residual ``+=``) changes what was captured. A detached tensor shares the version
+counter too: the versions are remembered, and a value that changed is refused instead of shown.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
 import torch
 
+from ..errors import InplaceError
+from ._autograd import version_of
 from ._registration import HookRecord, Registration
-from ._snapshot import Keep, Snapshot
 from ._tree import map_leaves, tensors_in
 
-__all__ = ["Gradients"]
+__all__ = ["Gradients", "Keep", "Snapshot"]
+
+
+class Snapshot:
+    """A value, and the version that each of its tensors had."""
+
+    __slots__ = ("_marks", "_value")
+
+    def __init__(self, value: Any, marks: tuple[tuple[torch.Tensor, int | None], ...]) -> None:
+        self._value = value
+        self._marks = marks
+
+    def get(self, what: str) -> Any:
+        """The value; ``InplaceError`` if one of its tensors was changed in place since."""
+        for tensor, version in self._marks:
+            now = version_of(tensor)
+            if now != version:
+                raise InplaceError(
+                    f"{what} of shape {tuple(tensor.shape)} was changed in place after it was captured "
+                    f"(version {version} then, {now} now), by an in-place module or operation that "
+                    "came later; capture with clone=True"
+                )
+        return self._value
+
+
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """How tensors are kept: attached to the graph or not, as they are or copied, and where."""
+
+    detach: bool
+    clone: bool
+    device: torch.device | None
+
+    @property
+    def plain(self) -> bool:
+        """Whether a tensor is kept by ``detach()`` and nothing else."""
+        return self.detach and not self.clone and self.device is None
+
+    def snapshot(self, value: Any) -> Snapshot:
+        """What is kept of a value, and the versions of what still shares its memory."""
+        marks: list[tuple[torch.Tensor, int | None]] = []
+
+        def keep(tensor: torch.Tensor) -> torch.Tensor:
+            kept = tensor.detach() if self.detach else tensor
+            if self.device is not None and self.device != kept.device:
+                return kept.to(self.device)
+            if self.clone:
+                return kept.clone()
+            marks.append((kept, version_of(kept)))
+            return kept
+
+        kept = map_leaves(keep, value)
+        return Snapshot(kept, tuple(marks))
 
 
 class _Hole:
