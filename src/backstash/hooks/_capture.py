@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..errors import UsageError
-from ._capture_hooks import Plan, attach
 from ._cell import Calls, Captured, Cell, Wanted
 from ._compiled import warn_if_compiled
-from ._edits import Edit, changes
+from ._edits import Change, Edit, changes, first_of, with_first
 from ._errors import NoMatchError, NotCapturedError
 from ._gradients import Keep
 from ._handle import Handle
 from ._names import Names, near, select
-from ._paths import walk
-from ._registration import Registration
-from ._stop import StopForward, Stopper
+from ._paths import Site, walk
+from ._registration import HookRecord, Make, Registration
 
 __all__ = ["Capture", "capture"]
 
@@ -214,3 +214,131 @@ def _wanted(
         )
     keep = Keep(detach, clone, None if device is None else torch.device(device))
     return Wanted(inputs, outputs, grads, calls, keep)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is done at one module."""
+
+    cell: Cell | None
+    """Where its calls gather, if it is captured."""
+    outputs: Sequence[Change]
+    """What is done to its outputs, in order."""
+    inputs: Sequence[Change]
+    """What is done to its first input, in order."""
+    stopper: Stopper | None
+    """What ends the forward, if something does."""
+
+
+def attach(registration: Registration, site: Site, plan: Plan, wanted: Wanted) -> None:
+    """Registers what capturing and editing one module needs, and no more."""
+    cell = plan.cell
+    only_last_output = wanted.outputs and not (wanted.inputs or wanted.grads)
+    plain = only_last_output and wanted.calls == "last" and wanted.keep.plain
+    if cell is not None and plain and not (plan.stopper or plan.outputs or plan.inputs):
+        registration.forward(site, _last_output(cell))
+        return
+    if plan.inputs or (cell is not None and wanted.inputs):
+        registration.forward_pre(site, _inputs(cell if wanted.inputs else None, plan.inputs))
+    if cell is not None or plan.outputs:
+        registration.forward(site, _outputs(plan), with_kwargs=True)
+
+
+def _last_output(cell: Cell) -> Make:
+    """The commonest capture, kept as cheap as the hook that one would write by hand."""
+
+    def make(record: HookRecord) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            record.fired += 1
+            if type(output) is not Tensor:
+                cell.leave(output)
+                return
+            try:
+                cell.quick = (output.detach(), output._version)
+            except RuntimeError:  # an inference tensor has no version
+                cell.quick = (output.detach(), None)
+
+        return hook
+
+    return make
+
+
+def _inputs(cell: Cell | None, edits: Sequence[Change]) -> Make:
+    def make(record: HookRecord) -> Callable[..., tuple[Any, Any]]:
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+            record.fired += 1
+            for edit in edits:
+                value = first_of(args, kwargs)
+                new = edit(value, value)
+                if new is not None:
+                    args, kwargs = with_first(new, args, kwargs)
+            return (args, kwargs) if cell is None else cell.enter(args, kwargs)
+
+        return hook
+
+    return make
+
+
+def _outputs(plan: Plan) -> Make:
+    cell, edits, stopper = plan.cell, plan.outputs, plan.stopper
+
+    def make(record: HookRecord) -> Callable[..., Any]:
+        def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+            record.fired += 1
+            given = output
+            for edit in edits:
+                new = edit(output, first_of(args, kwargs))
+                output = output if new is None else new
+            if cell is not None:
+                output = cell.leave(output)
+                if stopper is not None:
+                    stopper.called(cell.path)
+            return None if output is given else output
+
+        return hook
+
+    return make
+
+
+class StopForward(BaseException):
+    """Leaves a forward after the last wanted module. Caught by the capture that raised it.
+
+    Not an ``Exception``: models catch those.
+    """
+
+    def __init__(self, stopper: Stopper) -> None:
+        super().__init__("capture(stop=True) ended this forward; it should have been caught")
+        self.stopper = stopper
+
+
+class Stopper:
+    """Raises :class:`StopForward` when every wanted module was called, if someone will catch it."""
+
+    __slots__ = ("_paths", "_pending", "_thread")
+
+    def __init__(self, paths: Iterable[str]) -> None:
+        self._paths = frozenset(paths)
+        self._pending = set(self._paths)
+        self._thread: int | None = None
+
+    def arm(self) -> None:
+        """From now on, this thread's forward ends when every module was called."""
+        self._pending = set(self._paths)
+        self._thread = threading.get_ident()
+
+    def disarm(self) -> None:
+        """From now on, no forward ends."""
+        self._thread = None
+
+    def called(self, path: str) -> None:
+        """One of the modules was called."""
+        # Another thread's exception would never reach the with block: replicas run to their end.
+        if self._thread != threading.get_ident():
+            return
+        self._pending.discard(path)
+        if not self._pending:
+            raise StopForward(self)
+
+    def raised(self, error: BaseException | None) -> bool:
+        """Whether ``error`` is this one's own."""
+        return isinstance(error, StopForward) and error.stopper is self
