@@ -9,12 +9,12 @@ from torch import nn
 
 from ._clock import BackwardClock
 from ._distributed import is_ddp, reduction_of
-from ._fetch import Row, fetch, row_of
 from ._on_gradient import on_outputs
 from ._paths import Site
 from ._registration import HookRecord, Make, Registration
 from ._report import GradientReport
 from ._sinks import Sink
+from ._stats import Row, fetch, row_of
 
 __all__ = ["Collector"]
 

@@ -8,10 +8,9 @@ from typing import Any, Literal
 import torch
 
 from ._distributed import is_dtensor
-from ._fetch import Row, fetch
 from ._finding import Finding, Kind
 from ._paths import Site
-from ._stats import Stats, measure
+from ._stats import Row, Stats, fetch, measure
 from ._tree import tensors_in
 
 __all__ = ["Timeline"]
