@@ -6,10 +6,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from .._text import clean
-from ._stats import Stats
+import torch
 
-__all__ = ["Finding", "Kind"]
+from .._text import clean
+from ._distributed import is_dtensor
+from ._paths import Site
+from ._stats import Row, Stats, fetch, measure
+from ._tree import tensors_in
+
+__all__ = ["Finding", "Kind", "Timeline"]
+
 
 Kind = Literal["input", "output", "output gradient", "input gradient", "parameter gradient"]
 
@@ -67,3 +73,96 @@ class Finding:
         if self.parameters:
             lines.append(f"  not finite either: its {', '.join(self.parameters)}")
         return "\n".join(map(clean, lines))
+
+
+Phase = Literal["forward", "backward"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    kind: Kind
+    site: Site
+    rows: list[Row]
+
+
+class Timeline:
+    """Rows of statistics in the order in which the values were seen. Nothing waits until ``judge``."""
+
+    __slots__ = ("_count_inf", "_phase", "_seen", "_step")
+
+    def __init__(self, phase: Phase, *, count_inf: bool) -> None:
+        self._phase: Phase = phase
+        self._count_inf = count_inf
+        self._seen: list[_Seen] = []
+        self._step = 0
+
+    def see(self, kind: Kind, site: Site, value: Any) -> None:
+        """Measures the floating-point tensors of a value."""
+        tensors = [t for t in tensors_in(value) if t.is_floating_point() or t.is_complex()]
+        if tensors:
+            self._seen.append(_Seen(kind, site, [Row(measure(_local(t))) for t in tensors]))
+
+    def clear(self) -> None:
+        """Forgets what was seen, as of a forward or backward that raised."""
+        self._seen = []
+
+    def judge(self) -> Finding | None:
+        """The first value that was not finite, if any; waits for the device once. Begins anew."""
+        seen, self._seen = self._seen, []
+        if not seen:
+            return None
+        stats, _ = fetch({str(index): item.rows for index, item in enumerate(seen)})
+        step, self._step = self._step, self._step + 1
+        for index in range(len(seen)):
+            if self._bad(stats[str(index)]):
+                before = stats[str(index - 1)] if index else None
+                return self._finding(step, seen, index, stats[str(index)], before)
+        return None
+
+    def _bad(self, stats: Stats) -> bool:
+        return bool(stats.nan or (self._count_inf and stats.inf))
+
+    def _finding(
+        self, step: int, seen: list[_Seen], index: int, stats: Stats, before: Stats | None
+    ) -> Finding:
+        item = seen[index]
+        module = item.site.module
+        return Finding(
+            step=step,
+            phase=self._phase,
+            kind=item.kind,
+            path=item.site.path,
+            module=type(module).__name__,
+            made_by=_made_by(item, seen[index - 1] if index else None),
+            stats=stats,
+            before=before,
+            parameters=tuple(
+                name
+                for name, parameter in module._parameters.items()
+                if parameter is not None and not bool(_local(parameter).isfinite().all())
+            ),
+        )
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    # This process's part: a search must not wait for processes that found nothing.
+    part: Any = tensor
+    return part.to_local() if is_dtensor(tensor) else tensor
+
+
+def _made_by(item: _Seen, before: _Seen | None) -> str:
+    if item.kind == "output":
+        own = any(True for _ in item.site.module.children())
+        return "its own operations, outside the modules in it" if own else "this module"
+    if item.kind in ("input gradient", "parameter gradient"):
+        return "this module's backward"
+    if before is None:
+        return (
+            "the caller: it came with the model's input"
+            if item.kind == "input"
+            else ("the loss, or what comes after the model")
+        )
+    where = f"{before.site.label} ({before.kind})"
+    if item.kind == "input":
+        return f"operations between modules, after {where}"
+    return f"the backward of operations between modules, after {where}"

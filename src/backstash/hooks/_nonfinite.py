@@ -12,14 +12,13 @@ from ._autograd import in_backward
 from ._clock import BackwardClock
 from ._compiled import warn_if_compiled
 from ._errors import NonFiniteError
-from ._finding import Finding, Kind
+from ._finding import Finding, Kind, Timeline
 from ._handle import Handle
 from ._names import Names, select
 from ._on_gradient import on_inputs, on_outputs
 from ._paths import Site, unwrap
 from ._registration import HookRecord, Make, Registration
 from ._sinks import Sink, open_sink
-from ._timeline import Timeline
 
 __all__ = ["NonFiniteSearch", "find_nonfinite"]
 
