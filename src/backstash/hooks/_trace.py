@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import sys
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
+from .._text import clean
 from ..errors import UsageError
+from ._autograd import in_backward
 from ._compiled import warn_if_compiled
 from ._handle import Handle
 from ._names import Names, select
-from ._paths import depth_of
-from ._registration import Registration
+from ._paths import Site, depth_of
+from ._registration import HookRecord, Make, Registration
 from ._sinks import Sink, open_sink
-from ._stopwatch import ModuleCall, Stopwatch
+from ._tree import device_of, dtype_of, inputs_of, shapes_of
 
 __all__ = ["CallTrace", "ModuleCall", "trace"]
 
@@ -92,3 +101,122 @@ def trace(
 
 def _any(path: str, module: nn.Module) -> bool:
     return True
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleCall:
+    """One call of one module, when it has returned."""
+
+    step: int
+    """Which call since the trace began; the first that returns is 0."""
+    path: str
+    """The module's path; the model itself is ``""``."""
+    kind: str
+    """The module's class."""
+    depth: int
+    """How many modules the path goes through; 0 for the model."""
+    inputs: str
+    """The shapes of the inputs."""
+    output: str
+    """The shapes of the output; ``raised`` if the module raised an exception, ``ended early`` if
+    a checkpoint's recomputation needed no more of it."""
+    dtype: str
+    """The dtype of the output's first tensor."""
+    device: str
+    """The device of the output's first tensor."""
+    seconds: float
+    """From call to return, as the host's clock saw it, or the device's work included with ``sync=True``."""
+    recomputed: bool
+    """Whether an activation checkpoint called it again inside backward."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """As JSON has it."""
+        return asdict(self)
+
+    def scalars(self) -> Iterator[tuple[str, float]]:
+        """As a curve: ``trace/<path>/seconds``."""
+        yield f"trace/{self.path or '(model)'}/seconds", self.seconds
+
+    def __str__(self) -> str:
+        again = "  (recomputed)" if self.recomputed else ""
+        return clean(
+            f"{'  ' * self.depth}{self.path or '(model)'} {self.kind}: {self.inputs} -> {self.output}  "
+            f"{self.dtype} {self.device}  {self.seconds * 1e3:.2f} ms{again}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Begun:
+    """A call that has not returned."""
+
+    inputs: str
+    handling: BaseException | None
+    began: float
+
+
+class Stopwatch:
+    """Times the calls of modules, in any thread, and emits them."""
+
+    def __init__(self, sink: Sink, *, sync: bool) -> None:
+        self._sink = sink
+        self._sync = sync and torch.accelerator.is_available()
+        self._begun: dict[tuple[int, str], list[_Begun]] = defaultdict(list)
+        self._count = 0
+
+    def attach(self, registration: Registration, site: Site) -> None:
+        """Hooks both ends of a module's calls, also the end by an exception."""
+        registration.forward_pre(site, self._begin(site))
+        registration.forward(site, self._end(site), always_call=True)
+
+    def _now(self) -> float:
+        if self._sync:
+            torch.accelerator.synchronize()
+        return time.perf_counter()
+
+    def _begin(self, site: Site) -> Make:
+        def make(record: HookRecord) -> Callable[..., None]:
+            def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+                record.fired += 1
+                # Described now: the module may change its inputs.
+                inputs = inputs_of(args, kwargs)
+                begun = _Begun(inputs, sys.exc_info()[1], self._now())
+                self._begun[threading.get_ident(), site.path].append(begun)
+
+            return hook
+
+        return make
+
+    def _end(self, site: Site) -> Make:
+        def make(record: HookRecord) -> Callable[..., None]:
+            def hook(module: nn.Module, args: Any, output: Any) -> None:
+                record.fired += 1
+                self._emit(site, output)
+
+            return hook
+
+        return make
+
+    def _emit(self, site: Site, output: Any) -> None:
+        now = self._now()
+        begun = self._begun[threading.get_ident(), site.path]
+        if not begun:
+            return
+        call = begun.pop()
+        raised = output is None and sys.exc_info()[1] is not call.handling
+        again = in_backward()
+        # torch leaves a recomputation by an exception as soon as it has what it needs.
+        unfinished = "ended early" if again else "raised"
+        report = ModuleCall(
+            step=self._count,
+            path=site.path,
+            kind=type(site.module).__name__,
+            depth=depth_of(site.path),
+            inputs=call.inputs,
+            output=unfinished if raised else shapes_of(output),
+            dtype=dtype_of(output),
+            device=device_of(output),
+            seconds=now - call.began,
+            recomputed=again,
+        )
+        self._count += 1
+        self._sink.emit(report)
