@@ -23,8 +23,7 @@ from ._inventory import HookInfo, Inventory, hooks_on
 from ._nonfinite import NonFiniteSearch, find_nonfinite
 from ._stats import Stats
 from ._step import StepInBackward, step_in_backward
-from ._summary import summary
-from ._table import Summary, SummaryRow
+from ._summary import Summary, SummaryRow, summary
 from ._trace import CallTrace, ModuleCall, trace
 from ._watch import GradientReport, GradientWatch, watch_gradients
 

@@ -2,21 +2,94 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
+from .._text import clean
 from ..errors import UsageError
+from ..units import format_bytes
 from ._paths import Site, depth_of, walk
 from ._registration import HookRecord, Make, Registration
-from ._saved import SavedBytes
-from ._state import unchanged
-from ._table import Summary, SummaryRow
 from ._tree import inputs_of, shapes_of
 
-__all__ = ["summary"]
+__all__ = ["Summary", "SummaryRow", "summary"]
+
+
+@dataclass(frozen=True, slots=True)
+class SummaryRow:
+    """One module."""
+
+    path: str
+    """The module's path; the model itself is ``""``."""
+    kind: str
+    """The module's class."""
+    depth: int
+    """How many modules the path goes through; 0 for the model."""
+    calls: int
+    """How often one forward calls it."""
+    inputs: str
+    """The shapes of its inputs, in the last call."""
+    output: str
+    """The shapes of its output, in the last call."""
+    parameters: int
+    """Elements of its own parameters, without its children's."""
+    trainable: int
+    """Of these, the elements that require a gradient."""
+    saved_bytes: int
+    """Bytes that its own operations save for backward, without its children's; each storage is counted
+    once, where it is first saved; parameters and buffers are not counted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """A model's modules in the order of ``named_modules()``; ``str()`` is the table."""
+
+    rows: tuple[SummaryRow, ...]
+    """Every module, once."""
+
+    @property
+    def parameters(self) -> int:
+        """Elements of all parameters."""
+        return sum(row.parameters for row in self.rows)
+
+    @property
+    def trainable(self) -> int:
+        """Elements of all parameters that require a gradient."""
+        return sum(row.trainable for row in self.rows)
+
+    @property
+    def saved_bytes(self) -> int:
+        """Bytes saved for backward by one forward."""
+        return sum(row.saved_bytes for row in self.rows)
+
+    def __str__(self) -> str:
+        head = ("module", "class", "input", "output", "parameters", "saved")
+        body = [_cells(row) for row in self.rows]
+        total = ("total", "", "", "", f"{self.parameters:,}", format_bytes(self.saved_bytes))
+        widths = [max(map(len, column)) for column in zip(head, *body, total, strict=True)]
+        rule = "  ".join("-" * width for width in widths)
+        lines = [_line(head, widths), rule, *(_line(cells, widths) for cells in body), rule]
+        return "\n".join([*lines, _line(total, widths)])
+
+
+def _cells(row: SummaryRow) -> tuple[str, ...]:
+    name = "  " * row.depth + (clean(row.path.rpartition(".")[2]) or "(model)")
+    times = f" x{row.calls}" if row.calls != 1 else ""
+    saved = format_bytes(row.saved_bytes) if row.saved_bytes else ""
+    count = f"{row.parameters:,}" if row.parameters else ""
+    return (name, row.kind + times, row.inputs, row.output, count, saved)
+
+
+def _line(cells: tuple[str, ...], widths: list[int]) -> str:
+    pairs = list(zip(cells, widths, strict=True))
+    left = [cell.ljust(width) for cell, width in pairs[:4]]
+    return "  ".join([*left, *(cell.rjust(width) for cell, width in pairs[4:])]).rstrip()
 
 
 def summary(model: nn.Module, /, *args: Any, **kwargs: Any) -> Summary:
@@ -128,3 +201,69 @@ class _Rows:
             trainable=sum(p.numel() for p in own if p.requires_grad),
             saved_bytes=self.saved.by_path.get(site.path, 0),
         )
+
+
+class SavedBytes:
+    """Counts saved storages once each, for the module that was running when the first was saved.
+
+    The storages of parameters and buffers are not counted: they are there without backward too. Inside a
+    region with hooks of its own (activation checkpointing) nothing is seen.
+    """
+
+    def __init__(self, owned: Iterable[torch.Tensor]) -> None:
+        self.by_path: dict[str, int] = defaultdict(int)
+        """Bytes by the path of the innermost module."""
+        self.running: list[str] = []
+        """The paths of the modules that run now, innermost last."""
+        # Storages are held until the count ends: a freed one's identity would be given out again.
+        self._seen: dict[int, torch.UntypedStorage] = {}
+        for tensor in owned:
+            self._see(tensor)
+
+    def _see(self, tensor: torch.Tensor) -> int:
+        try:
+            storage = tensor.untyped_storage()
+        except (NotImplementedError, RuntimeError):
+            return 0  # a layout or a subclass without one storage
+        if storage._cdata in self._seen:
+            return 0
+        self._seen[storage._cdata] = storage
+        return storage.nbytes()
+
+    def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        path = self.running[-1] if self.running else ""
+        self.by_path[path] += self._see(tensor)
+        # Not the tensor itself: one that is its own node's output would keep itself alive.
+        return tensor.detach()
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """Counts what is saved inside; the storages are let go at the end."""
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor):
+                yield
+        finally:
+            self._seen.clear()
+
+
+@contextmanager
+def unchanged(model: nn.Module) -> Iterator[None]:
+    """Puts the model's buffers and the random number generators back at the end, also after an error."""
+    buffers = [
+        (module, name, buffer, buffer.detach().clone())
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+    ]
+    types = {t.device.type for t in (*model.parameters(), *model.buffers())} - {"cpu", "meta"}
+    devices = {t.device for t in (*model.parameters(), *model.buffers()) if t.device.type in types}
+    kind = next(iter(types), "cuda")
+    indices = [device.index or 0 for device in devices if device.type == kind]
+    with torch.random.fork_rng(indices, device_type=kind):
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for module, name, buffer, value in buffers:
+                    buffer.copy_(value)
+                    module._buffers[name] = buffer
