@@ -34,7 +34,7 @@ class Capture(Handle, Mapping[str, Captured]):
         registration: Registration,
         model: nn.Module,
         cells: dict[int, Cell],
-        stopper: Stopper | None,
+        stopper: _Stopper | None,
     ) -> None:
         super().__init__(registration)
         self._model = model
@@ -173,7 +173,7 @@ def capture(
     inward = changes(model, sites, edit_inputs, "edit_inputs")
     registration = Registration("capture")
     cells = {id(site.module): Cell(site.path, wanted, registration) for site in sites}
-    stopper = Stopper(site.path for site in sites) if stop and sites else None
+    stopper = _Stopper(site.path for site in sites) if stop and sites else None
     targets = {id(s.module): s for s in (*sites, *(s for s, _ in (*outward, *inward)))}
     if not targets:
         raise NoMatchError("names=[] selects nothing; name a module, or pass edit=")
@@ -182,7 +182,7 @@ def capture(
             outs, ins = (
                 [c for s, c in found if id(s.module) == key] for found in (outward, inward)
             )
-            attach(registration, site, Plan(cells.get(key), outs, ins, stopper), wanted)
+            _attach(registration, site, _Actions(cells.get(key), outs, ins, stopper), wanted)
         warn_if_compiled(model, targets.values(), owner="capture")
     return Capture(registration, model, cells, stopper)
 
@@ -217,7 +217,7 @@ def _wanted(
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class _Actions:
     """What is done at one module."""
 
     cell: Cell | None
@@ -226,22 +226,22 @@ class Plan:
     """What is done to its outputs, in order."""
     inputs: Sequence[Change]
     """What is done to its first input, in order."""
-    stopper: Stopper | None
+    stopper: _Stopper | None
     """What ends the forward, if something does."""
 
 
-def attach(registration: Registration, site: Site, plan: Plan, wanted: Wanted) -> None:
+def _attach(registration: Registration, site: Site, actions: _Actions, wanted: Wanted) -> None:
     """Registers what capturing and editing one module needs, and no more."""
-    cell = plan.cell
+    cell = actions.cell
     only_last_output = wanted.outputs and not (wanted.inputs or wanted.grads)
     plain = only_last_output and wanted.calls == "last" and wanted.keep.plain
-    if cell is not None and plain and not (plan.stopper or plan.outputs or plan.inputs):
+    if cell is not None and plain and not (actions.stopper or actions.outputs or actions.inputs):
         registration.forward(site, _last_output(cell))
         return
-    if plan.inputs or (cell is not None and wanted.inputs):
-        registration.forward_pre(site, _inputs(cell if wanted.inputs else None, plan.inputs))
-    if cell is not None or plan.outputs:
-        registration.forward(site, _outputs(plan), with_kwargs=True)
+    if actions.inputs or (cell is not None and wanted.inputs):
+        registration.forward_pre(site, _inputs(cell if wanted.inputs else None, actions.inputs))
+    if cell is not None or actions.outputs:
+        registration.forward(site, _outputs(actions), with_kwargs=True)
 
 
 def _last_output(cell: Cell) -> Make:
@@ -279,8 +279,8 @@ def _inputs(cell: Cell | None, edits: Sequence[Change]) -> Make:
     return make
 
 
-def _outputs(plan: Plan) -> Make:
-    cell, edits, stopper = plan.cell, plan.outputs, plan.stopper
+def _outputs(actions: _Actions) -> Make:
+    cell, edits, stopper = actions.cell, actions.outputs, actions.stopper
 
     def make(record: HookRecord) -> Callable[..., Any]:
         def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
@@ -306,12 +306,12 @@ class StopForward(BaseException):
     Not an ``Exception``: models catch those.
     """
 
-    def __init__(self, stopper: Stopper) -> None:
+    def __init__(self, stopper: _Stopper) -> None:
         super().__init__("capture(stop=True) ended this forward; it should have been caught")
         self.stopper = stopper
 
 
-class Stopper:
+class _Stopper:
     """Raises :class:`StopForward` when every wanted module was called, if someone will catch it."""
 
     __slots__ = ("_paths", "_pending", "_thread")

@@ -71,31 +71,33 @@ def edit_gradients(
     >>> model[0].bias.grad, model[0].weight.grad.abs().sum()
     (tensor([0., 0.]), tensor(0.))
     """
-    parts = [part for name, edit in edits.items() for part in parts_of(model, name, edit, at)]
-    if not parts:
+    edited = [
+        each for name, edit in edits.items() for each in _edited_gradients(model, name, edit, at)
+    ]
+    if not edited:
         raise UsageError(
             'edits={} edits nothing; give a dict such as {"fc.bias": torch.zeros_like}'
         )
     registration = Registration("edit_gradients")
     with registration.all_or_none():
-        _register(registration, parts, model)
+        _register(registration, edited, model)
     return GradientHooks(
-        registration, reduction=reduction_of(model, at_end=False), note=f"{len(parts)} edits"
+        registration, reduction=reduction_of(model, at_end=False), note=f"{len(edited)} edits"
     )
 
 
-def _register(registration: Registration, parts: list[Part], model: Target) -> None:
+def _register(registration: Registration, edited: list[_EditedGradient], model: Target) -> None:
     sharded = fsdp2_parameters(model)
-    for part in parts:
-        make = _make(part.edit, part.path)
-        if part.tensor is not None:
-            late = id(part.tensor) in sharded
-            on_tensor(registration, part.path, part.tensor, make, sharded=late)
-        elif part.site is not None:
-            put = on_inputs if part.inputs else on_outputs
-            put(registration, part.site, make)
+    for each in edited:
+        make = _make(each.edit, each.path)
+        if each.tensor is not None:
+            late = id(each.tensor) in sharded
+            on_tensor(registration, each.path, each.tensor, make, sharded=late)
+        elif each.site is not None:
+            put = on_inputs if each.inputs else on_outputs
+            put(registration, each.site, make)
     if isinstance(model, nn.Module):
-        sites = [part.site for part in parts if part.site is not None]
+        sites = [each.site for each in edited if each.site is not None]
         warn_if_compiled(model, sites, owner="edit_gradients")
 
 
@@ -126,11 +128,11 @@ def _checked(new: Any, old: torch.Tensor, path: str) -> torch.Tensor | None:
     return new
 
 
-At = Literal["parameters", "outputs", "inputs"]
+_At = Literal["parameters", "outputs", "inputs"]
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class _EditedGradient:
     """One gradient and its edit: of a tensor, or of what a module returns or takes."""
 
     path: str
@@ -140,7 +142,9 @@ class Part:
     inputs: bool = False
 
 
-def parts_of(model: Target, name: Selector, edit: Any, at: At | None) -> list[Part]:
+def _edited_gradients(
+    model: Target, name: Selector, edit: Any, at: _At | None
+) -> list[_EditedGradient]:
     """What one entry of the edits means."""
     if not callable(edit):
         raise UsageError(f"edits[{name!r}]={edit!r} is not callable; give callable(gradient)")
@@ -155,8 +159,8 @@ def parts_of(model: Target, name: Selector, edit: Any, at: At | None) -> list[Pa
         )
     if not tensors and not sites:
         raise NoMatchError(_nothing(model, name, at))
-    found = [Part(path, edit, tensor=tensor) for path, tensor in tensors.items()]
-    return found + [Part(s.path, edit, site=s, inputs=at == "inputs") for s in sites]
+    found = [_EditedGradient(path, edit, tensor=tensor) for path, tensor in tensors.items()]
+    return found + [_EditedGradient(s.path, edit, site=s, inputs=at == "inputs") for s in sites]
 
 
 def _tensors(model: Target, name: Selector) -> dict[str, torch.Tensor]:
@@ -180,7 +184,7 @@ def _sites(model: Target, name: Selector) -> list[Site]:
         return []
 
 
-def _nothing(model: Target, name: Selector, at: At | None) -> str:
+def _nothing(model: Target, name: Selector, at: _At | None) -> str:
     if at in ("outputs", "inputs") or not isinstance(name, str):
         if not isinstance(model, nn.Module):
             return f"edits: {name!r} selects modules, and the model is a dict of tensors"

@@ -46,7 +46,7 @@ def hooks_on(model: nn.Module) -> Inventory:
     >>> hooks_on(model)
     ()
     """
-    return Inventory(HookInfo.of(kind, path, function) for kind, path, function in places(model))
+    return Inventory(HookInfo.of(kind, path, function) for kind, path, function in _places(model))
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,17 +146,17 @@ _GLOBAL = (
     ("global buffer registration", "_global_buffer_registration_hooks"),
 )
 
-Place = tuple[str, str, Any]
+_Place = tuple[str, str, Any]
 
 
-def _in(holder: object, attributes: tuple[tuple[str, str], ...], path: str) -> Iterator[Place]:
+def _in(holder: object, attributes: tuple[tuple[str, str], ...], path: str) -> Iterator[_Place]:
     for kind, attribute in attributes:
         hooks = getattr(holder, attribute, None)
         for function in list(hooks.values()) if hooks else ():
             yield kind, path, function
 
 
-def places(model: nn.Module) -> Iterator[Place]:
+def _places(model: nn.Module) -> Iterator[_Place]:
     """Every hook: its kind, the path of what it is on (``"*"`` for global ones), its function."""
     paths: dict[int, str] = {}
     for _, site in walk(model):
@@ -173,7 +173,7 @@ def places(model: nn.Module) -> Iterator[Place]:
     yield from _saved_tensor_hooks()
 
 
-def _saved_tensor_hooks() -> Iterator[Place]:
+def _saved_tensor_hooks() -> Iterator[_Place]:
     top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
     pair = top(False) if top is not None else None
     for kind, function in zip(

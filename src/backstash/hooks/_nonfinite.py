@@ -28,7 +28,7 @@ class NonFiniteSearch(Handle):
 
     __slots__ = ("_search",)
 
-    def __init__(self, registration: Registration, search: Search) -> None:
+    def __init__(self, registration: Registration, search: _Search) -> None:
         super().__init__(registration, each=False)
         self._search = search
 
@@ -84,7 +84,7 @@ def find_nonfinite(
     sites = select(model, _any if names is None else names)
     registration = Registration("find_nonfinite")
     sink = None if to is None else open_sink(to)
-    search = Search(model, sink, count_inf=inf)
+    search = _Search(model, sink, count_inf=inf)
     try:
         with registration.all_or_none():
             for site in sites:
@@ -100,7 +100,7 @@ def _any(path: str, module: nn.Module) -> bool:
     return True
 
 
-class Search:
+class _Search:
     """Watches modules, and judges when the model's forward returns and when backward ends."""
 
     __slots__ = ("_backward", "_clock", "_forward", "_root", "_sink", "found")

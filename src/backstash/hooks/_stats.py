@@ -95,7 +95,7 @@ def _numbers(tensor: torch.Tensor) -> torch.Tensor:
     return values if values.dtype in (torch.float32, torch.float64) else values.float()
 
 
-def merge(rows: Iterable[Sequence[float]]) -> Stats:
+def _merge(rows: Iterable[Sequence[float]]) -> Stats:
     """The statistics of everything that ``rows`` are parts of (Chan, Golub and LeVeque's update)."""
     count = nan = inf = zeros = 0.0
     norm = mean = square = 0.0
@@ -123,11 +123,6 @@ def merge(rows: Iterable[Sequence[float]]) -> Stats:
         nan=int(nan),
         inf=int(inf),
     )
-
-
-def stats_of(tensor: torch.Tensor) -> Stats:
-    """The statistics of one local tensor, now: this waits for the device."""
-    return merge([measure(tensor).tolist()])
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,8 +166,8 @@ def fetch(rows: Mapping[str, list[Row]]) -> tuple[dict[str, Stats], Stats]:
         gathered = _gather(torch.stack([flat[i][1].values for i in indices]), groups)
         for position, values in zip(indices, gathered.cpu().tolist(), strict=True):
             parts[flat[position][0]] += values
-    total = merge(values for found in parts.values() for values in found)
-    return {name: merge(found) for name, found in parts.items()}, total
+    total = _merge(values for found in parts.values() for values in found)
+    return {name: _merge(found) for name, found in parts.items()}, total
 
 
 def _gather(rows: torch.Tensor, groups: tuple[Any, ...]) -> torch.Tensor:

@@ -31,7 +31,7 @@ class StepInBackward(Handle):
     __slots__ = ("_guard", "_stepper")
 
     def __init__(
-        self, registration: Registration, stepper: Stepper, guard: ClipGuard | None
+        self, registration: Registration, stepper: _Stepper, guard: _ClipGuard | None
     ) -> None:
         super().__init__(registration)
         self._stepper = stepper
@@ -133,9 +133,9 @@ def step_in_backward(
     >>> model.weight.grad is None, torch.equal(model.weight, before - 0.5)
     (True, True)
     """
-    odd = [item for item in allow if item not in ALLOWED]
+    odd = [item for item in allow if item not in _ALLOWED]
     if odd or isinstance(allow, str):
-        raise UsageError(f"allow={allow!r}: allowed is a list of {', '.join(map(repr, ALLOWED))}")
+        raise UsageError(f"allow={allow!r}: allowed is a list of {', '.join(map(repr, _ALLOWED))}")
     if is_ddp(model):
         raise UsageError(
             "step_in_backward: DDP averages the gradients after they would have been stepped on; use FSDP2 "
@@ -143,21 +143,21 @@ def step_in_backward(
         )
     parameters = select_tensors(model, names)
     if "accumulation" not in allow:
-        refuse_leftover(parameters.items())
+        _refuse_leftover(parameters.items())
     if "scaler" not in allow:
-        refuse_scaler()
+        _refuse_scaler()
     return _attach(optimizer_factory, parameters, allow)
 
 
 def _attach(
     factory: Factory, parameters: dict[str, torch.Tensor], allow: Collection[str]
 ) -> StepInBackward:
-    stepper = Stepper({path: _made(factory, p, path) for path, p in parameters.items()}, allow)
+    stepper = _Stepper({path: _made(factory, p, path) for path, p in parameters.items()}, allow)
     registration = Registration("step_in_backward")
     with registration.all_or_none():
         for path, parameter in parameters.items():
             registration.accumulated(path, parameter, stepper.hook(path))
-        guard = ClipGuard(parameters.values()) if "clipping" not in allow else None
+        guard = _ClipGuard(parameters.values()) if "clipping" not in allow else None
     return StepInBackward(registration, stepper, guard)
 
 
@@ -171,7 +171,7 @@ def _made(factory: Factory, parameter: torch.Tensor, path: str) -> torch.optim.O
     return optimizer
 
 
-class Stepper:
+class _Stepper:
     """The optimizers, and the backwards since the caller last called ``step()``."""
 
     __slots__ = ("_allow", "_clock", "_marked", "_unchecked", "optimizers")
@@ -188,7 +188,7 @@ class Stepper:
     def _begin(self) -> None:
         # Once more, at the first backward: training scripts often make their scaler last.
         if self._unchecked:
-            refuse_scaler()
+            _refuse_scaler()
             self._unchecked = False
         if self._marked is not None and self._clock.backwards > self._marked:
             self._refuse_accumulation(self._clock.backwards - self._marked + 1)
@@ -228,10 +228,10 @@ class Stepper:
         return make
 
 
-ALLOWED = ("accumulation", "clipping", "scaler")
+_ALLOWED = ("accumulation", "clipping", "scaler")
 
 
-def refuse_leftover(parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
+def _refuse_leftover(parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Gradients that are there before the first backward were accumulated: they would be stepped on."""
     held = [path for path, parameter in parameters if parameter.grad is not None]
     if held:
@@ -242,7 +242,7 @@ def refuse_leftover(parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
         )
 
 
-def refuse_scaler() -> None:
+def _refuse_scaler() -> None:
     """A live ``GradScaler`` scales the loss: the steps would be taken with scaled gradients."""
     kind = torch.amp.GradScaler
     # `type(...)`, for `isinstance` would run the `__class__` of every lazy proxy in the process.
@@ -256,10 +256,10 @@ def refuse_scaler() -> None:
 
 
 _NAME = "_clip_grads_with_norm_"
-_guards: list[ClipGuard] = []
+_guards: list[_ClipGuard] = []
 
 
-class ClipGuard:
+class _ClipGuard:
     """Makes ``clip_grad_norm_`` refuse parameters whose gradients are gone; it would return 0 for them.
 
     torch has no hook there. Its functions all end in one private function, which gets a check in front of it

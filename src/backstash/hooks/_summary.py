@@ -129,7 +129,7 @@ def summary(model: nn.Module, /, *args: Any, **kwargs: Any) -> Summary:
     registration = Registration("summary")
     try:
         rows.attach(registration)
-        with torch.enable_grad(), unchanged(model), rows.saved.counting():
+        with torch.enable_grad(), _unchanged(model), rows.saved.counting():
             model(*args, **kwargs)
     finally:
         registration.remove()
@@ -149,7 +149,7 @@ class _Rows:
         self._calls: dict[str, int] = {}
         self._inputs: dict[str, str] = {}
         self._outputs: dict[str, str] = {}
-        self.saved = SavedBytes((*model.parameters(), *model.buffers()))
+        self.saved = _SavedBytes((*model.parameters(), *model.buffers()))
 
     def attach(self, registration: Registration) -> None:
         """Hooks every module that can be called."""
@@ -203,7 +203,7 @@ class _Rows:
         )
 
 
-class SavedBytes:
+class _SavedBytes:
     """Counts saved storages once each, for the module that was running when the first was saved.
 
     The storages of parameters and buffers are not counted: they are there without backward too. Inside a
@@ -247,7 +247,7 @@ class SavedBytes:
 
 
 @contextmanager
-def unchanged(model: nn.Module) -> Iterator[None]:
+def _unchanged(model: nn.Module) -> Iterator[None]:
     """Puts the model's buffers and the random number generators back at the end, also after an error."""
     buffers = [
         (module, name, buffer, buffer.detach().clone())

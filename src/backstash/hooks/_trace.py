@@ -89,7 +89,7 @@ def trace(
     sink = open_sink(to)
     try:
         with registration.all_or_none():
-            watch = Stopwatch(sink, sync=sync)
+            watch = _Stopwatch(sink, sync=sync)
             for site in sites:
                 watch.attach(registration, site)
             warn_if_compiled(model, sites, owner="trace")
@@ -154,7 +154,7 @@ class _Begun:
     began: float
 
 
-class Stopwatch:
+class _Stopwatch:
     """Times the calls of modules, in any thread, and emits them."""
 
     def __init__(self, sink: Sink, *, sync: bool) -> None:

@@ -79,7 +79,7 @@ class GradientWatch(Handle):
 
     __slots__ = ("_collector",)
 
-    def __init__(self, registration: Registration, collector: Collector) -> None:
+    def __init__(self, registration: Registration, collector: _Collector) -> None:
         super().__init__(registration)
         self._collector = collector
 
@@ -154,7 +154,7 @@ def watch_gradients(
         raise UsageError('per="module" needs a module; tensors are watched with per="parameter"')
     registration = Registration("watch_gradients")
     sink = open_sink(to)
-    collector = Collector(model, per, every, sink)
+    collector = _Collector(model, per, every, sink)
     try:
         with registration.all_or_none():
             _register(registration, collector, model, per, names)
@@ -165,7 +165,7 @@ def watch_gradients(
 
 
 def _register(
-    registration: Registration, collector: Collector, model: Target, per: str, names: Names | None
+    registration: Registration, collector: _Collector, model: Target, per: str, names: Names | None
 ) -> None:
     if per == "module" and isinstance(model, nn.Module):
         sites = select(model, _called if names is None else names)
@@ -189,7 +189,7 @@ def _all_strings(names: Any) -> bool:
     return isinstance(names, Iterable) and all(isinstance(name, str) for name in names)
 
 
-class Collector:
+class _Collector:
     """The rows of the running backward, if it is one that is reported."""
 
     __slots__ = (
