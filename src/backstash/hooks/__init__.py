@@ -1,12 +1,13 @@
 """Look at and change activations and gradients, and leave nothing behind.
 
 Every function that registers hooks registers all of them or none, and returns one handle: a context
-manager whose ``remove()`` takes back its own hooks and no others, and may be called again.
+manager whose ``remove()`` removes the hooks of this handle and no others, and may be called again.
+``summary`` and ``hooks_on`` return facts and leave no hook.
 
-They are built on forward hooks, tensor hooks and post-accumulate hooks. ``register_full_backward_hook``
+The functions use forward hooks, tensor hooks and post-accumulate hooks. ``register_full_backward_hook``
 is not used: it fails with in-place modules, never fires for modules that return dicts or dataclasses,
 and gives no gradients for keyword inputs. Neither is ``register_multi_grad_hook``, which keeps a buffer
-for every backward that raises; the gradients of one value are gathered from its tensors' hooks.
+for every backward that raises: each tensor of a value has a hook of its own instead.
 """
 
 from __future__ import annotations

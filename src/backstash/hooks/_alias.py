@@ -1,9 +1,10 @@
-"""Where a gradient hook must sit so that it sees this use of a tensor, and only this one.
+"""Hooks for the gradient that comes through one use of a tensor, and through no other use.
 
-On a leaf, a hook would see the gradient from every use, stay after the graph is gone, and be registered
-again by every call. On an input, it would see every use too. A view of the tensor belongs to one use.
-But an in-place operation on a view takes that view out of the graph, with its hooks; for a module that
-changes its input in place, the hook on the tensor as it was before the call is the one that fires.
+A hook on a leaf gets the gradient of every use, stays after the graph is freed, and would be registered
+again by every call. A hook on an input gets the gradient of every use too. So each use gets a view of
+the tensor, and the hook is put on the view. But an in-place operation on a view takes that view out of
+the graph, with its hooks: for a module that changes its input in place, a second hook, on the tensor as
+it was before the call, is the one that counts.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ GradHook = Callable[[torch.Tensor], Any]
 
 
 def own_output(output: Any) -> Any:
-    """The output with a view in place of each leaf that requires a gradient."""
+    """Returns the output with a view in place of each leaf that requires a gradient."""
     if not torch.is_grad_enabled():
         return output
 
@@ -44,7 +45,7 @@ class _Use:
         self.changed = False
 
     def hook(self, hook: GradHook, *, if_changed: bool) -> GradHook:
-        """``hook``, called only if the module did, or did not, change the tensor in place."""
+        """Returns ``hook`` for the case that the module changed the tensor in place, or that it did not."""
 
         def chosen(gradient: torch.Tensor) -> Any:
             return hook(gradient) if self.changed is if_changed else None
@@ -53,7 +54,7 @@ class _Use:
 
 
 class InputUses:
-    """The tensors that one call takes, hooked for the gradient through that call."""
+    """The input tensors of one call, hooked for the gradient that comes through that call."""
 
     __slots__ = ("_registration", "_uses")
 
@@ -62,7 +63,7 @@ class InputUses:
         self._uses: list[_Use] = []
 
     def begin(self, inputs: Any, hook_of: Callable[[int], GradHook]) -> Any:
-        """The inputs that the call shall have; ``hook_of(i)`` is the hook of their i-th tensor."""
+        """Returns the inputs to call the module with; ``hook_of(i)`` is the hook of their i-th tensor."""
         index = -1
 
         def view(tensor: torch.Tensor) -> torch.Tensor:
@@ -84,7 +85,7 @@ class InputUses:
         return alias
 
     def end(self) -> None:
-        """The call returned: what it changed in place is known now."""
+        """Notes, when the call has returned, which tensors it changed in place."""
         for use in self._uses:
             if use.tensor is not None:
                 use.changed = version_of(use.tensor) != use.version

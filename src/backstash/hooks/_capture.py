@@ -1,4 +1,4 @@
-"""Look at activations and their gradients, change them, and leave nothing behind."""
+"""Capture what modules take, return and get as gradients, or change it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = ["Capture", "capture"]
 
 
 class Capture(Handle, Mapping[str, Captured]):
-    """What :func:`capture` returns: the captured modules that were called, by path."""
+    """The handle that :func:`capture` returns: a mapping from the paths of called modules to what was kept."""
 
     __slots__ = ("_aliases", "_cells", "_model", "_stopper")
 
@@ -49,9 +49,10 @@ class Capture(Handle, Mapping[str, Captured]):
         return self
 
     def run(self, *args: Any, **kwargs: Any) -> Capture:
-        """Forgets what was captured, then calls the model; with ``stop=True`` only as far as needed.
+        """Drops what was captured and calls the model; with ``stop=True`` up to the last captured module.
 
-        One handle serves a whole loop this way: the ``with`` block need not end for a forward to stop.
+        Returns this capture. A stopped forward ends here and not the ``with`` block, so one handle serves
+        a whole loop.
         """
         self.clear()
         if self._stopper is None:
@@ -66,7 +67,7 @@ class Capture(Handle, Mapping[str, Captured]):
         return self
 
     def clear(self) -> None:
-        """Forgets what was captured, and with it the memory; the hooks stay."""
+        """Drops what was captured, which frees its memory; the hooks stay."""
         for cell in self._cells.values():
             cell.clear()
 
@@ -93,7 +94,7 @@ class Capture(Handle, Mapping[str, Captured]):
 
 
 def _aliases(model: nn.Module, cells: dict[int, Cell]) -> dict[str, Cell]:
-    """The captured modules by every path they have: shared ones by each, and as wrappers spell them."""
+    """The cells by every path of their modules, with and without the names that wrappers add."""
     found: dict[str, Cell] = {}
     for raw, site in walk(model):
         cell = cells.get(id(site.module))
@@ -117,13 +118,13 @@ def capture(
     edit: Edit | None = None,
     edit_inputs: Edit | None = None,
 ) -> Capture:
-    """Keeps what modules take, return and get as gradients, while the handle lives.
+    """Keeps what modules take, return and get as gradients, while the hooks are registered.
 
     ``got[path]`` has ``.output``, ``.input`` (the first input; ``.args`` and ``.kwargs`` are all),
     ``.grad`` (of the output), ``.input_grad`` and ``.calls``. Values have the structure that the module
-    gave them: tuples, dicts, dataclasses. What was changed in place after its capture (by an in-place
-    ReLU, say) is refused with ``InplaceError``, not shown changed; ``clone=True`` keeps a copy instead.
-    An activation checkpoint's recomputation is not a second call.
+    gave them: tuples, dicts, dataclasses. Reading a tensor that was changed in place after its capture
+    (by an in-place ReLU, say) raises ``InplaceError``; ``clone=True`` keeps a copy instead. A call that
+    activation checkpointing repeats in backward does not count as a second call.
 
     Args:
         model: the model; wrappers (compiled, DDP, FSDP) are looked through.
@@ -132,16 +133,16 @@ def capture(
         inputs: keep the inputs, as they were before the call.
         outputs: keep the outputs.
         grads: keep the gradients of the outputs, and with ``inputs`` those of the inputs through this module
-            alone. Backward must run while the handle lives.
+            alone. Backward must run before the hooks are removed.
         detach: keep tensors without their graph.
         clone: keep copies.
-        device: keep tensors on this device (``"cpu"``); ``None`` is where they are.
-        calls: of a module that is called several times keep the ``"last"`` call, the ``"first"``, or ``"all"``.
-        stop: end the forward once every captured module was called, skipping the rest. The rest of the
-            ``with`` block is skipped as well; in a loop use ``got.run(x)``, which comes back.
+        device: keep tensors on this device (``"cpu"``). Default: where they are.
+        calls: which calls to keep of a module that is called several times: ``"last"``, ``"first"``, ``"all"``.
+        stop: end the forward once every captured module was called. This skips the rest of the ``with``
+            block too; in a loop call ``got.run(x)``, which returns.
         edit: replaces outputs: ``callable(output)`` or ``callable(output, input)`` for the captured modules,
-            or a dict from names to such callables for any modules. ``None`` returned means unchanged. What
-            is captured is what was put in.
+            or a dict from names to such callables for any modules. An edit that returns ``None`` leaves the
+            output as it is. The capture keeps the edited output.
         edit_inputs: replaces the first input of modules in the same way: ``callable(input)``.
 
     Returns:
@@ -151,11 +152,11 @@ def capture(
         NoMatchError: a name matches nothing; nothing is registered then.
         UsageError: arguments that contradict each other.
 
-    An exception in the model passes through and leaves the model without our hooks; what was captured
-    stays readable. At exit a :class:`HookWarning` names what was never called.
+    An exception in the model propagates, and the ``with`` block that it leaves removes the hooks; what was
+    captured stays readable. At exit a :class:`HookWarning` names the modules that were never called.
 
-    The idea of features by hook is torchvision's ``IntermediateLayerGetter`` and the PyTorch forum's; the
-    one of stopping by an exception is from baukit's ``Trace``.
+    Capturing features by hooks is known from torchvision's ``IntermediateLayerGetter`` and the PyTorch
+    forum; stopping by an exception is from baukit's ``Trace``.
 
     >>> import torch
     >>> from torch import nn
@@ -218,20 +219,20 @@ def _wanted(
 
 @dataclass(frozen=True, slots=True)
 class _Actions:
-    """What is done at one module."""
+    """What the hooks on one module do."""
 
     cell: Cell | None
-    """Where its calls gather, if it is captured."""
+    """Collects the module's calls; ``None`` if it is edited and not captured."""
     outputs: Sequence[Change]
-    """What is done to its outputs, in order."""
+    """The edits of its output, in order."""
     inputs: Sequence[Change]
-    """What is done to its first input, in order."""
+    """The edits of its first input, in order."""
     stopper: _Stopper | None
-    """What ends the forward, if something does."""
+    """Ends the forward after the last captured module; ``None`` without ``stop=True``."""
 
 
 def _attach(registration: Registration, site: Site, actions: _Actions, wanted: Wanted) -> None:
-    """Registers what capturing and editing one module needs, and no more."""
+    """Registers the hooks that capturing and editing one module needs, and no more."""
     cell = actions.cell
     only_last_output = wanted.outputs and not (wanted.inputs or wanted.grads)
     plain = only_last_output and wanted.calls == "last" and wanted.keep.plain
@@ -245,7 +246,7 @@ def _attach(registration: Registration, site: Site, actions: _Actions, wanted: W
 
 
 def _last_output(cell: Cell) -> Make:
-    """The commonest capture, kept as cheap as the hook that one would write by hand."""
+    """The hook of the commonest capture, of the last output alone: as cheap as one written by hand."""
 
     def make(record: HookRecord) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
@@ -301,9 +302,9 @@ def _outputs(actions: _Actions) -> Make:
 
 
 class StopForward(BaseException):
-    """Leaves a forward after the last wanted module. Caught by the capture that raised it.
+    """Ends a forward after the last captured module; the capture that raises it also catches it.
 
-    Not an ``Exception``: models catch those.
+    It is no ``Exception``, because models catch those.
     """
 
     def __init__(self, stopper: _Stopper) -> None:
@@ -312,7 +313,7 @@ class StopForward(BaseException):
 
 
 class _Stopper:
-    """Raises :class:`StopForward` when every wanted module was called, if someone will catch it."""
+    """Raises :class:`StopForward` when every captured module was called, while the capture can catch it."""
 
     __slots__ = ("_paths", "_pending", "_thread")
 
@@ -322,17 +323,17 @@ class _Stopper:
         self._thread: int | None = None
 
     def arm(self) -> None:
-        """From now on, this thread's forward ends when every module was called."""
+        """From now on, a forward on this thread ends when every captured module was called."""
         self._pending = set(self._paths)
         self._thread = threading.get_ident()
 
     def disarm(self) -> None:
-        """From now on, no forward ends."""
+        """From now on, every forward runs to its end."""
         self._thread = None
 
     def called(self, path: str) -> None:
-        """One of the modules was called."""
-        # Another thread's exception would never reach the with block: replicas run to their end.
+        """Notes a call of the module at ``path``; raises if it was the last one missing."""
+        # An exception on another thread would not reach the with block: replicas run to their end.
         if self._thread != threading.get_ident():
             return
         self._pending.discard(path)
@@ -340,5 +341,5 @@ class _Stopper:
             raise StopForward(self)
 
     def raised(self, error: BaseException | None) -> bool:
-        """Whether ``error`` is this one's own."""
+        """Whether this stopper raised ``error``."""
         return isinstance(error, StopForward) and error.stopper is self

@@ -19,7 +19,11 @@ __all__ = ["Calls", "Captured", "CapturedCall", "Cell", "Wanted"]
 
 
 class CapturedCall:
-    """One call of a module: ``input``, ``args``, ``kwargs``, ``output``, ``grad``, ``input_grad``."""
+    """One call of a module: ``input``, ``args``, ``kwargs``, ``output``, ``grad``, ``input_grad``.
+
+    A property raises :class:`NotCapturedError` if the capture does not hold its value, and
+    :class:`backstash.errors.InplaceError` if a tensor in it was changed in place after its capture.
+    """
 
     __slots__ = ("_input_grads", "_input_uses", "_inputs", "_output", "_output_grads", "_path")
 
@@ -33,7 +37,7 @@ class CapturedCall:
 
     @property
     def output(self) -> Any:
-        """What the module returned: the same structure, its tensors kept as the capture was told."""
+        """What the module returned, in the same structure."""
         return self._value(self._output, "output", "outputs=True")
 
     @property
@@ -55,12 +59,12 @@ class CapturedCall:
 
     @property
     def grad(self) -> Any:
-        """The gradient of the output, in the output's structure (``None`` where there is none)."""
+        """The gradient of the output, in the output's structure; ``None`` for a tensor that got none."""
         return self._gradient(self._output_grads, "grad", "grads=True")
 
     @property
     def input_grad(self) -> Any:
-        """The gradient of the first input, through this module alone."""
+        """The part of the first input's gradient that comes through this module."""
         remedy = "inputs=True, grads=True"
         return first_of(*self._gradient(self._input_grads, "input_grad", remedy))
 
@@ -81,7 +85,7 @@ class CapturedCall:
 
 
 class Captured:
-    """What was captured of one module; the values of its last kept call, and ``calls`` for each."""
+    """What was captured of one module: the values of its last kept call, and every kept call in ``calls``."""
 
     __slots__ = ("calls", "path")
 
@@ -130,7 +134,7 @@ Calls = Literal["last", "first", "all"]
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What a capture was asked for."""
+    """The options of a capture that its cells need."""
 
     inputs: bool
     outputs: bool
@@ -140,7 +144,7 @@ class Wanted:
 
 
 class Cell:
-    """The calls of one module, as many as are wanted."""
+    """Collects the calls of one captured module: the first, the last or all of them."""
 
     __slots__ = (
         "_calls",
@@ -156,7 +160,7 @@ class Cell:
     def __init__(self, path: str, wanted: Wanted, registration: Registration) -> None:
         self.path = path
         self.quick: tuple[torch.Tensor, int | None] | None = None
-        """The last output and its version, where nothing but the last output is wanted."""
+        """The last output and its version, in a capture of the last output alone."""
         self._wanted = wanted
         self._registration = registration
         self._grad_record = registration.record("grad", path) if wanted.grads else None
@@ -166,7 +170,7 @@ class Cell:
 
     @property
     def captured(self) -> Captured | None:
-        """What there is; ``None`` before the first call."""
+        """The calls kept so far; ``None`` before the first."""
         if self.quick is not None:
             kept, version = self.quick
             call = CapturedCall(self.path)
@@ -182,7 +186,7 @@ class Cell:
         self._seen = 0
 
     def enter(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Takes the inputs of a call that begins; returns the inputs that it shall have."""
+        """Records the inputs of a call that begins; returns the inputs that the module is to be called with."""
         call = CapturedCall(self.path)
         wanted = self._wanted
         if not in_backward():
@@ -195,7 +199,7 @@ class Cell:
         return args, kwargs
 
     def leave(self, output: Any) -> Any:
-        """Takes the output of a call that ends; returns the output that it shall have."""
+        """Records the output of a call that ends; returns the output that the caller is to get."""
         opened = self._open.get(threading.get_ident())
         call = opened.pop() if opened else CapturedCall(self.path)
         if call._input_uses is not None:
@@ -222,10 +226,11 @@ class Cell:
             self._calls[:] = [call]
 
     def _recomputed(self, again: CapturedCall, output: Any) -> None:
-        """A checkpoint's recomputation is no new call. A reentrant one brings the gradients, though.
+        """Takes the gradients of a call that an activation checkpoint recomputes; it is not a new call.
 
-        With several calls of the module it is not known which one is recomputed: then none is filled,
-        and asking for the gradient says that none arrived.
+        Only a reentrant checkpoint's recomputation has gradients that the first run lacks. If the module was
+        called several times, it is not known which call is recomputed: then none gets gradients, and
+        reading one raises that none arrived.
         """
         if self._seen != 1 or not self._calls or self._grad_record is None:
             return

@@ -1,4 +1,4 @@
-"""Clip each gradient inside backward."""
+"""Clip each parameter's gradient inside backward."""
 
 from __future__ import annotations
 
@@ -35,23 +35,23 @@ def clip_gradients(
 
     The gradient is replaced, not changed in place: autograd may share its memory. Under DDP each process's
     gradient is clipped before the reduction (``.reduction`` says so); under FSDP2 ``.grad`` is clipped after
-    the reduction and accumulation, ``norm`` being the whole parameter's. With a ``GradScaler`` it is the
-    scaled gradient that is clipped.
+    the reduction and accumulation, by the norm of the whole parameter's gradient. With a ``GradScaler`` the
+    scaled gradient is clipped.
 
     Args:
         model: a module, or a dict of tensors by name: ``{"y": y}`` clips what flows back through ``y``.
         value: clamp the elements to [-value, value], or to a pair (least, greatest).
-        norm: scale a tensor whose Euclidean norm is greater down to this norm.
+        norm: scale a gradient whose Euclidean norm is greater down to this norm.
         names: which parameters, by path or glob. Default: all that require a gradient.
 
     Returns:
-        A handle.
+        A :class:`GradientHooks` handle.
 
     Raises:
-        UsageError: not exactly one of ``value`` and ``norm``, or a bound that is not one.
+        UsageError: not exactly one of ``value`` and ``norm`` is given, or the bound is not a valid one.
         NoMatchError: a name matches nothing; nothing is registered then.
 
-    At exit a :class:`HookWarning` names what never got a gradient.
+    At exit a :class:`HookWarning` names the tensors that never got a gradient.
 
     >>> import torch
     >>> from backstash.hooks import clip_gradients

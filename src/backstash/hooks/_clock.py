@@ -1,4 +1,4 @@
-"""When a backward begins and ends, told by the hooks that fire in it."""
+"""Finds out when a backward begins and ends, from the hooks that fire in it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["BackwardClock"]
 
 
 class _End:
-    """The engine's last call of one backward; dies uncalled if that backward raises."""
+    """The callback that the engine runs last in one backward; freed uncalled if that backward raises."""
 
     __slots__ = ("__weakref__", "_again", "_run")
 
@@ -31,10 +31,10 @@ class _End:
 
 
 class BackwardClock:
-    """``begin()`` from any hook opens the running backward; ``on_end`` is called when it ends.
+    """Calls ``on_begin`` at the first hook of each backward that calls ``begin()``, and ``on_end`` at its end.
 
-    A backward that raises ends too, without ``on_end``: the engine drops its callback, and with that the
-    clock is closed. A backward inside another one (reentrant checkpointing) belongs to the outer one.
+    A backward that raises ends without ``on_end``: the engine drops the callback, and that resets
+    ``running``. A backward inside another one (reentrant checkpointing) belongs to the outer one.
     """
 
     __slots__ = ("_end", "_lock", "_on_begin", "_on_end", "backwards", "running")
@@ -51,7 +51,7 @@ class BackwardClock:
         """Whether a backward that began here runs; hooks look here before they call ``begin``."""
 
     def begin(self) -> None:
-        """Opens the running backward, if no hook has done so yet."""
+        """Notes that a backward runs, if no hook has done so yet; called from inside a hook."""
         with self._lock:
             if self.running:
                 return
@@ -63,7 +63,7 @@ class BackwardClock:
             self._end = weakref.ref(end, self._dropped)
 
     def _dropped(self, _: weakref.ref[_End]) -> None:
-        # On whatever thread lets go of a failed backward: an assignment, and nothing else.
+        # Runs on the thread that frees a failed backward, in a weak reference's callback: assign only.
         self.running = False
 
     def _closed(self) -> None:

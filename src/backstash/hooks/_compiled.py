@@ -1,7 +1,7 @@
-"""What ``torch.compile`` does to hooks.
+"""A warning for hooks that ``torch.compile`` ignores.
 
-A compiled graph takes over the hooks that are there when it is traced. Hooks registered later are ignored
-without a word (torch skips the guards on them), so here a word is said.
+A compiled graph contains the hooks that were registered when it was traced. PyTorch ignores hooks that are
+registered later and does not say so (it skips the guards on them).
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from torch import nn
 __all__ = ["Reduction", "fsdp2_parameters", "is_ddp", "is_dtensor", "reduction_of", "replicated"]
 
 Reduction = Literal["none", "before", "after", "unknown"]
-"""Whether a gradient is averaged over the processes: not at all, not yet, already, or who knows."""
+"""Whether a gradient is read ``"before"`` or ``"after"`` it is averaged over the processes, if at all."""
 
 
 def is_ddp(model: object) -> bool:
@@ -22,7 +22,7 @@ def is_ddp(model: object) -> bool:
 
 
 def _syncs(model: nn.Module) -> bool:
-    """Whether DDP averages in this backward: not so under its ``no_sync()``."""
+    """Whether DDP averages in this backward; it does not under its ``no_sync()``."""
     ddp = nn.parallel.DistributedDataParallel
     return all(m.require_backward_grad_sync for m in model.modules() if isinstance(m, ddp))
 
@@ -43,13 +43,13 @@ def fsdp2_parameters(model: object) -> frozenset[int]:
 
 
 def is_dtensor(tensor: torch.Tensor) -> bool:
-    """Whether the tensor is a part of one that is spread over processes."""
+    """Whether the tensor is a ``DTensor``, which is spread over processes."""
     kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
     return kind is not None and isinstance(tensor, kind)
 
 
 def replicated(tensor: torch.Tensor) -> torch.Tensor:
-    """A value that every process has: of a ``DTensor`` the whole, of a plain tensor the tensor."""
+    """The whole value of a ``DTensor``, on every process; a plain tensor itself."""
     if not is_dtensor(tensor):
         return tensor
     spread: Any = tensor
@@ -58,10 +58,10 @@ def replicated(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def reduction_of(model: object, *, at_end: bool) -> Reduction:
-    """What holds for the gradients of ``model``'s parameters.
+    """Whether the gradients of ``model``'s parameters are averaged when they are read.
 
     Args:
-        model: the module that the caller gave us.
+        model: the module that the user passed.
         at_end: whether the gradients are read when backward has ended, rather than in it.
     """
     distributed: Any = torch.distributed

@@ -32,35 +32,36 @@ def edit_gradients(
     *,
     at: Literal["parameters", "outputs", "inputs"] | None = None,
 ) -> GradientHooks:
-    """Replaces gradients of parameters, of what modules return, or of what they take.
+    """Replaces gradients of parameters, of modules' outputs or of modules' inputs.
 
-    What an edit returns flows on through backward in the gradient's place; ``None`` leaves it, so ``print``
-    is an edit that looks. Edits of one tensor are applied in the order of the dict. Give back a new tensor:
-    the gradient's memory may be shared with autograd's own.
+    The tensor that an edit returns takes the gradient's place in the rest of backward; an edit that returns
+    ``None`` leaves the gradient, so ``print`` is an edit that only looks. Edits of one tensor are applied in
+    the order of the dict. Return a new tensor and do not change the gradient in place: autograd may share its
+    memory.
 
-    The gradient of an input is the one through this module alone, other uses of the tensor apart. Where the
-    module changes its input in place (``nn.ReLU(inplace=True)``), the uses cannot be told apart, and it
-    is that of the tensor as it was before the call.
+    The gradient of an input is the part that comes through this module; what comes through other uses of the
+    tensor is not in it. Where the module changes its input in place (``nn.ReLU(inplace=True)``), the uses
+    cannot be told apart, and the edit gets the gradient of the tensor as it was before the call.
 
-    Under DDP a parameter's gradient is edited before the reduction (``.reduction`` says so); under FSDP2 it is
-    ``.grad`` after the reduction and accumulation that is edited.
+    Under DDP an edit gets a parameter's gradient before the reduction (``.reduction`` says so); under FSDP2 it
+    gets ``.grad`` after the reduction and accumulation.
 
     Args:
-        edits: from names to ``callable(gradient) -> tensor or None``. A name is a parameter's path or glob
-            (``"fc.bias"``), or selects modules, as in :func:`backstash.hooks.capture`.
+        edits: a dict from names to ``callable(gradient) -> tensor or None``. A name is a parameter's path or
+            glob (``"fc.bias"``), or selects modules, as in :func:`backstash.hooks.capture`.
         model: a module, or a dict of tensors by name: ``{"y": y}``.
-        at: ``"parameters"``, modules' ``"outputs"`` or ``"inputs"``. Default: parameters if the name matches
-            parameters, outputs if it matches modules; an error if it matches both.
+        at: what is edited: ``"parameters"``, modules' ``"outputs"`` or modules' ``"inputs"``. Default:
+            parameters if the name matches parameters, outputs if it matches modules, an error if both.
 
     Returns:
-        A handle.
+        A :class:`GradientHooks` handle.
 
     Raises:
         NoMatchError: a name matches nothing; nothing is registered then.
         UsageError: a name matches both parameters and modules; an edit is not callable.
 
     An edit that returns something of another shape, dtype or device raises ``UsageError`` out of
-    ``backward()``. At exit a :class:`HookWarning` names what never got a gradient.
+    ``backward()``. At exit a :class:`HookWarning` names the edits that never got a gradient.
 
     >>> import torch
     >>> from torch import nn
@@ -133,7 +134,7 @@ _At = Literal["parameters", "outputs", "inputs"]
 
 @dataclass(frozen=True, slots=True)
 class _EditedGradient:
-    """One gradient and its edit: of a tensor, or of what a module returns or takes."""
+    """One edit, and whose gradient it changes: a tensor's, or a module's outputs' or inputs'."""
 
     path: str
     edit: Callable[[torch.Tensor], Any]
@@ -145,7 +146,7 @@ class _EditedGradient:
 def _edited_gradients(
     model: Target, name: Selector, edit: Any, at: _At | None
 ) -> list[_EditedGradient]:
-    """What one entry of the edits means."""
+    """The gradients that one entry of ``edits`` selects."""
     if not callable(edit):
         raise UsageError(f"edits[{name!r}]={edit!r} is not callable; give callable(gradient)")
     if at not in (None, "parameters", "outputs", "inputs"):

@@ -42,7 +42,7 @@ def changes(
 
 
 def _with_input(change: Change) -> Change:
-    """``change(value, input)`` of a function that may take the value alone."""
+    """``change`` as ``callable(value, input)``, also where it takes the value alone."""
     return change if _required(change) >= 2 else lambda value, _: change(value)
 
 
@@ -63,7 +63,7 @@ def first_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
 def with_first(
     value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The inputs with another first one."""
+    """The inputs, with ``value`` in place of the first one."""
     if args:
         return (value, *args[1:]), kwargs
     return args, {**kwargs, next(iter(kwargs)): value} if kwargs else kwargs

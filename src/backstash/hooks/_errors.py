@@ -1,4 +1,4 @@
-"""What the hooks raise and warn with, under :class:`backstash.errors.StashError`.
+"""The exceptions and the warning of the hooks, under :class:`backstash.errors.StashError`.
 
 ::
 
@@ -7,7 +7,7 @@
     └── NotCapturedError (KeyError)            asked for something that was not captured
     NonFiniteError       (FloatingPointError)  find_nonfinite found a NaN or an infinity
 
-``InplaceError`` is raised for a captured tensor that was changed in place after its capture.
+``InplaceError`` is raised when a captured tensor is read that was changed in place after its capture.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ __all__ = ["HookWarning", "NoMatchError", "NonFiniteError", "NotCapturedError"]
 
 
 class NoMatchError(UsageError, LookupError):
-    """A name, glob, class or callable selected nothing; the message has the near misses.
+    """A name, glob, class or callable selected nothing; the message lists similar names.
 
     Nothing was registered.
     """
 
 
 class NotCapturedError(UsageError, KeyError):
-    """A value was asked for that the capture does not hold; the message says why and what to do."""
+    """A capture does not hold the value that was read; the message says why and what to do."""
 
     def __str__(self) -> str:
         return str(self.args[0]) if self.args else ""
 
 
 class NonFiniteError(StashError, FloatingPointError):
-    """A forward or a backward made a NaN or an infinity; the message says which module, and how."""
+    """A forward or a backward produced a NaN or an infinity; the message names the module and the cause."""
 
 
 class HookWarning(StashWarning):
-    """A hook that will not do, or did not do, what it was registered for, with the remedy."""
+    """A hook never fired, or will not fire in a compiled graph; the message has the remedy."""

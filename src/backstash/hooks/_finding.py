@@ -1,4 +1,4 @@
-"""Where a NaN or an infinity came from, as a fact."""
+"""Where a NaN or an infinity came from: the values of one forward or backward, and the finding."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ class Finding:
     phase: Literal["forward", "backward"]
     """Which of the two it was."""
     kind: Kind
-    """What is not finite: of the module at ``path``."""
+    """Which value of the module at ``path`` is not finite."""
     path: str
     """The module's path; the model itself is ``""``."""
     module: str
     """The module's class."""
     made_by: str
-    """Who made it, in words."""
+    """What made it, in words: a module, its backward, operations between modules, the input, the loss."""
     stats: Stats
-    """Of the value that is not finite."""
+    """Statistics of the value that is not finite."""
     before: Stats | None
-    """Of the value seen just before it: what went in. ``None`` if nothing was seen before."""
+    """Statistics of the value measured just before it; ``None`` if it was the first."""
     parameters: tuple[str, ...]
     """The module's own parameters that are not finite."""
 
     def as_dict(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """The finding as data for JSON."""
         return {
             "step": self.step,
             "phase": self.phase,
@@ -58,7 +58,7 @@ class Finding:
         }
 
     def scalars(self) -> Iterator[tuple[str, float]]:
-        """As curves: how many elements are NaN or infinite."""
+        """The finding as curves: how many elements are NaN or infinite."""
         yield f"nonfinite/{self.phase}/nan", float(self.stats.nan)
         yield f"nonfinite/{self.phase}/inf", float(self.stats.inf)
 
@@ -86,7 +86,7 @@ class _Seen:
 
 
 class Timeline:
-    """Rows of statistics in the order in which the values were seen. Nothing waits until ``judge``."""
+    """The statistics of one forward's or backward's values, in order; only ``judge`` waits for the device."""
 
     __slots__ = ("_count_inf", "_phase", "_seen", "_step")
 
@@ -103,11 +103,11 @@ class Timeline:
             self._seen.append(_Seen(kind, site, [Row(measure(_local(t))) for t in tensors]))
 
     def clear(self) -> None:
-        """Forgets what was seen, as of a forward or backward that raised."""
+        """Drops the values seen so far, such as those of a forward or backward that raised."""
         self._seen = []
 
     def judge(self) -> Finding | None:
-        """The first value that was not finite, if any; waits for the device once. Begins anew."""
+        """Returns the first value that is not finite, if any, and drops all; waits for the device once."""
         seen, self._seen = self._seen, []
         if not seen:
             return None
@@ -145,7 +145,7 @@ class Timeline:
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
-    # This process's part: a search must not wait for processes that found nothing.
+    # The shard of this process: a search must not wait for processes that found nothing.
     part: Any = tensor
     return part.to_local() if is_dtensor(tensor) else tensor
 

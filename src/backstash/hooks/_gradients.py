@@ -1,8 +1,8 @@
-"""A captured value and its gradients, and whether it is still what the module saw.
+"""A captured value and its gradients, with a check that nothing changed the value in place.
 
-``detach()`` shares memory with the tensor, so an in-place operation that comes later (a ReLU with
-``inplace=True``, a residual ``+=``) changes what was captured. A detached tensor shares the version
-counter too: the versions are remembered, and a value that changed is refused instead of shown.
+A tensor's ``detach()`` shares its memory, so an in-place operation that comes later (a ReLU with
+``inplace=True``, a residual ``+=``) changes what was captured. It shares the version counter too: the
+versions are noted at the capture, and reading a value whose versions changed raises ``InplaceError``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["Gradients", "Keep", "Snapshot"]
 
 
 class Snapshot:
-    """A value, and the version that each of its tensors had."""
+    """A captured value, and the version that each of its tensors had then."""
 
     __slots__ = ("_marks", "_value")
 
@@ -32,7 +32,7 @@ class Snapshot:
         self._marks = marks
 
     def get(self, what: str) -> Any:
-        """The value; ``InplaceError`` if one of its tensors was changed in place since."""
+        """Returns the value, called ``what`` in the ``InplaceError`` for a tensor changed in place since."""
         for tensor, version in self._marks:
             now = version_of(tensor)
             if now != version:
@@ -46,7 +46,7 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class Keep:
-    """How tensors are kept: attached to the graph or not, as they are or copied, and where."""
+    """How captured tensors are kept: with or without their graph, shared or copied, and on which device."""
 
     detach: bool
     clone: bool
@@ -58,7 +58,7 @@ class Keep:
         return self.detach and not self.clone and self.device is None
 
     def snapshot(self, value: Any) -> Snapshot:
-        """What is kept of a value, and the versions of what still shares its memory."""
+        """Keeps a value, and notes the versions of the tensors that still share its memory."""
         marks: list[tuple[torch.Tensor, int | None]] = []
 
         def keep(tensor: torch.Tensor) -> torch.Tensor:
@@ -75,7 +75,7 @@ class Keep:
 
 
 class _Hole:
-    """Stands in a structure where the gradient of a tensor will be."""
+    """Holds the place of a tensor's gradient in the structure of a value."""
 
     __slots__ = ("index",)
 
@@ -84,7 +84,7 @@ class _Hole:
 
 
 class Gradients:
-    """The gradients of the tensors of one value, as backward brings them."""
+    """The gradients of the tensors of one value, collected as backward computes them."""
 
     __slots__ = ("_holes", "_keep", "_kept", "_record", "expected")
 
@@ -98,7 +98,7 @@ class Gradients:
         """Whether any tensor was hooked; none is under ``no_grad``."""
 
     def hook_tensors(self, value: Any, registration: Registration) -> None:
-        """Hooks each tensor of ``value`` that will have a gradient."""
+        """Hooks each tensor of ``value`` that requires a gradient."""
         for index, tensor in enumerate(tensors_in(value)):
             if tensor.requires_grad:
                 self.expected = True
@@ -115,11 +115,11 @@ class Gradients:
 
     @property
     def arrived(self) -> bool:
-        """Whether backward brought any."""
+        """Whether backward has computed any of them."""
         return bool(self._kept)
 
     def get(self, what: str) -> Any:
-        """The gradients in the structure of the value, ``None`` where a tensor got none."""
+        """Returns the gradients in the structure of the value, ``None`` where a tensor got none."""
         kept = self._kept
 
         def fill(hole: _Hole) -> Any:

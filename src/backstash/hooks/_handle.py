@@ -21,11 +21,11 @@ _H = TypeVar("_H", bound="Handle")
 
 
 class Handle(ABC):
-    """Hooks that are attached now, until ``remove()`` or the end of the ``with`` block.
+    """Hooks that stay registered until ``remove()`` is called or the ``with`` block ends.
 
-    The hooks are registered by the call that returns the handle, all of them or none. ``remove()`` takes
-    back its own and no others, and may be called again. Unless an exception is passing, what never
-    fired is said by a :class:`HookWarning` when the hooks are removed.
+    The call that returns the handle has registered all of its hooks; a call that raises has registered
+    none. ``remove()`` removes these hooks and no others, and may be called again. Unless an exception is
+    propagating, a :class:`HookWarning` names the hooks that never fired when they are removed.
     """
 
     __slots__ = ("_each", "_registration", "_removed")
@@ -37,7 +37,7 @@ class Handle(ABC):
 
     @property
     def removed(self) -> bool:
-        """Whether the hooks were taken back."""
+        """Whether the hooks were removed."""
         return self._removed
 
     @property
@@ -47,7 +47,7 @@ class Handle(ABC):
         return tuple(dict.fromkeys(r.path or "(model)" for r in records if not r.fired))
 
     def remove(self) -> None:
-        """Takes the hooks back. Never fails because it was called before."""
+        """Removes the hooks; calling it again does nothing."""
         self._remove(None)
 
     def __enter__(self: _H) -> _H:
@@ -77,11 +77,11 @@ class Handle(ABC):
 
     @abstractmethod
     def _finish(self, error: BaseException | None) -> bool:
-        """Ends what is no hook (files, patches). Returns whether ``error``, which passes, ends here."""
+        """Closes files and undoes patches. Returns whether to suppress ``error``, which is propagating."""
 
     def _expected(self) -> list[HookRecord]:
-        # A model has modules that one forward does not call: of hooks on all of them some will be silent,
-        # and only if all are, something is wrong.
+        # A forward need not call every module. With hooks on all modules (each=False), some that never
+        # fired are normal; something is wrong only if none fired.
         silent = [record for record in self._registration.records if not record.fired]
         return silent if self._each or len(silent) == len(self._registration.records) else []
 
@@ -96,17 +96,17 @@ class Handle(ABC):
 
 
 class GradientHooks(Handle):
-    """What ``clip_gradients`` and ``edit_gradients`` return."""
+    """The handle that ``clip_gradients`` and ``edit_gradients`` return."""
 
     __slots__ = ("note", "reduction")
 
     def __init__(self, registration: Registration, *, reduction: Reduction, note: str) -> None:
         super().__init__(registration)
         self.reduction = reduction
-        """Whether the gradients are changed ``"before"`` or ``"after"`` the processes' are averaged;
-        ``"none"`` for one process, ``"unknown"`` if the model is not the DDP or FSDP module."""
+        """Whether a gradient is changed ``"before"`` or ``"after"`` it is averaged over the processes;
+        ``"none"`` for one process, ``"unknown"`` if the model is not a DDP or FSDP module."""
         self.note = note
-        """What is done, in words."""
+        """What the hooks do to each gradient, in words."""
 
     def __repr__(self) -> str:
         reduced = "" if self.reduction == "none" else f"; reduction: {self.reduction}"

@@ -22,19 +22,20 @@ __all__ = ["HookInfo", "Inventory", "hooks_on"]
 def hooks_on(model: nn.Module) -> Inventory:
     """Lists the hooks on a model: ours and others', on modules and parameters, and the global ones.
 
-    Found are: forward, forward pre-, backward, backward pre- and state-dict hooks of modules; tensor and
+    Listed are: forward, forward pre-, backward, backward pre- and state-dict hooks of modules; tensor and
     post-accumulate hooks of parameters; the hooks for all modules; the pair of saved-tensor hooks that is
-    active on this thread. Not found are hooks that C++ code put on autograd nodes (DDP's reducer), and hooks
-    on activations, which live in the graph.
+    active on this thread. Not listed are hooks that C++ code put on autograd nodes (DDP's reducer), and
+    hooks on activations, which belong to the graph.
 
-    When a hook of ours was registered, where, and how often it fired is known. Of another's, torch keeps no
-    record: ``since`` and ``fired`` are ``None``, and ``where`` is where its function was defined.
+    For our hooks, the list says when and where they were registered and how often they fired. PyTorch
+    keeps no such record of others' hooks: their ``since`` and ``fired`` are ``None``, and ``where`` is the
+    place where the hook's function was defined.
 
     Args:
         model: the model; hooks on wrappers (DDP, compiled) are listed with the wrapped path.
 
     Returns:
-        An :class:`Inventory`, a tuple of :class:`HookInfo`; ``print`` it for a table. Empty if there is none.
+        An :class:`Inventory`: a tuple of :class:`HookInfo`, empty without hooks; ``print`` shows a table.
 
     >>> import torch
     >>> from backstash.hooks import capture, hooks_on
@@ -56,23 +57,23 @@ class HookInfo:
     kind: str
     """``"forward"``, ``"forward pre"``, ``"gradient"``, ``"accumulated gradient"``, ``"global forward"``, …"""
     path: str
-    """The path of the module or parameter it is on; ``""`` is the model, ``"*"`` is everything."""
+    """The path of the module or parameter it is on; ``""`` is the model, ``"*"`` a global hook."""
     ours: bool
     """Whether backstash.hooks registered it."""
     owner: str
-    """``backstash.hooks.<function>`` for ours; else the module that defines the hook's function."""
+    """``backstash.hooks.<function>`` for ours; for others' the module that defines the hook's function."""
     function: str
     """The qualified name of the hook's function."""
     where: str
-    """``file:line``: for ours the call that registered it, else where its function is; ``""`` if in C."""
+    """``file:line`` of the call that registered it (ours) or of its function; ``""`` for one in C."""
     since: float | None
-    """When it was registered, in seconds since the epoch; ``None`` if unknown, as for others' hooks."""
+    """When it was registered, in seconds since the epoch; ``None`` for others' hooks."""
     fired: int | None
-    """How often it fired; ``None`` if unknown, as for others' hooks."""
+    """How often it fired; ``None`` for others' hooks."""
 
     @classmethod
     def of(cls, kind: str, path: str, function: Any) -> HookInfo:
-        """What can be told of a hook's function."""
+        """The facts about a hook, from its function."""
         record = record_of(function)
         plain = _plain(function)
         name = getattr(plain, "__qualname__", type(plain).__qualname__)
@@ -114,7 +115,7 @@ def _where(function: Any) -> str:
 
 
 class Inventory(tuple[HookInfo, ...]):
-    """The hooks that were found; ``str()`` is a table of lines."""
+    """The hooks on a model, as a tuple; ``str()`` has one line for each."""
 
     __slots__ = ()
 
@@ -122,6 +123,7 @@ class Inventory(tuple[HookInfo, ...]):
         return "\n".join(map(str, self)) if self else "no hooks"
 
 
+# Where torch keeps hooks. All of these attributes are private to torch; a missing one is skipped.
 _ON_MODULES = (
     ("forward pre", "_forward_pre_hooks"),
     ("forward", "_forward_hooks"),

@@ -92,7 +92,7 @@ def _explain(
 
 
 def near(name: str, known: Iterable[str]) -> str:
-    """The near misses of ``name``, as the end of an error message."""
+    """The end of an error message: the known names that are similar to ``name``, or else the first ones."""
     names = [item for item in dict.fromkeys(known) if item]
     tails = {item.rpartition(".")[2]: item for item in reversed(names)}
     close = difflib.get_close_matches(name, names, n=4, cutoff=0.5)
@@ -107,7 +107,7 @@ Target: TypeAlias = nn.Module | Mapping[str, torch.Tensor]
 
 
 def named_tensors(target: Target) -> dict[str, torch.Tensor]:
-    """The parameters of a module by path, each once; a mapping of tensors as it is.
+    """The parameters of a module by path, each once; or the given mapping of tensors as a dict.
 
     Raises:
         UsageError: for anything else.
@@ -136,7 +136,7 @@ def _parameters(model: nn.Module) -> dict[str, torch.Tensor]:
 def select_tensors(
     target: Target, names: str | Iterable[str] | None, *, argument: str = "names"
 ) -> dict[str, torch.Tensor]:
-    """The tensors that require a gradient and that ``names`` (paths or globs; ``None`` is all) select.
+    """The tensors that ``names`` (paths or globs; ``None`` is all) select and that require a gradient.
 
     Raises:
         NoMatchError: for a name that matches nothing, or only tensors that require no gradient.

@@ -24,7 +24,7 @@ __all__ = ["NonFiniteSearch", "find_nonfinite"]
 
 
 class NonFiniteSearch(Handle):
-    """What :func:`find_nonfinite` returns."""
+    """The handle that :func:`find_nonfinite` returns."""
 
     __slots__ = ("_search",)
 
@@ -48,29 +48,29 @@ def find_nonfinite(
     """Finds the first module, in forward or backward, that made a NaN or an infinity.
 
     The inputs and outputs of every module, their gradients and the parameters' gradients are measured on the
-    device, and fetched together when the model's forward returns and when backward ends. The first value
-    that is not finite is told with its statistics, those of the value before it, and who made it: a
+    device, and fetched together when the model's forward returns and when backward ends. The finding has the
+    statistics of the first value that is not finite and of the value before it, and says what made it: a
     module, its backward, operations between modules, the input, or the loss.
 
-    This is a tool for the search: it reads every activation several times.
+    It is meant for debugging: it reads every activation several times.
 
     Args:
         model: the model.
         names: which modules, as in :func:`backstash.hooks.capture`. Default: all.
-        inf: whether infinities count, and not only NaN. Masks of ``-inf`` that modules are given are meant.
+        inf: whether infinities count as well as NaN. Use ``False`` where modules take masks of ``-inf``.
         to: ``None`` raises :class:`NonFiniteError` where forward or backward ends. Otherwise findings are
             reported and the program goes on: a callable, a path or an open file (JSON lines), a
-            TensorBoard writer. With a ``GradScaler``, infinite gradients are its daily business.
+            TensorBoard writer. Use this with a ``GradScaler``, under which infinite gradients are normal.
 
     Returns:
-        A handle; ``.found`` is the first :class:`Finding`.
+        A :class:`NonFiniteSearch` handle; ``.found`` is the first :class:`Finding`.
 
     Raises:
         NoMatchError: a name matches nothing; nothing is registered then.
-        NonFiniteError: out of the model's call, or ``backward()``, or the end of the ``with`` block. The
-            gradients are complete by then.
+        NonFiniteError: out of the model's call, ``backward()`` or the end of the ``with`` block. When
+            ``backward()`` raises it, the gradients are complete.
 
-    Under FSDP2 each process looks at its own part of a parameter's gradient.
+    Under FSDP2 each process checks its own shard of a parameter's gradient.
 
     >>> import torch
     >>> from torch import nn
@@ -101,7 +101,7 @@ def _any(path: str, module: nn.Module) -> bool:
 
 
 class _Search:
-    """Watches modules, and judges when the model's forward returns and when backward ends."""
+    """Measures modules' values, and looks for the first bad one when forward returns and backward ends."""
 
     __slots__ = ("_backward", "_clock", "_forward", "_root", "_sink", "found")
 
@@ -117,7 +117,7 @@ class _Search:
         """The first finding."""
 
     def attach(self, registration: Registration, site: Site) -> None:
-        """Watches one module, forward and backward."""
+        """Hooks one module, for forward and backward."""
         on_inputs(registration, site, self._gradient("input gradient", site))
         registration.forward_pre(site, self._begin(site))
         on_outputs(registration, site, self._gradient("output gradient", site))
@@ -128,7 +128,7 @@ class _Search:
                 registration.accumulated(path, parameter, self._accumulated(site))
 
     def end(self, *, raising: bool) -> None:
-        """Judges what is left, of a forward that did not return or of modules called by themselves."""
+        """Checks the values of a forward that raised, or of modules called without the whole model."""
         try:
             self._judge(self._forward, raising=raising)
         finally:

@@ -1,4 +1,4 @@
-"""Where a hook on a gradient is put: on parameters, on what modules return, on what they take."""
+"""Registers hooks on the gradients of tensors, of modules' outputs and of modules' inputs."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ __all__ = ["on_inputs", "on_outputs", "on_tensor"]
 def on_tensor(
     registration: Registration, name: str, tensor: torch.Tensor, make: Make, *, sharded: bool
 ) -> None:
-    """On the gradient that comes to a tensor, before it is accumulated; it may be replaced.
+    """Hooks the gradient of a tensor, before it is accumulated; what the hook returns replaces it.
 
-    Of a parameter that FSDP2 shards the tensor hooks never fire: there the hook gets ``.grad`` after the
-    reduction and accumulation, and what it returns becomes ``.grad``.
+    The tensor hooks of a parameter that FSDP2 shards never fire: there (``sharded=True``) the hook gets
+    ``.grad`` after the reduction and accumulation, and what it returns becomes ``.grad``.
     """
     if not sharded:
         registration.gradient(name, tensor, make)
@@ -43,7 +43,7 @@ def on_tensor(
 
 
 def on_outputs(registration: Registration, site: Site, make: Make) -> None:
-    """On the gradients of the tensors that a module returns, wherever they are used."""
+    """Hooks the gradients of the tensors that a module returns, from all of their uses."""
 
     def make_forward(record: HookRecord) -> Callable[..., Any]:
         gradient = make(record)
@@ -61,7 +61,7 @@ def on_outputs(registration: Registration, site: Site, make: Make) -> None:
 
 
 def on_inputs(registration: Registration, site: Site, make: Make) -> None:
-    """On the gradients of the tensors that a module takes, as they come through this module."""
+    """Hooks the gradients of the tensors that a module takes, as they come through this module alone."""
     open_calls: dict[int, list[InputUses]] = {}
     registration.forward_pre(
         site, _begin_call(registration, make, open_calls), counts="input gradient"

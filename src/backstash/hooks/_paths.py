@@ -1,6 +1,6 @@
-"""Every module by the path that its user knows.
+"""Paths of modules, without the names that wrappers add.
 
-A module's path is the one of ``named_modules()`` without the wrappers: ``torch.compile`` adds
+A module's path is the one of ``named_modules()`` without the wrappers' names: ``torch.compile`` adds
 ``_orig_mod``, DDP and ``DataParallel`` add ``module``, FSDP and activation-checkpoint wrappers theirs.
 A path therefore means the same module before and after the model is wrapped.
 """
@@ -22,7 +22,7 @@ _MODULE_WRAPPERS = ("DataParallel", "DistributedDataParallel", "AveragedModel")
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """A module, and the path by which the caller knows it."""
+    """A module and its path."""
 
     path: str
     """Dotted, without wrappers' prefixes; the model itself is ``""``."""
@@ -60,7 +60,7 @@ def unwrap(module: nn.Module) -> nn.Module:
 
 
 def walk(model: nn.Module) -> Iterator[tuple[str, Site]]:
-    """Every path of every module, a shared module once per path: pairs (path as wrapped, site)."""
+    """Yields (path with the wrappers' names, site) for every module; a shared module once for each path."""
     return _walk(model, "", "", ())
 
 
@@ -70,7 +70,7 @@ def join(path: str, name: str) -> str:
 
 
 def depth_of(path: str) -> int:
-    """How many modules a path goes through."""
+    """How many modules a path goes through; 0 for the model."""
     return path.count(".") + 1 if path else 0
 
 

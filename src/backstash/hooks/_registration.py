@@ -1,7 +1,7 @@
-"""Hooks that were registered together, and go together.
+"""Hooks that are registered together and removed together.
 
-Each hook has a :class:`HookRecord`, which its function carries as an attribute: that is how
-``hooks_on`` knows ours from others', and how an exit can say what never fired.
+Each hook function carries its :class:`HookRecord` as an attribute. By the record, ``hooks_on`` tells our
+hooks from others', and a handle knows which of its hooks never fired.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _ATTRIBUTE = "__backstash_record__"
 
 
 class HookRecord:
-    """What is known of one of our hooks."""
+    """Where and when one of our hooks was registered, and how often it fired."""
 
     __slots__ = ("fired", "kind", "owner", "path", "registered_at", "since")
 
@@ -54,7 +54,7 @@ def _caller() -> str:
 
 
 class Registration:
-    """The hooks of one handle. ``make`` is given the hook's record and returns the hook."""
+    """The hooks of one handle. Each ``make`` takes the hook's record and returns the hook function."""
 
     __slots__ = (
         "_graph_hooks",
@@ -77,7 +77,7 @@ class Registration:
 
     @contextmanager
     def all_or_none(self) -> Iterator[None]:
-        """Registers inside this block; if it is left by any exception, every hook is taken back."""
+        """The block in which hooks are registered; any exception that leaves it removes all of them."""
         try:
             yield
         except BaseException:
@@ -85,7 +85,7 @@ class Registration:
             raise
 
     def record(self, kind: str, path: str) -> HookRecord:
-        """A record alone, for something to be expected that is no hook of a module or a parameter."""
+        """Adds a record without a hook: its count is kept by hooks that each forward registers anew."""
         made = HookRecord(kind, path, self.owner, self.registered_at, self.since)
         self.records.append(made)
         return made
@@ -106,7 +106,7 @@ class Registration:
         with_kwargs: bool = False,
         always_call: bool = False,
     ) -> None:
-        """A forward hook on a module; ``counts`` is what its record counts, in words."""
+        """Registers a forward hook on a module; ``counts`` says in words what its record counts."""
         hook = self._made(counts, site.path, make)
         self._hooks.append(
             site.module.register_forward_hook(
@@ -115,22 +115,22 @@ class Registration:
         )
 
     def forward_pre(self, site: Site, make: Make, *, counts: str = "forward pre") -> None:
-        """A forward pre-hook on a module, given the keyword inputs too."""
+        """Registers a forward pre-hook on a module; it gets the keyword inputs too."""
         hook = self._made(counts, site.path, make)
         self._hooks.append(site.module.register_forward_pre_hook(hook, with_kwargs=True))
 
     def gradient(self, name: str, tensor: torch.Tensor, make: Make) -> None:
-        """A hook on a tensor's gradient, before it is accumulated."""
+        """Registers a hook on a tensor's gradient, before it is accumulated."""
         hook = self._made("gradient", name, make)
         self._hooks.append(tensor.register_hook(hook))  # type: ignore[no-untyped-call]
 
     def accumulated(self, name: str, tensor: torch.Tensor, make: Make) -> None:
-        """A hook on a leaf, after its ``.grad`` was accumulated."""
+        """Registers a hook on a leaf, after its ``.grad`` was accumulated."""
         hook = self._made("accumulated gradient", name, make)
         self._hooks.append(tensor.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
 
     def activation(self, tensor: torch.Tensor, hook: Callable[[torch.Tensor], Any]) -> None:
-        """A hook on the gradient of a tensor of the graph. It dies with the graph, or in `remove`."""
+        """Registers a hook on the gradient of a tensor of the graph; it goes with the graph, or in `remove`."""
         handles = self._graph_hooks
         if len(handles) >= self._prune_at:
             alive = [handle for handle in handles if handle.hooks_dict_ref() is not None]
@@ -139,7 +139,7 @@ class Registration:
         handles.append(tensor.register_hook(hook))  # type: ignore[no-untyped-call]
 
     def remove(self) -> None:
-        """Takes back every hook of this registration, and no other. Any number of times."""
+        """Removes every hook of this registration and no other; calling it again does nothing."""
         for hooks in (self._hooks, self._graph_hooks):
             while hooks:
                 hooks.pop().remove()

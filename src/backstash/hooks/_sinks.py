@@ -14,14 +14,14 @@ __all__ = ["Report", "Sink", "open_sink"]
 
 
 class Report(Protocol):
-    """What a sink can take."""
+    """The methods that a sink needs of a report."""
 
     @property
     def step(self) -> int:
-        """The count of what is reported, for a time axis."""
+        """The position of the report on the time axis."""
 
     def as_dict(self) -> dict[str, Any]:
-        """The report as JSON has it."""
+        """The report as data for JSON."""
 
     def scalars(self) -> Iterator[tuple[str, float]]:
         """The report as curves: tags and values."""
@@ -36,7 +36,7 @@ class Sink(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Closes what the sink itself opened. Any number of times."""
+        """Closes the file that the sink itself opened, if any; calling it again does nothing."""
 
 
 class _Call(Sink):
@@ -63,7 +63,7 @@ class _Curves(Sink):
 
 
 class _Lines(Sink):
-    """A line a report; flushed, so that a killed job leaves whole lines."""
+    """Writes one line for each report and flushes it, so that a killed job leaves whole lines."""
 
     def __init__(self, file: Any, *, owned: bool) -> None:
         self._file = file
@@ -80,7 +80,7 @@ class _Lines(Sink):
 
 
 def open_sink(to: Any) -> Sink:
-    """The sink that ``to=`` means.
+    """Opens the sink that ``to=`` selects.
 
     Args:
         to: a callable (``print``); an object with ``add_scalar(tag, value, step)`` (TensorBoard's writer); an

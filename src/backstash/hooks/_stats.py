@@ -2,7 +2,7 @@
 
 ``measure`` queues a few kernels and returns a row of numbers on the tensor's device: it does not wait.
 ``fetch`` brings the rows of a whole report back in one transfer per device. The parts of a sharded tensor
-are gathered as rows and merged, so that what is reported is the whole tensor's.
+are gathered as rows and merged into the statistics of the whole tensor.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["Row", "Stats", "fetch", "measure", "row_of"]
 
 @dataclass(frozen=True, slots=True)
 class Stats:
-    """Numbers of one tensor, or of several together."""
+    """Statistics of the elements of one tensor, or of several together."""
 
     count: int
     """Elements."""
@@ -49,7 +49,7 @@ class Stats:
         return not (self.nan or self.inf)
 
     def as_dict(self) -> dict[str, float | None]:
-        """The fields, with ``None`` for what JSON has no number for (``nan`` and ``inf`` say why)."""
+        """The fields as data for JSON, ``None`` for a number that is not finite (see ``nan`` and ``inf``)."""
         return {k: v if math.isfinite(v) else None for k, v in asdict(self).items()}
 
     def __str__(self) -> str:
@@ -61,7 +61,7 @@ class Stats:
 
 
 def measure(tensor: torch.Tensor) -> torch.Tensor:
-    """The row of one local tensor: shape (9,), on its device, without waiting for it."""
+    """Computes the row of one local tensor: shape (9,), on its device, without waiting for it."""
     values = _numbers(tensor)
     wide = torch.float32 if values.device.type == "mps" else torch.float64
     nan = values.isnan()
@@ -96,7 +96,7 @@ def _numbers(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _merge(rows: Iterable[Sequence[float]]) -> Stats:
-    """The statistics of everything that ``rows`` are parts of (Chan, Golub and LeVeque's update)."""
+    """Merges rows into the statistics of all their elements (Chan, Golub and LeVeque's update)."""
     count = nan = inf = zeros = 0.0
     norm = mean = square = 0.0
     low, high = math.inf, -math.inf
@@ -152,10 +152,10 @@ def row_of(tensor: torch.Tensor) -> Row:
 
 
 def fetch(rows: Mapping[str, list[Row]]) -> tuple[dict[str, Stats], Stats]:
-    """The statistics by name, of all rows of the name together, and those of everything.
+    """Waits for the rows; returns the statistics of each name's rows together, and those of all rows.
 
-    One transfer for each device and, for sharded tensors, one gathering for each set of groups. Every
-    process must ask for the same names.
+    There is one transfer for each device and, for sharded tensors, one all-gather for each set of process
+    groups: every process must fetch the same names.
     """
     flat = [(name, row) for name in sorted(rows) for row in rows[name]]
     batches: dict[Any, list[int]] = defaultdict(list)
@@ -171,7 +171,7 @@ def fetch(rows: Mapping[str, list[Row]]) -> tuple[dict[str, Stats], Stats]:
 
 
 def _gather(rows: torch.Tensor, groups: tuple[Any, ...]) -> torch.Tensor:
-    """Rows (n, 9) of this process to (n, parts, 9): those of every process that holds a part."""
+    """From this process's rows (n, 9) to those of every process that holds a part: (n, parts, 9)."""
     distributed: Any = torch.distributed
     # The second name is what torch called it before 2.13.
     gather = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor

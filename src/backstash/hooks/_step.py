@@ -1,4 +1,4 @@
-"""Step each parameter's optimizer inside backward, so that the gradients are never all there at once."""
+"""Step each parameter's optimizer inside backward, so that gradients need not all be in memory at once."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Factory = Callable[[list[torch.Tensor]], torch.optim.Optimizer]
 
 
 class StepInBackward(Handle):
-    """What :func:`step_in_backward` returns; it stands where the optimizer stood in the loop."""
+    """The handle that :func:`step_in_backward` returns; it takes the optimizer's place in a training loop."""
 
     __slots__ = ("_guard", "_stepper")
 
@@ -44,30 +44,31 @@ class StepInBackward(Handle):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The groups of all optimizers, to change a learning rate in: ``group["lr"] = 1e-4``."""
+        """The parameter groups of all optimizers; set a learning rate by ``group["lr"] = 1e-4`` in each."""
         return [group for o in self._stepper.optimizers.values() for group in o.param_groups]
 
     def step(self) -> None:
-        """Says that one training step ended. The parameters were stepped by backward already.
+        """Marks the end of one training step; backward has stepped the parameters already.
 
         Raises:
-            UsageError: there was more than one backward since the last ``step()``: that was no
-                gradient accumulation, but as many steps. From then on the second backward raises.
+            UsageError: more than one backward ran since the last ``step()``. That did not accumulate
+                gradients: each backward was a step. After the first ``step()``, a second backward
+                before the next ``step()`` raises as well. Not with ``allow=["accumulation"]``.
         """
         self._stepper.mark()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Nothing: backward leaves no gradient. It is here for loops that call it."""
+        """Does nothing, as backward leaves no gradient; it is here for loops that call it."""
 
     def state_dict(self) -> dict[str, Any]:
         """The state of every optimizer, by the parameter's path."""
         return {path: o.state_dict() for path, o in self._stepper.optimizers.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Loads what :meth:`state_dict` gave.
+        """Loads what :meth:`state_dict` returned.
 
         Raises:
-            UsageError: the paths are not the ones of this handle; nothing is loaded then.
+            UsageError: the paths differ from the ones of this handle; nothing is loaded then.
         """
         odd = sorted(state.keys() ^ self._stepper.optimizers.keys())
         if odd:
@@ -90,38 +91,40 @@ def step_in_backward(
     names: str | Iterable[str] | None = None,
     allow: Collection[str] = (),
 ) -> StepInBackward:
-    """Gives each parameter an optimizer that steps as soon as its gradient is complete, and drops the gradient.
+    """Gives each parameter an optimizer that steps once the gradient is complete, and then drops the gradient.
 
-    The memory of the gradients is saved: of all of them together only those not yet complete are there.
-    The result is that of the same optimizer stepped after backward, if its update looks at one parameter at
-    a time, as SGD's and Adam's do.
+    This saves memory: at any time only the gradients that are not yet complete are held. The result is that of
+    the same optimizer stepped after backward, if its update looks at one parameter at a time, as SGD's and
+    Adam's do.
 
-    Some things cannot be done this way, and are refused where they are seen, unless named in ``allow``:
+    Three things cannot be done this way. Each raises where it is detected, unless ``allow`` names it:
 
-    - ``"accumulation"`` of gradients over several backwards: each steps. Seen: gradients that are there at the
-      start; more than one backward for one call of the handle's ``step()``. A loop that never calls
-      ``step()`` cannot be told apart from one that does not accumulate.
-    - ``"clipping"`` by the global norm, which needs all gradients: ``clip_grad_norm_`` raises for these
-      parameters.
-    - a ``"scaler"``: the steps would be taken with scaled gradients. Seen: an enabled ``GradScaler`` in the
-      process, at the start and at the first backward.
+    - ``"accumulation"`` of gradients over several backwards: each backward steps. Detected are gradients that
+      exist at the start, and more than one backward for one call of the handle's ``step()``. Accumulation in
+      a loop that never calls ``step()`` is not detected.
+    - ``"clipping"`` by the global norm, which needs all gradients at once: ``clip_grad_norm_`` raises for
+      these parameters.
+    - a ``"scaler"``: the optimizers would step with scaled gradients. Detected is an enabled ``GradScaler`` in
+      the process, at the start and at the first backward.
 
-    DDP is refused always: its average comes after the step. Under FSDP2 it works.
+    DDP is always refused, because it averages the gradients after the step. FSDP2 works.
 
     Args:
         optimizer_factory: ``callable([parameter])`` that returns a ``torch.optim.Optimizer``.
         model: the model.
         names: which parameters, by path or glob. Default: all that require a gradient.
-        allow: what is known and wanted: ``"accumulation"``, ``"clipping"``, ``"scaler"``.
+        allow: which of the above to let pass: ``"accumulation"``, ``"clipping"``, ``"scaler"``.
 
     Returns:
-        A handle, with ``optimizers``, ``param_groups``, ``state_dict()``, and ``step()``, which checks.
+        A :class:`StepInBackward` handle, with ``optimizers``, ``param_groups``, ``state_dict()``, and
+        ``step()``, which checks for accumulation.
 
     Raises:
-        UsageError: what is refused, above; nothing is registered then.
+        UsageError: for DDP, for a case above that is detected at the start, or if the factory returns no
+            optimizer; nothing is registered then.
         NoMatchError: a name matches nothing.
 
-    If backward raises, the parameters whose gradients were complete have been stepped, and others not.
+    If backward raises, the parameters whose gradients were complete have been stepped, and the others not.
     The idea is PyTorch's tutorial on fusing the optimizer step into backward, and LOMO (arXiv:2306.09782).
 
     >>> import torch
@@ -172,7 +175,7 @@ def _made(factory: Factory, parameter: torch.Tensor, path: str) -> torch.optim.O
 
 
 class _Stepper:
-    """The optimizers, and the backwards since the caller last called ``step()``."""
+    """Steps each parameter's optimizer, and counts the backwards since the caller last called ``step()``."""
 
     __slots__ = ("_allow", "_clock", "_marked", "_unchecked", "optimizers")
 
@@ -203,7 +206,7 @@ class _Stepper:
         )
 
     def mark(self) -> None:
-        """The caller's ``step()``: what backwards there were since the last one are counted."""
+        """The caller's ``step()``: raises if more than one backward ran since the last one."""
         done = self._clock.backwards - (self._marked or 0)
         if done > 1:
             self._marked = self._clock.backwards
@@ -211,7 +214,7 @@ class _Stepper:
         self._marked = self._clock.backwards
 
     def hook(self, path: str) -> Make:
-        """The hook that steps one parameter."""
+        """Makes the hook that steps the parameter at ``path``."""
         optimizer = self.optimizers[path]
         clock = self._clock
 
@@ -232,7 +235,7 @@ _ALLOWED = ("accumulation", "clipping", "scaler")
 
 
 def _refuse_leftover(parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Gradients that are there before the first backward were accumulated: they would be stepped on."""
+    """Raises if a parameter has a gradient before the first backward, which would be stepped on as well."""
     held = [path for path, parameter in parameters if parameter.grad is not None]
     if held:
         raise UsageError(
@@ -243,7 +246,7 @@ def _refuse_leftover(parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
 
 
 def _refuse_scaler() -> None:
-    """A live ``GradScaler`` scales the loss: the steps would be taken with scaled gradients."""
+    """Raises if an enabled ``GradScaler`` is alive: the optimizers would step with scaled gradients."""
     kind = torch.amp.GradScaler
     # `type(...)`, for `isinstance` would run the `__class__` of every lazy proxy in the process.
     live = (o for o in gc.get_objects() if issubclass(type(o), kind))
@@ -260,10 +263,10 @@ _guards: list[_ClipGuard] = []
 
 
 class _ClipGuard:
-    """Makes ``clip_grad_norm_`` refuse parameters whose gradients are gone; it would return 0 for them.
+    """Makes ``clip_grad_norm_`` raise for parameters whose gradients are gone; it would return 0 for them.
 
-    torch has no hook there. Its functions all end in one private function, which gets a check in front of it
-    while a guard lives; where torch has no such function, nothing is guarded.
+    PyTorch has no hook for this. Its clipping functions all call one private function; while a guard is
+    alive, that function has a check in front of it. Where PyTorch lacks the function, nothing is guarded.
     """
 
     __slots__ = ("_original", "_parameters")
@@ -277,11 +280,11 @@ class _ClipGuard:
             setattr(clip_grad, _NAME, _guarded(self._original))
 
     def covers(self, parameters: Iterable[torch.Tensor]) -> bool:
-        """Whether one of the parameters is stepped inside backward."""
+        """Whether one of the parameters is this guard's."""
         return any(id(parameter) in self._parameters for parameter in parameters)
 
     def remove(self) -> None:
-        """Takes the check away; with the last guard, torch's own function is back."""
+        """Removes this guard; with the last one, PyTorch's own function is put back."""
         if self in _guards:
             _guards.remove(self)
             if not _guards:

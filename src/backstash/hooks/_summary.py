@@ -1,4 +1,4 @@
-"""A model as a table: what each module takes, gives, holds, and saves for backward."""
+"""A model as a table: what each module takes, returns, holds, and saves for backward."""
 
 from __future__ import annotations
 
@@ -93,10 +93,10 @@ def _line(cells: tuple[str, ...], widths: list[int]) -> str:
 
 
 def summary(model: nn.Module, /, *args: Any, **kwargs: Any) -> Summary:
-    """Runs one forward and tells, module by module, shapes, parameters and the bytes saved for backward.
+    """Runs one forward and returns each module's shapes, parameters and bytes saved for backward.
 
-    The model runs in the mode it is in (``train()`` or ``eval()``), with gradients enabled, so that what is
-    saved is what a training step saves. Buffers and the random number generators are put back after it.
+    The model runs in the mode it is in (``train()`` or ``eval()``), with gradients enabled, so that it saves
+    what a training step saves. Buffers and random number generators are restored afterwards.
 
     Args:
         model: the model.
@@ -105,13 +105,13 @@ def summary(model: nn.Module, /, *args: Any, **kwargs: Any) -> Summary:
 
     Returns:
         A :class:`Summary`: ``.rows``, ``.parameters``, ``.saved_bytes``; ``print`` it for the table. Saved
-        bytes are counted once per storage, for the innermost module that first saves it; parameters, buffers
-        and what activation checkpointing hides are not in them.
+        bytes are counted once per storage, for the innermost module that first saves it. Parameters, buffers
+        and what is saved inside an activation checkpoint are not counted.
 
     Raises:
-        UsageError: the model is compiled: its modules cannot be seen.
+        UsageError: the model is compiled, and hooks cannot see its modules.
 
-    An error in the model passes through, and leaves no hook.
+    An error in the model propagates and leaves no hook.
 
     >>> import torch
     >>> from backstash.hooks import summary
@@ -137,7 +137,7 @@ def summary(model: nn.Module, /, *args: Any, **kwargs: Any) -> Summary:
 
 
 class _Rows:
-    """What the modules took and gave."""
+    """Collects what each module takes, returns and saves in one forward."""
 
     def __init__(self, model: nn.Module) -> None:
         if any("_orig_mod" in m._modules or m._compiled_call_impl for m in model.modules()):
@@ -182,7 +182,7 @@ class _Rows:
         return make
 
     def made(self) -> Summary:
-        """The facts."""
+        """The summary of the forward that ran."""
         seen: set[int] = set()
         return Summary(tuple(self._row(site, seen) for site in self._sites))
 
@@ -206,8 +206,8 @@ class _Rows:
 class _SavedBytes:
     """Counts saved storages once each, for the module that was running when the first was saved.
 
-    The storages of parameters and buffers are not counted: they are there without backward too. Inside a
-    region with hooks of its own (activation checkpointing) nothing is seen.
+    The storages of parameters and buffers are not counted: they exist without backward too. Nothing is
+    counted inside a region with saved-tensor hooks of its own (activation checkpointing).
     """
 
     def __init__(self, owned: Iterable[torch.Tensor]) -> None:
@@ -215,7 +215,7 @@ class _SavedBytes:
         """Bytes by the path of the innermost module."""
         self.running: list[str] = []
         """The paths of the modules that run now, innermost last."""
-        # Storages are held until the count ends: a freed one's identity would be given out again.
+        # Storages are held until the count ends: the identity of a freed one could be used again.
         self._seen: dict[int, torch.UntypedStorage] = {}
         for tensor in owned:
             self._see(tensor)
@@ -238,7 +238,7 @@ class _SavedBytes:
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        """Counts what is saved inside; the storages are let go at the end."""
+        """Counts what is saved inside the block; the storages are freed at its end."""
         try:
             with torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor):
                 yield
@@ -248,7 +248,7 @@ class _SavedBytes:
 
 @contextmanager
 def _unchanged(model: nn.Module) -> Iterator[None]:
-    """Puts the model's buffers and the random number generators back at the end, also after an error."""
+    """Restores the model's buffers and the random number generators at the end, also after an error."""
     buffers = [
         (module, name, buffer, buffer.detach().clone())
         for module in model.modules()

@@ -28,7 +28,7 @@ __all__ = ["CallTrace", "ModuleCall", "trace"]
 
 
 class CallTrace(Handle):
-    """What :func:`trace` returns."""
+    """The handle that :func:`trace` returns."""
 
     __slots__ = ("_sink",)
 
@@ -51,8 +51,8 @@ def trace(
 ) -> CallTrace:
     """Reports every call of every module when it returns: path, class, shapes, dtype, device, time, depth.
 
-    What a module calls is reported before the module itself. A module that raises is reported too, with
-    ``raised`` as its output: the first such line is where it happened.
+    The modules that a module calls are reported before it. A module that raises is reported too, with
+    ``raised`` as its output: the first such line is the module in which the exception began.
 
     Args:
         model: the model.
@@ -60,14 +60,14 @@ def trace(
             an object with ``add_scalar`` (the seconds as curves), ``None``.
         names: which modules, as in :func:`backstash.hooks.capture`. Default: all.
         depth: only modules at most this deep; 1 is the model and its children.
-        sync: wait for the accelerator before and after each call, so that ``seconds`` holds its work.
+        sync: wait for the accelerator before and after each call, so that ``seconds`` includes its work.
 
     Returns:
-        A handle.
+        A :class:`CallTrace` handle.
 
     Raises:
         NoMatchError: a name matches nothing; nothing is registered then.
-        UsageError: ``to`` or ``depth`` is not one of the above.
+        UsageError: ``to`` is none of the above, or ``depth`` is no int of at least 0.
 
     >>> import torch
     >>> from backstash.hooks import trace
@@ -105,7 +105,7 @@ def _any(path: str, module: nn.Module) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class ModuleCall:
-    """One call of one module, when it has returned."""
+    """One call of one module that has returned or raised."""
 
     step: int
     """Which call since the trace began; the first that returns is 0."""
@@ -119,22 +119,22 @@ class ModuleCall:
     """The shapes of the inputs."""
     output: str
     """The shapes of the output; ``raised`` if the module raised an exception, ``ended early`` if
-    a checkpoint's recomputation needed no more of it."""
+    an activation checkpoint stopped recomputing inside it, as it had what it needed."""
     dtype: str
     """The dtype of the output's first tensor."""
     device: str
     """The device of the output's first tensor."""
     seconds: float
-    """From call to return, as the host's clock saw it, or the device's work included with ``sync=True``."""
+    """From call to return on the host's clock; with ``sync=True`` the accelerator's work is included."""
     recomputed: bool
     """Whether an activation checkpoint called it again inside backward."""
 
     def as_dict(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """The call as data for JSON."""
         return asdict(self)
 
     def scalars(self) -> Iterator[tuple[str, float]]:
-        """As a curve: ``trace/<path>/seconds``."""
+        """The call as a curve: ``trace/<path>/seconds``."""
         yield f"trace/{self.path or '(model)'}/seconds", self.seconds
 
     def __str__(self) -> str:
@@ -147,7 +147,7 @@ class ModuleCall:
 
 @dataclass(frozen=True, slots=True)
 class _Begun:
-    """A call that has not returned."""
+    """A call that has not returned yet."""
 
     inputs: str
     handling: BaseException | None
@@ -155,7 +155,7 @@ class _Begun:
 
 
 class _Stopwatch:
-    """Times the calls of modules, in any thread, and emits them."""
+    """Times the calls of modules, on any thread, and emits a :class:`ModuleCall` for each."""
 
     def __init__(self, sink: Sink, *, sync: bool) -> None:
         self._sink = sink
@@ -164,7 +164,7 @@ class _Stopwatch:
         self._count = 0
 
     def attach(self, registration: Registration, site: Site) -> None:
-        """Hooks both ends of a module's calls, also the end by an exception."""
+        """Hooks the begin and the end of a module's calls, an end by an exception too."""
         registration.forward_pre(site, self._begin(site))
         registration.forward(site, self._end(site), always_call=True)
 

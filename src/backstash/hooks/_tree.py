@@ -1,7 +1,7 @@
 """Tensors inside what modules take and return: tuples, dicts, dataclasses, and any nesting of them.
 
-Own code rather than ``torch.utils._pytree``: that one is private, sees a dataclass as a leaf unless
-somebody registered it, and the walk here is on every hook's path.
+``torch.utils._pytree`` is not used: it is private, and it treats a dataclass as a leaf unless its class
+was registered. The walk here runs in every hook, so it is kept short.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ def tensors_in(value: object) -> Iterator[torch.Tensor]:
 def map_leaves(fn: Callable[[Any], Any], value: Any, *, kind: type = torch.Tensor) -> Any:
     """``value`` with ``fn`` applied to every leaf of class ``kind``.
 
-    A container in which nothing changes is returned itself, so what is not understood (a cache object,
-    a string, ``None``) keeps its identity. A changed one is a new object of the same class: frozen
-    dataclasses and mappings with extra fields too; their ``__init__`` is not run again.
+    A container in which no leaf changes is returned itself, and so is any other object (a cache, a
+    string, ``None``). A container that changes is copied, not changed: the copy has the same class and
+    extra fields, and ``__init__`` of a dataclass or mapping does not run again.
     """
     if isinstance(value, kind):
         return fn(value)

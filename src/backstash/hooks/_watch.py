@@ -1,4 +1,4 @@
-"""See gradients vanish or explode while a model trains."""
+"""Watch the gradients of a model while it trains."""
 
 from __future__ import annotations
 
@@ -35,22 +35,22 @@ _REDUCED = {
 
 @dataclass(frozen=True, slots=True)
 class GradientReport:
-    """The gradients of one backward."""
+    """Statistics of the gradients of one backward."""
 
     step: int
     """Which backward since the watch began; the first is 0."""
     per: str
     """What a row is: ``"parameter"``, ``"module"`` (gradient of its output) or ``"tensor"``."""
     reduction: Reduction
-    """``"before"`` or ``"after"`` the processes' gradients were averaged, ``"none"`` for one process,
-    ``"unknown"`` where several processes run but the model is not a DDP or FSDP module."""
+    """Measured ``"before"`` or ``"after"`` gradients were averaged over the processes; ``"none"`` for one
+    process, ``"unknown"`` where several processes run and the model is not a DDP or FSDP module."""
     rows: dict[str, Stats]
-    """By path, in the model's order; what got no gradient is not there."""
+    """By path, in the model's order; a parameter or module that got no gradient has no row."""
     total: Stats
     """Of all rows together: its norm is the global gradient norm."""
 
     def as_dict(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """The report as data for JSON."""
         return {
             "step": self.step,
             "per": self.per,
@@ -60,7 +60,7 @@ class GradientReport:
         }
 
     def scalars(self) -> Iterator[tuple[str, float]]:
-        """As curves: ``grad/<name>/<number>``, and ``grad/total/<number>``."""
+        """The report as curves: ``grad/<name>/<number>``, and ``grad/total/<number>``."""
         for name, stats in [("total", self.total), *self.rows.items()]:
             for number in ("norm", "min", "max", "zeros", "nan", "inf"):
                 yield f"grad/{name or '(model)'}/{number}", float(getattr(stats, number))
@@ -75,7 +75,7 @@ class GradientReport:
 
 
 class GradientWatch(Handle):
-    """What :func:`watch_gradients` returns."""
+    """The handle that :func:`watch_gradients` returns."""
 
     __slots__ = ("_collector",)
 
@@ -106,35 +106,35 @@ def watch_gradients(
     names: Names | None = None,
     to: Any = print,
 ) -> GradientWatch:
-    """Reports norms, extremes, the share of zeros, NaN and Inf of gradients as training runs.
+    """Reports norms, extremes, the share of zeros, NaN and Inf of gradients while a model trains.
 
-    The numbers are computed on the gradients' device and fetched together: a report waits for the device
-    once, and a backward that is not reported waits for nothing and computes nothing. The total's norm is
-    the global gradient norm.
+    The numbers are computed on the gradients' device and fetched together: a reported backward waits for the
+    device once, and a backward that is not reported computes nothing and waits for nothing. The norm of the
+    report's total is the global gradient norm.
 
-    Parameters are measured as their ``.grad`` stands after accumulation: over several backwards without
-    ``zero_grad()`` it is the sum so far. Under DDP (give the DDP module) they are measured when backward
-    has ended, after the reduction, or before it inside ``no_sync()``; under FSDP2 after it, and the numbers
-    are those of the whole parameter: every process must then watch the same names. The report says which.
-    With a ``GradScaler`` the numbers are of the scaled gradients.
+    Of a parameter, ``.grad`` is measured after accumulation: over several backwards without ``zero_grad()``
+    it is the sum so far. Under DDP (pass the DDP module) it is measured when backward has ended, which is
+    after the reduction, or before it inside ``no_sync()``. Under FSDP2 it is measured after the reduction,
+    and the numbers are those of the whole parameter: every process must then watch the same names. The
+    report's ``reduction`` says which case holds. With a ``GradScaler`` the scaled gradients are measured.
 
     Args:
         model: a module, or a dict of tensors by name: ``{"y": y}``.
-        every: report the first backward and then each ``every``-th.
+        every: report the first backward, and then every ``every``-th.
         per: ``"parameter"``, or ``"module"`` for the gradients of modules' outputs.
-        names: which, by path or glob; for ``per="module"`` also by class or callable. Default: all.
+        names: which parameters or modules, by path or glob; modules also by class or callable. Default: all.
         to: where reports go: a callable, a path or an open file (JSON lines, appended), an object with
             ``add_scalar`` (a TensorBoard writer), ``None``. A :class:`GradientReport` is a table as ``str``.
 
     Returns:
-        A handle; ``.last`` is the newest report.
+        A :class:`GradientWatch` handle; ``.last`` is the newest report.
 
     Raises:
         NoMatchError: a name matches nothing; nothing is registered then.
         UsageError: ``every`` is not a positive int, or ``per`` or ``to`` is unknown.
 
-    If ``to`` raises, the exception leaves through ``backward()``, whose gradients are complete by then. At
-    exit a :class:`HookWarning` names the parameters that never got a gradient.
+    If ``to`` raises, the exception leaves ``backward()``, whose gradients are complete by then. At exit a
+    :class:`HookWarning` names the parameters or modules that never got a gradient.
 
     >>> import torch
     >>> from backstash.hooks import watch_gradients
@@ -190,7 +190,7 @@ def _all_strings(names: Any) -> bool:
 
 
 class _Collector:
-    """The rows of the running backward, if it is one that is reported."""
+    """Collects rows of statistics in each backward that is reported, and emits the report at its end."""
 
     __slots__ = (
         "_at_end",
@@ -211,7 +211,7 @@ class _Collector:
         self._per = per if isinstance(model, nn.Module) else "tensor"
         self._every = every
         self._sink = sink
-        # DDP averages when all gradients are there, so what it averaged can be read only at the end.
+        # DDP averages when all gradients are computed, so averaged ones can be read only at the end.
         self._at_end = self._per == "parameter" and is_ddp(model)
         self._order: list[str] = []
         self._rows: dict[str, list[Row]] = {}
@@ -231,7 +231,7 @@ class _Collector:
         self._sink.close()
 
     def watch(self, registration: Registration, name: str, tensor: torch.Tensor) -> None:
-        """Hooks a tensor: after accumulation if it is a leaf, else as its gradient comes."""
+        """Hooks a tensor: a leaf after accumulation, another as its gradient is computed."""
         self._order.append(name)
         if tensor.is_leaf:
             registration.accumulated(name, tensor, self._accumulated(name))
