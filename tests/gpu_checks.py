@@ -503,7 +503,7 @@ def pinning_refused(place: Place) -> None:
 
 def llama_in_bf16(place: Place) -> None:
     """Grouped-query attention with torch's fused kernels, made deterministic."""
-    from backstash.cli._bench._device_models import llama
+    from backstash.cli.bench._device_models import llama
 
     torch.manual_seed(0)
     width, tokens = (256, 64) if place.is_small else (512, 1024)

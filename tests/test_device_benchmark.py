@@ -12,15 +12,15 @@ import pytest
 import torch
 
 from backstash.cli import main
-from backstash.cli._bench import _device, _stream
-from backstash.cli._bench._device_models import DEVICE_WORKLOADS
-from backstash.cli._bench._device_plan import Task, plan
-from backstash.cli._bench._device_rows import rows
-from backstash.cli._bench._device_table import device_rows, device_table
-from backstash.cli._bench._device_ways import WAYS, DeviceWay
-from backstash.cli._bench._sanitizer import sanitized
-from backstash.cli._bench._stream import told_by
-from backstash.cli._bench._workloads import blocks_of
+from backstash.cli.bench import _device, _stream
+from backstash.cli.bench._device_models import DEVICE_WORKLOADS
+from backstash.cli.bench._device_plan import Task, plan
+from backstash.cli.bench._device_rows import rows
+from backstash.cli.bench._device_table import device_rows, device_table
+from backstash.cli.bench._device_ways import WAYS, DeviceWay
+from backstash.cli.bench._sanitizer import sanitized
+from backstash.cli.bench._stream import told_by
+from backstash.cli.bench._workloads import blocks_of
 
 
 @pytest.fixture(autouse=True)

@@ -14,19 +14,19 @@ from typing import Any
 
 import torch
 
-from ..errors import SizeError
-from ..units import parse_bytes
-from ._arguments import Parser, directory, words
-from ._bench._device import device_benchmark
-from ._bench._gradients import gradients
-from ._bench._limit import limit, limits
-from ._bench._small import alive, overhead
-from ._bench._step import step
-from ._bench._table import table
-from ._bench._variants import DEFAULT, VARIANTS
-from ._disk_speed import measure
-from ._machine import file_system, machine, versions
-from ._progress import Progress
+from ...errors import SizeError
+from ...units import parse_bytes
+from .._arguments import Parser, directory, words
+from .._disk_speed import measure
+from .._machine import file_system, machine, versions
+from .._progress import Progress
+from ._device import device_benchmark
+from ._gradients import gradients
+from ._limit import limit, limits
+from ._small import alive, overhead
+from ._step import step
+from ._table import table
+from ._variants import DEFAULT, VARIANTS
 
 __all__ = ["main"]
 

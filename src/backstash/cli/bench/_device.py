@@ -22,7 +22,7 @@ from ._stream import told_by
 
 __all__ = ["device_benchmark"]
 
-_WORKER = "backstash.cli._bench._device_worker"
+_WORKER = "backstash.cli.bench._device_worker"
 _GRACE_SECONDS = 10  # a worker ends by itself when its time is over; beyond this it is ended
 _BROKEN = 3  # a worker's status when its device may be, and a new process is to go on
 

@@ -16,7 +16,7 @@ from ._variants import Variant
 
 __all__ = ["Ended", "allocator_of", "python", "step_process"]
 
-_STEP_WORKER = "backstash.cli._bench._step_worker"
+_STEP_WORKER = "backstash.cli.bench._step_worker"
 _INHERITED_NOT = ("LD_PRELOAD", "GLIBC_TUNABLES", "THP_MEM_ALLOC_ENABLE")
 
 

@@ -11,7 +11,7 @@ from ._process import python
 
 __all__ = ["gradients"]
 
-_WORKER = "backstash.cli._bench._gradients_worker"
+_WORKER = "backstash.cli.bench._gradients_worker"
 
 
 def gradients(
