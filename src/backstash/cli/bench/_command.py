@@ -20,7 +20,7 @@ from .._arguments import Parser, directory, words
 from .._disk_speed import measure
 from .._machine import file_system, machine, versions
 from .._progress import Progress
-from ._device import device_benchmark
+from ._checkout import device_module
 from ._gradients import gradients
 from ._limit import limit, limits
 from ._small import alive, overhead
@@ -145,6 +145,7 @@ def _check_device(parser: Parser, options: argparse.Namespace) -> None:
         return
     if options.what:
         parser.error(f"--device measures a set of its own; leave out {options.what[0]!r}")
+    device_module("benchmark")  # before anything is measured: only a checkout has it
     accelerator = torch.accelerator.current_accelerator()
     there = accelerator.type if accelerator is not None and torch.accelerator.is_available() else ""
     if options.device.partition(":")[0] != there and not (options.device == "cpu" and options.tiny):
@@ -189,7 +190,7 @@ def _measure(
             disk = measure(where, _DISK_BYTES, say)
             results["disk"] = disk.as_dict()
             sections = [
-                device_benchmark(
+                device_module("benchmark").device_benchmark(
                     options.device,
                     repeats=options.repeats,
                     steps=options.steps,

@@ -6,7 +6,7 @@ import statistics
 from typing import Any
 
 from ...units import format_bytes
-from ._device_table import device_table
+from ._checkout import device_module
 from ._markdown import markdown
 from ._step_table import step_rows
 
@@ -33,7 +33,7 @@ def table(results: dict[str, Any]) -> str:
         "limit": _limit,
         "limits": _limits,
         "gradients": _gradients,
-        "device": device_table,
+        "device": _device,
     }
     parts = [draw[section["kind"]](section) for section in results["sections"]]
     machine, disk = results["machine"], results["disk"]
@@ -171,6 +171,11 @@ def _gradients(section: dict[str, Any]) -> str:
     title = f"{section['description']}; its gradients are {size}:"
     head = ("optimizer", "peak over start", "step", "weights after")
     return f"{title}\n\n{markdown(head, rows)}"
+
+
+def _device(section: dict[str, Any]) -> str:
+    text: str = device_module("table").device_table(section)
+    return text
 
 
 def _ended(status: int) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from ._device_ways import WAYS
+from .ways import WAYS
 
 __all__ = ["Task", "plan"]
 

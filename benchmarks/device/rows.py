@@ -8,13 +8,14 @@ from typing import Any
 
 import torch
 
-from ... import Stash
-from ...memory import spare_bytes
-from ...units import format_bytes
-from ._device_models import DEVICE_WORKLOADS
-from ._device_step import Tell, allocated, digest, make_stash, peak, reset_peak, step, synchronize
-from ._device_ways import WAYS, DeviceWay
-from ._workloads import Workload
+from backstash import Stash
+from backstash.cli.bench._workloads import Workload
+from backstash.memory import spare_bytes
+from backstash.units import format_bytes
+
+from .models import DEVICE_WORKLOADS
+from .step import Tell, allocated, digest, make_stash, peak, reset_peak, step, synchronize
+from .ways import WAYS, DeviceWay
 
 __all__ = ["rows"]
 

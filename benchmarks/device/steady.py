@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from .._resident import resident_bytes
-from ._device_step import Tell, allocated, make_stash, synchronize
+from backstash.cli._resident import resident_bytes
+
+from .step import Tell, allocated, make_stash, synchronize
 
 __all__ = ["small", "steady"]
 

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ... import Stash
-from ...testing import TwinDevice, stash_on
-from ._workloads import Workload
+from backstash import Stash
+from backstash.cli.bench._workloads import Workload
+from backstash.testing import TwinDevice, stash_on
 
 __all__ = ["Tell", "allocated", "digest", "make_stash", "peak", "reset_peak", "step", "synchronize"]
 

@@ -10,11 +10,12 @@ from typing import Any
 
 import torch
 
-from ... import Stash
-from ._device_models import llama, resnet_within
-from ._device_step import Tell, make_stash, step
-from ._device_ways import WAYS, DeviceWay
-from ._workloads import Workload
+from backstash import Stash
+from backstash.cli.bench._workloads import Workload
+
+from .models import llama, resnet_within
+from .step import Tell, make_stash, step
+from .ways import WAYS, DeviceWay
 
 __all__ = ["largest"]
 

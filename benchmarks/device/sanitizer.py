@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ._stream import told_by
+from .process import told_by
 
 __all__ = ["sanitized"]
 
@@ -20,11 +20,11 @@ _VARIABLES = {"PYTORCH_ALLOC_CONF": "backend:cudaMallocAsync"}
 _OPTIONS = ("--tool", "memcheck", "--track-stream-ordered-races", "all", "--error-exitcode", "9")
 
 
-def sanitized(worker: str, common: dict[str, Any], seconds: float) -> dict[str, Any]:
+def sanitized(worker: Path, common: dict[str, Any], seconds: float) -> dict[str, Any]:
     """Run a few steps under ``compute-sanitizer``.
 
     Args:
-        worker: the module that runs them.
+        worker: the script or folder that Python runs for them.
         common: its arguments.
         seconds: after which it is ended.
 
@@ -40,7 +40,7 @@ def sanitized(worker: str, common: dict[str, Any], seconds: float) -> dict[str, 
         return {"skipped": "no time was left"}
     words = json.dumps(common | {"kind": "small", "seconds": seconds})
     heard: list[dict[str, Any]] = []
-    command = [program, *_OPTIONS, sys.executable, "-m", worker, words]
+    command = [program, *_OPTIONS, sys.executable, str(worker), words]
     status, error = told_by(command, heard.append, seconds, _VARIABLES)
     if status == 0:
         return {"clean": True, "steps": len(heard)}

@@ -11,18 +11,20 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from ...memory import spare_bytes
-from ._device_plan import Task, plan
-from ._sanitizer import sanitized
-from ._stream import told_by
+from backstash.memory import spare_bytes
+
+from .plan import Task, plan
+from .process import told_by
+from .sanitizer import sanitized
 
 __all__ = ["device_benchmark"]
 
-_WORKER = "backstash.cli.bench._device_worker"
+_WORKER = Path(__file__).resolve().parent  # this folder: Python runs its __main__.py
 _GRACE_SECONDS = 10  # a worker ends by itself when its time is over; beyond this it is ended
 _BROKEN = 3  # a worker's status when its device may be, and a new process is to go on
 
@@ -104,7 +106,7 @@ def _run(
         left = ends - time.monotonic()
         known = list(_get(section, [*task.path, "rows"]))
         words = common | task.arguments | {"seconds": left - _GRACE_SECONDS, "known": known}
-        command = [sys.executable, "-m", _WORKER, json.dumps(words)]
+        command = [sys.executable, str(_WORKER), json.dumps(words)]
         status, error = told_by(command, hear, left)
         if status == 0:
             return

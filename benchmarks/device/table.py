@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from ...units import format_bytes
-from ._device_ways import WAYS
-from ._markdown import markdown
+from backstash.cli.bench._markdown import markdown
+from backstash.units import format_bytes
+
+from .ways import WAYS
 
 __all__ = ["DeviceRow", "device_rows", "device_table"]
 

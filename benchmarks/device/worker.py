@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from ._device_largest import largest
-from ._device_rows import rows
-from ._device_steady import small, steady
-from ._link import measure_link
+from .largest import largest
+from .link import measure_link
+from .rows import rows
+from .steady import small, steady
 
 __all__ = ["main"]
 
@@ -46,7 +46,3 @@ def _link(
     for name, value in measure_link(device, task["bytes"], task["side"]).items():
         tell([name], value)
     return 0
-
-
-if __name__ == "__main__":
-    main()
