@@ -1,4 +1,4 @@
-"""compute-sanitizer over a small program, where it is installed: reads and writes out of order or of place."""
+"""Runs a small program under compute-sanitizer, where that is installed, to find wrong memory accesses."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["sanitized"]
 
 _PLACES = ("CUDA_HOME", "CUDA_PATH")
 _LEAST_SECONDS = 30
-# The allocator that frees in stream order, so that memory which is used outside that order is seen.
+# This allocator frees in stream order, so that an access outside that order is found.
 _VARIABLES = {"PYTORCH_ALLOC_CONF": "backend:cudaMallocAsync"}
 _OPTIONS = ("--tool", "memcheck", "--track-stream-ordered-races", "all", "--error-exitcode", "9")
 
@@ -25,8 +25,8 @@ def sanitized(worker: Path, common: dict[str, Any], seconds: float) -> dict[str,
 
     Args:
         worker: the script or folder that Python runs for them.
-        common: its arguments.
-        seconds: after which it is ended.
+        common: the part of the task that all workers share.
+        seconds: after so many it is ended.
 
     Returns:
         ``{"clean": True}``, or ``{"clean": False, "said": ...}``; ``{"skipped": why}`` where it did not run.

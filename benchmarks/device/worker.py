@@ -1,4 +1,4 @@
-"""One process of the accelerator's benchmark: it tells each figure as it has it, one line of JSON each."""
+"""One process of the accelerator's benchmark: prints each figure as soon as it has it, as a line of JSON."""
 
 from __future__ import annotations
 

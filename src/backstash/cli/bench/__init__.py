@@ -8,11 +8,8 @@ __all__ = ["main"]
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Measure, or draw the table of an earlier measurement.
-
-    Returns:
-        0; 1 where plain itself failed, so that there is nothing to compare with.
-    """
-    from ._command import main as command  # here: a worker imports this package, not the command
+    """Run the command and return its exit status, as :func:`backstash.cli.bench._command.main` does."""
+    # Not at the top: a worker process imports this package, and does not need the command.
+    from ._command import main as command
 
     return command(arguments)

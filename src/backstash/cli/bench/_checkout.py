@@ -1,4 +1,4 @@
-"""The accelerator's benchmark, which a checkout has in ``benchmarks/device`` and a wheel has not."""
+"""Imports the accelerator's benchmark from ``benchmarks/device`` of a checkout; a wheel does not have it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ...errors import UsageError
 
 __all__ = ["device_module"]
 
-_BENCHMARKS = Path(__file__).resolve().parents[4] / "benchmarks"  # beside the checkout's src
+_BENCHMARKS = Path(__file__).resolve().parents[4] / "benchmarks"  # in a checkout, beside src
 _MISSING = (
     "the accelerator's benchmark is not in the installed package; clone the repository and run "
     "`benchmarks/gpu.sh OUT` there, or this command after `pip install -e .`"

@@ -61,7 +61,7 @@ def step_process(variant: Variant, task: dict[str, Any], prefix: Sequence[str] =
 
     Args:
         variant: what to run.
-        task: for the worker; its ``way`` is the variant's.
+        task: the worker's task; the variant's ``way`` is added to it.
         prefix: a command that runs another command, put in front.
     """
     words = json.dumps(task | {"way": variant.way})

@@ -1,4 +1,4 @@
-"""Markdown tables, drawn from a results file and from nothing else."""
+"""Markdown tables, drawn from nothing but the contents of a results file."""
 
 from __future__ import annotations
 
@@ -25,7 +25,12 @@ _STEP_HEAD = (
 
 
 def table(results: dict[str, Any]) -> str:
-    """The sections of a results file as markdown, each with what was run, and the machine below."""
+    """The sections of a results file as markdown, each with what was run, and the machine at the end.
+
+    Raises:
+        LookupError: a section has no run of plain PyTorch to compare with.
+        UsageError: a section is an accelerator's, and the package does not run from a checkout.
+    """
     draw = {
         "step": _step,
         "overhead": _overhead,
