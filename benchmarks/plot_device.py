@@ -12,8 +12,8 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from backstash.cli._bench._device_table import DeviceRow, device_rows
-from backstash.cli._bench._device_ways import WAYS
+from device.table import DeviceRow, device_rows
+from device.ways import WAYS
 
 __all__ = ["main", "picture"]
 

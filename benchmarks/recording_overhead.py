@@ -22,8 +22,8 @@ from typing import Any
 import torch
 
 from backstash import Stash
-from backstash.cli._bench._workloads import WORKLOADS, Workload, call
 from backstash.cli._machine import file_system, machine, versions
+from backstash.cli.bench._workloads import WORKLOADS, Workload, call
 from backstash.report import timeline
 
 __all__ = ["main"]

@@ -37,9 +37,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from backstash.cli._bench._workloads import WORKLOADS, Workload
 from backstash.cli._machine import machine, versions
 from backstash.cli._resident import resident_bytes
+from backstash.cli.bench._workloads import WORKLOADS, Workload
 from backstash.report import saved_report
 
 __all__ = ["main"]

@@ -11,7 +11,7 @@ import re
 import sys
 from pathlib import Path
 
-from backstash.cli._bench._table import table
+from backstash.cli.bench._table import table
 
 __all__ = ["main", "updated"]
 

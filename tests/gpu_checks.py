@@ -503,11 +503,11 @@ def pinning_refused(place: Place) -> None:
 
 def llama_in_bf16(place: Place) -> None:
     """Grouped-query attention with torch's fused kernels, made deterministic."""
-    from backstash.cli._bench._device_models import llama
+    from backstash.cli.bench._checkout import device_module
 
     torch.manual_seed(0)
     width, tokens = (256, 64) if place.is_small else (512, 1024)
-    workload = llama(2, width, tokens, place.device)
+    workload = device_module("models").llama(2, width, tokens, place.device)
     torch.use_deterministic_algorithms(True)
     try:
         x = workload.inputs[0]

@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from backstash.cli import main
-from backstash.cli._bench._step_table import step_rows
-from backstash.cli._bench._step_worker import measure
-from backstash.cli._bench._table import table
-from backstash.cli._bench._variants import DEFAULT, VARIANTS
-from backstash.cli._bench._ways import WAYS, recipe
-from backstash.cli._bench._workloads import WORKLOADS
-from backstash.cli.bench import _command
+from backstash.cli.bench._command import _command
+from backstash.cli.bench._step_table import step_rows
+from backstash.cli.bench._step_worker import measure
+from backstash.cli.bench._table import table
+from backstash.cli.bench._variants import DEFAULT, VARIANTS
+from backstash.cli.bench._ways import WAYS, recipe
+from backstash.cli.bench._workloads import WORKLOADS
 
 ROOT = Path(__file__).resolve().parent.parent
 FILES = sorted((ROOT / "benchmarks/results").glob("*.json"))

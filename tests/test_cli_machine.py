@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from backstash.cli._bench._limit import limited_group
 from backstash.cli._machine import file_system, machine, versions
 from backstash.cli._resident import reset_resident_peak, resident_bytes, resident_peak_bytes
+from backstash.cli.bench._limit import limited_group
 
 MIB = 1 << 20
 

@@ -1,6 +1,9 @@
 """The accelerator's benchmark, on one that is played; it ends and keeps its figures whatever happens."""
 
 import json
+import os
+import shutil
+import subprocess
 import sys
 import threading
 import time
@@ -12,15 +15,19 @@ import pytest
 import torch
 
 from backstash.cli import main
-from backstash.cli._bench import _device, _stream
-from backstash.cli._bench._device_models import DEVICE_WORKLOADS
-from backstash.cli._bench._device_plan import Task, plan
-from backstash.cli._bench._device_rows import rows
-from backstash.cli._bench._device_table import device_rows, device_table
-from backstash.cli._bench._device_ways import WAYS, DeviceWay
-from backstash.cli._bench._sanitizer import sanitized
-from backstash.cli._bench._stream import told_by
-from backstash.cli._bench._workloads import blocks_of
+from backstash.cli.bench._workloads import blocks_of
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+from device import benchmark, process  # noqa: E402
+from device.models import DEVICE_WORKLOADS  # noqa: E402
+from device.plan import Task, plan  # noqa: E402
+from device.process import told_by  # noqa: E402
+from device.rows import rows  # noqa: E402
+from device.sanitizer import sanitized  # noqa: E402
+from device.table import device_rows, device_table  # noqa: E402
+from device.ways import WAYS, DeviceWay  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -83,15 +90,14 @@ for way in ("good", "breaks", "crashes", "last"):
 @pytest.fixture
 def worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a_worker.py").write_text(WORKER)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setattr(_device, "_WORKER", "a_worker")
+    monkeypatch.setattr(benchmark, "_WORKER", tmp_path / "a_worker.py")
 
 
 def test_a_row_that_breaks_or_crashes_takes_nothing_else_along(worker: None) -> None:
     task = Task("a task", ["models", "m"], 90.0, {"kind": "rows"}, least_seconds=0.0)
     section: dict[str, Any] = {}
     saved: list[str] = []
-    _device._run(task, {}, 90.0, section, lambda now: saved.append(json.dumps(now)))
+    benchmark._run(task, {}, 90.0, section, lambda now: saved.append(json.dumps(now)))
     assert section["models"]["m"]["rows"] == {
         "good": {"step_seconds": [1.0]},
         "breaks": {"failed": "CUDA error"},
@@ -106,17 +112,19 @@ def test_a_row_that_breaks_or_crashes_takes_nothing_else_along(worker: None) -> 
 def test_a_task_that_fails_at_once_is_told_and_not_begun_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_device, "_WORKER", "no_such_module")
+    monkeypatch.setattr(benchmark, "_WORKER", tmp_path / "no_such_worker.py")
     section: dict[str, Any] = {}
     task = Task("a task", ["steady"], 30.0, {"kind": "steady"}, least_seconds=0.0)
-    _device._run(task, {}, 30.0, section, lambda now: None)
-    assert "no_such_module" in section["steady"]["failed"]
+    benchmark._run(task, {}, 30.0, section, lambda now: None)
+    assert "no_such_worker.py" in section["steady"]["failed"]
     assert len(section["ended"]) == 1
 
 
 def test_without_time_everything_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     options: dict[str, Any] = {"repeats": 1, "steps": 1, "directory": ".", "tiny": False}
-    section = _device.device_benchmark("cpu", **options, say=lambda line: None, seconds=1.0, host=1)
+    section = benchmark.device_benchmark(
+        "cpu", **options, say=lambda line: None, seconds=1.0, host=1
+    )
     assert section["models"]["llama-4k"] == {"failed": "no time was left"}
     assert section["steady"] == {"failed": "no time was left"}
     text = device_table(section)
@@ -145,7 +153,7 @@ class OnceHeard(threading.Thread):
 def test_a_process_that_hangs_ends_at_its_deadline_with_its_children(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_stream.threading, "Timer", OnceHeard)
+    monkeypatch.setattr(process.threading, "Timer", OnceHeard)
     OnceHeard.heard.clear()
     program = (
         "import subprocess, sys, time\n"
@@ -175,15 +183,15 @@ def test_a_sanitizer_is_found_by_its_home(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.delenv("CUDA_PATH", raising=False)
     monkeypatch.setenv("CUDA_HOME", str(tmp_path / "nothing"))
     if not Path("/usr/local/cuda").exists():
-        assert "neither in PATH" in sanitized("w", common, 100)["skipped"]
+        assert "neither in PATH" in sanitized(Path("w"), common, 100)["skipped"]
     program = tmp_path / "home/bin/compute-sanitizer"
     program.parent.mkdir(parents=True)
     program.write_text("#!/bin/sh\necho ========= Invalid read\nexit 9\n")
     program.chmod(0o755)
     monkeypatch.setenv("CUDA_HOME", str(tmp_path / "home"))
-    found = sanitized("w", common, 100)
+    found = sanitized(Path("w"), common, 100)
     assert (found["clean"], found["said"]) == (False, "========= Invalid read")
-    assert sanitized("w", common, 5) == {"skipped": "no time was left"}
+    assert sanitized(Path("w"), common, 5) == {"skipped": "no time was left"}
 
 
 def test_a_row_out_of_memory_says_so_and_one_that_broke_the_device_ends_the_process(
@@ -254,3 +262,40 @@ def test_torchvision_s_resnet_is_ours_where_there_is_none() -> None:
     workload = DEVICE_WORKLOADS["resnet152-tiny"](torch.device("cpu"))
     assert "ResNet-152" in workload.description
     assert len(blocks_of(workload.model)) == 50
+
+
+def without_benchmarks(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """``backstash`` in a process that has the package as a wheel has it: its folder and nothing beside."""
+    package = tmp_path / "site-packages" / "backstash"
+    if not package.exists():
+        shutil.copytree(
+            ROOT / "src" / "backstash", package, ignore=shutil.ignore_patterns("__pycache__")
+        )
+    command = [sys.executable, "-m", "backstash", *arguments]
+    environ = os.environ | {"PYTHONPATH": str(package.parent)}
+    return subprocess.run(
+        command, env=environ, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=100
+    )
+
+
+def test_an_installed_package_without_it_says_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    result = tmp_path / "device.json"
+    result.write_text(json.dumps({"sections": [{"kind": "device"}]}))
+    for arguments in (
+        ["--device", "cpu", "--tiny"],
+        ["--device", "cuda"],
+        ["--table", str(result)],
+    ):
+        done = without_benchmarks(tmp_path, "bench", *arguments)
+        assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
+        assert done.stderr.startswith("backstash bench: the accelerator's benchmark is not")
+        assert "clone the repository and run `benchmarks/gpu.sh OUT`" in done.stderr
+
+
+def test_an_installed_package_has_the_other_benchmarks(tmp_path: Path) -> None:
+    tiny = ["--tiny", "--repeats", "1", "--steps", "1", "--disk", str(tmp_path)]
+    done = without_benchmarks(tmp_path, "bench", "gpt", "gradients", "--only", "stash", *tiny)
+    assert done.returncode == 0, done.stderr
+    assert "`Stash(disk=...)`" in done.stdout and "step_in_backward" in done.stdout

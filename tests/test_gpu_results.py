@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import plot_device  # noqa: E402
-from backstash.cli._bench._device_table import device_table  # noqa: E402
+from device.table import device_table  # noqa: E402
 
 RESULT = ROOT / "benchmarks/results/device.json"
 PICTURE = ROOT / "docs/gpu.svg"

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from backstash import Stash
-from backstash.cli._bench._small_worker import seconds_of_unpacks
+from backstash.cli.bench._small_worker import seconds_of_unpacks
 from backstash.testing import TwinDevice, stash_on
 
 from .footprint import footprint

@@ -48,8 +48,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
         0, or the command's own status; 2 after one line on stderr for arguments that cannot be
-        used. ``backstash run`` does not return: the interpreter is replaced by the one that runs
-        the script.
+        used. ``backstash run`` and ``profile`` do not return: the process is replaced by the
+        interpreter that runs the script.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     command = arguments[0] if arguments else "--help"

@@ -1,4 +1,4 @@
-"""What the figures of a run suggest to change, each with the line to type."""
+"""Advice from the figures of a run, each piece with the line to type."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ _MUCH_WAITING = 0.05
 
 
 def advice(figures: dict[str, Any], saved_peak_bytes: int | None) -> list[dict[str, str]]:
-    """Sentences with code, the most useful first.
+    """What to change, as sentences with a line of code each, the most useful first.
 
     Args:
-        figures: of the run, as its JSON has them, with the plan's settings under ``settings``.
-        saved_peak_bytes: the most that was saved and still needed at once, where it was recorded.
+        figures: the run's, as its JSON has them; ``settings`` are the options of ``backstash run``.
+        saved_peak_bytes: peak bytes that were saved and not yet used; ``None`` where nothing was recorded.
     """
     found = []
     stats, settings = figures["stats"], figures["settings"]
@@ -26,15 +26,15 @@ def advice(figures: dict[str, Any], saved_peak_bytes: int | None) -> list[dict[s
         keep = _rounded(min(saved_peak_bytes, max(2 * before, saved_peak_bytes // 4)))
         found.append(
             _advice(
-                f"The script waited {waited:.1f} s for the stash, {waited / seconds:.0%} of its time. What is "
-                f"saved last is needed first: keeping {keep} of it in place saves the way there and back.",
+                f"The script waited {waited:.1f} s for the stash, {waited / seconds:.0%} of its time. Backward "
+                f"needs the newest tensors first: with {keep} kept in place, those bytes need not move.",
                 f"--keep {keep}",
             )
         )
     if _all_stays(settings["keep"], stats, saved_peak_bytes):
         found.append(
             _advice(
-                "Everything fitted into the bytes that may stay in place, so nothing went down. A smaller "
+                "Everything fitted into the bytes that may stay in place, so nothing was moved. A smaller "
                 "--keep would free memory.",
                 f"--keep {_rounded((saved_peak_bytes or 4 << 20) // 4)}",
             )
@@ -42,8 +42,8 @@ def advice(figures: dict[str, Any], saved_peak_bytes: int | None) -> list[dict[s
     if figures["allocator"]["kind"] in ("glibc", "none"):
         found.append(
             _advice(
-                "The memory allocator keeps much of what is freed. With tcmalloc, which backstash run "
-                "preloads where it finds it, the process's memory falls further.",
+                "The memory allocator keeps much of the memory that is freed. backstash run preloads tcmalloc "
+                "where it is installed; the process then takes less memory.",
                 "apt install libtcmalloc-minimal4",
             )
         )
@@ -58,7 +58,7 @@ def _all_stays(keep: int | str | None, stats: dict[str, Any], saved_peak_bytes: 
 
 
 def stash_line(settings: dict[str, Any]) -> str:
-    """The ``Stash(...)`` that holds as ``settings`` say."""
+    """The ``Stash(...)`` line with the budgets in ``settings``."""
     words = []
     if settings["keep"] != 0:
         words.append(f"keep={_size(settings['keep'])}")

@@ -1,14 +1,14 @@
-"""Which memory allocator a training process should have, and what must be set to get it.
+"""Which memory allocator a training process should have, and which variables select it.
 
-A stash frees a tensor as soon as its bytes are on disk. Whether the process becomes smaller is
-then the allocator's business. glibc keeps freed blocks below its growing threshold in its heap, in
-pieces; told to give them back, it pays for every page again at the next step. An allocator that
-keeps whole pages by size and hands them out again does neither. `docs/design.md` has the
-measurements that the order is from.
+A stash frees a tensor as soon as its bytes are on disk. Whether the process becomes smaller then
+depends on the allocator. glibc keeps freed blocks below its growing threshold in its heap, in
+pieces; when it returns them to the system, every page has to be faulted in again at the next step.
+An allocator that keeps whole pages by size and reuses them does neither. `docs/design.md` has the
+measurements behind the order of preference.
 
-An allocator is chosen before a process starts, by its environment: so `backstash run` may choose
-one, and the library, which is inside somebody's process, may not. Nothing here changes the process
-it runs in.
+An allocator is chosen by environment variables before a process starts. So `backstash run` can
+choose one for the script that it starts, and the library, inside a running process, cannot. Nothing
+here changes the process it runs in.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ INSTALL_HINT = (
     "apt install libtcmalloc-minimal4, dnf install gperftools-libs, conda install gperftools"
 )
 
-_AUTOMATIC = ("tcmalloc",)  # of those that can be preloaded, the ones that a measurement speaks for
+_AUTOMATIC = ("tcmalloc",)  # what `auto` may preload: those that were measured to be better
 _MAP_FROM_BYTES = 1 << 20  # a freed block of this size or more goes back to the system at once
 _HUGE_TENSORS = {"THP_MEM_ALLOC_ENABLE": "1"}  # torch: huge pages for tensors of 2 MiB or more
 _GLIBC = {"MALLOC_MMAP_THRESHOLD_": str(_MAP_FROM_BYTES), **_HUGE_TENSORS}
 _TUNABLES = "GLIBC_TUNABLES"
 _HUGE_PAGES = "glibc.malloc.hugetlb=1"  # glibc 2.35 and later: huge pages for the rest
 _WHY = {
-    "tcmalloc": "it uses the memory of freed tensors again",
+    "tcmalloc": "it reuses the memory of freed tensors",
     "jemalloc": "asked for",
     "mimalloc": "asked for",
-    "glibc": "set up so that the memory of freed tensors goes back to the system",
+    "glibc": "tuned so that the memory of freed tensors goes back to the system",
 }
 
 
@@ -58,13 +58,13 @@ class Allocator:
     """A choice of allocator."""
 
     kind: str
-    """``tcmalloc``, ``jemalloc``, ``mimalloc``, ``glibc`` (set up) or ``none`` (untouched)."""
+    """``tcmalloc``, ``jemalloc``, ``mimalloc``, ``glibc`` (tuned) or ``none`` (left as it is)."""
     reason: str
-    """Why this one."""
+    """Why it was chosen, in words."""
     library: str = ""
     """The file that is preloaded; empty for ``glibc`` and ``none``."""
     environment: Mapping[str, str] = field(default_factory=dict)
-    """The variables that get it, to be set before the process starts."""
+    """The environment variables that select it; set them before the process starts."""
 
     def as_dict(self) -> dict[str, object]:
         """The fields as plain values, for JSON."""
@@ -81,14 +81,14 @@ def choose(
     """Choose an allocator for a process that has not started yet.
 
     Args:
-        asked: one of :data:`CHOICES`; ``auto`` takes the best that is there and leaves one alone
-            that the caller already preloads.
+        asked: one of :data:`CHOICES`; ``auto`` takes the best one installed, and changes nothing where
+            ``LD_PRELOAD`` already names an allocator.
         environ: the environment that the process would have.
         installed: from kind to file, as :func:`find` returns it.
         libc: the C library's name; ``None`` asks the system.
 
     Raises:
-        LookupError: the one that was asked for by name is not installed; the message says what is.
+        LookupError: ``asked`` names an allocator that is not installed; the message lists those that are.
     """
     if asked == "none":
         return Allocator("none", "asked to leave the allocator alone")
@@ -96,7 +96,7 @@ def choose(
     if asked == "auto" and present:
         return Allocator("none", f"LD_PRELOAD already has {present}")
     if (platform.libc_ver()[0] if libc is None else libc) != "glibc":
-        return Allocator("none", "only a Linux process with glibc can be given another")
+        return Allocator("none", "another allocator can be preloaded only on Linux with glibc")
     if asked in _FILES:
         if asked not in installed:
             raise LookupError(_missing(asked, installed))
@@ -132,7 +132,7 @@ def _missing(asked: str, installed: Mapping[str, str]) -> str:
 
 
 def preloaded(environ: Mapping[str, str]) -> str:
-    """The kind of allocator that ``LD_PRELOAD`` in ``environ`` names already; empty when none."""
+    """The kind of allocator that ``LD_PRELOAD`` in ``environ`` already names; ``""`` for none."""
     files = environ.get("LD_PRELOAD", "").replace(":", " ").split()
     return next(
         (kind for kind in _FILES for file in files if f"lib{kind}" in os.path.basename(file)), ""
@@ -140,7 +140,7 @@ def preloaded(environ: Mapping[str, str]) -> str:
 
 
 def is_loaded(kind: str, maps: Path = Path("/proc/self/maps")) -> bool:
-    """Whether this process has mapped the library of ``kind``; the loader skips one unusable."""
+    """Whether this process has mapped the library of ``kind``; the loader skips one that it cannot use."""
     try:
         return f"/lib{kind}" in maps.read_text()
     except OSError:
@@ -148,7 +148,7 @@ def is_loaded(kind: str, maps: Path = Path("/proc/self/maps")) -> bool:
 
 
 def find(directories: Iterable[str] | None = None) -> dict[str, str]:
-    """Return the allocators that this interpreter's processes can preload, from kind to file.
+    """The allocators that a process of this interpreter can preload, from kind to file.
 
     Args:
         directories: where to look, in order; ``None``: the interpreter's own library directory (where
@@ -193,7 +193,7 @@ def _cached_by_the_loader() -> list[str]:
 
 
 def _elf_kind(path: str) -> bytes:
-    """Word size, byte order and machine of an ELF file: a library must have its process's."""
+    """Word size, byte order and machine of an ELF file; a library's must equal those of its process."""
     with open(path, "rb") as file:
         header = file.read(20)
     return header[4:6] + header[18:20] if header[:4] == b"\x7fELF" else b""

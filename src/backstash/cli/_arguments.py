@@ -1,4 +1,4 @@
-"""How the commands read their arguments: checked at once, and one line for a mistake."""
+"""How the commands read their arguments: each is checked at once, and a mistake is one line."""
 
 from __future__ import annotations
 

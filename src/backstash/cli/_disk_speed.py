@@ -17,7 +17,7 @@ __all__ = ["DiskSpeed", "has_unnamed_files", "measure"]
 
 _SLOT_BYTES = 16 << 20
 _HUGE_PAGE_BYTES = 2 << 20
-_MOST_SECONDS = 6.0  # a pass: a slow disk is measured on fewer bytes
+_MOST_SECONDS = 6.0  # of one pass: a slow disk is measured on fewer bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,15 +27,15 @@ class DiskSpeed:
     nbytes: int
     """How many bytes each figure was measured on."""
     first_write_bytes_per_second: float
-    """Writing to room that the file system has just given."""
+    """Writing to space that the file system has only just allocated."""
     write_bytes_per_second: float
-    """Writing over what is there, as every step after the first does."""
+    """Writing over bytes that were written before, as every step after the first does."""
     read_bytes_per_second: float
     """Reading back, past the page cache where direct I/O works."""
     direct: bool
     """Whether direct I/O works."""
     unnamed: bool
-    """Whether the file system makes files without a name."""
+    """Whether the file system can make files without a name."""
     notes: tuple[str, ...]
     """What the store fell back to, with the reason."""
 
@@ -49,11 +49,11 @@ def measure(directory: str, nbytes: int, say: Callable[[str], None]) -> DiskSpee
 
     Args:
         directory: an existing, writable directory.
-        nbytes: the most to write; at least 16 MiB is.
-        say: called with what is being done, for a line of progress.
+        nbytes: write at most so many bytes, and 16 MiB at least.
+        say: called with a line of progress, again and again.
 
     Raises:
-        StashIOError: the directory cannot hold a file, or has no room.
+        StashIOError: no file can be made in the directory, or it is full.
     """
     disk = Disk(directory)
     try:
@@ -70,7 +70,7 @@ def measure(directory: str, nbytes: int, say: Callable[[str], None]) -> DiskSpee
 
 
 def has_unnamed_files(directory: str) -> bool:
-    """Whether ``directory``'s file system makes files that never have a name."""
+    """Whether ``directory``'s file system can make files that never have a name."""
     try:
         os.close(os.open(directory, os.O_RDWR | os.O_TMPFILE, 0o600))
     except (OSError, AttributeError):
@@ -80,16 +80,16 @@ def has_unnamed_files(directory: str) -> bool:
 
 @contextmanager
 def _random_bytes(nbytes: int) -> Iterator[int]:
-    """The address of ``nbytes`` that no disk can compress, in huge pages where there are any."""
-    room = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    """The address of ``nbytes`` of random bytes, which no disk can compress, in huge pages where possible."""
+    memory = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         try:
-            room.madvise(mmap.MADV_HUGEPAGE)
+            memory.madvise(mmap.MADV_HUGEPAGE)
         except OSError:
             pass
     for _ in range(nbytes // _HUGE_PAGE_BYTES):
-        room.write(os.urandom(_HUGE_PAGE_BYTES))
-    yield ctypes.addressof(ctypes.c_char.from_buffer(room))
+        memory.write(os.urandom(_HUGE_PAGE_BYTES))
+    yield ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
 
 def _timed(
@@ -100,7 +100,7 @@ def _timed(
     what: str,
     say: Callable[[str], None],
 ) -> tuple[list[Slot], float]:
-    """(the slots that were moved before the time was up, bytes per second)."""
+    """Move the slots until the time is up; return those that were moved, and bytes per second."""
     started = time.perf_counter()
     done: list[Slot] = []
     with ThreadPoolExecutor(threads) as pool:

@@ -1,4 +1,4 @@
-"""The graph of a script's first backward, drawn as it begins and before anything in it is freed."""
+"""Draws the graph of a script's first backward when it begins, before anything in the graph is freed."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ __all__ = ["FirstBackward"]
 
 
 class FirstBackward:
-    """Stands in for ``torch.autograd.backward`` until it is called once; ``Tensor.backward`` calls that too.
+    """Replaces ``torch.autograd.backward`` until its first call, which draws the graph.
 
-    A script that takes gradients by ``torch.autograd.grad`` alone is not seen.
+    ``Tensor.backward`` calls that function too. The graph of a script that only calls ``torch.autograd.grad``
+    is not drawn.
     """
 
     def __init__(self) -> None:
@@ -46,7 +47,7 @@ class FirstBackward:
 
 
 def _largest_module() -> nn.Module | None:
-    """The module with the most parameters of those there are, so that the drawing knows their names."""
+    """The outermost module with the most parameters, whose parameter names the drawing uses."""
     modules = [each for each in gc.get_objects() if issubclass(type(each), nn.Module)]
     inner = {id(child) for module in modules for child in module.children()}
     outer = [module for module in modules if id(module) not in inner]

@@ -1,4 +1,4 @@
-"""Starting the interpreter that runs a script, with a plan of what happens around it."""
+"""Start the interpreter that runs a script, with a plan of what to do around it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,11 @@ _PLAN_VARIABLE = "BACKSTASH_RUN"
 
 
 def split(parser: Parser, arguments: list[str]) -> tuple[list[str], bool, list[str]]:
-    """(own options, whether a module is run, what is run and its arguments)."""
+    """Split a command line into the command's own options and the script.
+
+    Returns:
+        The command's options; whether ``-m`` was given; the script or module, and its arguments.
+    """
     at = 0
     while (
         at < len(arguments)
@@ -34,13 +38,13 @@ def split(parser: Parser, arguments: list[str]) -> tuple[list[str], bool, list[s
 def replace_process(
     plan: dict[str, Any], arguments: list[str], variables: Mapping[str, str]
 ) -> NoReturn:
-    """End this process; the interpreter that takes its place runs ``_script.py`` by ``plan``.
+    """Replace this process by an interpreter that runs ``_script.py`` with ``plan``.
 
     Args:
-        plan: plain values: ``target`` and ``is_module``, what is run; ``session``, the module beside this one
-            whose ``Session`` is made of the plan when torch has been imported; and what that one reads.
-        arguments: the script's own.
-        variables: what is added to the environment.
+        plan: plain values. ``target`` and ``is_module`` say what to run. ``session`` names the module
+            beside this one whose ``Session`` is made from the plan once torch has been imported.
+        arguments: the script's own arguments.
+        variables: added to the environment.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -51,7 +55,7 @@ def replace_process(
 
 
 def interpreter_options(arguments: Sequence[str]) -> list[str]:
-    """The options of ``python`` itself, out of all that the interpreter was started with."""
+    """The options of ``python`` itself, among the arguments that the interpreter was started with."""
     options = []
     rest = iter(arguments)
     for argument in rest:

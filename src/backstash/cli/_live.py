@@ -1,7 +1,7 @@
 """The live line of ``backstash run``: bytes per tier, waits and step time, while a script trains.
 
-Of each tier it shows the most that was seen in the last ten looks, five seconds: what a look finds right now
-depends on whether forward or backward runs, and would flicker.
+For each tier the line shows the most bytes in the last ten readings, which are five seconds. The latest reading
+alone would flicker, since it depends on whether forward or backward runs.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ _FIRST_TO_GO = ("read back", "on the way", "waited", "in place", "host", "on dis
 
 
 class Live:
-    """Draws the line twice a second while the figures change; a thread that ends with :meth:`stop`.
+    """A thread that draws the line twice a second while the figures change, until :meth:`stop`.
 
     Args:
-        stash: whose ``stats()`` are shown.
-        moments: of steps, as :class:`backstash.report.StepMarks` has them.
+        stash: the stash whose ``stats()`` are shown.
+        moments: when each step ended, as :class:`backstash.report.StepMarks` has them.
     """
 
     def __init__(self, stash: Any, moments: Sequence[tuple[float, str]]) -> None:
@@ -87,12 +87,12 @@ class Live:
 def live_parts(
     looks: Sequence[Any], recent: Sequence[tuple[float, str]], steps: int
 ) -> list[tuple[str, str]]:
-    """What the line says: names and values; of each tier the most bytes that were seen in it lately.
+    """The names and values of the line; a tier's value is the most bytes that it held in ``looks``.
 
     Args:
         looks: the stash's ``stats()`` of the last seconds, the newest last.
-        recent: the ends of the last steps.
-        steps: how many there were in all.
+        recent: when the last steps ended.
+        steps: how many steps have ended in all.
     """
     parts = []
     if steps:
@@ -109,7 +109,7 @@ def live_parts(
 
 
 def live_text(parts: Sequence[tuple[str, str]], columns: int) -> str:
-    """The line, in colour where rich is installed; what does not fit into ``columns`` is left out."""
+    """The line, in colour where rich is installed; parts that do not fit into ``columns`` are left out."""
     shown = list(parts)
     for name in _FIRST_TO_GO:
         if len(_plain(shown)) < columns:

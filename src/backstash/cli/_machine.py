@@ -1,4 +1,4 @@
-"""What this machine is: processor, memory, file systems, versions. Never its name."""
+"""Facts about this machine: processor, memory, file systems, versions. Its host name is not among them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .. import __version__
 __all__ = ["IN_MEMORY", "Machine", "file_system", "machine", "versions"]
 
 IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs")
-"""File systems that are no disk."""
+"""Types of file systems whose files are in memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,13 +24,13 @@ class Machine:
     processor: str
     """The processor's model name."""
     cores: int
-    """Processors that this process may use."""
+    """How many processors this process may use."""
     memory_bytes: int
-    """Physical memory."""
+    """Bytes of physical memory."""
     available_bytes: int
-    """What can be allocated without swapping, as the kernel estimates it."""
+    """Bytes that can be allocated without swapping, by the kernel's estimate."""
     swap_bytes: int
-    """Swap space."""
+    """Bytes of swap space."""
     huge_pages: str
     """Transparent huge pages: ``always``, ``madvise`` or ``never``; empty where there are none."""
     kernel: str

@@ -1,4 +1,4 @@
-"""What a script's steps save, from its import of torch to its end, or to the last step that was asked for."""
+"""Reports of what a script's steps save, from its import of torch to its end or to the last step asked for."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ class _Step:
     """One step."""
 
     report: SavedReport
-    """What it saved."""
+    """What the step saved."""
     seconds: float
-    """How long it took, with the recording."""
+    """How long the step took, recording included."""
 
 
 class Session:
-    """A report, entered. It is printed when the script has ended.
+    """The report of ``backstash profile``, entered. :meth:`end` leaves it and prints it.
 
     Args:
-        plan: what ``backstash profile`` was asked for, as plain values.
+        plan: the options of ``backstash profile``, as plain values.
     """
 
     def __init__(self, plan: dict[str, Any]) -> None:
@@ -52,7 +52,7 @@ class Session:
         self._notes: list[str] = []
         if threading.current_thread() is not threading.main_thread():
             self._notes.append(
-                "torch was first imported in another thread than the main one: only that one is seen"
+                "torch was first imported in a thread other than the main one: only that thread is seen"
             )
         self._saved = saved_report()
         self._saved.__enter__()
@@ -71,7 +71,7 @@ class Session:
         """Print the report and the budgets on stdout; write the files that the plan asks for.
 
         Args:
-            error: what the script raised, which is not handled here.
+            error: what the script raised; ``None`` when it ran to its end. It is only named in the report.
         """
         self._marks.remove()
         try:
@@ -92,7 +92,7 @@ class Session:
             self._write("--json", lambda path: _dump(figures, path))
 
     def _choose(self, error: BaseException | None) -> tuple[SavedReport | None, str]:
-        """The report to show, and what it is of, in words; ``None`` and why there is none."""
+        """The report to show, and its title; or ``None``, and why there is no report."""
         ended = "" if isinstance(error, _Enough) else f"; the script ended first: {outcome(error)}"
         if ended and error is None:
             ended = "; the script had no more"
@@ -107,7 +107,7 @@ class Session:
             return step.report, f"{which}, {step.seconds:.2f} s with recording{ended}"
         if self._saved.total_bytes:
             self._notes.append(
-                "no optimizer has stepped, so there was no step to tell from another: this is all of it"
+                "no optimizer has stepped, so the script was not divided into steps: this is all of it"
             )
             return self._saved, f"the whole script ({outcome(error)})"
         return None, (
@@ -117,7 +117,9 @@ class Session:
 
     def _measure(self) -> DiskSpeed | None:
         if file_system(self._plan["disk"]) in IN_MEMORY:
-            self._notes.append(f"{self._plan['disk']} is in memory: give --disk DIR, on a disk")
+            self._notes.append(
+                f"{self._plan['disk']} is in memory: give --disk DIR with a directory on a disk"
+            )
         with Progress() as progress:
             try:
                 return measure(self._plan["disk"], _MEASURED_BYTES, progress.say)
@@ -160,7 +162,7 @@ class Session:
 
 
 def costs_of(report: SavedReport, disk: str, speed: DiskSpeed | None) -> tuple[Cost, ...]:
-    """The report's budgets, each with the seconds that its bytes take at ``speed``."""
+    """The report's budgets, each with the seconds that the disk needs for its bytes at ``speed``."""
     found = []
     for budget in report.budgets(disk):
         write = read = None

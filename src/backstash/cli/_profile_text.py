@@ -1,4 +1,4 @@
-"""What `backstash profile` prints: with rich on a terminal where it is installed, else as plain text."""
+"""The output of ``backstash profile``: by rich, on a terminal and where it is installed, or plain text."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ _HEAD = ("keep", "moves down", "in memory", "disk writes", "disk reads", "")
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What a ``keep`` budget would cost a step."""
+    """What one ``keep`` budget would cost in each step."""
 
     name: str
-    """How much would be kept, in words."""
+    """The share that would be kept, in words."""
     keep_bytes: int
-    """The budget."""
+    """The budget, in bytes."""
     moved_bytes: int
-    """Bytes down, and the same up again."""
+    """Bytes that would be moved out of memory, and as many back."""
     memory_bytes: int
-    """The most bytes of saved tensors in memory at once, with those on their way down."""
+    """Peak bytes of saved tensors in memory, with those that are being moved out of it."""
     write_seconds: float | None
-    """What the disk alone takes to write them; ``None`` where it was not measured."""
+    """Seconds that the disk alone needs to write ``moved_bytes``; ``None`` where it was not measured."""
     read_seconds: float | None
-    """What it takes to read them, likewise."""
+    """Seconds that the disk alone needs to read them; ``None`` where it was not measured."""
     code: str
-    """The line to paste; ``""`` for everything."""
+    """The ``Stash(...)`` line to paste; ``""`` where everything would be kept, without a stash."""
 
 
 def show(
@@ -44,7 +44,7 @@ def show(
     speed: DiskSpeed | None,
     notes: Sequence[str],
 ) -> None:
-    """Print all of it on stdout."""
+    """Print the report, the budgets' costs and the notes on stdout."""
     head = f"backstash profile: {title}; nothing was moved"
     foot = [*_costs(costs, disk, speed), *(f"note: {note}" for note in notes)]
     sys.stdout.flush()
@@ -62,7 +62,7 @@ def show(
 
 def _costs(costs: Sequence[Cost], disk: str, speed: DiskSpeed | None) -> list[str]:
     if not costs[0].keep_bytes:
-        return ["nothing of this could move to a disk: no budget would change it"]
+        return ["none of this could be moved to a disk, so no budget would change anything"]
     body = [_cells(cost) for cost in costs]
     widths = [max(map(len, column)) for column in zip(_HEAD, *body, strict=True)]
     lines = ["what a budget would cost:", _line(_HEAD, widths)]

@@ -12,11 +12,11 @@ _CLEAR_LINE = "\r\x1b[K"
 
 
 class Progress:
-    """Shows the last message on a terminal, over the one before; prints nothing elsewhere.
+    """Shows the latest message on a terminal, over the one before; prints nothing elsewhere.
 
     Args:
-        stream: where to; ``None`` is stderr.
-        lines: where the stream is no terminal, print each message as a line of its own.
+        stream: what to write to; ``None``: stderr.
+        lines: print each message as a line of its own where the stream is not a terminal.
     """
 
     def __init__(self, stream: TextIO | None = None, *, lines: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""The process's resident memory, by the operating system's own account."""
+"""The process's resident memory, as the operating system counts it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _RESET_PEAK = "5"  # proc(5), /proc/pid/clear_refs: "reset the peak resident set
 
 
 def resident_bytes(status: Path = Path("/proc/self/status")) -> int:
-    """Bytes resident now; 0 where the system does not say."""
+    """Bytes that are resident now; 0 where the system does not count them."""
     return _field(status, "VmRSS")
 
 
@@ -26,7 +26,7 @@ def resident_peak_bytes(status: Path = Path("/proc/self/status")) -> int:
 
 
 def reset_resident_peak(clear_refs: Path = Path("/proc/self/clear_refs")) -> bool:
-    """Let the peak start again at what is resident now. False where the system cannot."""
+    """Restart the peak at the bytes that are resident now. Returns False where the system cannot."""
     try:
         clear_refs.write_text(_RESET_PEAK)
     except OSError:

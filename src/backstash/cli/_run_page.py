@@ -1,4 +1,4 @@
-"""The page of a run, from the figures that its JSON has and the timeline of its first steps."""
+"""The page of a run, from the figures in its JSON and the timeline of its first steps."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ __all__ = ["run_page"]
 def run_page(
     figures: dict[str, Any], line: Timeline, other: dict[str, Any] | None
 ) -> dict[str, Any]:
-    """What :func:`backstash.report.render_page` is given.
+    """The page as plain values, for :func:`backstash.report.render_page`.
 
     Args:
-        figures: of the run, with ``settings`` and ``script``.
+        figures: the run's, as its JSON has them.
         line: the timeline of its first steps.
         other: the figures of another run of the same script, to compare with.
     """
@@ -157,7 +157,8 @@ def _notes(figures: dict[str, Any], line: Timeline) -> list[str]:
     again = figures["stats"]["deduplicated_bytes"]
     if again:
         found.append(
-            f"{format_bytes(again)} more were views of what was held already: they neither moved nor counted."
+            f"{format_bytes(again)} more were views of storages that were already held: not moved, and not "
+            "counted."
         )
     recorded, count = len(line.steps), figures["steps"]["count"]
     if recorded and count > recorded:

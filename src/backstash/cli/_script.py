@@ -1,4 +1,4 @@
-"""Runs a script as the interpreter itself would, and a stash around it.
+"""Runs a script as the interpreter itself would, with a stash around it.
 
 `backstash run` starts this file by its path, in a fresh interpreter whose allocator and
 environment it has chosen, with a plan in one environment variable. What happens here must not be
@@ -28,14 +28,14 @@ _PLAN_VARIABLE = "BACKSTASH_RUN"
 
 
 class _NotRunnable(SystemExit):
-    """There is no script to run; one line has said so."""
+    """There is no script to run; a message about it has been printed."""
 
 
 class _TorchImport(MetaPathFinder):
-    """A finder that calls ``then`` once, right after torch was imported.
+    """A finder that calls ``then`` once, right after torch has been imported.
 
-    A script may import backstash first, which imports torch: then ``then`` waits for the end of
-    both, since it imports backstash itself. Looking for torch without importing it is no import.
+    A script may import backstash first, which imports torch. ``then`` is called after both imports
+    have ended, since it imports backstash itself. ``importlib.util.find_spec("torch")`` alone does not call it.
     """
 
     def __init__(self, then: Callable[[], None]) -> None:

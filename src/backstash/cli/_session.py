@@ -31,16 +31,16 @@ _RECORDED_STEPS = 5
 _RECORDED_EVENTS = 100_000  # 286 bytes of memory each, measured
 _SETTINGS = ("keep", "host", "disk", "max_bytes", "min_bytes", "inflight", "prefetch")
 _CHILDREN = (
-    "processes that the script starts are not held; a launcher goes around backstash: "
+    "what the script's child processes save is not held; put a launcher in front of backstash: "
     "torchrun ... -m backstash run ... SCRIPT"
 )
 
 
 class Session:
-    """A stash, entered. Its figures are printed and written when the script has ended.
+    """The stash of ``backstash run``, entered. :meth:`end` leaves it, and prints and writes its figures.
 
     Args:
-        plan: what ``backstash run`` was asked for, as plain values.
+        plan: the options of ``backstash run``, as plain values.
 
     Raises:
         StashError: the directory or a size cannot be used.
@@ -73,7 +73,7 @@ class Session:
         # One line for all processes that share the terminal.
         quiet = plan["quiet"] or self._job.local_rank > 0 or not Live.suits()
         self._live = None if quiet else Live(self._stash, self._marks.moments)
-        self._threads = Threads(self._stash)  # the last: ours are not among them
+        self._threads = Threads(self._stash)  # last, so that our own threads do not enter the stash
 
     def _stepped(self) -> None:
         if self._line is not None and len(self._marks.moments) >= _RECORDED_STEPS:
@@ -83,7 +83,7 @@ class Session:
         """Leave the stash; print the summary on stderr and write the JSON, as far as the plan says.
 
         Args:
-            error: what the script raised, which is not handled here.
+            error: what the script raised; ``None`` when it ran to its end. It is only named in the figures.
         """
         self._threads.remove()
         if self._live is not None:
@@ -137,14 +137,14 @@ class Session:
 
 
 def _steps(marks: StepMarks) -> dict[str, Any]:
-    """How many steps there were, and the median time from one's end to the next one's."""
+    """How many steps there were, and the median time from the end of one to the end of the next."""
     seconds = [after - before for (before, _), (after, _) in pairwise(marks.moments)]
     median = statistics.median(seconds) if seconds else None
     return {"count": len(marks.moments), "median_seconds": median}
 
 
 def _device_peaks() -> dict[str, int]:
-    """The most bytes that tensors took at once on each accelerator that was used, and counts them."""
+    """Peak bytes of tensors on each accelerator that was used and whose allocator counts them."""
     kind = torch.accelerator.current_accelerator()
     if kind is None:
         return {}
@@ -161,9 +161,9 @@ def _device_peaks() -> dict[str, int]:
 def _notes(allocator: str) -> list[str]:
     notes = []
     if allocator not in ("glibc", "none") and not is_loaded(allocator):
-        notes.append(f"{allocator} was asked of the loader and is not in this process")
+        notes.append(f"{allocator} was preloaded (LD_PRELOAD), but the loader did not load it")
     if threading.current_thread() is not threading.main_thread():
         notes.append(
-            "torch was first imported in another thread than the main one, which is not held"
+            "torch was first imported in a thread other than the main one: the main thread is not held"
         )
     return notes

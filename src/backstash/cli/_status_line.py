@@ -1,10 +1,10 @@
 """A line at the bottom of a terminal that a script writes to as well.
 
-The script's own output comes first. What it writes clears the line; the line is drawn again only when the
-script's last output ended a line, so that neither a progress bar nor half a line is ever written over. For
-this the ``write`` and ``flush`` of the terminal's streams are wrapped while the line lives; what a program
-started by the script writes cannot be seen, and may end up beside it. A flush of what was not written to is how
-``input()`` begins: the line is not drawn at the next call then, only at the one after it.
+The script's own output comes first. Whatever the script writes clears the line. The line is drawn again only
+when the script's last output ended with a newline, so that it never overwrites a progress bar or half a line.
+To know this, ``write`` and ``flush`` of the terminal's streams are wrapped while the line is shown. Output of a
+program that the script starts is not seen, and may appear beside the line. ``input()`` begins with a flush of a
+stream that nothing was written to: after such a flush the next call does not draw the line, only the one after.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class StatusLine:
 
     Args:
         stream: a terminal.
-        shared: the streams that go to the same terminal, ``stream`` too.
+        shared: all streams that go to the same terminal, ``stream`` among them.
     """
 
     def __init__(self, stream: TextIO, shared: Sequence[TextIO]) -> None:
@@ -48,7 +48,7 @@ class StatusLine:
                 self._shown = True
 
     def remove(self) -> None:
-        """Clear the line, and give the streams their own methods back. A second call does nothing."""
+        """Clear the line and unwrap the streams. A second call does nothing."""
         with self._lock:
             self._clear()
             for stream, write, flush in self._shared:

@@ -1,4 +1,4 @@
-"""What `backstash run` says at the end, made from the same figures that its JSON has."""
+"""The summary that ``backstash run`` prints at the end, from the same figures as its JSON."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ class Resident:
     """The process's resident memory."""
 
     start_bytes: int
-    """When torch had been imported and nothing held yet."""
+    """Resident bytes after torch was imported, before anything was held."""
     peak_bytes: int
-    """The most at any time, as the operating system saw it."""
+    """The operating system's figure for the peak of the whole process."""
 
     @property
     def over_start_bytes(self) -> int:
-        """What the script's own work added at most."""
+        """Peak less start: at most what the script's own work added."""
         return max(0, self.peak_bytes - self.start_bytes)
 
     def as_dict(self) -> dict[str, int]:
@@ -45,7 +45,13 @@ def outcome(error: BaseException | None) -> str:
 def summary(
     figures: dict[str, Any], other: dict[str, Any] | None = None, label: str = "backstash"
 ) -> str:
-    """The figures of a run as lines of text, without a newline at the end; ``other`` are another run's."""
+    """The figures of a run as lines of text, without a newline at the end.
+
+    Args:
+        figures: as the JSON of ``backstash run`` has them.
+        other: the figures of another run, to compare with.
+        label: put in front of each line.
+    """
     lines = [
         _moved(figures["stats"]),
         _peaks(figures["stats"]),

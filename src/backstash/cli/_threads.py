@@ -1,4 +1,4 @@
-"""Threads that a script starts are held as its main thread is: replicas of ``nn.DataParallel``, for one."""
+"""Enters a stash in the threads that a script starts, such as the replicas of ``nn.DataParallel``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["Threads"]
 
 
 class Threads:
-    """What each thread that begins from now on saves is held by ``stash``, until :meth:`remove`."""
+    """Makes each thread that starts from now on run within ``stash``, until :meth:`remove`."""
 
     def __init__(self, stash: Stash) -> None:
         self._before = before = threading.Thread.start
@@ -28,7 +28,7 @@ class Threads:
         threading.Thread.start = start  # type: ignore[method-assign, assignment]
 
     def remove(self) -> None:
-        """Leave threads that begin from now on alone."""
+        """Stop: threads that start from now on run without the stash."""
         if threading.Thread.start is self._own:
             threading.Thread.start = self._before  # type: ignore[method-assign]
 

@@ -21,9 +21,9 @@ from ._progress import Progress
 __all__ = ["Advice", "advise", "main"]
 
 _DESCRIPTION = """\
-Measure what a stash would have on this machine: the disk under DIR (written and read for some
-seconds; nothing is left there), memory and its limits, torch, the memory allocator. Ends with the
-Stash(...) line to paste.
+Measure what this machine offers a stash: the disk under DIR (written and read for some seconds;
+nothing is left on it), memory and its limits, torch, the memory allocator. Ends with the Stash(...)
+line to paste.
 """
 _EXAMPLES = """\
 examples:
@@ -33,8 +33,8 @@ examples:
 questions:
   Which directory?  One on a local disk. A directory in memory (tmpfs) saves no memory, one on a
       network is as slow as the network.
-  How fast is fast enough?  A training step that saves 2 GB writes 2 GB and reads 2 GB. While the
-      disk does that within the step's own time, the step is hardly longer.
+  How fast is fast enough?  A training step that saves 2 GB writes 2 GB and reads 2 GB. If the disk
+      does that within the step's own time, the step takes hardly longer.
 """
 _DEFAULT_BYTES = 1 << 30
 _SLOW_BYTES_PER_SECOND = 500e6
@@ -42,14 +42,14 @@ _SLOW_BYTES_PER_SECOND = 500e6
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """What to write, and what to know about it."""
+    """The budgets that suit a machine, and remarks about them."""
 
     line: str
     """The Python line to paste."""
     command: str
-    """The same for an unmodified script."""
+    """The ``backstash run`` command with the same budgets."""
     remarks: tuple[str, ...]
-    """What would help, or should be known."""
+    """What would help, and what limits the figures."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -68,7 +68,7 @@ def main(arguments: Sequence[str]) -> int:
         metavar="SIZE",
         type=size,
         default=_DEFAULT_BYTES,
-        help="how much to write (1GiB)",
+        help="most bytes to write (default 1GiB)",
     )
     add("--json", action="store_true", help="print the figures as JSON")
     facts = _facts(parser.read(arguments))
@@ -105,8 +105,8 @@ def _facts(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _free_bytes(path: str) -> int:
-    room = os.statvfs(path)
-    return room.f_bavail * room.f_frsize
+    counts = os.statvfs(path)
+    return counts.f_bavail * counts.f_frsize
 
 
 def _accelerator() -> str:
@@ -120,7 +120,7 @@ def _accelerator() -> str:
 
 
 def advise(facts: dict[str, Any]) -> Advice:
-    """What the figures of :func:`main`'s JSON speak for."""
+    """Choose budgets from the figures that ``backstash doctor --json`` prints."""
     available = facts["machine"]["available_bytes"]
     spare = facts["spare_bytes"]
     memory = available if spare is None else min(available, spare)

@@ -19,8 +19,8 @@ Run a Python training script, unmodified, for a few steps, and say what autograd
 module, how often, how many bytes, and what could be smaller. Then: what it would cost to keep all, half,
 a tenth or nothing of it in memory. Nothing is moved.
 
-A step ends when an optimizer has stepped. After N of them the script is ended as sys.exit() would.
-Options come before SCRIPT; all that follows SCRIPT belongs to it. Seen is what the main thread saves.
+A step ends when an optimizer has stepped. After N steps the script ends as if it had called sys.exit().
+Options come before SCRIPT; all that follows SCRIPT belongs to it. Only what the main thread saves is seen.
 """
 _EXAMPLES = """\
 examples:
@@ -33,10 +33,11 @@ examples:
 
 questions:
   How are the seconds found?   The disk is written and read for a moment, as `backstash doctor` does. They
-                               are the disk's own: what `backstash run` hides behind compute is less to wait.
-  And then?                    Paste the Stash(...) line around the forward pass, or give the same budget to
+                               are the time of the disk alone: `backstash run` moves bytes while the
+                               processor computes, and waits less.
+  What do I do with it?        Put the Stash(...) line around the forward pass, or give the same budget to
                                `backstash run --keep`.
-  My script has no optimizer.  Then no step is seen: it runs to its end, and the report is of all of it.
+  My script has no optimizer.  Then no step is seen: the script runs to its end, and the report is of all of it.
 """
 
 
@@ -78,7 +79,7 @@ def _parser() -> Parser:
         "--disk",
         metavar="DIR",
         type=directory,
-        help="whose disk to measure (default: the system's temporary directory)",
+        help="a directory on the disk to measure (default: the system's temporary directory)",
     )
     add("--json", metavar="FILE", type=new_file, help="write all figures to FILE")
     add("--html", metavar="FILE", type=new_file, help="write the report as a page to FILE")

@@ -16,25 +16,25 @@ from ._launch import replace_process, split
 
 __all__ = ["main"]
 
-# torch reads the one at its first allocation; the stash sees by the other that it need not trim.
+# torch reads the first at its first allocation; the second tells the stash that it need not trim.
 _READ_LATER = ("THP_MEM_ALLOC_ENABLE", "MALLOC_MMAP_THRESHOLD_")
 _USAGE = "backstash run [OPTION ...] (SCRIPT | -m MODULE) [ARG ...]"
 _DESCRIPTION = """\
 Run a Python training script, unmodified, with what autograd saves for backward held within a memory
 budget. Gradients are the same to the last bit. The script's arguments, exit status, signals and
-tracebacks are its own. On a terminal a line says what is held; a summary follows on stderr.
+tracebacks are its own. On a terminal a line shows what is held; a summary follows on stderr.
 
 Options come before SCRIPT; all that follows SCRIPT belongs to it. A SIZE is bytes, or has a unit:
-512MiB, 2GB. Held is what the script's forward passes save, in all its threads. Processes that it
-starts run as if started from plain Python: a launcher goes around backstash, whose budgets are then
-those of each process.
+512MiB, 2GB. The stash holds what the script's forward passes save, in all its threads. Processes
+that the script starts run under plain Python. Put a launcher in front (torchrun ... -m backstash run
+... SCRIPT): each of its processes then has these budgets for itself.
 """
 _EXAMPLES = """\
 examples:
   backstash run --disk /scratch train.py --epochs 3
       everything that can move goes to an unnamed file in /scratch
   backstash run --keep 2GiB --disk /scratch train.py
-      the newest 2 GiB stay in memory, older ones go to disk
+      the newest 2 GiB stay in memory, older tensors go to disk
   backstash run --disk . --json run.json --quiet -m package.train
       no summary; the figures as JSON
   backstash run --keep unlimited --json plain.json train.py
@@ -45,16 +45,16 @@ examples:
 
 questions:
   Is my disk fast enough?  `backstash doctor /scratch` measures it.
-  What is left there?      Nothing: the file has no name and goes with the process, however it ends.
-  And when it is full?     What has no room stays in memory, and one warning says so.
-  How much to keep?        What you can spare. The newest tensors are needed first by backward, and
-                           those that stay in memory need not come back.
+  What is left on it?      Nothing: the file has no name and goes with the process, however it ends.
+  What if it is full?      Tensors that do not fit stay in memory, and one warning says so.
+  How much to keep?        As much as you can spare. Backward needs the newest tensors first, and what
+                           stays in memory need not be read back.
   What does --report cost? The first 5 optimizer steps are recorded, which takes some memory and
-                           time (benchmarks/recording_overhead.py); after them nothing.
-  Why an allocator?        Memory of tensors that went to disk has to be used again. glibc keeps it in
-                           pieces; tcmalloc uses it again. `auto` preloads tcmalloc where it is
-                           installed, else sets glibc up as well as it can be. `none` changes nothing.
-                           The summary says what was chosen and why.
+                           time (benchmarks/recording_overhead.py); later steps cost nothing.
+  Why an allocator?        The memory of tensors that went to disk should be used again. glibc keeps
+                           it in pieces; tcmalloc reuses it. `auto` preloads tcmalloc where it is
+                           installed, and otherwise tunes glibc. `none` changes nothing. The summary
+                           says what was chosen and why.
 """
 
 
@@ -84,21 +84,21 @@ def _parser() -> Parser:
         metavar="SIZE",
         type=_or_auto,
         default=0,
-        help="bytes that may stay in place (default 0; or unlimited, or auto: half of what is free)",
+        help="bytes that may stay in place: a SIZE, unlimited, or auto for half of the free memory (default 0)",
     )
     add(
         "--host",
         metavar="SIZE",
         type=_or_auto,
         default="auto",
-        help="bytes of host memory for an accelerator's tensors (default auto)",
+        help="bytes of pinned host memory for an accelerator's tensors (default auto)",
     )
     add("--disk", metavar="DIR", type=directory, help="an existing directory on a fast disk")
     add(
         "--max-bytes",
         metavar="SIZE",
         type=limit,
-        help="the most that may be on disk (default unlimited)",
+        help="most bytes on disk at once (default unlimited)",
     )
     add(
         "--min-bytes",
@@ -107,10 +107,11 @@ def _parser() -> Parser:
         default="64KiB",
         help="smaller tensors stay in place (default 64KiB)",
     )
-    for window, of in (("--inflight", "on their way down"), ("--prefetch", "read ahead of need")):
-        add(
-            window, metavar="SIZE", type=size, default="128MiB", help=f"bytes {of} (default 128MiB)"
-        )
+    for window, what in (
+        ("--inflight", "most bytes being moved out of memory at once"),
+        ("--prefetch", "most bytes read back before backward needs them"),
+    ):
+        add(window, metavar="SIZE", type=size, default="128MiB", help=f"{what} (default 128MiB)")
     add(
         "--malloc",
         choices=CHOICES,
@@ -128,7 +129,7 @@ def _parser() -> Parser:
         "--compare",
         metavar="FILE",
         type=_figures,
-        help="another run's --json, to set peak memory and step time beside",
+        help="compare peak memory and step time with another run, by the FILE of its --json",
     )
     add("--quiet", action="store_true", help="print no summary and no live line")
     return parser
@@ -139,7 +140,7 @@ def _or_auto(text: str) -> int | str | None:
 
 
 def _figures(text: str) -> dict[str, Any]:
-    """What there is to compare with in the JSON of another run."""
+    """The figures to compare with, from the JSON of another run."""
     try:
         found = json.loads(Path(text).expanduser().read_text(encoding="utf-8"))
         return {

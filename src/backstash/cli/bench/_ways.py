@@ -21,7 +21,7 @@ __all__ = ["WAYS", "Way", "recipe"]
 _RECIPE_MIN_ELEMENTS = 1000
 
 Way = tuple[Callable[[], AbstractContextManager[Any]], Around]
-"""What to enter for each forward pass, and what to put around each block."""
+"""A function that makes the context to enter for each forward pass, and what to put around each block."""
 
 
 class _OwnedFile:

@@ -1,4 +1,4 @@
-"""compute-sanitizer over a small program, where it is installed: reads and writes out of order or of place."""
+"""Runs a small program under compute-sanitizer, where that is installed, to find wrong memory accesses."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ._stream import told_by
+from .process import told_by
 
 __all__ = ["sanitized"]
 
 _PLACES = ("CUDA_HOME", "CUDA_PATH")
 _LEAST_SECONDS = 30
-# The allocator that frees in stream order, so that memory which is used outside that order is seen.
+# This allocator frees in stream order, so that an access outside that order is found.
 _VARIABLES = {"PYTORCH_ALLOC_CONF": "backend:cudaMallocAsync"}
 _OPTIONS = ("--tool", "memcheck", "--track-stream-ordered-races", "all", "--error-exitcode", "9")
 
 
-def sanitized(worker: str, common: dict[str, Any], seconds: float) -> dict[str, Any]:
+def sanitized(worker: Path, common: dict[str, Any], seconds: float) -> dict[str, Any]:
     """Run a few steps under ``compute-sanitizer``.
 
     Args:
-        worker: the module that runs them.
-        common: its arguments.
-        seconds: after which it is ended.
+        worker: the script or folder that Python runs for them.
+        common: the part of the task that all workers share.
+        seconds: after so many it is ended.
 
     Returns:
         ``{"clean": True}``, or ``{"clean": False, "said": ...}``; ``{"skipped": why}`` where it did not run.
@@ -40,7 +40,7 @@ def sanitized(worker: str, common: dict[str, Any], seconds: float) -> dict[str, 
         return {"skipped": "no time was left"}
     words = json.dumps(common | {"kind": "small", "seconds": seconds})
     heard: list[dict[str, Any]] = []
-    command = [program, *_OPTIONS, sys.executable, "-m", worker, words]
+    command = [program, *_OPTIONS, sys.executable, str(worker), words]
     status, error = told_by(command, heard.append, seconds, _VARIABLES)
     if status == 0:
         return {"clean": True, "steps": len(heard)}

@@ -1,8 +1,8 @@
-"""The accelerator's benchmark: the link, every model in every way, the largest that trains, no growth.
+"""The accelerator's benchmark: the link, every model in every way, the largest that trains, many steps.
 
-Each task is a process of its own that tells each figure as it has it, and the figures are written to the
-result file at once: a run that is cut off leaves what it measured. A process that hangs is ended at its
-deadline; what it was at says so, and the rest goes on.
+Each task is a process of its own. It reports each figure as soon as it has it, and the figure is written to the
+result file at once, so a run that is cut off leaves what it measured. A process that hangs is ended at its
+deadline; the row it was measuring says so, and the next task begins.
 """
 
 from __future__ import annotations
@@ -11,20 +11,22 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from ...memory import spare_bytes
-from ._device_plan import Task, plan
-from ._sanitizer import sanitized
-from ._stream import told_by
+from backstash.memory import spare_bytes
+
+from .plan import Task, plan
+from .process import told_by
+from .sanitizer import sanitized
 
 __all__ = ["device_benchmark"]
 
-_WORKER = "backstash.cli._bench._device_worker"
+_WORKER = Path(__file__).resolve().parent  # this folder: Python runs its __main__.py
 _GRACE_SECONDS = 10  # a worker ends by itself when its time is over; beyond this it is ended
-_BROKEN = 3  # a worker's status when its device may be, and a new process is to go on
+_BROKEN = 3  # a worker's status when its device may be broken; a new process does the rest
 
 
 def device_benchmark(
@@ -39,18 +41,21 @@ def device_benchmark(
     host: int | None = None,
     save: Callable[[dict[str, Any]], None] = lambda section: None,
 ) -> dict[str, Any]:
-    """Everything in one go, within ``seconds``; what no time was left for says so.
+    """Run all tasks within ``seconds``; a task that no time was left for says so in the result.
 
     Args:
         device: ``"cuda"``, or another accelerator; ``"cpu"``, with ``tiny``, for tests.
         repeats: how often each way runs, in turn with the others.
-        steps: steps timed each time.
-        directory: where the disk tier is.
+        steps: how many steps are timed each time.
+        directory: where the disk tier puts its file.
         tiny: small models, for tests; the figures mean nothing.
         say: called with a line of progress before each part.
-        seconds: of all parts together.
-        host: bytes of host memory for the stashes; ``None``: three quarters of what is to spare.
-        save: called with what there is whenever something was added.
+        seconds: the time limit of all tasks together.
+        host: bytes of pinned host memory for the stashes; ``None``: three quarters of the memory to spare.
+        save: called with the section whenever a figure was added to it.
+
+    Returns:
+        The section of the result file, which ``table.device_table`` draws.
     """
     until = time.monotonic() + seconds
     section: dict[str, Any] = {
@@ -93,7 +98,7 @@ def _run(
     section: dict[str, Any],
     save: Callable[[dict[str, Any]], None],
 ) -> None:
-    """Run a task, and once more in a new process where its own may have broken the device."""
+    """Run a task; where its process ended early and rows are left, go on in a new process, twice at most."""
     ends = time.monotonic() + seconds
 
     def hear(told: dict[str, Any]) -> None:
@@ -104,7 +109,7 @@ def _run(
         left = ends - time.monotonic()
         known = list(_get(section, [*task.path, "rows"]))
         words = common | task.arguments | {"seconds": left - _GRACE_SECONDS, "known": known}
-        command = [sys.executable, "-m", _WORKER, json.dumps(words)]
+        command = [sys.executable, str(_WORKER), json.dumps(words)]
         status, error = told_by(command, hear, left)
         if status == 0:
             return

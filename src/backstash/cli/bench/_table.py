@@ -1,4 +1,4 @@
-"""Markdown tables, drawn from a results file and from nothing else."""
+"""Markdown tables, drawn from nothing but the contents of a results file."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import statistics
 from typing import Any
 
 from ...units import format_bytes
-from ._device_table import device_table
+from ._checkout import device_module
 from ._markdown import markdown
 from ._step_table import step_rows
 
@@ -25,7 +25,12 @@ _STEP_HEAD = (
 
 
 def table(results: dict[str, Any]) -> str:
-    """The sections of a results file as markdown, each with what was run, and the machine below."""
+    """The sections of a results file as markdown, each with what was run, and the machine at the end.
+
+    Raises:
+        LookupError: a section has no run of plain PyTorch to compare with.
+        UsageError: a section is an accelerator's, and the package does not run from a checkout.
+    """
     draw = {
         "step": _step,
         "overhead": _overhead,
@@ -33,7 +38,7 @@ def table(results: dict[str, Any]) -> str:
         "limit": _limit,
         "limits": _limits,
         "gradients": _gradients,
-        "device": device_table,
+        "device": _device,
     }
     parts = [draw[section["kind"]](section) for section in results["sections"]]
     machine, disk = results["machine"], results["disk"]
@@ -171,6 +176,11 @@ def _gradients(section: dict[str, Any]) -> str:
     title = f"{section['description']}; its gradients are {size}:"
     head = ("optimizer", "peak over start", "step", "weights after")
     return f"{title}\n\n{markdown(head, rows)}"
+
+
+def _device(section: dict[str, Any]) -> str:
+    text: str = device_module("table").device_table(section)
+    return text
 
 
 def _ended(status: int) -> str:

@@ -1,4 +1,4 @@
-"""Many steps with changing shapes: what the device, the host and the process hold after each tenth."""
+"""Many steps with changing shapes: the memory of device, host and process after each tenth of them."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from .._resident import resident_bytes
-from ._device_step import Tell, allocated, make_stash, synchronize
+from backstash.cli._resident import resident_bytes
+
+from .step import Tell, allocated, make_stash, synchronize
 
 __all__ = ["small", "steady"]
 
 
 def steady(task: dict[str, Any], device: torch.device, tell: Tell) -> int:
-    """``count`` steps of an MLP under a stash, as far as the time goes."""
+    """Run ``count`` steps of an MLP under a stash, or as many as there is time for."""
     torch.manual_seed(0)
     width, count = task["width"], task["count"]
     with torch.device(device):
@@ -38,7 +39,7 @@ def steady(task: dict[str, Any], device: torch.device, tell: Tell) -> int:
 
 
 def small(task: dict[str, Any], device: torch.device, tell: Tell) -> int:
-    """A few small steps, for a tool that looks at every access."""
+    """Run a few small steps, for a tool that checks every memory access."""
     torch.manual_seed(0)
     with torch.device(device):
         model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4)), nn.GELU())

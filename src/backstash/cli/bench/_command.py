@@ -1,4 +1,4 @@
-"""``backstash bench``: step time and memory beside the alternatives, measured here and now."""
+"""The command ``backstash bench``: its options, what it measures, and the file and table it writes."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from typing import Any
 
 import torch
 
-from ..errors import SizeError
-from ..units import parse_bytes
-from ._arguments import Parser, directory, words
-from ._bench._device import device_benchmark
-from ._bench._gradients import gradients
-from ._bench._limit import limit, limits
-from ._bench._small import alive, overhead
-from ._bench._step import step
-from ._bench._table import table
-from ._bench._variants import DEFAULT, VARIANTS
-from ._disk_speed import measure
-from ._machine import file_system, machine, versions
-from ._progress import Progress
+from ...errors import SizeError
+from ...units import parse_bytes
+from .._arguments import Parser, directory, words
+from .._disk_speed import measure
+from .._machine import file_system, machine, versions
+from .._progress import Progress
+from ._checkout import device_module
+from ._gradients import gradients
+from ._limit import limit, limits
+from ._small import alive, overhead
+from ._step import step
+from ._table import table
+from ._variants import DEFAULT, VARIANTS
 
 __all__ = ["main"]
 
@@ -34,19 +34,20 @@ _KINDS = ("gpt", "resnet", "overhead", "alive", "limit", "limits", "gradients")
 _DISK_BYTES = 256 << 20  # written and read to say how fast the disk is
 _USAGE = "backstash bench [OPTION ...] [WHAT ...]"
 _DESCRIPTION = """\
-Measure, side by side and in this order again and again, what training costs with a stash and with
-what else there is. Each run is a process of its own, so that memory is the operating system's own
-account. Prints a markdown table; --out keeps every figure.
+Measure what training costs with a stash and with the alternatives. All variants run in turn, then all
+of them again. Each run is a process of its own, so that its peak memory is the operating system's
+figure. Prints a markdown table; --out writes every figure to a file.
 
 WHAT is one or more of:
   gpt       a step of 12 transformer blocks: time, resident peak, gradients compared to the bit
   resnet    the same for a ResNet of Bottlenecks
-  overhead  a chain of 10,000 operations that save small tensors: the cost of each save
-  alive     the cost of a pack and an unpack with up to a million saved tensors alive
+  overhead  the cost of each save, in a chain of 10,000 operations that save small tensors
+  alive     the cost of a pack and an unpack while up to a million saved tensors are alive
   limit     training in a control group with half the memory that a step saves
-  limits    the same with a third of it, and with less
-  gradients the peak when each gradient goes as soon as its parameter is updated
-Without it, all of them.
+  limits    the same with a third to a sixth of it
+  gradients the peak memory when each gradient is freed as soon as its parameter is updated
+Without WHAT, all of them. An accelerator has a benchmark of its own (--device), in a clone of the
+repository only.
 """
 _VARIANTS = "\n".join(
     f"  {variant.key:<20} {variant.title.replace('`', '')}" for variant in VARIANTS.values()
@@ -66,7 +67,10 @@ def main(arguments: Sequence[str]) -> int:
     """Measure, or draw the table of an earlier measurement.
 
     Returns:
-        0; 1 where plain itself failed, so that there is nothing to compare with.
+        0; 1 where plain PyTorch itself failed, so that there is nothing to compare with.
+
+    Raises:
+        UsageError: an accelerator's benchmark was asked for, and the package does not run from a checkout.
     """
     parser = _parser()
     options = parser.read(arguments)
@@ -85,7 +89,7 @@ def main(arguments: Sequence[str]) -> int:
 def _save(options: argparse.Namespace, results: dict[str, Any]) -> None:
     if options.out is None:
         return
-    # In one step: whoever cuts the run off finds the last whole one.
+    # Replaced in one step: a run that is cut off leaves the last whole file.
     part = options.out.with_name(options.out.name + ".part")
     part.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     part.replace(options.out)
@@ -104,35 +108,44 @@ def _parser() -> Parser:
     parser = Parser("backstash bench", _DESCRIPTION, _EXAMPLES, _USAGE)
     add = parser.add_argument
     add("what", metavar="WHAT", nargs="*", help=f"of {', '.join(_KINDS)} (default all)")
-    add("--disk", metavar="DIR", type=directory, help="where files go (default a temporary one)")
+    add(
+        "--disk",
+        metavar="DIR",
+        type=directory,
+        help="directory for files (default a temporary one)",
+    )
     add("--repeats", metavar="N", type=_count, default=3, help="processes of each variant (3)")
     add("--steps", metavar="N", type=_count, default=3, help="steps timed in each process (3)")
     add(
         "--device",
         metavar="DEVICE",
-        help="measure an accelerator (cuda) instead, all of it within --seconds",
+        help="measure an accelerator (cuda) instead, within --seconds; in a clone of the repository only",
     )
     add(
         "--seconds",
         metavar="N",
         type=_count,
         default=590,
-        help="end by then, with what was measured; with --device only (590)",
+        help="end after N seconds, with what was measured until then; with --device only (590)",
     )
     add(
         "--host",
         metavar="SIZE",
         type=_size,
-        help="host memory for stashes; with --device only (three quarters of what is to spare)",
+        help="pinned host memory for stashes; with --device only (three quarters of the memory to spare)",
     )
     add(
         "--only",
         metavar="KEY,...",
         type=words(tuple(VARIANTS)),
         default=DEFAULT,
-        help="these variants, and plain (default those of README)",
+        help="these variants, and plain (default: those in README)",
     )
-    add("--tiny", action="store_true", help="seconds instead of minutes; the figures mean nothing")
+    add(
+        "--tiny",
+        action="store_true",
+        help="seconds instead of minutes, for tests; the figures mean nothing",
+    )
     add("--out", metavar="FILE", type=Path, help="write all figures to FILE as JSON")
     add(
         "--table", metavar="FILE", type=Path, help="print the table of such a FILE, measure nothing"
@@ -145,6 +158,7 @@ def _check_device(parser: Parser, options: argparse.Namespace) -> None:
         return
     if options.what:
         parser.error(f"--device measures a set of its own; leave out {options.what[0]!r}")
+    device_module("benchmark")  # before anything is measured: only a checkout has it
     accelerator = torch.accelerator.current_accelerator()
     there = accelerator.type if accelerator is not None and torch.accelerator.is_available() else ""
     if options.device.partition(":")[0] != there and not (options.device == "cpu" and options.tiny):
@@ -189,7 +203,7 @@ def _measure(
             disk = measure(where, _DISK_BYTES, say)
             results["disk"] = disk.as_dict()
             sections = [
-                device_benchmark(
+                device_module("benchmark").device_benchmark(
                     options.device,
                     repeats=options.repeats,
                     steps=options.steps,
@@ -221,14 +235,12 @@ def _section(
         return limit(**common)
     if what == "limits":
         return limits(**common)
-    keys = tuple(
-        dict.fromkeys(("plain", *options.only))
-    )  # plain is what the others are held against
+    keys = tuple(dict.fromkeys(("plain", *options.only)))  # the others are compared with plain
     return step(what, keys, repeats=options.repeats, steps=options.steps, **common)
 
 
 def _command(arguments: list[str]) -> str:
-    """The command as it was given, less this machine's directories."""
+    """The command as it was given, without the names of directories."""
     words = ["backstash", "bench"]
     rest = iter(arguments)
     for argument in rest:

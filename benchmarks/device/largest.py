@@ -10,11 +10,12 @@ from typing import Any
 
 import torch
 
-from ... import Stash
-from ._device_models import llama, resnet_within
-from ._device_step import Tell, make_stash, step
-from ._device_ways import WAYS, DeviceWay
-from ._workloads import Workload
+from backstash import Stash
+from backstash.cli.bench._workloads import Workload
+
+from .models import llama, resnet_within
+from .step import Tell, make_stash, step
+from .ways import WAYS, DeviceWay
 
 __all__ = ["largest"]
 
@@ -26,7 +27,7 @@ _BUILD: dict[str, Callable[[int, torch.device], Workload]] = {
 
 
 def largest(task: dict[str, Any], device: torch.device, tell: Tell) -> int:
-    """For each way, doubling and then halving the gap, as far as its share of the time goes."""
+    """Search the largest size for each way, doubling and then halving, within its share of the time."""
     if device.type == "cuda":
         share = task["budget_bytes"] / torch.cuda.get_device_properties(device).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, share), device.index)
@@ -78,7 +79,7 @@ def _fails(
     stash: Stash,
     device: torch.device,
 ) -> str:
-    """Why a step of that size does not work; ``""`` when it does."""
+    """Why a step of that size fails; ``""`` when it works."""
     torch.manual_seed(0)
     try:
         workload = build(size, device)

@@ -1,4 +1,4 @@
-"""One training step on a device, what it took and held, and its gradients in one number."""
+"""One training step on a device: its seconds, its memory, and a digest of its gradients."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from typing import Any
 import torch
 from torch import nn
 
-from ... import Stash
-from ...testing import TwinDevice, stash_on
-from ._workloads import Workload
+from backstash import Stash
+from backstash.cli.bench._workloads import Workload
+from backstash.testing import TwinDevice, stash_on
 
 __all__ = ["Tell", "allocated", "digest", "make_stash", "peak", "reset_peak", "step", "synchronize"]
 
 Tell = Callable[[list[str], Any], None]
-"""Tells the value that belongs at a path of the result."""
+"""Called with the path of a figure in the result, and its value."""
 _KINDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _PART = 1 << 24  # elements summed at once
 _PRIME = 65_521
 
 
 def make_stash(device: torch.device, **options: Any) -> Stash:
-    """A stash; on the CPU, where this runs for tests alone, a twin plays the accelerator."""
+    """A stash. On the CPU, which is for tests only, a twin plays the accelerator."""
     if device.type == "cpu":
         return stash_on(TwinDevice(chance=1.0), **{"min_bytes": 1024} | options)
     return Stash(**options)
@@ -37,23 +37,23 @@ def synchronize(device: torch.device) -> None:
 
 
 def reset_peak(device: torch.device) -> None:
-    """Let the peak begin at what is allocated now."""
+    """Restart the peak at the bytes that are allocated now."""
     if device.type != "cpu":
         torch.accelerator.reset_peak_memory_stats(device)
 
 
 def peak(device: torch.device) -> int:
-    """The most bytes that tensors took since then."""
+    """Peak bytes of tensors since :func:`reset_peak`; 0 on the CPU."""
     return 0 if device.type == "cpu" else int(torch.accelerator.max_memory_allocated(device))
 
 
 def allocated(device: torch.device) -> int:
-    """Bytes that tensors take now."""
+    """Bytes that tensors take now; 0 on the CPU."""
     return 0 if device.type == "cpu" else int(torch.accelerator.memory_allocated(device))
 
 
 def step(workload: Workload, hold: AbstractContextManager[Any], around: Any) -> float:
-    """Forward under ``hold`` and backward, from one seed. Returns seconds."""
+    """Run forward under ``hold``, then backward, from a fixed seed; return the seconds."""
     device = workload.inputs[0].device
     workload.model.zero_grad()
     torch.manual_seed(1)
@@ -67,7 +67,7 @@ def step(workload: Workload, hold: AbstractContextManager[Any], around: Any) -> 
 
 
 def digest(model: nn.Module) -> str:
-    """A sum over the bits of all gradients, weighted by place; computed where they are."""
+    """A sum over the bits of all gradients, weighted by place, computed on their own device."""
     total = 0
     for parameter in model.parameters():
         if parameter.grad is None:

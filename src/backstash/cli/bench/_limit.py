@@ -1,4 +1,4 @@
-"""Work larger than its memory: a control group with half the bytes that a step saves, or fewer."""
+"""The benchmarks `limit` and `limits`: training in a control group with less memory than a step saves."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def limited_group(limit_bytes: int) -> Iterator[Group]:
     """Make a memory control group below this process's own, and remove it at the end.
 
     Args:
-        limit_bytes: the most memory; there is no swap beside it.
+        limit_bytes: the most memory that the group may use; it has no swap.
     """
     own = memory_group()
     if own is None:
@@ -109,7 +109,7 @@ def limit(*, directory: str, tiny: bool, say: Callable[[str], None]) -> dict[str
     if not measured.result.get("stats"):
         return result | {"skipped": f"the run outside failed: {measured.error}"}
     saved = measured.result["stats"]["eligible_bytes"] // (task["steps"] + task["warmup"])
-    # The windows on the way down and up are as large as all that the tiny workload saves.
+    # The inflight and prefetch windows are each as large as all that the tiny workload saves.
     most = measured.result["resident_peak_bytes"] if tiny else saved // 2
     limit_bytes = most // _MIB * _MIB
     with limited_group(limit_bytes) as group:
@@ -168,7 +168,7 @@ def limits(*, directory: str, tiny: bool, say: Callable[[str], None]) -> dict[st
 
 
 def _peak_of(group: Group) -> int:
-    """The most that the group used, 0 where the system does not tell."""
+    """The most bytes that the group used; 0 where the system does not count them."""
     for name in ("memory.max_usage_in_bytes", "memory.peak"):
         try:
             return int((group.path / name).read_text())

@@ -1,4 +1,4 @@
-"""Side by side: every variant in turn, again and again, each time in a process of its own."""
+"""The benchmarks `gpt` and `resnet`: every variant in turn, again and again, each time in a new process."""
 
 from __future__ import annotations
 

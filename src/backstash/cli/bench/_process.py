@@ -16,7 +16,7 @@ from ._variants import Variant
 
 __all__ = ["Ended", "allocator_of", "python", "step_process"]
 
-_STEP_WORKER = "backstash.cli._bench._step_worker"
+_STEP_WORKER = "backstash.cli.bench._step_worker"
 _INHERITED_NOT = ("LD_PRELOAD", "GLIBC_TUNABLES", "THP_MEM_ALLOC_ENABLE")
 
 
@@ -61,7 +61,7 @@ def step_process(variant: Variant, task: dict[str, Any], prefix: Sequence[str] =
 
     Args:
         variant: what to run.
-        task: for the worker; its ``way`` is the variant's.
+        task: the worker's task; the variant's ``way`` is added to it.
         prefix: a command that runs another command, put in front.
     """
     words = json.dumps(task | {"way": variant.way})

@@ -1,4 +1,4 @@
-"""One model in every way, in turn: seconds, peak, bytes that moved, gradients."""
+"""One model in every way, in turn: seconds, peak memory, bytes that moved, gradients."""
 
 from __future__ import annotations
 
@@ -8,22 +8,23 @@ from typing import Any
 
 import torch
 
-from ... import Stash
-from ...memory import spare_bytes
-from ...units import format_bytes
-from ._device_models import DEVICE_WORKLOADS
-from ._device_step import Tell, allocated, digest, make_stash, peak, reset_peak, step, synchronize
-from ._device_ways import WAYS, DeviceWay
-from ._workloads import Workload
+from backstash import Stash
+from backstash.cli.bench._workloads import Workload
+from backstash.memory import spare_bytes
+from backstash.units import format_bytes
+
+from .models import DEVICE_WORKLOADS
+from .step import Tell, allocated, digest, make_stash, peak, reset_peak, step, synchronize
+from .ways import WAYS, DeviceWay
 
 __all__ = ["rows"]
 
-_BROKEN = 3  # our status when the device may be
+_BROKEN = 3  # the exit status when the device may be broken
 _DID_NOT_END = "it did not end"
 
 
 def rows(task: dict[str, Any], device: torch.device, tell: Tell) -> int:
-    """Every way ``repeats`` times in turn; each row is told anew after each.
+    """Measure every way ``repeats`` times, in turn; tell each row again after each measurement.
 
     Returns:
         0, or 3 where an error may have left the device in a state that fails what follows.
@@ -52,7 +53,7 @@ class _Rows:
         self._found: dict[str, dict[str, Any]] = {}
 
     def run(self) -> int:
-        """All repeats, as far as the time goes."""
+        """Run all repeats that there is time for; return the exit status."""
         ways = [name for name in self.task["ways"] if name not in self.task["known"]]
         self._pin([WAYS[name] for name in ways if WAYS[name].stash is not None])
         for repeat in range(self.task["repeats"]):
@@ -63,7 +64,7 @@ class _Rows:
         return 0
 
     def _pin(self, ways: list[DeviceWay]) -> None:
-        """One step with nothing in place, so that no row's first one pays for pinning host memory."""
+        """One step with nothing kept in place, so that no row's first step pays for pinning host memory."""
         began = time.monotonic()
         for way in {bool((each.stash or {}).get("disk")): each for each in ways}.values():
             hold, _ = self._hold(way, "")
@@ -75,13 +76,13 @@ class _Rows:
         self._tell(["pin_seconds"], time.monotonic() - began)
 
     def close(self) -> None:
-        """Let go of host memory."""
+        """Free the host memory."""
         self._holds.clear()
         for stash in self._stashes.values():
             stash.close()
 
     def _settle_determinism(self) -> None:
-        """Kernels that have no deterministic form are used as they are, which is told."""
+        """Allow kernels that have no deterministic form, and tell which was the first."""
         words = ""
         try:
             step(self.workload, torch.enable_grad(), WAYS["plain"].around)
@@ -96,21 +97,21 @@ class _Rows:
         self._clean()
 
     def _saved_bytes(self) -> int:
-        """What one step saves, each storage once."""
+        """Bytes that one step saves, each storage counted once."""
         stash = make_stash(self.device, keep=None, host=1 << 30)
         try:
             with stash:
                 loss = self.workload.model(*self.workload.inputs)
             del loss
         except torch.OutOfMemoryError:
-            pass  # so far as it went
+            pass  # what was saved until then
         saved = stash.stats().eligible_bytes
         stash.close()
         self._clean()
         return saved
 
     def _sample(self, name: str, way: DeviceWay) -> bool:
-        """One turn of a way; whether the process may go on."""
+        """Measure a way once; return whether the process may go on."""
         row = self._found.setdefault(name, {"step_seconds": [], "peaks": [], "gradients": []})
         left = self._until - time.monotonic()
         if "failed" in row or row.get("slow") or left < 2 * row.get("turn_seconds", 0):
@@ -123,7 +124,7 @@ class _Rows:
                 f"may take {format_bytes(needs)} of host memory: {format_bytes(spare)} is to spare"
             )
         else:
-            if not row["step_seconds"]:  # if this is the last that is heard of it
+            if not row["step_seconds"]:  # stands in the result if this process does not end
                 self._tell(["rows", name], row | {"failed": _DID_NOT_END})
             began = time.monotonic()
             try:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ._workloads import Around, BlockStack, ResNet, Workload, call
+from backstash.cli.bench._workloads import Around, BlockStack, ResNet, Workload, call
 
 __all__ = ["DEVICE_WORKLOADS", "llama", "resnet_within"]
 
@@ -95,7 +95,7 @@ def _gpt2(blocks: int, width: int, batch: int, tokens: int, device: torch.device
 
 
 class _Torchvision(nn.Module):
-    """torchvision's ResNet-152, as one that can be put around block by block."""
+    """torchvision's ResNet-152, with an :data:`Around` for each of its blocks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -114,7 +114,7 @@ class _Torchvision(nn.Module):
 
 
 def _resnet152() -> tuple[nn.Module, str]:
-    """torchvision's where it can be imported, else our own."""
+    """torchvision's model where it can be imported, otherwise :class:`ResNet`."""
     try:
         return _Torchvision(), "torchvision's ResNet-152"
     except Exception:  # not installed, or built for another torch
@@ -156,4 +156,4 @@ DEVICE_WORKLOADS: dict[str, Callable[[torch.device], Workload]] = {
     "resnet152-tiny": lambda device: _resnet(_152, 64, 1, 32, device, True),
     "llama-tiny": lambda device: llama(2, 256, 64, device),
 }
-"""From name to what builds it on a device; seed torch before."""
+"""From name to a function that builds the workload on a device; seed torch before calling it."""

@@ -28,17 +28,17 @@ class Workload:
     inputs: tuple[Tensor, ...]
     """One batch."""
     description: str
-    """What it is, in words."""
+    """The model and the batch, in words."""
 
 
 def call(block: nn.Module, x: Tensor) -> Tensor:
-    """The :data:`Around` that does nothing else."""
+    """The :data:`Around` that only calls the block."""
     y: Tensor = block(x)
     return y
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """What an :data:`Around` is put around, in order."""
+    """The modules that an :data:`Around` is put around, in order."""
     blocks: Any = model.blocks
     return list(blocks)
 
@@ -158,4 +158,4 @@ WORKLOADS: dict[str, Callable[[], Workload]] = {
     "resnet-tiny": lambda: _resnet((1, 1), 8, 2, 32),
     "gpt-large-tiny": lambda: _gpt(4, 128, 64, 256),
 }
-"""From name to what builds it; seed torch before."""
+"""From name to a function that builds the workload; seed torch before calling it."""

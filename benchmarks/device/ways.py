@@ -1,4 +1,4 @@
-"""The ways to hold what is saved on an accelerator: PyTorch's own, other libraries', and a stash's budgets."""
+"""The ways to hold saved tensors on an accelerator: PyTorch's own, other libraries', and a stash's budgets."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
-from ._workloads import Around, Workload, blocks_of, call
+from backstash.cli.bench._workloads import Around, Workload, blocks_of, call
 
 __all__ = ["WAYS", "DeviceWay"]
 
@@ -24,12 +24,12 @@ class DeviceWay:
     title: str
     """What the table calls it."""
     make: Callable[[Workload], tuple[Any, Around | None]] = lambda workload: (nullcontext(), None)
-    """What is entered for each forward pass, and what is put around each block where ``around`` is not."""
+    """Makes the context to enter for each forward pass, and what to put around each block (or ``None``)."""
     around: Around = call
-    """Put around each block."""
+    """What to put around each block, where ``make`` returns ``None`` for it."""
     host_times: int = 0
-    """Host memory that it may take beside a stash's, in times of what a step saves: each save is copied, and
-    a pinned copy rounded up to a power of two."""
+    """How many times the bytes that a step saves this way may take of host memory, besides that of the stashes:
+    it copies each save, and rounds a pinned copy up to a power of two."""
     stash: dict[str, Any] | None = None
     """For a stash: ``keep``, the share of what a step saves that stays on the device (``None``: all), and
     ``disk``, whether three quarters of the rest go on to disk."""
@@ -50,7 +50,7 @@ def _foreign(module: str, name: str) -> Callable[[Workload], tuple[Any, None]]:
 
 
 def _transformer_engine(workload: Workload) -> tuple[Any, Around]:
-    """Its context is entered around each block, and told of each block's end."""
+    """Enters its context around each block, and calls its function after each block."""
     module = importlib.import_module("transformer_engine.pytorch")
     count = len(list(blocks_of(workload.model)))
     context, after = module.get_cpu_offload_context(
@@ -103,4 +103,4 @@ WAYS: dict[str, DeviceWay] = {
         "`Stash` and checkpoint", around=_checkpointed, stash={"keep": 0.0}
     ),
 }
-"""From what ``--only`` calls it to the row."""
+"""All ways, by key; a results file names its rows by these keys."""

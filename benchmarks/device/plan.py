@@ -1,18 +1,18 @@
-"""What the accelerator's benchmark runs, in the order of what matters most, and how long each may take."""
+"""The tasks of the accelerator's benchmark, the most important first, and how long each may take."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any
 
-from ._device_ways import WAYS
+from .ways import WAYS
 
 __all__ = ["Task", "plan"]
 
 _GIB = 1 << 30
 _SHARES = ("stash-all", "stash-half", "stash-tenth", "stash")
 _OURS = ("plain", "checkpoint", *_SHARES, "stash-checkpoint")
-# What fills host memory by itself, with a copy of each view and in powers of two: beside us on a smaller batch.
+# These copy each view to host memory of their own, rounded up to powers of two: compared on a smaller batch.
 _PEERS = (
     "plain",
     "stash",
@@ -29,15 +29,15 @@ class Task:
     """One process of the benchmark."""
 
     title: str
-    """What progress calls it."""
+    """Its name in lines of progress."""
     path: list[str]
-    """Where in the result its figures go."""
+    """The keys under which its figures stand in the result."""
     seconds: float
-    """How long it may take."""
+    """The most seconds that it may take."""
     arguments: dict[str, Any] = field(default_factory=dict)
-    """For the worker."""
+    """The worker's task."""
     least_seconds: float = 20.0
-    """With less it is not begun: a process with its model takes so long to come up."""
+    """With less time left it is not begun: its process needs so long to start and build the model."""
 
 
 def plan(tiny: bool) -> list[Task]:

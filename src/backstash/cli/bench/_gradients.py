@@ -1,4 +1,4 @@
-"""The benchmark of `step_in_backward`: what training needs when a gradient goes as soon as it is used."""
+"""The benchmark `gradients`: peak memory when `step_in_backward` frees each gradient as soon as it is used."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ._process import python
 
 __all__ = ["gradients"]
 
-_WORKER = "backstash.cli._bench._gradients_worker"
+_WORKER = "backstash.cli.bench._gradients_worker"
 
 
 def gradients(
@@ -21,7 +21,7 @@ def gradients(
 
     Args:
         repeats: how many processes of each way.
-        directory: not used; every benchmark is told it.
+        directory: not used; every benchmark has this argument.
         tiny: a small model, for tests.
         say: called with a line of progress before each process.
     """

@@ -1,4 +1,4 @@
-"""The two benchmarks of what does not move: the cost of each save, and of many alive."""
+"""The benchmarks `overhead` and `alive`: the cost of each small save, and of a save while many are alive."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ._process import python
 
 __all__ = ["alive", "overhead"]
 
-_WORKER = "backstash.cli._bench._small_worker"
+_WORKER = "backstash.cli.bench._small_worker"
 _COUNTS = {"small": (3, 4, 5, 6), "keep": (3, 4, 5, 6), "disk": (3, 4, 5, 6)}  # powers of ten
 _TINY_COUNTS = {"small": (3,), "keep": (3,), "disk": (2,)}
 
@@ -18,10 +18,10 @@ _TINY_COUNTS = {"small": (3,), "keep": (3,), "disk": (2,)}
 def overhead(
     *, repeats: int, directory: str, tiny: bool, say: Callable[[str], None]
 ) -> dict[str, Any]:
-    """A chain of 10,000 small operations, without hooks, under empty ones and under a stash.
+    """A chain of 10,000 small operations: without hooks, under empty hooks and under a stash.
 
     Args:
-        repeats: how many processes; each interleaves the three, nine times.
+        repeats: how many processes; each runs the three in turn, nine times.
         directory: where the stash's disk tier is.
         tiny: 200 operations, for tests.
         say: called with a line of progress before each process.

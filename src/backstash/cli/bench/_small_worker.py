@@ -1,6 +1,6 @@
-"""What a stash costs where it has nothing to move: per small saved tensor, and with many alive.
+"""One process of the benchmarks `overhead` and `alive`; its only argument, in JSON, says which one.
 
-Runs in a process of its own: `overhead` and `alive` are told by the only argument, in JSON.
+They time a stash's own work: for each small saved tensor, and while many saved tensors are alive.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def main() -> None:
 def overhead(operations: int, rounds: int, directory: str) -> dict[str, Any]:
     """Seconds per operation of a chain, forward and backward, interleaved over ``rounds``.
 
-    Each operation saves its input, one small tensor. Compared are no hooks at all, a pair of Python
-    hooks that return what they get, and a stash with a disk.
+    Each operation saves its input, one small tensor. Three ways are compared: no hooks at all, a pair of
+    Python hooks that return what they get, and a stash with a disk.
     """
     stash = Stash(disk=directory, name="overhead")
     ways: dict[str, Callable[[], AbstractContextManager[Any]]] = {
@@ -81,7 +81,8 @@ def alive(mode: str, count: int, directory: str) -> dict[str, Any]:
     """Seconds per pack and per unpack while ``count`` saved tensors are alive.
 
     Args:
-        mode: ``small`` (left where they are), ``keep`` (held in place as blocks) or ``disk``.
+        mode: ``small`` (the tensors are too small for the stash, which leaves them in place), ``keep`` (the
+            stash holds each one in place, as a block) or ``disk`` (it moves each one to disk).
         count: how many saved tensors there are.
         directory: where the disk tier is.
 
@@ -132,7 +133,7 @@ def _seconds_of_operations(leaf: Tensor, context: AbstractContextManager[Any]) -
 
 
 def seconds_of_unpacks(saved: list[Tensor]) -> float:
-    """Time of a use of a saved tensor, over samples spread evenly."""
+    """Mean seconds of one use of a saved tensor, over about 1000 of them, spread evenly."""
     unpack = operator.attrgetter("_saved_result")
     nodes = [y.grad_fn for y in saved[:: max(1, len(saved) // _SAMPLE)]]
     started = time.perf_counter()

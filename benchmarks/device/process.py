@@ -1,4 +1,4 @@
-"""A process whose figures are heard as it tells them, and which ends at its deadline whatever it does."""
+"""Runs a process that prints figures as lines of JSON, and ends it at its deadline."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from typing import Any
 
 __all__ = ["told_by"]
 
-_LAST_LINES = 40  # of its output, those that are no figures
-_LAST_BYTES = 2000  # of what it wrote to stderr
+_LAST_LINES = 40  # kept of its output, besides the figures
+_LAST_BYTES = 2000  # kept of its stderr
 
 
 def told_by(
@@ -27,13 +27,13 @@ def told_by(
     """Run ``command`` and call ``hear`` with each line of its output that is JSON.
 
     Args:
-        command: and its arguments.
-        hear: called at once with each.
-        seconds: after which it and all its children are ended.
+        command: the program and its arguments.
+        hear: called with each line as soon as it is printed.
+        seconds: after so many the process and all its children are killed.
         variables: added to the environment.
 
     Returns:
-        Its status (negative: the signal that ended it) and the end of what else it wrote.
+        Its exit status (negative: the signal that ended it), and the end of its other output and its stderr.
     """
     environ = os.environ | {"PYTHONUNBUFFERED": "1"} | (variables or {})
     said: deque[str] = deque(maxlen=_LAST_LINES)

@@ -1,4 +1,4 @@
-"""How fast a device's link to pinned host memory is, each way and both at once, and its matrix product."""
+"""The speed of a device's link to pinned host memory, each way and both at once, and of its matrix product."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _REPEATS = 5
 
 
 def measure_link(device: torch.device, nbytes: int, side: int) -> dict[str, float]:
-    """Medians over repeats.
+    """Measure the link and the matrix product; each figure is the median of five repeats.
 
     Args:
         device: an accelerator; on the CPU, for tests, copies are ordinary ones.

@@ -1,4 +1,4 @@
-"""One process of the benchmark of gradients: a few steps, the optimizer after backward or inside it."""
+"""One process of the benchmark `gradients`: a few steps, with the optimizer after backward or inside it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def main() -> None:
     task = json.loads(sys.argv[1])
     torch.manual_seed(0)
     train = WAYS[task["way"]]
-    train(*_stack(1, 64), 1)  # what torch loads for the first step is not of the gradients
+    train(*_stack(1, 64), 1)  # what torch loads for its first step is not counted
     model, x = _stack(task["layers"], task["width"])
     start_bytes = resident_bytes()
     reset_resident_peak()

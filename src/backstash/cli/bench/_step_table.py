@@ -1,4 +1,4 @@
-"""The step benchmark's processes, summed up: one row a variant."""
+"""Sums up the processes of the step benchmark, one row for each variant."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _BASE = "plain"
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """A variant's step time over another's in the same round, over all rounds."""
+    """A variant's step time divided by another's of the same round, for all rounds."""
 
     median: float
     """The median round's."""

@@ -1,7 +1,7 @@
 """One process of the step benchmark: trains a few steps and prints what it measured as JSON.
 
-The resident peak of a variant is the operating system's account of a whole process, so each variant
-and each repeat is a process of its own.
+The operating system counts the resident peak of a whole process, so each variant and each repeat is a
+process of its own.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ def measure(task: dict[str, Any]) -> dict[str, Any]:
     """Train and measure.
 
     Args:
-        task: ``workload`` and ``way`` (names), ``steps``, ``warmup`` (steps that are not timed),
-            ``directory`` and ``min_bytes`` (for the ways that use a disk).
+        task: ``workload`` and ``way`` (names), ``steps``, ``warmup`` (how many steps go before those
+            that are timed), ``directory`` and ``min_bytes`` (for the ways that use a disk).
 
     Returns:
         Seconds of each timed step and of its forward and backward, its processor seconds and page
-        faults; resident bytes before the first step and at most; the loss of every step, exact, as
+        faults; resident bytes before the first step, and their peak; the exact loss of every step, as
         hexadecimal; a digest of the last step's gradients; the stash's figures where there is one.
     """
     torch.manual_seed(0)

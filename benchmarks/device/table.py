@@ -1,4 +1,4 @@
-"""The accelerator's tables, drawn from a results file and from nothing else; also from one that was cut off."""
+"""The accelerator's tables, drawn from nothing but a results file, complete or cut off."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from ...units import format_bytes
-from ._device_ways import WAYS
-from ._markdown import markdown
+from backstash.cli.bench._markdown import markdown
+from backstash.units import format_bytes
+
+from .ways import WAYS
 
 __all__ = ["DeviceRow", "device_rows", "device_table"]
 
@@ -27,36 +28,36 @@ _HEAD = (
 
 @dataclass(frozen=True, slots=True)
 class DeviceRow:
-    """What one way took and held, beside plain and beside what the link allows."""
+    """The time and memory of one way, compared with plain PyTorch and with what the link allows."""
 
     key: str
-    """Of ``WAYS``."""
+    """The way's key in ``WAYS``."""
     step_seconds: float
-    """The median of a step."""
+    """Median seconds of a step."""
     samples: int
-    """Of how many steps."""
+    """How many steps the median is of."""
     ratio: float | None
-    """Of plain's; ``None`` where plain failed."""
+    """The step over plain's; ``None`` where plain failed."""
     peak_bytes: int
-    """Of the device, over what was there before."""
+    """Peak bytes on the device, over those before the step."""
     moved: tuple[int, int] | None
-    """Bytes down and up in a step, where the way tells."""
+    """Bytes moved off the device and back in a step; ``None`` where the way does not count them."""
     compute_seconds: float | None
-    """The compute floor: what plain takes."""
+    """The compute floor: seconds of plain's step."""
     link_seconds: float | None
-    """The link floor: bytes over bandwidth, one way after the other, as forward and backward are."""
+    """The link floor: seconds that the link needs for the bytes off the device, then for those back."""
     gradients: str
-    """``"equal"`` to plain's, ``"differ"``, or that plain's own vary; ``""`` where there is no plain."""
+    """``"equal"`` to plain's, ``"differ"``, ``"plain's own vary"``, or ``""`` where plain failed."""
 
     @property
     def of_floor(self) -> float | None:
-        """The larger floor over the step: 1 is as fast as can be."""
+        """The larger floor over the step's seconds: 1 is as fast as possible."""
         floors = [floor for floor in (self.compute_seconds, self.link_seconds) if floor is not None]
         return float(max(floors) / self.step_seconds) if len(floors) == 2 else None
 
 
 def device_rows(found: dict[str, Any], link: dict[str, Any]) -> Iterator[DeviceRow]:
-    """The rows of one model that did not fail."""
+    """The rows of one model, without those that failed."""
     plain = found.get("rows", {}).get("plain", {})
     compute = float(statistics.median(plain["step_seconds"])) if plain.get("step_seconds") else None
     for key, row in found.get("rows", {}).items():

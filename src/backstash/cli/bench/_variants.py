@@ -1,4 +1,4 @@
-"""What is compared: ways to hold saved tensors, allocators, with and without `backstash run`."""
+"""The variants that are compared: a way to hold saved tensors, an allocator, `backstash run` or not."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Variant:
     malloc: str
     """The allocator, as for ``backstash run --malloc``; ``none`` is the system's as it is."""
     launched: bool = False
-    """Whether ``backstash run`` starts the worker, and so brings the stash."""
+    """Whether ``backstash run`` starts the worker and holds what it saves."""
 
 
 _ALL = (
@@ -44,7 +44,7 @@ _ALL = (
     ),
 )
 VARIANTS = {variant.key: variant for variant in _ALL}
-"""All that can be run, by key."""
+"""All variants, by key."""
 DEFAULT = (
     "plain",
     "plain-tcmalloc",
@@ -56,4 +56,4 @@ DEFAULT = (
     "run",
     "run-glibc",
 )
-"""What runs when nothing else is asked for."""
+"""The keys of the variants that run without ``--only``."""

@@ -1,4 +1,4 @@
-"""One process of the accelerator's benchmark: it tells each figure as it has it, one line of JSON each."""
+"""One process of the accelerator's benchmark: prints each figure as soon as it has it, as a line of JSON."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from ._device_largest import largest
-from ._device_rows import rows
-from ._device_steady import small, steady
-from ._link import measure_link
+from .largest import largest
+from .link import measure_link
+from .rows import rows
+from .steady import small, steady
 
 __all__ = ["main"]
 
@@ -46,7 +46,3 @@ def _link(
     for name, value in measure_link(device, task["bytes"], task["side"]).items():
         tell([name], value)
     return 0
-
-
-if __name__ == "__main__":
-    main()

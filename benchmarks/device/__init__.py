@@ -1,0 +1,8 @@
+"""What `backstash bench --device` runs: an accelerator's models, ways and tables. Not part of the wheel.
+
+``backstash.cli.bench`` finds this folder beside ``src`` and imports it as the package ``device``.
+"""
+
+from __future__ import annotations
+
+__all__: list[str] = []
