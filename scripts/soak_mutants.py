@@ -3,7 +3,7 @@
 
     scripts/soak_mutants.py                          every file in FILES; an hour or two on 2 cores
     scripts/soak_mutants.py stores/_extents.py       these files only
-    scripts/soak_mutants.py --only 'Source\\.'        these keys only (a regular expression)
+    scripts/soak_mutants.py --only 'StorageVersion\\.'        these keys only (a regular expression)
     scripts/soak_mutants.py --again RESULT           those that survived in an earlier run's output
     scripts/soak_mutants.py --picked                 the short form: the hand-picked ones, in seconds
 
@@ -35,12 +35,14 @@ from mutation.trial import PACKAGE, ROOT, Coverage, Trial, the_map
 REASONS = ROOT / "tests/survivors.txt"
 PICKED = ROOT / "tests/mutants_picked.txt"
 FILES = (
-    "_blocks.py _entry.py _parts.py _parcels.py _books.py _queue.py _remains.py _guard.py _repair.py "
-    "_workers.py _weakly.py stores/_extents.py stores/_leases.py stores/_disk.py stores/_file.py "
-    "stores/_memory.py stores/_host.py _down.py _keep.py _refusals.py _flights.py _disk.py "
-    "_segments.py _rooms.py _spills.py _lanes.py _host.py _host_parcels.py _up.py _order.py "
-    "_intake.py _scopes.py _device_memory.py memory.py launcher.py _sides.py _events.py _trim.py "
-    "_account.py _modules.py _streams.py stash.py"
+    "_saved/block.py _saved/entry.py _saved/view.py _tiers/backing.py _session.py _runtime/weak.py "
+    "_runtime/reclaim.py _runtime/critical_section.py _runtime/workers.py stores/_extents.py "
+    "stores/_leases.py stores/_disk.py stores/_file.py stores/_buffer_pool.py _device/pinned_pool.py "
+    "_tiers/eviction.py _tiers/resident.py _tiers/health.py _tiers/inflight.py _tiers/disk.py "
+    "_tiers/segments.py _tiers/host_buffers.py _tiers/host_writeback.py _saved/thread_state.py "
+    "_tiers/host.py _tiers/host_backing.py _tiers/prefetch.py _saved/access_order.py _admission.py "
+    "_hook_scope.py _device/memory.py memory.py launcher.py _tiers/device_tiers.py _runtime/trace.py "
+    "_runtime/trim.py _stats.py _torch/modules.py _device/accelerator.py stash.py _device/base.py "
 ).split()
 
 

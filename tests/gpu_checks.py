@@ -20,9 +20,10 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from backstash import Disk, _streams, graph
+from backstash import Disk, graph
+from backstash._device import accelerator as _accelerator
+from backstash._device.pinned_pool import PinnedPool
 from backstash.errors import InplaceError, UsageError
-from backstash.stores._host import HostPool
 from gpu_place import MIB, Place, Skip, same
 from numbered import number_ahead
 
@@ -60,7 +61,7 @@ def memory_is_pinned(place: Place) -> None:
     place.only_real()
     if place.device.type != "cuda":
         raise Skip("only CUDA locks memory that exists")
-    _streams._empty_host_cache()
+    _accelerator._empty_host_cache()
     before = place.pinned_bytes()
     memory = _goes_both_ways_through_a_pool(place, "")
     assert not memory.is_pinned(), "still pinned after trim"
@@ -70,7 +71,7 @@ def memory_is_pinned(place: Place) -> None:
 def memory_is_pinned_by_pytorch(place: Place) -> None:
     """Where memory that exists cannot be registered, PyTorch's allocator pins it, and has it back."""
     place.only_real()
-    _streams._empty_host_cache()
+    _accelerator._empty_host_cache()
     before = place.pinned_bytes()
     with _refused("pin"):
         memory = _goes_both_ways_through_a_pool(
@@ -78,27 +79,27 @@ def memory_is_pinned_by_pytorch(place: Place) -> None:
         )
     assert memory.is_pinned() and place.pinned_bytes() == before + 64 * MIB
     del memory
-    _streams._empty_host_cache()
+    _accelerator._empty_host_cache()
     assert place.pinned_bytes() == before, "still pinned when nobody looks into it"
 
 
 def _goes_both_ways_through_a_pool(place: Place, note: str) -> torch.Tensor:
     """Returns a view of what the pool had, now trimmed."""
-    device = _streams.accelerator(torch.device(place.device.type, 0))
-    assert isinstance(device, _streams.Accelerator), f"nothing drives the device: {device}"
-    pool = HostPool(64 * MIB, device)
-    room = pool.take(5 * MIB)
-    assert room is not None and pool.note.partition(" (")[0] == note, pool.note
-    assert room.memory.is_pinned(), "torch does not see that the room is pinned"
+    device = _accelerator.accelerator(torch.device(place.device.type, 0))
+    assert isinstance(device, _accelerator.Accelerator), f"nothing drives the device: {device}"
+    pool = PinnedPool(64 * MIB, device)
+    buffer = pool.take(5 * MIB)
+    assert buffer is not None and pool.note.partition(" (")[0] == note, pool.note
+    assert buffer.memory.is_pinned(), "torch does not see that the room is pinned"
     source = torch.randint(0, 255, (5 * MIB,), dtype=torch.uint8, device=place.device)
-    device.down(source, room.memory, device.stream()).wait()
-    assert torch.equal(room.memory, source.cpu()), "bytes down"
-    copy = device.up(room.memory, None)
+    device.down(source, buffer.memory, device.stream()).wait()
+    assert torch.equal(buffer.memory, source.cpu()), "bytes down"
+    copy = device.up(buffer.memory, None)
     copy.order()
     assert torch.equal(copy.memory, source), "bytes up"
-    pool.give(room)
-    memory = room.memory
-    del room, copy
+    pool.give(buffer)
+    memory = buffer.memory
+    del buffer, copy
     pool.trim()
     return memory
 
@@ -106,14 +107,14 @@ def _goes_both_ways_through_a_pool(place: Place, note: str) -> torch.Tensor:
 @contextlib.contextmanager
 def _refused(*names: str) -> Iterator[None]:
     """Ways to pin memory that no device has meanwhile."""
-    honest = {name: getattr(_streams.Accelerator, name) for name in names}
+    honest = {name: getattr(_accelerator.Accelerator, name) for name in names}
     for name in names:
-        setattr(_streams.Accelerator, name, lambda self, what: "refused for a check")
+        setattr(_accelerator.Accelerator, name, lambda self, what: "refused for a check")
     try:
         yield
     finally:
         for name, method in honest.items():
-            setattr(_streams.Accelerator, name, method)
+            setattr(_accelerator.Accelerator, name, method)
 
 
 MIXES: dict[str, dict[str, object]] = {
@@ -489,7 +490,7 @@ def pinning_refused(place: Place) -> None:
     model, x = place.model(layers=4), place.batch()
     true = place.gradients(model, x)
     for names in (["pin"], ["pin", "pinned"]):
-        _streams._empty_host_cache()
+        _accelerator._empty_host_cache()
         before = place.pinned_bytes()
         with _refused(*names):
             stash = place.stash(host=2048, inflight=8, prefetch=8)

@@ -14,25 +14,22 @@ from unittest import mock
 
 import torch
 
-from backstash import (
-    _blocks,
-    _entry,
-    _host_parcels,
-    _intake,
-    _parts,
-    _remains,
-    _scopes,
-    _spills,
-    _streams_twin,
-)
-from backstash._books import Books
-from backstash._disk import DiskTier
-from backstash._down import Down
-from backstash._keep import Keep
-from backstash._lanes import Lane
-from backstash._up import Up
+from backstash import _admission, _hook_scope
+from backstash._runtime import reclaim as _reclaim
+from backstash._saved import block as _block
+from backstash._saved import entry as _entry
+from backstash._saved import view as _view
+from backstash._saved.thread_state import ThreadState
+from backstash._session import Session
+from backstash._tiers import host_backing as _host_backing
+from backstash._tiers import host_writeback as _host_writeback
+from backstash._tiers.disk import DiskTier
+from backstash._tiers.eviction import Evictor
+from backstash._tiers.prefetch import Prefetcher
+from backstash._tiers.resident import ResidentSet
 from backstash.stash import Stash
-from backstash.stores._memory import Pool
+from backstash.stores._buffer_pool import BufferPool
+from backstash.testing import device as _device
 
 Step = tuple[str, int, int]
 Patch = Callable[[], AbstractContextManager[Any]]
@@ -99,29 +96,33 @@ def _all(*patches: Patch) -> Patch:
 
 def _unchecked_in(caller: str) -> Patch:
     """The version is not looked at by one caller."""
-    look = _blocks.Source.changed.fget
+    look = _block.StorageVersion.changed.fget
     assert look is not None
 
-    def changed(source: _blocks.Source) -> bool:
-        return sys._getframe(1).f_code.co_name != caller and look(source)
+    def changed(storage_version: _block.StorageVersion) -> bool:
+        return sys._getframe(1).f_code.co_name != caller and look(storage_version)
 
-    return _replaced(_blocks.Source, "changed", property(changed))
-
-
-def _by_address(intake: Any, tensor: torch.Tensor, storage: torch.UntypedStorage) -> _blocks.Source:
-    source = intake._sources.get(storage.data_ptr())
-    if source is None or source.version != tensor._version:
-        source = intake._sources[storage.data_ptr()] = _blocks.Source(tensor, storage)
-    return source
+    return _replaced(_block.StorageVersion, "changed", property(changed))
 
 
-def _same_version(source: _blocks.Source, tensor: torch.Tensor) -> bool:
-    return tensor._version == source.version == source.guard._version
+def _by_address(
+    admission: Any, tensor: torch.Tensor, storage: torch.UntypedStorage
+) -> _block.StorageVersion:
+    storage_version = admission._storage_versions.get(storage.data_ptr())
+    if storage_version is None or storage_version.version != tensor._version:
+        storage_version = admission._storage_versions[storage.data_ptr()] = _block.StorageVersion(
+            tensor, storage
+        )
+    return storage_version
 
 
-def _unowned(source: _blocks.Source, *_: Any) -> None:
-    source.__del__()
-    source.__del__ = tuple  # which does nothing
+def _same_version(storage_version: _block.StorageVersion, tensor: torch.Tensor) -> bool:
+    return tensor._version == storage_version.version == storage_version.probe._version
+
+
+def _unowned(storage_version: _block.StorageVersion, *_: Any) -> None:
+    storage_version.__del__()
+    storage_version.__del__ = tuple  # which does nothing
 
 
 def _unpack_unchecked(stash: Stash, packed: Any) -> Any:
@@ -131,14 +132,14 @@ def _unpack_unchecked(stash: Stash, packed: Any) -> Any:
 
 
 _UNPACK = Stash.unpack
-_ADMIT = Down.admit
+_ADMIT = Evictor.admit
 _BEGIN = DiskTier.begin
-_TAKE = Pool.take
-_STAY = _intake.Intake._stay
-_SEND = _host_parcels.HostReading.send
+_TAKE = BufferPool.take
+_STAY = _admission.Admission._stay
+_SEND = _host_backing.HostLoad.send
 
 
-def _admit_at_once(down: Down, block: Any, *, at_once: bool, complete: bool) -> None:
+def _admit_at_once(down: Evictor, block: Any, *, at_once: bool, complete: bool) -> None:
     _ADMIT(down, block, at_once=at_once, complete=True)
 
 
@@ -152,25 +153,25 @@ def _delete(stash: Stash, entry: Any) -> None:
         entry.block.lost = "was deleted"
 
 
-def _take_what_is_lent(pool: Pool, nbytes: int) -> torch.Tensor:
+def _take_what_is_lent(pool: BufferPool, nbytes: int) -> torch.Tensor:
     memory = _TAKE(pool, nbytes)
     _, mapping = list(pool._lent.values())[-1]
     pool._idle.setdefault(len(mapping), []).append(mapping)
     return memory
 
 
-def _release_while_written(books: Books) -> None:
-    for item in books.grave:
-        if type(item) is _remains.ParcelRemains:
+def _release_while_written(session: Session) -> None:
+    for item in session.reclaim_queue:
+        if type(item) is _reclaim.DiskCleanup:
             item.writing = None
 
 
-def _forget_the_change(up: Up, entry: Any) -> None:
+def _forget_the_change(up: Prefetcher, entry: Any) -> None:
     if entry.block.root is not None:
         entry.block.root_version = entry.block.root._version
 
 
-def _do_not_wait(up: Up, entry: Any) -> None:
+def _do_not_wait(up: Prefetcher, entry: Any) -> None:
     entry.block.arrival = None
 
 
@@ -178,8 +179,8 @@ def _write_at_once(copy: Any, disk: Any, slot: Any, memory: torch.Tensor) -> Non
     disk.write(slot, memory.data_ptr())
 
 
-def _stay_as_it_is(intake: Any, tensor: torch.Tensor, reason: str) -> object:
-    _STAY(intake, tensor, reason)
+def _stay_as_it_is(admission: Any, tensor: torch.Tensor, reason: str) -> object:
+    _STAY(admission, tensor, reason)
     return tensor if tensor._version == 0 else (tensor, tensor._version, "")
 
 
@@ -191,7 +192,7 @@ def _set(name: str, value: Any) -> Callable[..., None]:
 
 
 def _lose_strides(entry: Any, *_: Any) -> None:
-    if entry.part is None:
+    if entry.region is None:
         entry.stride = torch.empty(entry.shape, device="meta").stride()
 
 
@@ -203,54 +204,54 @@ GUARDS: dict[str, Guard] = {
     # Which bytes are whose.
     "a storage is known by itself, not its address": Guard(
         "freed memory is handed out again at the same address",
-        _replaced(_intake.Intake, "_source_of", _by_address),
+        _replaced(_admission.Admission, "_storage_version_of", _by_address),
         "below",
         short=150,
     ),
     "a storage's identity is owned": Guard(
         "an identity is handed out again as an address is",
-        _after(_blocks.Source, "__init__", _unowned),
+        _after(_block.StorageVersion, "__init__", _unowned),
         not_searched="the version counter is asked too and tells them apart; the next row undoes both",
     ),
     "a storage's identity is owned, the counter asked": Guard(
         "an identity is handed out again as an address is",
         _all(
-            _after(_blocks.Source, "__init__", _unowned),
-            _replaced(_blocks.Source, "is_of", _same_version),
+            _after(_block.StorageVersion, "__init__", _unowned),
+            _replaced(_block.StorageVersion, "is_of", _same_version),
         ),
         "below",
         short=100,
     ),
     "the version counter is asked": Guard(
         "x.data shares the memory and not the counter",
-        _replaced(_blocks.Source, "is_of", _same_version),
+        _replaced(_block.StorageVersion, "is_of", _same_version),
         "below",
         witness=(("sin", 0, 0), ("exp", 0, 0), ("through data", 0, 1)),
     ),
     "the version is part of what a block is": Guard(
         "what is saved again after a change has other bytes",
         _replaced(
-            _blocks.Source,
+            _block.StorageVersion,
             "is_of",
-            lambda source, tensor: _blocks.same_counter(source.guard, tensor),
+            lambda storage_version, tensor: _block.same_counter(storage_version.probe, tensor),
         ),
         "below",
     ),
     "a buffer that is being filled": Guard(
         "a program may fill the rest of its own buffer unseen",
-        _replaced(_blocks.Block, "serves", lambda block, part: True),
+        _replaced(_block.Block, "serves", lambda block, part: True),
         "below",
         witness=(("fill", 0, 0),),
     ),
     "an operation has ended": Guard(
         "rrelu saves its noise before it makes it",
-        _replaced(Down, "admit", _admit_at_once),
+        _replaced(Evictor, "admit", _admit_at_once),
         "below",
         witness=(("rrelu", 0, 0), ("sin", 0, 0)),
     ),
     "a storage that moved": Guard(
         "a resize gives other memory and raises no version",
-        _replaced(_blocks.Block, "has_moved", property(lambda block: False)),
+        _replaced(_block.Block, "has_moved", property(lambda block: False)),
         "on its way|some kept",
     ),
     # Changes in place.
@@ -284,7 +285,7 @@ GUARDS: dict[str, Guard] = {
     ),
     "only its own thread judges a copy": Guard(
         "the version is raised after the bytes have changed",
-        _replaced(Lane, "may_land", lambda lane, other: True),
+        _replaced(ThreadState, "may_judge", lambda thread_state, other: True),
         "on its way, one",
         witness=(("sin", 0, 0), ("seen late", 0, 0), ("sin", 1, 1)),
     ),
@@ -298,7 +299,7 @@ GUARDS: dict[str, Guard] = {
     ),
     "an accelerator's memory is held until it is copied": Guard(
         "early release, on the twin",
-        _replaced(_streams_twin._TwinCopy, "done", lambda copy: True),
+        _replaced(_device._TwinCopy, "done", lambda copy: True),
         "host, never",
         short=50,
     ),
@@ -310,57 +311,57 @@ GUARDS: dict[str, Guard] = {
     ),
     "memory that is still looked at is not used again": Guard(
         "a view that backward holds would change under it",
-        _replaced(Pool, "take", _take_what_is_lent),
+        _replaced(BufferPool, "take", _take_what_is_lent),
         "below, one by one|below, no",
         short=80,
     ),
     "a slot is kept while it is written to": Guard(
         "a dead block's late write would overwrite the next one's",
-        _before(Books, "drain", _release_while_written),
+        _before(Session, "drain", _release_while_written),
         not_searched="two writes to one slot mostly end in the order in which they began",
     ),
     "a room is given back when it is at rest": Guard(
         "host memory that a copy still reads or fills",
-        _replaced(_remains.HostRemains, "at_rest", lambda remains: True),
+        _replaced(_reclaim.HostCleanup, "at_rest", lambda cleanup: True),
         "host",
     ),
     "what backward changed is read again": Guard(
         "a custom backward may change what it was given",
-        _before(Up, "_at_hand", _forget_the_change),
+        _before(Prefetcher, "_at_hand", _forget_the_change),
         "below",
     ),
     "a write that failed": Guard(
         "the block stays where it was",
-        _after(Keep, "take_back", lambda keep, block: setattr(block, "alias", None)),
+        _after(ResidentSet, "take_back", lambda keep, block: setattr(block, "alias", None)),
         "fails",
     ),
     "autograd does not hold itself": Guard(
         "an output that is packed as it is makes a cycle that nobody collects",
-        _replaced(_intake.Intake, "_stay", _stay_as_it_is),
+        _replaced(_admission.Admission, "_stay", _stay_as_it_is),
         "policy",
     ),
     # Order, on an accelerator.
     "disk is written after the copy to the host": Guard(
         "the room is garbage until then",
-        _replaced(_spills, "_write_down", _write_at_once),
+        _replaced(_host_writeback, "_write_down", _write_at_once),
         "host",
     ),
     "a copy up comes after the copy down": Guard(
         "they run on two streams",
-        _replaced(_host_parcels.HostReading, "send", lambda reading, after=None: _SEND(reading)),
+        _replaced(_host_backing.HostLoad, "send", lambda load, after=None: _SEND(load)),
         "host",
         elsewhere="what has left the twin's device has been copied; tests/test_stream_order.py and "
         "tests/test_simulated.py have it",
     ),
     "who uses the bytes waits for the copy up": Guard(
         "the target is garbage until then",
-        _before(Up, "_serve", _do_not_wait),
+        _before(Prefetcher, "_serve", _do_not_wait),
         "host",
     ),
     "what landed while it was copied": Guard(
         "only the streams that wait are ordered after the copy",
         _before(Stash, "_unpack_entry", lambda stash, entry: setattr(entry.block, "unsure", False)),
-        not_searched="the twin's copies land when they have run; tests/test_streams.py has it",
+        not_searched="the twin's copies land when they have run; tests/test_device_streams.py has it",
     ),
     # Views.
     "the strides of a view": Guard(
@@ -388,24 +389,24 @@ GUARDS: dict[str, Guard] = {
     ),
     "a part with gaps is spread out again": Guard(
         "its copy is dense",
-        _replaced(_parts.Part, "is_dense", property(lambda part: True)),
+        _replaced(_view.StridedRegion, "is_dense", property(lambda part: True)),
         "below",
     ),
     "a part is known by all its strides": Guard(
         "two views of as many elements from the same place",
-        _replaced(_parts.Part, "key", property(lambda part: (part.first, part.count))),
+        _replaced(_view.StridedRegion, "key", property(lambda part: (part.first, part.count))),
         "below",
-        elsewhere="tests/test_parts.py has it",
+        elsewhere="tests/test_view.py has it",
     ),
     "a part whose elements overlap": Guard(
         "is copied from its first to its last",
-        _replaced(_parts, "_overlap", lambda runs: False),
+        _replaced(_view, "_overlap", lambda runs: False),
         "below",
-        elsewhere="tests/test_parts.py has it",
+        elsewhere="tests/test_view.py has it",
     ),
     "a part covers another": Guard(
         "only where it has every element of it",
-        _replaced(_parts.Part, "covers", lambda part, other: True),
+        _replaced(_view.StridedRegion, "covers", lambda part, other: True),
         "below",
         witness=(("fill", 0, 0),),
     ),
@@ -418,13 +419,13 @@ GUARDS: dict[str, Guard] = {
     ),
     "what a subclass is made of is copied": Guard(
         "a change of the whole raises no version of a part",
-        _replaced(_intake, "snapshot", lambda part: part.detach()),
+        _replaced(_admission, "snapshot", lambda part: part.detach()),
         "all kept|all left",
         witness=(("two tensors, changed", 0, 0),),
     ),
     "a stash that is left under another's hooks": Guard(
         "autograd pops whatever is on top",
-        _replaced(_scopes, "_take_out", _pop_the_top),
+        _replaced(_hook_scope, "_take_out", _pop_the_top),
         "below",
         witness=(
             ("enter aliases", 0, 0),

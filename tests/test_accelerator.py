@@ -22,9 +22,9 @@ def chain(x, steps=8):
     return x.sum()
 
 
-def leaf(seed=0, side=SIDE):
+def leaf(seed=0, tiers=SIDE):
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(side, side, generator=generator, requires_grad=True)
+    return torch.randn(tiers, tiers, generator=generator, requires_grad=True)
 
 
 def gradient(loss, x):
@@ -362,7 +362,7 @@ def test_a_host_that_runs_ahead_does_not_ask_for_each_that_died_about_all_the_ot
     loss.backward()
     del loss
     gc.collect()
-    assert len(stash._books.sides[1].host.rooms._buried) >= 90
+    assert len(stash._session.device_tiers[1].host.buffers._deferred) >= 90
     assert device.looks < 1000, "not ten thousand"
     device.over = True
     assert stash.stats().host_bytes == 0
@@ -372,7 +372,7 @@ def test_a_host_that_runs_ahead_does_not_ask_for_each_that_died_about_all_the_ot
 def test_rooms_that_have_come_to_rest_are_used_before_more_is_pinned():
     device = Behind(chance=1.0)
     stash = stash_on(device, host=None, inflight=0, prefetch=0, min_bytes=0)
-    pool = stash._books.sides[1].host.pool
+    pool = stash._session.device_tiers[1].host.pool
     big = torch.randn(16, MIB // 4, 16, requires_grad=True)  # as large as a slab
     for _ in range(3):
         with stash:
@@ -393,8 +393,8 @@ def test_shapes_may_change_and_the_pool_stays_inside_its_budget(chance):
     budget = 24 * BLOCK
     stash = stash_on(device, host=budget, inflight=2 * BLOCK)
     for step in range(40):
-        side = 200 + 37 * (step % 7)
-        x = leaf(step, side)
+        tiers = 200 + 37 * (step % 7)
+        x = leaf(step, tiers)
         with stash:
             loss = chain(x, steps=4)
         true = gradient(chain(x, steps=4), x)
@@ -769,37 +769,39 @@ def test_keep_auto_keeps_from_the_first_step_on_and_in_one_long_context():
 
 
 def test_keep_auto_is_of_a_device_that_is_met_amid_a_step(monkeypatch):
-    from backstash import Stash, _sides
+    from backstash import Stash
+    from backstash._tiers import device_tiers as _device_tiers
 
-    monkeypatch.setattr(_sides, "accelerator", lambda device: TwinDevice(free=MIB))
+    monkeypatch.setattr(_device_tiers, "accelerator", lambda device: TwinDevice(free=MIB))
     with Stash(keep="auto", host="64MiB") as stash:
         leaf().exp()
-        side = stash._books.side_of(torch.device("meta"))
-        assert side.down.keep.limit == MIB // 2
+        tiers = stash._session.tiers_of(torch.device("meta"))
+        assert tiers.evictor.resident.limit == MIB // 2
     stash.close()
 
 
 def test_all_devices_together_pin_half_of_what_there_is_to_spare(monkeypatch):
-    from backstash import Stash, _sides
-    from backstash.stores import _host
+    from backstash import Stash
+    from backstash._device import pinned_pool as _pinned_pool
+    from backstash._tiers import device_tiers as _device_tiers
 
     pools = []
     total = 64 * MIB
-    monkeypatch.setattr(_host, "_SLAB_BYTES", MIB)
-    monkeypatch.setattr(_sides, "accelerator", lambda device: TwinDevice())
+    monkeypatch.setattr(_pinned_pool, "_SLAB_BYTES", MIB)
+    monkeypatch.setattr(_device_tiers, "accelerator", lambda device: TwinDevice())
     monkeypatch.setattr(
-        _sides, "spare_bytes", lambda: total - sum(pool.slab_bytes for pool in pools)
+        _device_tiers, "spare_bytes", lambda: total - sum(pool.slab_bytes for pool in pools)
     )
     stash = Stash(host="auto")
     for index in range(3):
-        side = stash._books.side_of(torch.device("meta", index))
-        assert side.has_tier
-        pools.append(side.host.pool)
-    rooms = [pool.take(MIB) for _ in range(40) for pool in pools]
-    assert [rooms[at::3].count(None) for at in range(3)] == [29, 29, 30]
+        tiers = stash._session.tiers_of(torch.device("meta", index))
+        assert tiers.has_tier
+        pools.append(tiers.host.pool)
+    buffers = [pool.take(MIB) for _ in range(40) for pool in pools]
+    assert [buffers[at::3].count(None) for at in range(3)] == [29, 29, 30]
     assert sum(pool.slab_bytes for pool in pools) == total // 2
     assert not pools[0].could_hold(12 * MIB) and pools[0].could_hold(11 * MIB)
-    del rooms
+    del buffers
     stash.close()
 
 
@@ -815,8 +817,8 @@ class Small(TwinDevice):
 
     def free_bytes(self):
         self.asked += 1
-        down = self.stash._books.sides[1].down
-        return self.nbytes - down.keep.nbytes - down.flights.nbytes
+        down = self.stash._session.device_tiers[1].evictor
+        return self.nbytes - down.resident.nbytes - down.inflight.nbytes
 
 
 @pytest.mark.parametrize("keep", [None, "16MiB"])
@@ -827,8 +829,8 @@ def test_where_the_device_runs_short_less_stays_than_may(keep):
     with stash:
         for _ in range(24):
             out = torch.tanh(out * 1.5)
-            down = stash._books.sides[1].down
-            most = max(most, down.keep.nbytes + down.flights.nbytes)
+            down = stash._session.device_tiers[1].evictor
+            most = max(most, down.resident.nbytes + down.inflight.nbytes)
         loss = chain(x)
     assert most == 8 * BLOCK, "six blocks are left for what comes next"
     assert torch.equal(gradient(loss, x), expected())
@@ -846,9 +848,9 @@ def test_where_the_device_runs_short_what_leaves_it_has_left():
         for _ in range(24):
             out = torch.tanh(out * 1.5)
         loss = chain(x)
-    down = stash._books.sides[1].down
+    down = stash._session.device_tiers[1].evictor
     assert device.waits == 0 and device.orders > 0
-    assert down.keep.nbytes + down.flights.nbytes <= 9 * BLOCK
+    assert down.resident.nbytes + down.inflight.nbytes <= 9 * BLOCK
     assert torch.equal(gradient(loss, x), expected())
     assert device.faults == []
     del loss, out
@@ -900,13 +902,14 @@ def test_keep_can_be_changed_before_and_after_the_first_tensor():
 
 
 def test_a_device_that_is_met_later_has_the_budget_that_was_set(monkeypatch):
-    from backstash import Stash, _sides
+    from backstash import Stash
+    from backstash._tiers import device_tiers as _device_tiers
 
-    monkeypatch.setattr(_sides, "accelerator", lambda device: TwinDevice())
+    monkeypatch.setattr(_device_tiers, "accelerator", lambda device: TwinDevice())
     stash = Stash(keep=0, host="64MiB")
     stash.set_keep("1MiB")
-    side = stash._books.side_of(torch.device("meta"))
-    assert side.down.keep.limit == MIB
+    tiers = stash._session.tiers_of(torch.device("meta"))
+    assert tiers.evictor.resident.limit == MIB
     stash.close()
 
 
@@ -946,12 +949,12 @@ def test_out_of_memory_in_a_step_lowers_keep_and_leaves_nothing():
 
 
 def test_a_part_that_finds_no_memory_goes_as_a_whole(monkeypatch):
-    from backstash._parts import Part
+    from backstash._saved.view import StridedRegion
 
     def fail(part, tensor):
         raise torch.OutOfMemoryError("no")
 
-    monkeypatch.setattr(Part, "copy", fail)
+    monkeypatch.setattr(StridedRegion, "copy", fail)
     device = TwinDevice(chance=1.0)
     stash = stash_on(device, host="64MiB", min_bytes=0)
     x = leaf()
@@ -996,7 +999,7 @@ def test_closing_waits_for_what_runs_and_unpins():
 def test_a_block_larger_than_host_memory_stays_and_the_others_go_on(tmp_path):
     device = TwinDevice(chance=1.0)
     stash = stash_on(device, host=4 * BLOCK, disk=tmp_path, inflight=0, min_bytes=1)
-    x, large = leaf(), leaf(side=3 * SIDE)  # 9 times a block
+    x, large = leaf(), leaf(tiers=3 * SIDE)  # 9 times a block
     with pytest.warns(StashWarning, match=r"no room for 2.25 MiB.*raise host="), stash:
         kept = (large * 1.5).exp()
         loss = chain(x, steps=20)
@@ -1011,12 +1014,12 @@ def test_a_block_larger_than_host_memory_stays_and_the_others_go_on(tmp_path):
 def test_rooms_that_bytes_were_staged_in_are_free_when_those_are_on_the_device(tmp_path):
     device = TwinDevice(chance=1.0)
     stash = stash_on(device, host=6 * BLOCK, disk=tmp_path, inflight=5 * BLOCK, prefetch=4 * BLOCK)
-    x, large = leaf(), leaf(side=2 * SIDE)  # 4 times a block
+    x, large = leaf(), leaf(tiers=2 * SIDE)  # 4 times a block
     with stash:
         loss = chain(x, steps=20)
     settled(stash, device)
-    for side in stash._books.sides:  # a room that is still written from cannot be read to
-        while side.host is not None and side.host.spills.wait():
+    for tiers in stash._session.device_tiers:  # a room that is still written from cannot be read to
+        while tiers.host is not None and tiers.host.writeback.wait():
             settled(stash, device)
     node = loss.grad_fn.next_functions[0][0]
     for _ in range(10):  # of a tanh and a multiplication each

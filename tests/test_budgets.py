@@ -44,7 +44,9 @@ def test_keep_holds_the_newest_and_the_oldest_go_down(tmp_path):
     while node is not None:
         packed = getattr(node, "_raw_saved_result", None)
         if packed is not None:
-            where.append(packed.data.block.alias is not None or packed.data.block.remains.kept > 0)
+            where.append(
+                packed.data.block.alias is not None or packed.data.block.cleanup.resident_bytes > 0
+            )
         node = node.next_functions[0][0] if node.next_functions else None
     assert where[:4] == [True] * 4  # walking back from the loss: the newest first
     (gradient,) = torch.autograd.grad(loss, x)
@@ -101,15 +103,15 @@ def test_forward_waits_when_the_window_is_full(tmp_path, monkeypatch):
     x = leaf(1)
     store.writes.clear()
     waits = []
-    flights = stash._books.sides[0].down.flights
-    wait = flights.wait
+    inflight = stash._session.device_tiers[0].evictor.inflight
+    wait = inflight.wait
 
     def open_then_wait(writing):
-        waits.append(flights.nbytes)
+        waits.append(inflight.nbytes)
         store.writes.set()
         wait(writing)
 
-    monkeypatch.setattr(flights, "wait", open_then_wait)
+    monkeypatch.setattr(inflight, "wait", open_then_wait)
     with stash:
         loss = chain(x, 6)
     assert waits[0] == 3 * MIB
@@ -290,7 +292,7 @@ def test_without_threads_moves_run_on_the_caller(tmp_path, monkeypatch):
 
 
 def test_no_memory_for_a_read_buffer_is_a_memory_error_and_nothing_is_lost(tmp_path, monkeypatch):
-    import backstash.stores._memory as memory
+    import backstash.stores._buffer_pool as memory
 
     stash = Stash(disk=tmp_path, inflight=0)
     x = leaf(1)
@@ -329,9 +331,9 @@ def test_room_that_a_dead_block_s_write_still_takes_is_waited_for(tmp_path, monk
         chain(x, 2)  # dropped at once; both writes stand at the gate
         for _ in range(2):
             assert store.begun.acquire(timeout=30)
-        flights = stash._books.sides[0].down.flights
-        wait = flights.wait
-        monkeypatch.setattr(flights, "wait", lambda w: (store.writes.set(), wait(w)))
+        inflight = stash._session.device_tiers[0].evictor.inflight
+        wait = inflight.wait
+        monkeypatch.setattr(inflight, "wait", lambda w: (store.writes.set(), wait(w)))
         loss = chain(x, 2)
     (gradient,) = torch.autograd.grad(loss, x)
     assert torch.equal(gradient, plain_gradient(x, 2))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from backstash._device_memory import DeviceMemory
+from backstash._device.memory import DeviceMemory
 
 RESERVE = 256 << 20
 

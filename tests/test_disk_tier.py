@@ -6,12 +6,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from backstash import _disk
-from backstash._blocks import Block, Source
-from backstash._disk import DiskTier
-from backstash._parcels import Parcel
-from backstash._remains import BlockRemains, Grave, ParcelRemains
-from backstash._workers import Work
+from backstash._runtime.reclaim import BlockCleanup, DiskCleanup, ReclaimQueue
+from backstash._runtime.workers import Work
+from backstash._saved.block import Block, StorageVersion
+from backstash._tiers import disk as _disk
+from backstash._tiers.backing import DiskBacking
+from backstash._tiers.disk import DiskTier
 from backstash.errors import StashFullError
 
 FULL = StashFullError(28, "full")
@@ -20,19 +20,19 @@ FULL = StashFullError(28, "full")
 class Store:
     """A store with room for so many slots."""
 
-    def __init__(self, room=100):
-        self.room, self.used_bytes, self.steps, self.asked = room, 0, [], 0
+    def __init__(self, buffer=100):
+        self.buffer, self.used_bytes, self.steps, self.asked = buffer, 0, [], 0
 
     def reserve(self, nbytes):
         self.asked += 1
-        if not self.room:
+        if not self.buffer:
             raise FULL
-        self.room -= 1
+        self.buffer -= 1
         self.used_bytes += nbytes
         return SimpleNamespace(nbytes=nbytes)
 
     def release(self, slot):
-        self.room += 1
+        self.buffer += 1
         self.used_bytes -= slot.nbytes
         self.steps.append(("release", slot))
 
@@ -45,17 +45,17 @@ class Store:
 
 def made(store):
     begun, waited, told = [], [], []
-    flights = SimpleNamespace(wait=waited.append)
-    tape = SimpleNamespace(on=False, tell=lambda *what, **more: told.append((what, more)))
-    tier = DiskTier(store, begun.append, Grave(), flights, tape)
-    return tier, SimpleNamespace(begun=begun, waited=waited, told=told, tape=tape)
+    inflight = SimpleNamespace(wait=waited.append)
+    event_log = SimpleNamespace(on=False, emit=lambda *what, **more: told.append((what, more)))
+    tier = DiskTier(store, begun.append, ReclaimQueue(), inflight, event_log)
+    return tier, SimpleNamespace(begun=begun, waited=waited, told=told, event_log=event_log)
 
 
 def block_of(tier, nbytes=100):
-    side = SimpleNamespace(number=0, grave=tier.grave, stream=lambda: None)
+    tiers = SimpleNamespace(number=0, reclaim_queue=tier.reclaim_queue, stream=lambda: None)
     tensor = torch.zeros(nbytes, dtype=torch.uint8)
-    block = Block(Source(tensor, tensor.untyped_storage()), tensor.detach(), side)
-    block.remains.module = "a module"
+    block = Block(StorageVersion(tensor, tensor.untyped_storage()), tensor.detach(), tiers)
+    block.cleanup.module = "a module"
     return block
 
 
@@ -63,16 +63,16 @@ def test_a_block_is_written_from_its_own_memory():
     tier, seen = made(store := Store())
     block = block_of(tier, 5000)
     block.address += 4096 * 7 - block.address % 4096 + 64  # as some other one's
-    parcel = tier.begin(block)
-    assert isinstance(parcel, Parcel) and parcel.store is store and parcel.skew == 64
-    assert store.steps == [("stage", parcel.slot, block.address)]
+    backing = tier.begin(block)
+    assert isinstance(backing, DiskBacking) and backing.store is store and backing.skew == 64
+    assert store.steps == [("stage", backing.slot, block.address)]
     (work,) = seen.begun
-    assert parcel.remains.writing is work and not work.done()
+    assert backing.cleanup.writing is work and not work.done()
     assert work.run() and work.exception() is None
-    assert store.steps[1:] == [("write", parcel.slot, block.address)]
-    assert tier.peak_bytes == 5000 and seen.told == [] and len(tier.grave) == 0
-    del parcel
-    assert [type(left) for left in tier.grave] == [ParcelRemains]
+    assert store.steps[1:] == [("write", backing.slot, block.address)]
+    assert tier.peak_bytes == 5000 and seen.told == [] and len(tier.reclaim_queue) == 0
+    del backing
+    assert [type(left) for left in tier.reclaim_queue] == [DiskCleanup]
 
 
 def test_its_memory_lives_until_the_write_has_ended():
@@ -81,8 +81,8 @@ def test_its_memory_lives_until_the_write_has_ended():
     freed = []
     torch_alias = block.alias
     owner = type("Owner", (), {"__del__": lambda self: freed.append(True)})()
-    parcel = Parcel(tier.store, tier.reserve(100), 0, tier.grave)
-    work = tier.write_of(parcel, block.address, owner)
+    backing = DiskBacking(tier.store, tier.reserve(100), 0, tier.reclaim_queue)
+    work = tier.write_of(backing, block.address, owner)
     del owner
     assert freed == []
     work.run()
@@ -91,10 +91,10 @@ def test_its_memory_lives_until_the_write_has_ended():
 
 def test_who_records_is_told_what_was_written_and_since_when(monkeypatch):
     tier, seen = made(store := Store())
-    seen.tape.on = True
+    seen.event_log.on = True
     block = block_of(tier)
-    parcel = tier.begin(block)
-    alone = tier.write_of(parcel, 64, None)
+    backing = tier.begin(block)
+    alone = tier.write_of(backing, 64, None)
     monkeypatch.setattr(_disk.time, "perf_counter", lambda: 10.0 + len(store.steps))
     assert seen.told == []
     seen.begun[0].run()
@@ -115,34 +115,34 @@ def test_the_peak_is_the_most_that_there_ever_was():
 
 
 def test_a_full_store_is_asked_again_when_the_dead_have_given_back_their_room():
-    tier, seen = made(store := Store(room=4))
+    tier, seen = made(store := Store(buffer=4))
     running = Work(lambda: None)
     assert running._running.acquire()
     waiting, over = Work(lambda: None), Work(lambda: None)
     over.run()
     slots = []
     for work in (running, waiting, over, None):
-        left = ParcelRemains(tier.grave, store, tier.reserve(10))
+        left = DiskCleanup(tier.reclaim_queue, store, tier.reserve(10))
         left.writing = work
-        tier.grave.append(left)
+        tier.reclaim_queue.append(left)
         slots.append(left.slot)
-    tier.grave.append(BlockRemains(tier.grave, 0, 10))
-    other = ParcelRemains(tier.grave, Store(), SimpleNamespace(nbytes=10))
-    gone = ParcelRemains(tier.grave, store, None)
-    tier.grave.extend((other, gone))
-    dead = list(tier.grave)
+    tier.reclaim_queue.append(BlockCleanup(tier.reclaim_queue, 0, 10))
+    other = DiskCleanup(tier.reclaim_queue, Store(), SimpleNamespace(nbytes=10))
+    gone = DiskCleanup(tier.reclaim_queue, store, None)
+    tier.reclaim_queue.extend((other, gone))
+    dead = list(tier.reclaim_queue)
     assert tier.reserve(20).nbytes == 20
     released = [step[1] for step in store.steps]
     assert all(one is two for one, two in zip(released, slots, strict=True))
     assert seen.waited == [running, over] and waiting.cancelled
-    assert list(tier.grave) == dead, "who drains it settles the rest"
+    assert list(tier.reclaim_queue) == dead, "who drains it settles the rest"
     assert [left.slot for left in dead[:4]] == [None] * 4 and other.slot is not None
     running._running.release()
 
 
 def test_a_full_store_says_so_where_nothing_has_died():
-    tier, _ = made(store := Store(room=0))
-    tier.grave.append(BlockRemains(tier.grave, 0, 10))
+    tier, _ = made(store := Store(buffer=0))
+    tier.reclaim_queue.append(BlockCleanup(tier.reclaim_queue, 0, 10))
     with pytest.raises(StashFullError) as caught:
         tier.begin(block_of(tier))
     assert caught.value is FULL and store.steps == [] and tier.peak_bytes == 0
@@ -154,5 +154,5 @@ def test_a_profiler_sees_the_write(monkeypatch):
     spans = []
     monkeypatch.setattr(_disk, "profiled", lambda what: spans.append(what) or nullcontext())
     tier, _ = made(Store())
-    tier.write_of(Parcel(tier.store, tier.reserve(10), 0, tier.grave), 64, None).run()
+    tier.write_of(DiskBacking(tier.store, tier.reserve(10), 0, tier.reclaim_queue), 64, None).run()
     assert spans == ["write"]

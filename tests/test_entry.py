@@ -8,9 +8,9 @@ import torch
 from torch.testing._internal.two_tensor import TwoTensor
 
 from backstash import Stash
-from backstash._blocks import raw_alias, same_counter
-from backstash._entry import Entry, WrapperEntry, _at_offset, _offset_of
-from backstash._parts import Part
+from backstash._saved.entry import Entry, WrapperEntry, _at_offset, _offset_of
+from backstash._saved.view import StridedRegion, raw_alias
+from backstash._torch.versions import same_counter
 from oracle import gradients, same_bits
 
 DISK = SimpleNamespace(where="disk")
@@ -65,7 +65,7 @@ def test_conj_and_neg_bits_come_back(conj, neg):
 def test_a_part_with_gaps_is_spread_out_again():
     x = torch.arange(100.0).view(10, 10)
     view = x[1:9:2, 3:5]
-    part = Part(view)
+    part = StridedRegion(view)
     dense = part.copy(view)
     entry = Entry(DISK, view, part.residue * part.itemsize, part)
     rebuilt = entry.view_of(dense, 0)
@@ -88,7 +88,7 @@ def test_what_was_read_is_let_go_when_every_entry_has_had_it(tmp_path):
     stash = Stash(disk=tmp_path, inflight=0, prefetch="1GiB")
     with stash:
         loss = program()
-    up = stash._books.sides[0].up
+    up = stash._session.device_tiers[0].prefetcher
     for turn in range(1, 4):  # each use of the graph is a turn of its own
         assert same_bits(*gradients(loss, x, retain_graph=True), *expected)
         assert up.ahead_bytes == 0

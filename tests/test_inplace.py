@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from backstash import Disk, Stash
-from backstash._up import Up
+from backstash._tiers.prefetch import Prefetcher
 from backstash.errors import InplaceError
 from backstash.stores._file import UnnamedFile
 from backstash.testing import Gated
@@ -317,12 +317,12 @@ class Slow(torch.autograd.Function):
         return grad, None, None
 
 
-@pytest.mark.parametrize("side", [1024, 96], ids=["large", "small"])
+@pytest.mark.parametrize("tiers", [1024, 96], ids=["large", "small"])
 @pytest.mark.parametrize("keep", [0, "64KiB"])
-def test_only_its_own_thread_may_say_that_a_copy_is_whole(gated, side, keep):
+def test_only_its_own_thread_may_say_that_a_copy_is_whole(gated, tiers, keep):
     """A change in place is seen late by other threads: the bytes differ before the version does."""
-    x = leaf(side, side)
-    nbytes = side * side * 4
+    x = leaf(tiers, tiers)
+    nbytes = tiers * tiers * 4
     stash = Stash(disk=gated, min_bytes=0, keep=0 if keep == 0 else nbytes)
     changed, go_on, results = threading.Event(), threading.Event(), []
 
@@ -342,7 +342,7 @@ def test_only_its_own_thread_may_say_that_a_copy_is_whole(gated, side, keep):
     assert changed.wait(PATIENCE_SECONDS)
     gated.writes.set()
     with stash:  # this thread presses h out of its place, sees its write end, and lands what it may
-        other = leaf(side, side, seed=2)
+        other = leaf(tiers, tiers, seed=2)
         mine = [(other * number).exp() for number in range(4)]
     stash.stats()
     stash._workers.close()
@@ -350,7 +350,7 @@ def test_only_its_own_thread_may_say_that_a_copy_is_whole(gated, side, keep):
     go_on.set()
     thread.join(PATIENCE_SECONDS)
     (result,) = results
-    true = (leaf(side, side) * 2).cos().detach() * 2
+    true = (leaf(tiers, tiers) * 2).cos().detach() * 2
     assert isinstance(result, InplaceError) or same_bits(*result, true)
     del mine
     stash.close()
@@ -420,17 +420,17 @@ def test_memory_that_is_gone_between_its_write_and_its_checksum(tmp_path, monkey
     stash.close()
 
 
-@pytest.mark.parametrize("side", [1024, 256], ids=["large", "small"])
-def test_memory_that_moves_before_it_goes(tmp_path, side):
-    stash = Stash(disk=tmp_path, keep=side * side * 4, inflight=0)
-    x = leaf(side, side)
-    held = torch.ones(side, side)
+@pytest.mark.parametrize("tiers", [1024, 256], ids=["large", "small"])
+def test_memory_that_moves_before_it_goes(tmp_path, tiers):
+    stash = Stash(disk=tmp_path, keep=tiers * tiers * 4, inflight=0)
+    x = leaf(tiers, tiers)
+    held = torch.ones(tiers, tiers)
     with stash:
         loss = x * held
         held.untyped_storage().resize_(64 << 20)
-        fill = [torch.full((side, side), 7.0) for _ in range(4)]
+        fill = [torch.full((tiers, tiers), 7.0) for _ in range(4)]
         rest = [x * each for each in fill]
-    assert same_bits(*gradients(loss, x), torch.ones(side, side))
+    assert same_bits(*gradients(loss, x), torch.ones(tiers, tiers))
     del fill, rest
     stash.close()
 
@@ -498,18 +498,18 @@ def test_backward_changes_a_part_that_is_saved_again(tmp_path):
 def test_two_threads_are_given_the_same_bytes_and_one_changes_them(tmp_path, monkeypatch):
     """A thread that waited for another one's read must not take what that one has changed since."""
     asked, other_changed = threading.Event(), threading.Event()
-    memory_of = Up._reading_of
+    memory_of = Prefetcher._load_of
 
-    def slow_memory_of(up, parcel, block):
+    def slow_memory_of(up, backing, block):
         waits = threading.current_thread().name == "waits"
         if waits:
             asked.set()
-        memory = memory_of(up, parcel, block)
+        memory = memory_of(up, backing, block)
         if waits:
             assert other_changed.wait(PATIENCE_SECONDS)
         return memory
 
-    monkeypatch.setattr(Up, "_reading_of", slow_memory_of)
+    monkeypatch.setattr(Prefetcher, "_load_of", slow_memory_of)
     store = Gated(Disk(tmp_path))
     stash, results = Stash(disk=store, inflight=0), {}
     x = leaf(1024, 1024)
@@ -669,13 +669,13 @@ def test_what_an_operation_saves_before_it_fills_it(tmp_path, min_bytes, then):
             y = torch.nn.functional.rrelu(y - 1.0, training=True)
         return y.sum()
 
-    side = 30 if min_bytes == 1 else 300
-    x = leaf(side, side)
+    tiers = 30 if min_bytes == 1 else 300
+    x = leaf(tiers, tiers)
     expected = gradients(program(), x)
     stash = Stash(disk=tmp_path, min_bytes=min_bytes, inflight=0)
     with stash:
         loss = program()
-    assert stash.stats().written_bytes == stash.stats().eligible_bytes > 2 * 4 * side * side - 1
+    assert stash.stats().written_bytes == stash.stats().eligible_bytes > 2 * 4 * tiers * tiers - 1
     assert torch.equal(gradients(loss, x)[0], expected[0])
     stash.close()
 

@@ -1,7 +1,6 @@
 """The house: which module may import which, and the public names."""
 
 import ast
-from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -13,25 +12,26 @@ MODULES = {
     for path in sorted(PACKAGE.rglob("*.py"))
 }
 
-# Each part imports from those above its own line, and within its line where no circle comes of it.
-LEVELS = (
-    ("errors", "units"),
-    ("stores", "codecs", "memory", "launcher", "_streams"),
+# The floors, the lowest first: each imports from those above its own line, and within its line where no
+# circle comes of it. An import for type checkers only counts as any other.
+FLOORS = (
+    ("errors", "units", "_text", "memory", "launcher"),
     ("policy",),
-    ("_*",),
+    ("_torch",),
+    ("stores",),
+    ("_runtime",),
+    ("_device",),
+    ("_saved",),
+    ("_tiers",),
+    ("_session",),
+    ("_admission",),
+    ("_hook_scope", "_stats"),
     ("stash",),
     ("graph",),
-    ("testing", "integrations", "cli", "__main__"),
+    ("testing", "cli", "__main__"),
 )
-# What these may import of the package, besides themselves.
-ISOLATED = {
-    "stores": {"errors", "units"},
-    "codecs": {"errors", "units"},
-    "hooks": {"errors", "units", "policy", "_text", "_untraced"},
-    "report": {"errors", "units", "policy", "_nodes", "_modules", "_text", "_untraced"},
-}
-# What knows nothing of a stash, so that an isolated part may read graphs and call stacks by it.
-PURE = {"_nodes": {"errors"}, "_modules": set[str](), "_text": set[str](), "_untraced": set[str]()}
+# These stand beside the floors: they know nothing of a stash, and who imports them stands above ``graph``.
+BESIDE = {name: {"errors", "units", "_text", "policy", "_torch"} for name in ("hooks", "report")}
 PUBLIC_ONLY = ("cli", "integrations")
 
 NAMES = {
@@ -51,32 +51,18 @@ def part(module: str) -> str:
     return module.partition(".")[2].partition(".")[0]
 
 
-def level(name: str) -> int:
-    exact = [rank for rank, names in enumerate(LEVELS) if name in names]
-    if not exact and name.startswith("_"):
-        return level("_*")
-    assert exact, f"backstash.{name} has no level in test_layout.py: give it one"
-    return exact[0]
-
-
-def is_for_types_only(node: ast.AST) -> bool:
-    return isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")
-
-
-def statements(tree: ast.AST) -> Iterator[ast.AST]:
-    """All nodes below ``tree``, without those that only a type checker reads."""
-    for node in ast.iter_child_nodes(tree):
-        if not is_for_types_only(node):
-            yield node
-            yield from statements(node)
+def floor(name: str) -> int:
+    found = [rank for rank, names in enumerate(FLOORS) if name in names]
+    assert found, f"backstash.{name} has no floor in test_layout.py: give it one"
+    return found[0]
 
 
 def imported(module: str) -> set[str]:
-    """The modules of the package that ``module`` imports when it runs, wherever in it."""
+    """The modules of the package that ``module`` imports, wherever in it, for types only too."""
     path = MODULES[module]
     package = module.split(".") if path.name == "__init__.py" else module.split(".")[:-1]
     found = set()
-    for node in statements(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             found.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -91,11 +77,11 @@ def may_import(module: str, other: str) -> bool:
     own, theirs = part(module), part(other)
     if not own or own == theirs:
         return True
-    if own in ISOLATED | PURE:
-        return theirs in (ISOLATED | PURE)[own]
-    if not theirs or theirs in ISOLATED.keys() - {"stores", "codecs"}:
-        return level(own) > level("graph")
-    return level(theirs) <= level(own)
+    if own in BESIDE:
+        return theirs in BESIDE[own]
+    if not theirs or theirs in BESIDE:
+        return floor(own) > floor("graph")
+    return floor(theirs) <= floor(own)
 
 
 def is_private(module: str) -> bool:
@@ -120,6 +106,11 @@ def test_imports_point_one_way() -> None:
         if not may_import(module, other)
     ]
     assert wrong == []
+
+
+def test_every_floor_is_there() -> None:
+    named = {name for names in FLOORS for name in names} | BESIDE.keys()
+    assert named == {part(module) for module in MODULES} - {""}
 
 
 def test_imports_make_no_circle() -> None:

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from backstash import _modules
-from backstash._modules import call_frame, is_running, module_path, running_modules
+from backstash._torch import modules as _modules
+from backstash._torch.modules import call_frame, is_running, module_path, running_modules
 
 
 class Looks(nn.Module):

@@ -1,7 +1,7 @@
 import torch
 
 from backstash import Disk, Stash
-from backstash._order import Round
+from backstash._saved.access_order import ForwardPass
 from backstash.testing import Gated
 
 MIB = 1 << 20
@@ -43,8 +43,8 @@ def test_prefetch_keeps_inside_its_window_while_reads_hang(tmp_path):
 
 def test_small_blocks_are_looked_for_now_and_then_and_found(tmp_path, monkeypatch):
     looks = []
-    after = Round.successors
-    monkeypatch.setattr(Round, "successors", lambda *of: looks.append(of) or after(*of))
+    after = ForwardPass.successors
+    monkeypatch.setattr(ForwardPass, "successors", lambda *of: looks.append(of) or after(*of))
     stash = Stash(disk=tmp_path, inflight=0, prefetch="16MiB")
     x = torch.zeros(16_384, requires_grad=True)
     with stash:

@@ -7,8 +7,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from backstash import Stash, _events
-from backstash._events import Recording, Tape
+from backstash import Stash
+from backstash._runtime import trace as _trace
+from backstash._runtime.trace import EventLog, Recording
 from backstash.testing import Failing, Gated, MemoryStore
 
 
@@ -23,10 +24,10 @@ def of_kind(events, kind):
 
 
 @pytest.mark.parametrize(
-    "side, sent", [(200, "land"), (600, "write")], ids=["in segments", "alone"]
+    "tiers, sent", [(200, "land"), (600, "write")], ids=["in segments", "alone"]
 )
-def test_events_add_up_to_the_stats(side, sent):
-    x = torch.randn(side, side, requires_grad=True)
+def test_events_add_up_to_the_stats(tiers, sent):
+    x = torch.randn(tiers, tiers, requires_grad=True)
     with Stash(disk=MemoryStore()) as stash, stash.record() as recording:
         loss = chain(x)
         stash._workers.close()  # else a write that nobody needs any more is cancelled
@@ -81,7 +82,7 @@ def test_modules_are_named_and_nothing_is_told_after_the_end():
     assert {event.module for event in of_kind(recording.events, "save")} == {"0", "1"}
     assert not of_kind(recording.events, "use")
     recording.remove()
-    assert not stash._tape.on
+    assert not stash._event_log.on
 
 
 def test_a_write_that_failed_and_a_change_on_the_way_are_told():
@@ -112,7 +113,7 @@ def test_a_limited_recording_ends_by_itself():
         recording = stash.record(limit=3)
         assert not recording.full
         chain(x).backward()
-        assert recording.full and not stash._tape.on
+        assert recording.full and not stash._event_log.on
         assert len(recording.events) == 3
 
 
@@ -145,9 +146,9 @@ def test_a_profiler_sees_stalls_and_nothing_is_asked_without_one(monkeypatch):
         "backstash: read",
     }
     # On this thread: what it waited for, which it read itself where no worker had begun to.
-    reading = next(event for event in spans if event.name == "backstash: read")
-    assert reading.cpu_parent.name == "backstash: stall on the way up 1"
-    assert "TanhBackward0" in reading.cpu_parent.cpu_parent.name
+    load = next(event for event in spans if event.name == "backstash: read")
+    assert load.cpu_parent.name == "backstash: stall on the way up 1"
+    assert "TanhBackward0" in load.cpu_parent.cpu_parent.name
 
     def refuse(*_):
         raise AssertionError("asked of torch.profiler though none runs")
@@ -159,31 +160,35 @@ def test_a_profiler_sees_stalls_and_nothing_is_asked_without_one(monkeypatch):
 
 def test_what_is_told_is_what_happened(monkeypatch):
     now = iter([5.0, 7.0])
-    monkeypatch.setattr(_events.time, "perf_counter", lambda: next(now))
-    tape = Tape(lambda: (1, 2, 3, 4, 5))
-    assert tape.on is False
-    recording = Recording(tape)
-    assert tape.on is True
-    tape.tell("write", 10)
-    tape.tell("stall", 0, 3, "a.b", cause="pack", began=6.5)
+    monkeypatch.setattr(_trace.time, "perf_counter", lambda: next(now))
+    event_log = EventLog(lambda: (1, 2, 3, 4, 5))
+    assert event_log.on is False
+    recording = Recording(event_log)
+    assert event_log.on is True
+    event_log.emit("write", 10)
+    event_log.emit("stall", 0, 3, "a.b", cause="pack", began=6.5)
     first, second = recording.events
     here = threading.get_ident()
-    assert first == _events.Event("write", 5.0, 0.0, 10, -1, "", "", here, 1, 2, 3, 4, 5)
-    assert second == _events.Event("stall", 6.5, 0.5, 0, 3, "a.b", "pack", here, 1, 2, 3, 4, 5)
+    assert first == _trace.Event("write", 5.0, 0.0, 10, -1, "", "", here, 1, 2, 3, 4, 5)
+    assert second == _trace.Event("stall", 6.5, 0.5, 0, 3, "a.b", "pack", here, 1, 2, 3, 4, 5)
 
 
 def test_a_recording_takes_no_more_than_its_limit():
-    tape = Tape(lambda: (0, 0, 0, 0, 0))
-    none, one, all_of_it = Recording(tape, limit=0), Recording(tape, limit=1), Recording(tape)
+    event_log = EventLog(lambda: (0, 0, 0, 0, 0))
+    none, one, all_of_it = (
+        Recording(event_log, limit=0),
+        Recording(event_log, limit=1),
+        Recording(event_log),
+    )
     for _ in range(2):
-        tape.tell("free", 1)
+        event_log.emit("free", 1)
     assert [len(each.events) for each in (none, one, all_of_it)] == [0, 1, 2]
     one._hear(tuple(range(13)))  # told by another thread, which had asked who listens before
-    assert len(one.events) == 1 and tape.on
+    assert len(one.events) == 1 and event_log.on
     all_of_it.remove()
-    assert not tape.on
+    assert not event_log.on
 
 
 def test_a_torch_that_does_not_say_whether_a_profiler_runs_has_none(monkeypatch):
     monkeypatch.delattr(torch.autograd.profiler, "_is_profiler_enabled")
-    assert _events.profiled("read") is _events._NOTHING
+    assert _trace.profiled("read") is _trace._NOTHING

@@ -7,13 +7,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from backstash._blocks import Block, Source
-from backstash._parcels import Segment
-from backstash._remains import Grave
-from backstash._segments import SEGMENT_BYTES, Segments
+from backstash._runtime.reclaim import ReclaimQueue
+from backstash._saved.block import Block, StorageVersion
+from backstash._tiers.backing import SegmentBacking
+from backstash._tiers.segments import SEGMENT_BYTES, Segments
 from backstash.errors import StashFullError
 
-GRAVE = Grave()
+GRAVE = ReclaimQueue()
 KIB = 1 << 10
 LANE = object()
 
@@ -23,18 +23,20 @@ class Around:
 
     def __init__(self, window=64 * KIB):
         self.steps, self.told, self.left, self.slots = [], [], [], []
-        self.window, self.flown, self.restored = window, 0, 0
-        self.tape = SimpleNamespace(on=True, tell=lambda *what: self.told.append(what))
-        flights = SimpleNamespace(
+        self.window, self.inflight_bytes, self.restored = window, 0, 0
+        self.event_log = SimpleNamespace(on=True, emit=lambda *what: self.told.append(what))
+        inflight = SimpleNamespace(
             window_bytes=window,
-            make_room=lambda nbytes, lane: self.steps.append(("room", nbytes, lane)),
+            make_room=lambda nbytes, thread_state: self.steps.append(
+                ("room", nbytes, thread_state)
+            ),
             count=self.count,
-            has_room=lambda nbytes: self.flown + nbytes <= self.window,
+            has_room=lambda nbytes: self.inflight_bytes + nbytes <= self.window,
             add_segment=lambda segment, work: self.steps.append(("add", segment, work)),
         )
         disk = SimpleNamespace(
             store="the store",
-            grave=GRAVE,
+            reclaim_queue=GRAVE,
             reserve=self.reserve,
             write_of=self.write_of,
             begin_work=lambda work: self.steps.append(("begin", work)),
@@ -42,11 +44,11 @@ class Around:
         pool = SimpleNamespace(
             take=lambda nbytes: torch.zeros(nbytes, dtype=torch.uint8), restore=self.restore
         )
-        keep = SimpleNamespace(leave=self.left.append)
-        self.segments = Segments(disk, pool, keep, flights, self.tape)
+        resident = SimpleNamespace(leave=self.left.append)
+        self.segments = Segments(disk, pool, resident, inflight, self.event_log)
 
     def count(self, nbytes):
-        self.flown += nbytes
+        self.inflight_bytes += nbytes
 
     def reserve(self, nbytes):
         self.slots.append(SimpleNamespace(nbytes=nbytes))
@@ -54,23 +56,23 @@ class Around:
 
     def write_of(self, segment, address, owner):
         assert address == segment.address and owner is segment.buffer
-        segment.remains.writing = (
+        segment.cleanup.writing = (
             f"write {[slot is segment.slot for slot in self.slots].index(True)}"
         )
-        return segment.remains.writing
+        return segment.cleanup.writing
 
     def restore(self):
         self.restored += 1
 
 
 def block_of(nbytes, value=1):
-    side = SimpleNamespace(number=0, grave=GRAVE, stream=lambda: None)
+    tiers = SimpleNamespace(number=0, reclaim_queue=GRAVE, stream=lambda: None)
     tensor = torch.full((nbytes,), value, dtype=torch.uint8)
-    return Block(Source(tensor, tensor.untyped_storage()), tensor.detach(), side)
+    return Block(StorageVersion(tensor, tensor.untyped_storage()), tensor.detach(), tiers)
 
 
 def bytes_at(block):
-    return ctypes.string_at(block.parcel.address + block.offset, block.nbytes)
+    return ctypes.string_at(block.backing.address + block.offset, block.nbytes)
 
 
 def test_blocks_share_a_segment_until_the_next_one_does_not_fit():
@@ -79,8 +81,8 @@ def test_blocks_share_a_segment_until_the_next_one_does_not_fit():
     addresses = [block.address for block in blocks]
     for block in blocks:
         around.segments.gather(block, LANE)
-    first, second = blocks[0].parcel, blocks[3].parcel
-    assert isinstance(first, Segment) and first is blocks[1].parcel is blocks[2].parcel
+    first, second = blocks[0].backing, blocks[3].backing
+    assert isinstance(first, SegmentBacking) and first is blocks[1].backing is blocks[2].backing
     assert first is not second
     assert [slot.nbytes for slot in around.slots] == [8 * KIB, 8 * KIB]
     assert (first.store, first.slot, second.slot) == ("the store", *around.slots)
@@ -91,8 +93,8 @@ def test_blocks_share_a_segment_until_the_next_one_does_not_fit():
     assert (
         first.filled == blocks[2].offset + 4 * KIB and second.filled == blocks[3].offset + 2 * KIB
     )
-    assert (first.remains.flown, second.remains.flown) == (7 * KIB + 100, 2 * KIB)
-    assert around.left == blocks and around.flown == 9 * KIB + 100
+    assert (first.cleanup.inflight_bytes, second.cleanup.inflight_bytes) == (7 * KIB + 100, 2 * KIB)
+    assert around.left == blocks and around.inflight_bytes == 9 * KIB + 100
     assert around.told == [("land", *block.facts) for block in blocks]
     assert around.steps == [
         ("room", 3 * KIB, LANE),
@@ -106,7 +108,7 @@ def test_blocks_share_a_segment_until_the_next_one_does_not_fit():
 
 def test_nobody_is_told_where_nobody_records():
     around = Around()
-    around.tape.on = False
+    around.event_log.on = False
     around.segments.gather(block := block_of(100), LANE)
     assert around.told == [] and block.alias is None
 
@@ -118,13 +120,13 @@ def test_a_segment_is_written_when_the_window_is_full_and_no_earlier():
     around.segments.gather(block := block_of(1), LANE)
     assert around.steps[1:] == [
         ("room", 1, LANE),
-        ("add", block.parcel, "write 0"),
+        ("add", block.backing, "write 0"),
         ("begin", "write 0"),
         ("room", 0, LANE),
     ]
-    assert first.parcel is block.parcel
+    assert first.backing is block.backing
     around.segments.gather(third := block_of(1), LANE)
-    assert third.parcel is not block.parcel
+    assert third.backing is not block.backing
 
 
 @pytest.mark.parametrize(
@@ -165,7 +167,7 @@ def test_a_block_that_finds_no_room_has_not_left():
     block = block_of(3 * KIB)
     with pytest.raises(StashFullError):
         around.segments.gather(block, LANE)
-    assert block.parcel is None and block.alias is not None and around.left == [first]
+    assert block.backing is None and block.alias is not None and around.left == [first]
     assert [step[0] for step in around.steps] == ["room", "add", "begin"]
 
 
@@ -174,14 +176,14 @@ def test_the_books_anew_give_a_write_to_what_had_none():
     blocks = [block_of(6 * KIB) for _ in range(3)]
     for block in blocks:
         around.segments.gather(block, LANE)
-    opened = blocks[2].parcel
-    known, stopped = blocks[0].parcel, blocks[1].parcel
-    landed = Segment("the store", around.reserve(100), torch.zeros(100), GRAVE)
+    opened = blocks[2].backing
+    known, stopped = blocks[0].backing, blocks[1].backing
+    landed = SegmentBacking("the store", around.reserve(100), torch.zeros(100), GRAVE)
     landed.buffer = None
-    stopped.remains.writing = None  # closed, and interrupted before it had one
-    known.remains.writing = "mine"
+    stopped.cleanup.writing = None  # closed, and interrupted before it had one
+    known.cleanup.writing = "mine"
     around.segments.restore([known, stopped, landed, opened])
-    assert [each.remains.writing for each in (known, stopped, landed, opened)] == [
+    assert [each.cleanup.writing for each in (known, stopped, landed, opened)] == [
         "mine",
         "write 1",
         None,
@@ -189,7 +191,7 @@ def test_the_books_anew_give_a_write_to_what_had_none():
     ]
     assert around.restored == 1
     around.segments._close()
-    assert opened.remains.writing == "write 2"
-    opened.remains.writing = None
+    assert opened.cleanup.writing == "write 2"
+    opened.cleanup.writing = None
     around.segments.restore([opened])
-    assert opened.remains.writing == "write 2"
+    assert opened.cleanup.writing == "write 2"

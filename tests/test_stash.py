@@ -57,7 +57,7 @@ def test_an_interrupt_while_entering_leaves_what_was_there(monkeypatch, pushed, 
             assert hooks() == before is not None
     else:
         enters()
-    assert hooks() is None and stash._lane().scopes == []
+    assert hooks() is None and stash._thread_state().scopes == []
 
 
 @pytest.mark.parametrize("left", [True, False])
@@ -85,21 +85,21 @@ def test_an_interrupt_while_leaving_takes_the_pair_out(monkeypatch, left, within
             assert hooks() == before is not None
     else:
         leaves()
-    assert hooks() is None and stash._lane().scopes == []
+    assert hooks() is None and stash._thread_state().scopes == []
 
 
 def test_an_interrupt_before_it_is_known_what_is_left(monkeypatch):
     stash, newest = Stash(), module.newest_scope
     stash.__enter__()
 
-    def interrupted(lane):
+    def interrupted(thread_state):
         monkeypatch.setattr(module, "newest_scope", newest)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(module, "newest_scope", interrupted)
     with pytest.raises(KeyboardInterrupt):
         stash.__exit__(None, None, None)
-    assert hooks() is None and stash._lane().scopes == []
+    assert hooks() is None and stash._thread_state().scopes == []
 
 
 def test_leaving_too_often_is_one_error():
@@ -128,25 +128,29 @@ def test_only_an_error_of_torch_func_is_explained():
 @pytest.mark.parametrize("forked", [False, True])
 def test_leaving_brings_the_books_in_order(monkeypatch, forked):
     stash = Stash()
-    lane, books, asked = stash._lane(), stash._books, []
-    monkeypatch.setattr(books, "is_forked", lambda: forked)
-    monkeypatch.setattr(books, "settle", lambda lane, ended: asked.append(("settle", lane, ended)))
-    monkeypatch.setattr(books, "land", lambda lane: asked.append(("land", lane)))
-    monkeypatch.setattr(books, "try_again", lambda: asked.append("try again"))
+    thread_state, session, asked = stash._thread_state(), stash._session, []
+    monkeypatch.setattr(session, "is_forked", lambda: forked)
+    monkeypatch.setattr(
+        session, "settle", lambda thread_state, ended: asked.append(("settle", thread_state, ended))
+    )
+    monkeypatch.setattr(
+        session, "complete", lambda thread_state: asked.append(("land", thread_state))
+    )
+    monkeypatch.setattr(session, "try_again", lambda: asked.append("try again"))
     with stash:
         pass
-    settled = [] if forked else [("settle", lane, True)]
-    assert asked == [*settled, ("land", lane), "try again"]
+    settled = [] if forked else [("settle", thread_state, True)]
+    assert asked == [*settled, ("land", thread_state), "try again"]
 
 
 def test_each_thread_s_first_step_and_each_use_look_for_a_fork(monkeypatch):
     stash, asked = Stash(disk=MemoryStore()), []
     held = packed(stash, torch.zeros(200, 200))
-    monkeypatch.setattr(stash._books, "is_forked", lambda: asked.append(True))
+    monkeypatch.setattr(stash._session, "is_forked", lambda: asked.append(True))
     stash.unpack(held)
     assert asked, "whoever held the lock may not be here"
     asked.clear()
-    thread = threading.Thread(target=stash._lane)
+    thread = threading.Thread(target=stash._thread_state)
     thread.start()
     thread.join()
     assert len(asked) == 1
@@ -155,7 +159,7 @@ def test_each_thread_s_first_step_and_each_use_look_for_a_fork(monkeypatch):
 def test_keep_changes_under_the_lock(monkeypatch):
     stash, limits = Stash(), []
     monkeypatch.setattr(
-        stash._books, "limit", lambda keep: limits.append((keep, stash._books.lock._is_owned()))
+        stash._session, "limit", lambda keep: limits.append((keep, stash._session.lock._is_owned()))
     )
     for keep in ("1KiB", "auto", None):
         stash.set_keep(keep)
@@ -216,7 +220,7 @@ def test_nothing_is_told_where_nobody_records(monkeypatch):
     def told(*_, **__):
         raise AssertionError("told though nobody listens")
 
-    monkeypatch.setattr(stash._tape, "tell", told)
+    monkeypatch.setattr(stash._event_log, "emit", told)
     x = torch.ones(200, 200, requires_grad=True)
     with stash:
         loss = x.exp().exp().sum()
@@ -231,14 +235,14 @@ def test_what_was_changed_in_place_is_not_given_to_a_capture():
     held = stash.pack(tensor)
     device.capturing = True
     taken = []
-    lock = stash._books.lock
-    stash._books.lock = Noting(lock, taken)
+    lock = stash._session.lock
+    stash._session.lock = Noting(lock, taken)
     assert torch.equal(stash.unpack(held), tensor) and taken
     tensor.mul_(2)
     with pytest.raises(UsageError, match="no module saved before this capture has moved"):
         stash.unpack(held)
     device.capturing = False
-    stash._books.lock = lock
+    stash._session.lock = lock
     assert not device.faults
     stash.close()
 
@@ -262,9 +266,9 @@ class Noting:
 
 def test_figures_are_of_what_has_landed_and_died(monkeypatch):
     stash = Stash()
-    asked, books = [], stash._books
-    monkeypatch.setattr(books, "land", lambda lane: asked.append("land"))
-    monkeypatch.setattr(books, "drain", lambda: asked.append("drain"))
+    asked, session = [], stash._session
+    monkeypatch.setattr(session, "complete", lambda thread_state: asked.append("land"))
+    monkeypatch.setattr(session, "drain", lambda: asked.append("drain"))
     stash.stats()
     assert asked == ["land", "drain"]
 
@@ -290,12 +294,16 @@ def test_closing_ends_what_is_there(monkeypatch):
     device = TwinDevice()
     stash = stash_on(device, keep=0, host="1MiB", min_bytes=0)
     held = stash.pack(torch.ones(100, requires_grad=True).exp())
-    asked, books = [], stash._books
-    land, side = books.land, books.sides[1]
-    monkeypatch.setattr(books, "land", lambda lane: (asked.append("land"), land(lane)))
-    finish = side.down.flights.finish
+    asked, session = [], stash._session
+    complete, tiers = session.complete, session.device_tiers[1]
     monkeypatch.setattr(
-        side.down.flights, "finish", lambda lane: (asked.append("finish"), finish(lane))
+        session, "complete", lambda thread_state: (asked.append("land"), complete(thread_state))
+    )
+    finish = tiers.evictor.inflight.finish
+    monkeypatch.setattr(
+        tiers.evictor.inflight,
+        "finish",
+        lambda thread_state: (asked.append("finish"), finish(thread_state)),
     )
     monkeypatch.setattr(stash._pool, "trim", lambda: asked.append("trim"))
     close = stash._workers.close

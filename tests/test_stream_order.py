@@ -16,7 +16,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from backstash import Stash
-from backstash._streams import Accelerator
+from backstash._device.accelerator import Accelerator
 
 SIDE = 64
 BLOCK = SIDE * SIDE * 4
@@ -89,7 +89,7 @@ class Model:
         self.current = Stream(self, "first")
         self.faults: list[str] = []
         self.memory: dict[int, Memory] = {}
-        self.rooms: dict[tuple[int, int], list[tuple[str, int]]] = {}
+        self.buffers: dict[tuple[int, int], list[tuple[str, int]]] = {}
 
     def allocated(self, tensor: torch.Tensor) -> Memory:
         storage = tensor.untyped_storage()
@@ -137,7 +137,7 @@ class Played(Accelerator):
         memory = model.of(source)
         model.check(model.comes_after(copy._event.clock, memory.uses[0]), "read before it was made")
         memory.uses.append(use)
-        model.rooms.setdefault(place(target), []).append(use)
+        model.buffers.setdefault(place(target), []).append(use)
         return copy
 
     def up(self, source: torch.Tensor, after: Any) -> Any:
@@ -147,7 +147,7 @@ class Played(Accelerator):
         known = model.comes_after(copy._event.clock, (memory.owner.name, memory.uses[0][1] - 1))
         model.check(known, "written while the stream that has freed it may still use it")
         memory.uses.append(use)
-        uses = model.rooms.setdefault(place(source), [])
+        uses = model.buffers.setdefault(place(source), [])
         for written in [each for each in uses if each[0] == "down"][-1:]:
             model.check(model.comes_after(copy._event.clock, written), "read up before it was down")
         uses.append(use)
@@ -177,16 +177,16 @@ def played(monkeypatch):
         device.pin, device.unpin = lambda memory: "", lambda memory: None
         device.free_bytes, device.failures = lambda: 1 << 40, lambda: 0
         stash = Stash(min_bytes=0, **options)
-        stash._books.put(torch.device("cpu"), stash._plan.accelerator(device, 1))
-        pool = stash._books.sides[1].host.pool
+        stash._session.put(torch.device("cpu"), stash._plan.accelerator(device, 1))
+        pool = stash._session.device_tiers[1].host.pool
         give = pool.give
 
-        def given(room: Any) -> None:
-            for use in model.rooms.pop(place(room.memory), ()):
+        def given(buffer: Any) -> None:
+            for use in model.buffers.pop(place(buffer.memory), ()):
                 model.check(
                     model.comes_after({}, use), f"a room is given while {use[0]} may use it"
                 )
-            give(room)
+            give(buffer)
 
         monkeypatch.setattr(pool, "give", given)
         made.append(stash)

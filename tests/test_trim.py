@@ -2,8 +2,9 @@ import ctypes
 
 import pytest
 
-from backstash import Stash, _trim
-from backstash._trim import Trimmer
+from backstash import Stash
+from backstash._runtime import trim as _trim
+from backstash._runtime.trim import Trimmer
 from backstash.errors import SizeError
 
 

@@ -9,9 +9,9 @@ from itertools import product
 
 import pytest
 
-from backstash import _workers
-from backstash._lanes import Lane
-from backstash._workers import Work, Workers
+from backstash._runtime import workers as _workers
+from backstash._runtime.workers import Work, Workers
+from backstash._saved.thread_state import ThreadState
 
 
 class NoThread(threading.Thread):
@@ -237,7 +237,7 @@ def test_at_the_end_every_thread_is_seen_off(monkeypatch):
 
 LAST = """
 import threading
-from backstash._workers import Workers
+from backstash._runtime.workers import Workers
 
 def late():
     threading.main_thread().join()  # until the interpreter ends
@@ -257,20 +257,20 @@ def test_what_has_begun_is_ended_before_the_interpreter_goes():
 
 def test_who_may_judge_a_copy():
     """Its own thread, or anybody once that one has ended."""
-    mine, found = Lane(), []
+    mine, found = ThreadState(), []
     go_on = threading.Event()
 
     def work():
-        found.append(Lane())
+        found.append(ThreadState())
         go_on.wait(30)
 
     thread = threading.Thread(target=work)
     thread.start()
     while not found:
         threading.Event().wait(0.001)
-    assert mine.may_land(mine) is True
-    assert mine.may_land(found[0]) is False
+    assert mine.may_judge(mine) is True
+    assert mine.may_judge(found[0]) is False
     go_on.set()
     thread.join()
-    assert mine.may_land(found[0]) is True
+    assert mine.may_judge(found[0]) is True
     assert found[0].thread is thread

@@ -41,7 +41,7 @@ class Held:
     """Of the process, the system's count."""
     objects: int
     """Python objects that the garbage collector knows."""
-    books: int
+    bookkeeping: int
     """Python objects that the stash reaches."""
     host_bytes: int
     """Pinned slabs of the stash."""
@@ -62,8 +62,10 @@ def held(stash: Stash) -> Held:
         descriptors=len(os.listdir("/proc/self/fd")),
         threads=len(os.listdir("/proc/self/task")),
         objects=len(gc.get_objects()),
-        books=footprint(stash)[0],
-        host_bytes=sum(side.host.pool.slab_bytes for side in stash._books.sides if side.host),
+        bookkeeping=footprint(stash)[0],
+        host_bytes=sum(
+            tiers.host.pool.slab_bytes for tiers in stash._session.device_tiers if tiers.host
+        ),
         file_bytes=file.st_size if file else 0,
         file_block_bytes=file.st_blocks * 512 if file else 0,
     )

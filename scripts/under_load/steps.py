@@ -187,9 +187,9 @@ def _leak_descriptors(stash: Stash, steps: int) -> Callable[[int], None]:
 
 
 def _leak_objects(stash: Stash, steps: int) -> Callable[[int], None]:
-    books: Any = stash._books
-    books.leaked = []
-    return lambda step: books.leaked.extend([{} for _ in range(1 + 20_000 // steps)])
+    session: Any = stash._session
+    session.leaked = []
+    return lambda step: session.leaked.extend([{} for _ in range(1 + 20_000 // steps)])
 
 
 LEAKS: dict[str, Callable[[Stash, int], Callable[[int], None]]] = {

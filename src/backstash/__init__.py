@@ -4,8 +4,8 @@
 >>> stash = Stash(keep="2GiB")
 """
 
-from ._first_calls import resolve as _resolve
-from ._untraced import leave_untraced as _leave_untraced
+from ._torch.dynamo import leave_untraced as _leave_untraced
+from ._torch.mkl import resolve as _resolve
 from .errors import StashError, StashFullError, StashWarning
 from .policy import Action, SavedTensor
 from .stash import Stash

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ._entry import Entry
+from ._saved.entry import Entry
 from ._text import clean
 from .errors import InplaceError, StashCorruptError, StashIOError
 
@@ -30,7 +30,7 @@ def changed(shape: Any, dtype: torch.dtype, module: str, versions: str) -> Inpla
 
 def unreadable(entry: Entry, error: StashIOError) -> StashIOError:
     """The store could not give back a saved tensor's bytes; of ``error``'s kind and number."""
-    name = _named(entry.shape, entry.dtype, clean(entry.block.remains.module) or "no module")
+    name = _named(entry.shape, entry.dtype, clean(entry.block.cleanup.module) or "no module")
     if isinstance(error, StashCorruptError):
         remedy = (
             "its value is lost: run this step's forward again; other graphs are not affected, and what is "

@@ -6,10 +6,13 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from ._admission import SMALL, Admission
+from ._session import Session
 from ._text import clean
+from .stores import Store
 from .units import format_bytes
 
-__all__ = ["Left", "Stats"]
+__all__ = ["Left", "Stats", "account"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,3 +111,52 @@ class Stats:
             lines.append(f"  left       {size(left.nbytes):>9} in {left.count} saves: {reason}")
         lines += [f"  note       {note}" for note in self.notes]
         return "\n".join(map(clean, lines))
+
+
+def account(
+    name: str | None, session: Session, admission: Admission, store: Store | None, note: str
+) -> Stats:
+    """The record of a stash, whose lock the caller holds. ``note`` is of its workers."""
+    counts = session.counts()
+    downs, ups = (
+        [tiers.evictor for tiers in session.device_tiers],
+        [tiers.prefetcher for tiers in session.device_tiers],
+    )
+    hosts = [tiers.host for tiers in session.device_tiers if tiers.host is not None]
+    for host in hosts:
+        host.buffers.sweep()
+    left = {reason: Left(*of_it) for reason, of_it in admission.left.items()}
+    if counts.small_saves:
+        slow = left.get(SMALL, Left(0, 0))
+        left[SMALL] = Left(slow.count + counts.small_saves, slow.nbytes + counts.small_bytes)
+    disk_peaks = [down.disk.peak_bytes for down in downs if down.disk is not None]
+    disk_peaks += [host.writeback.disk_peak_bytes for host in hosts]
+    notes = [*(store.notes if store is not None else ()), note, *(host.pool.note for host in hosts)]
+    notes += [told for down in downs for told in down.health.notes]
+    forward_stalls = [down.inflight.stall_seconds for down in downs]
+    forward_stalls += [host.buffers.stall_seconds for host in hosts]
+    return Stats(
+        name=name,
+        saves=counts.saves + counts.small_saves,
+        blocks=session.blocks_alive,
+        eligible_bytes=admission.eligible_bytes,
+        deduplicated_bytes=admission.deduplicated_bytes,
+        keep_bytes=sum(down.resident.nbytes for down in downs),
+        keep_peak_bytes=sum(down.resident.peak_bytes for down in downs),
+        host_bytes=sum(host.pool.used_bytes for host in hosts),
+        host_peak_bytes=sum(host.pool.slab_peak_bytes for host in hosts),
+        disk_bytes=store.used_bytes if store is not None else 0,
+        disk_peak_bytes=max(disk_peaks, default=0),
+        inflight_bytes=sum(down.inflight.nbytes for down in downs),
+        inflight_peak_bytes=sum(down.inflight.peak_bytes for down in downs),
+        ahead_bytes=sum(up.ahead_bytes for up in ups),
+        ahead_peak_bytes=sum(up.ahead_peak_bytes for up in ups),
+        written_bytes=sum(down.inflight.written_bytes for down in downs),
+        read_bytes=sum(up.read_bytes for up in ups),
+        pack_stall_seconds=sum(forward_stalls),
+        unpack_stall_seconds=sum(up.stall_seconds for up in ups),
+        prefetch_hits=sum(up.hits for up in ups),
+        prefetch_misses=sum(up.misses for up in ups),
+        left=left,
+        notes=tuple(dict.fromkeys(filter(None, notes))),
+    )

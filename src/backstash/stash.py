@@ -20,25 +20,24 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ._account import account
-from ._books import Books
-from ._entry import Entry, WrapperEntry
-from ._events import Levels, Recording, Tape
-from ._guard import Guard
-from ._intake import Intake
-from ._lanes import Lane
+from ._admission import Admission
+from ._hook_scope import Attachment, abandon, enter_scope, leave_scope, newest_scope
 from ._messages import changed, unreadable
-from ._modules import module_that_has
-from ._remains import Grave
-from ._scopes import Attachment, abandon, enter_scope, leave_scope, newest_scope
-from ._sides import Plan
-from ._stats import Stats
-from ._trim import Trimmer
-from ._workers import Workers
+from ._runtime.critical_section import CriticalSection
+from ._runtime.reclaim import ReclaimQueue
+from ._runtime.trace import EventLog, Levels, Recording
+from ._runtime.trim import Trimmer
+from ._runtime.workers import Workers
+from ._saved.entry import Entry, WrapperEntry
+from ._saved.thread_state import ThreadState
+from ._session import Session
+from ._stats import Stats, account
+from ._tiers.device_tiers import TierConfig
+from ._torch.modules import module_that_has
 from .errors import StashClosedError, StashError, StashIOError, UsageError
 from .policy import Policy
 from .stores import Disk, Store
-from .stores._memory import Pool
+from .stores._buffer_pool import BufferPool
 from .units import parse_bytes, parse_limit
 
 __all__ = ["Stash"]
@@ -119,41 +118,41 @@ class Stash:
         self._workers = Workers(self._store.threads if self._store is not None else 1)
         freed = Trimmer(self._workers.submit).freed
         # Re-entrant: the garbage collector may run a finalizer that uses this stash while it is held.
-        lock, guard, grave = threading.RLock(), Guard(), Grave()
-        self._pool = Pool(idle_bytes=_IDLE_BYTES)
-        self._tape = Tape(functools.partial(_levels_of, weakref.ref(self)))
-        self._plan = Plan(
+        lock, section, reclaim_queue = threading.RLock(), CriticalSection(), ReclaimQueue()
+        self._pool = BufferPool(idle_bytes=_IDLE_BYTES)
+        self._event_log = EventLog(functools.partial(_levels_of, weakref.ref(self)))
+        self._plan = TierConfig(
             self._store,
             self._workers.begin,
-            grave,
+            reclaim_queue,
             lock,
-            guard,
-            self._tape,
+            section,
+            self._event_log,
             host=host_bytes,
             inflight=inflight_bytes,
             prefetch=prefetch_bytes,
             on_full=on_full,
         )
         cpu = self._plan.cpu(self._pool, freed)
-        self._books = Books(
-            cpu, grave, lock, guard, self._tape, self._plan.side_of, keep=keep_limit
+        self._session = Session(
+            cpu, reclaim_queue, lock, section, self._event_log, self._plan.tiers_of, keep=keep_limit
         )
-        self._intake = Intake(self._books, policy=policy, min_bytes=min_nbytes)
+        self._admission = Admission(self._session, policy=policy, min_bytes=min_nbytes)
         self._local = threading.local()
 
     # Entering and leaving.
 
     def __enter__(self) -> Stash:
-        lane, outer = self._lane(), None
+        thread_state, outer = self._thread_state(), None
         try:
-            outer = newest_scope(lane)
+            outer = newest_scope(thread_state)
             self._enter(None)
         except (
             BaseException
         ):  # an interrupt may come after the pair was pushed, and no __exit__ then
-            inner = newest_scope(lane)
+            inner = newest_scope(thread_state)
             if inner is not None and inner is not outer:
-                abandon(lane, inner)
+                abandon(thread_state, inner)
             raise
         return self
 
@@ -165,51 +164,51 @@ class Stash:
     ) -> None:
         scope = None
         try:
-            scope = newest_scope(self._lane())
+            scope = newest_scope(self._thread_state())
             self._leave(None)
         except StashError:
             raise
         except BaseException:  # an interrupt: nobody will ask again, and the pair has to go
-            lane = self._lane()
-            if scope is None or scope in lane.scopes:
-                leave_scope(lane)
+            thread_state = self._thread_state()
+            if scope is None or scope in thread_state.scopes:
+                leave_scope(thread_state)
             raise
         if isinstance(error, torch.OutOfMemoryError):
-            with self._books.lock, self._books.guard:
-                self._books.ease()
+            with self._session.lock, self._session.section:
+                self._session.ease()
         if isinstance(error, RuntimeError) and _REFUSAL in str(error):
             raise UsageError(_REMEDY) from error
 
     def _enter(self, frame: FrameType | None) -> None:
-        if self._intake.closed:
+        if self._admission.closed:
             raise StashClosedError(
                 f"stash {self.name or ''} is closed: make a new one".replace("  ", " ")
             )
-        lane = self._lane()
+        thread_state = self._thread_state()
         try:
-            enter_scope(lane, self._intake.hook(lane), self.unpack, frame)
+            enter_scope(thread_state, self._admission.hook(thread_state), self.unpack, frame)
         except RuntimeError as error:
             if _REFUSAL in str(error):
                 raise UsageError(_REMEDY) from error
             raise
 
     def _leave(self, frame: FrameType | None) -> None:
-        lane = self._lane()
-        leave_scope(lane, frame)
-        forked = self._books.is_forked()
-        with self._books.lock, self._books.guard:
+        thread_state = self._thread_state()
+        leave_scope(thread_state, frame)
+        forked = self._session.is_forked()
+        with self._session.lock, self._session.section:
             if not forked:
-                self._books.settle(lane, ended=True)
-            self._books.land(lane)
-            self._books.try_again()
+                self._session.settle(thread_state, ended=True)
+            self._session.complete(thread_state)
+            self._session.try_again()
 
-    def _lane(self) -> Lane:
-        lane: Lane | None = getattr(self._local, "lane", None)
-        if lane is None:
-            self._books.is_forked()  # whoever held the lock may not be here
-            with self._books.lock, self._books.guard:
-                lane = self._local.lane = self._books.new_lane()
-        return lane
+    def _thread_state(self) -> ThreadState:
+        thread_state: ThreadState | None = getattr(self._local, "thread_state", None)
+        if thread_state is None:
+            self._session.is_forked()  # whoever held the lock may not be here
+            with self._session.lock, self._session.section:
+                thread_state = self._local.thread_state = self._session.new_thread_state()
+        return thread_state
 
     def __call__(self, fn: _F) -> _F:
         """Wrap ``fn`` so that each call runs under the stash: ``@stash``, ``stash(MyFunction.apply)``.
@@ -254,8 +253,8 @@ class Stash:
         What is kept beyond a lower one moves when the next tensor is saved.
         """
         limit = keep if keep == "auto" else parse_limit(keep, name="keep")
-        with self._books.lock:
-            self._books.limit(limit)
+        with self._session.lock:
+            self._session.limit(limit)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Stash:
         """A copied model shares the stash that is attached to it."""
@@ -270,7 +269,7 @@ class Stash:
 
     def pack(self, tensor: Tensor) -> object:
         """What autograd is to hold in place of ``tensor``; for use as a hook. See :meth:`unpack`."""
-        return self._intake.hook(self._lane())(tensor)
+        return self._admission.hook(self._thread_state())(tensor)
 
     # The way back.
 
@@ -304,45 +303,45 @@ class Stash:
     def _unpack_entry(self, entry: Entry) -> Tensor:
         block = entry.block
         view = None
-        self._books.is_forked()
-        if block.side.device is not None and block.side.device.is_capturing():
+        self._session.is_forked()
+        if block.tiers.device is not None and block.tiers.device.is_capturing():
             return self._unpack_captured(entry)
-        lane = self._lane()
-        with self._books.lock, self._books.guard:
-            self._books.drain()
-            self._books.land(lane)
+        thread_state = self._thread_state()
+        with self._session.lock, self._session.section:
+            self._session.drain()
+            self._session.complete(thread_state)
             if block.alias is not None:
-                if block.source.changed:
-                    block.side.down.keep.lose(block)
+                if block.storage_version.changed:
+                    block.tiers.evictor.resident.lose(block)
                 else:
                     view = entry.view_of(block.alias, 0)
-            elif block.unsure and block.source.changed:
-                block.side.down.keep.lose(block)  # perhaps while it was copied
+            elif block.unsure and block.storage_version.changed:
+                block.tiers.evictor.resident.lose(block)  # perhaps while it was copied
             if block.lost:
                 raise changed(
-                    entry.shape, entry.dtype, block.remains.module or "no module", block.lost
+                    entry.shape, entry.dtype, block.cleanup.module or "no module", block.lost
                 )
-            self._books.order.use(block)
-            if self._tape.on:
-                self._tape.tell("use", entry.nbytes, *block.facts[1:])
+            self._session.predictor.use(block)
+            if self._event_log.on:
+                self._event_log.emit("use", entry.nbytes, *block.facts[1:])
         if view is None:
             try:
-                view = block.side.up.view(entry)
+                view = block.tiers.prefetcher.view(entry)
             except StashIOError as error:
                 raise unreadable(entry, error) from error
-        with self._books.lock, self._books.guard:
-            block.side.up.ahead(block)
+        with self._session.lock, self._session.section:
+            block.tiers.prefetcher.ahead(block)
         return view
 
     def _unpack_captured(self, entry: Entry) -> Tensor:
         """While a graph of the device is captured nothing can be asked of it: what is in place will do."""
         block = entry.block
-        with self._books.lock:
-            if block.alias is not None and not block.source.changed:
+        with self._session.lock:
+            if block.alias is not None and not block.storage_version.changed:
                 return entry.view_of(block.alias, 0)
         raise UsageError(
             f"the {str(entry.dtype).removeprefix('torch.')} tensor of shape {tuple(entry.shape)} that "
-            f"{block.remains.module or 'no module'} saved before this capture has moved, and a captured "
+            f"{block.cleanup.module or 'no module'} saved before this capture has moved, and a captured "
             "graph would not bring it back when it is replayed: capture forward and backward together"
         )
 
@@ -350,11 +349,13 @@ class Stash:
 
     def stats(self) -> Stats:
         """What the stash has done and holds, as one frozen record."""
-        lane = self._lane()
-        with self._books.lock, self._books.guard:
-            self._books.land(lane)
-            self._books.drain()
-            return account(self.name, self._books, self._intake, self._store, self._workers.note)
+        thread_state = self._thread_state()
+        with self._session.lock, self._session.section:
+            self._session.complete(thread_state)
+            self._session.drain()
+            return account(
+                self.name, self._session, self._admission, self._store, self._workers.note
+            )
 
     def record(self, *, limit: int | None = None) -> Recording:
         """Record what the stash does, event by event, until the handle's ``remove()`` or its context's end.
@@ -372,7 +373,7 @@ class Stash:
         >>> [(event.kind, event.nbytes) for event in recording.events if event.kind in ("save", "use")]
         [('save', 360000), ('use', 360000)]
         """
-        return Recording(self._tape, limit)
+        return Recording(self._event_log, limit)
 
     def close(self) -> None:
         """Take no more tensors, end the threads, and let go of the store. A second call does nothing.
@@ -380,25 +381,25 @@ class Stash:
         What live graphs hold stays readable; the file goes with the last of them. A :class:`Disk` that
         the caller made is the caller's to close.
         """
-        self._intake.closed = (
+        self._admission.closed = (
             True  # what follows may be interrupted, and is done again by a second call
         )
         self._workers.close()
-        lane = self._lane()
-        with self._books.lock, self._books.guard:
-            self._books.land(lane)
-            self._books.drain()
+        thread_state = self._thread_state()
+        with self._session.lock, self._session.section:
+            self._session.complete(thread_state)
+            self._session.drain()
             self._pool.trim()
-            for side in self._books.sides:
-                if side.host is not None:
-                    side.down.flights.finish(lane)
-                    side.host.rooms.close()
-            if self._owns_store and self._store is not None and not self._books.blocks_alive:
+            for tiers in self._session.device_tiers:
+                if tiers.host is not None:
+                    tiers.evictor.inflight.finish(thread_state)
+                    tiers.host.buffers.close()
+            if self._owns_store and self._store is not None and not self._session.blocks_alive:
                 self._store.close()
 
     def __repr__(self) -> str:
         return (
-            f"Stash(name={self.name!r}, store={self._store!r}, blocks={self._books.blocks_alive})"
+            f"Stash(name={self.name!r}, store={self._store!r}, blocks={self._session.blocks_alive})"
         )
 
 
@@ -413,11 +414,11 @@ def _levels_of(stash: weakref.ref[Stash]) -> Levels:
     alive = stash()
     if alive is None:
         return 0, 0, 0, 0, 0
-    sides, store = alive._books.sides, alive._store
+    device_tiers, store = alive._session.device_tiers, alive._store
     return (
-        sum(side.down.keep.nbytes for side in sides),
-        sum(side.down.flights.nbytes for side in sides),
-        sum(side.host.pool.used_bytes for side in sides if side.host is not None),
+        sum(tiers.evictor.resident.nbytes for tiers in device_tiers),
+        sum(tiers.evictor.inflight.nbytes for tiers in device_tiers),
+        sum(tiers.host.pool.used_bytes for tiers in device_tiers if tiers.host is not None),
         store.used_bytes if store is not None else 0,
-        sum(side.up.ahead_bytes for side in sides),
+        sum(tiers.prefetcher.ahead_bytes for tiers in device_tiers),
     )

@@ -90,8 +90,8 @@ def wrong_after(stash: Stash) -> list[str]:
     found += [f"{name}={getattr(stats, name)}" for name in ZEROS if getattr(stats, name)]
     if stats.written_bytes == 0:
         found.append("nothing moved")
-    for side in stash._books.sides:
-        device = side.device
+    for tiers in stash._session.device_tiers:
+        device = tiers.device
         if isinstance(device, TwinDevice):
             found += device.faults
             if device.pinned_bytes:

@@ -22,7 +22,8 @@ from faulty import (
 from interrupts import Interrupter, step_interrupted_at
 from signals import PRESSES
 
-from backstash import Disk, Stash, _up
+from backstash import Disk, Stash
+from backstash._tiers import prefetch as _prefetch
 
 POINTS = 8  # of each mix; scripts/soak_faults.py takes every one
 
@@ -115,7 +116,7 @@ def test_a_write_that_a_worker_was_given_is_known_to_its_parcel(tmp_path):
         begin(work)
         raise KeyboardInterrupt
 
-    disk = stash._books.sides[0].down.disk
+    disk = stash._session.device_tiers[0].evictor.disk
     disk.begin_work = begin_and_break
     with pytest.raises(KeyboardInterrupt):
         gradients(stash)
@@ -126,14 +127,14 @@ def test_a_write_that_a_worker_was_given_is_known_to_its_parcel(tmp_path):
 @pytest.mark.parametrize("step", ["write_of", "add_segment"])
 def test_a_segment_whose_sending_was_interrupted_is_sent_by_the_next(tmp_path, monkeypatch, step):
     stash = Stash(disk=tmp_path, min_bytes=64, inflight="64KiB")
-    down = stash._books.sides[0].down
+    down = stash._session.device_tiers[0].evictor
 
     def interrupted(*_):
         raise KeyboardInterrupt
 
     x = torch.linspace(-1, 1, 1024, requires_grad=True)
     y = x * 1
-    monkeypatch.setattr(down.disk if step == "write_of" else down.flights, step, interrupted)
+    monkeypatch.setattr(down.disk if step == "write_of" else down.inflight, step, interrupted)
     with pytest.raises(KeyboardInterrupt), stash:
         for _ in range(4):
             y = y.exp()
@@ -173,7 +174,7 @@ def interrupted(*_):
 @pytest.mark.parametrize(
     "broken",
     [
-        lambda up: (_up, "ctypes", SimpleNamespace(memmove=interrupted)),
+        lambda up: (_prefetch, "ctypes", SimpleNamespace(memmove=interrupted)),
         lambda up: (up, "_runner", interrupted),
     ],
     ids=["copying out of a segment", "reading"],
@@ -182,7 +183,7 @@ def test_what_an_interrupt_stopped_is_done_by_the_next(tmp_path, monkeypatch, br
     """Else memory that nothing was read or copied to would be taken for what was saved."""
     stash = MIXES["at once"](tmp_path)
     loss = held_graph(stash)
-    monkeypatch.setattr(*broken(stash._books.sides[0].up))
+    monkeypatch.setattr(*broken(stash._session.device_tiers[0].prefetcher))
     with pytest.raises(KeyboardInterrupt):
         torch.autograd.grad(loss, INPUTS, retain_graph=True)
     monkeypatch.undo()
@@ -194,7 +195,7 @@ def test_what_an_interrupt_stopped_is_done_by_the_next(tmp_path, monkeypatch, br
 def test_an_interrupted_read_ahead_does_not_hang_the_one_who_waits(tmp_path, monkeypatch):
     stash = MIXES["at once"](tmp_path)
     loss = held_graph(stash)
-    up = stash._books.sides[0].up
+    up = stash._session.device_tiers[0].prefetcher
     begin = up._begin_work
 
     def interrupted(work):

@@ -129,8 +129,8 @@ def test_a_copy_back_that_fails_can_be_tried_again(tmp_path, monkeypatch):
 @pytest.mark.parametrize("mix", MIXES)
 def test_on_full_raise_names_the_fault_and_leaves_nothing(tmp_path, monkeypatch, mix):
     stash = MIXES[mix](tmp_path)
-    for side in stash._books.sides:
-        side.down.refusals._raises = True
+    for tiers in stash._session.device_tiers:
+        tiers.evictor.health._raises = True
     faults = Faults(random.Random(1), fails=1.0, number=errno.ENOSPC, calls=("pwrite",))
     faults.put_under(monkeypatch)
     messages = []

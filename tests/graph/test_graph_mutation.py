@@ -15,12 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from backstash import Stash
 from backstash.errors import InplaceError, UsageError
-from backstash.graph import (
-    SaveOnCpu,
-    allow_mutation_on_saved_tensors,
-    only,
-    saved_tensors_hooks,
-)
+from backstash.graph import SaveOnCpu, allow_mutation_on_saved_tensors, only, saved_tensors_hooks
 
 current = torch._C._autograd._top_saved_tensors_default_hooks
 Change = Callable[[Tensor], Any]

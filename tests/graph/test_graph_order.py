@@ -15,11 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from backstash.graph import (
-    get_gradient_edge,
-    register_multi_grad_hook,
-    saved_tensors_hooks,
-)
+from backstash.graph import get_gradient_edge, register_multi_grad_hook, saved_tensors_hooks
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "hooks.md"
 

@@ -10,13 +10,7 @@ from torch import Tensor
 
 from backstash import Stash
 from backstash.errors import InplaceError, UsageError
-from backstash.graph import (
-    allow_mutation_on_saved_tensors,
-    only,
-    saved,
-    saved_tensors_hooks,
-    skip,
-)
+from backstash.graph import allow_mutation_on_saved_tensors, only, saved, saved_tensors_hooks, skip
 
 current = torch._C._autograd._top_saved_tensors_default_hooks
 

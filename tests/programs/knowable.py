@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from backstash._blocks import same_counter
+from backstash._torch.versions import same_counter
 
 NEVER = 1 << 30
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from backstash._blocks import raw_alias
+from backstash._saved.view import raw_alias
 
 
 class Streams:

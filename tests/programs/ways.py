@@ -17,7 +17,8 @@ from unittest import mock
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from backstash import Disk, Stash, _down, graph, stash
+from backstash import Disk, Stash, graph, stash
+from backstash._tiers import eviction as _eviction
 from backstash.errors import StashIOError, StashWarning
 from backstash.policy import Action, SavedTensor
 from backstash.stores import Store
@@ -257,7 +258,7 @@ def run_in(way: Way, steps: list[Step], directory: str, place: Place = CPU) -> l
         stack.enter_context(mock.patch.object(stash, "module_that_has", lambda tensor: ""))
         warnings.simplefilter("ignore", StashWarning)
         if way.one_by_one:
-            stack.enter_context(mock.patch.object(_down, "SMALL_BYTES", 0))
+            stack.enter_context(mock.patch.object(_eviction, "SMALL_BYTES", 0))
         bench = Bench(way, directory, seed=random.Random(str(steps)).getrandbits(32))
         try:
             found = _run_on_each(bench, steps, threads, place)

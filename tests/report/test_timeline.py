@@ -118,10 +118,10 @@ def test_nothing_stays_registered():
     before = len(optimizer._global_optimizer_post_hooks)
     with Stash(disk=MemoryStore()) as stash:
         line = timeline(stash)
-        assert len(optimizer._global_optimizer_post_hooks) == before + 1 and stash._tape.on
+        assert len(optimizer._global_optimizer_post_hooks) == before + 1 and stash._event_log.on
         line.remove()
         line.remove()
-        assert len(optimizer._global_optimizer_post_hooks) == before and not stash._tape.on
+        assert len(optimizer._global_optimizer_post_hooks) == before and not stash._event_log.on
 
 
 def test_marks_may_be_shared_and_a_recording_may_end_at_one():

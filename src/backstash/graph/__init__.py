@@ -28,11 +28,11 @@ from torch.autograd.graph import (
     increment_version,
 )
 
-from .._nodes.handle import Handle
-from .._nodes.iterate import iter_graph
-from .._nodes.labels import label_modules
-from .._nodes.saved import SavedValue, saved
-from .._untraced import leave_untraced as _leave_untraced
+from .._torch.dynamo import leave_untraced as _leave_untraced
+from .._torch.graph_labels import label_modules
+from .._torch.graph_walk import iter_graph
+from .._torch.handle import Handle
+from .._torch.node_saves import SavedValue, saved
 from ._faces import save_on_cpu, save_on_disk
 from ._functions import save_for_backward, saved_on, saved_tensors
 from ._hooks import saved_tensors_hooks

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from .._nodes.held import Held, Routed
-from .._nodes.pairs import Pair, current_pair, own_pack, pop_owned, push, replace_current
+from .._torch.hook_stack import Pair, current_pair, own_pack, pop_owned, push, replace_current
+from .._torch.versions import Held, Routed
 from ..errors import UsageError
 from ..stash import Stash
 from ..stores import Store

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.autograd import graph as stock
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from .._nodes.held import changed_in_place, running_node, version_of
-from .._nodes.pairs import Pair, current_pair, pop_owned, push
+from .._torch.hook_stack import Pair, current_pair, pop_owned, push
+from .._torch.versions import changed_in_place, running_node, version_of
 from ..errors import UsageError
 
 __all__ = ["Outer", "Packed", "saved_tensors_hooks"]

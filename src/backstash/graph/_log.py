@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._nodes.handle import Handle
-from .._nodes.iterate import Outputs, iter_graph
-from .._nodes.labels import module_of
-from .._nodes.saved import SavedValue, saved
 from .._text import clean
+from .._torch.graph_labels import module_of
+from .._torch.graph_walk import Outputs, iter_graph
+from .._torch.handle import Handle
+from .._torch.node_saves import SavedValue, saved
 from ..stash import Stash
 
 __all__ = ["BackwardLog", "NodeRun", "log_backward"]

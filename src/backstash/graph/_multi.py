@@ -26,7 +26,7 @@ from torch.autograd import graph as stock
 from torch.autograd.variable import Variable
 from torch.utils.hooks import RemovableHandle
 
-from .._nodes.handle import Handle
+from .._torch.handle import Handle
 
 __all__ = ["register_multi_grad_hook"]
 

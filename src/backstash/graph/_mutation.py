@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .._nodes.pairs import Pair, current_pair, own_pack, pop_owned, push, replace_current
+from .._torch.hook_stack import Pair, current_pair, own_pack, pop_owned, push, replace_current
 from ..errors import UsageError
 from ._watch import Saved, WatchTable
 

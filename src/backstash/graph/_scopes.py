@@ -7,8 +7,8 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
-from .._nodes.held import Held, Routed
-from .._nodes.pairs import Pair, current_pair, pop_owned, push, take_all
+from .._torch.hook_stack import Pair, current_pair, pop_owned, push, take_all
+from .._torch.versions import Held, Routed
 from ..errors import UsageError
 from ._mutation import guard_in_place, is_guard
 

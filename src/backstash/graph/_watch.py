@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from .._nodes.held import changed_in_place, version_of
+from .._torch.versions import changed_in_place, version_of
 
 __all__ = ["Saved", "WatchTable"]
 

@@ -12,7 +12,7 @@ for every backward that raises: each tensor of a value has a hook of its own ins
 
 from __future__ import annotations
 
-from .._untraced import leave_untraced as _leave_untraced
+from .._torch.dynamo import leave_untraced as _leave_untraced
 from ._capture import Capture, capture
 from ._cell import Captured, CapturedCall
 from ._clip import clip_gradients

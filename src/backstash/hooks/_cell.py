@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 import torch
 
+from .._torch.engine import in_backward
 from ._alias import InputUses, own_output
-from ._autograd import in_backward
 from ._edits import first_of
 from ._errors import NotCapturedError
 from ._gradients import Gradients, Keep, Snapshot

@@ -6,7 +6,7 @@ import threading
 import weakref
 from collections.abc import Callable
 
-from ._autograd import queue_callback
+from .._torch.engine import queue_callback
 
 __all__ = ["BackwardClock"]
 

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
+from .._torch.engine import version_of
 from ..errors import InplaceError
-from ._autograd import version_of
 from ._registration import HookRecord, Registration
 from ._tree import map_leaves, tensors_in
 

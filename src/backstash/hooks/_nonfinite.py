@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ._autograd import in_backward
+from .._torch.engine import in_backward
 from ._clock import BackwardClock
 from ._compiled import warn_if_compiled
 from ._errors import NonFiniteError

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from .._text import clean
+from .._torch.engine import in_backward
 from ..errors import UsageError
-from ._autograd import in_backward
 from ._compiled import warn_if_compiled
 from ._handle import Handle
 from ._names import Names, select

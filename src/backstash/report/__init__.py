@@ -5,7 +5,7 @@ It imports nothing of the stash: it reads descriptions and events by their attri
 
 from __future__ import annotations
 
-from .._untraced import leave_untraced as _leave_untraced
+from .._torch.dynamo import leave_untraced as _leave_untraced
 from ._draw import Drawing, draw
 from ._page import render_page
 from ._saved import SavedReport, saved_report

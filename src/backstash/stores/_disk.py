@@ -285,9 +285,9 @@ def _memory_note(directory: str) -> str:
 
 def _file_system_type(directory: str) -> int:
     """The file system's magic number (statfs(2)); 0 where it cannot be asked."""
-    room = (ctypes.c_long * 64)()
+    buffer = (ctypes.c_long * 64)()
     try:
         statfs = ctypes.CDLL(None).statfs
     except (OSError, AttributeError, TypeError):
         return 0
-    return room[0] & 0xFFFFFFFF if statfs(os.fsencode(directory), room) == 0 else 0
+    return buffer[0] & 0xFFFFFFFF if statfs(os.fsencode(directory), buffer) == 0 else 0

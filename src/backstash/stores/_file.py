@@ -65,8 +65,8 @@ class UnnamedFile:
     def _accepts_direct(self) -> bool:
         """Find the memory alignment that direct transfers need, by trying one of a page."""
         for align in (512, 4096):
-            room = (ctypes.c_char * 12288)()
-            base = -(-ctypes.addressof(room) // 4096) * 4096 + (align % 4096)
+            buffer = (ctypes.c_char * 12288)()
+            base = -(-ctypes.addressof(buffer) // 4096) * 4096 + (align % 4096)
             try:
                 written = os.pwrite(self.fd, _bytes_at(base, 4096), 0)
                 os.ftruncate(self.fd, 0)

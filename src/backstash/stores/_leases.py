@@ -19,13 +19,13 @@ class Leases:
     done are made anew from the owners that are alive.
     """
 
-    __slots__ = ("_dropped", "_extents", "_lent", "_torn")
+    __slots__ = ("_dirty", "_dropped", "_extents", "_lent")
 
     def __init__(self, *, unit_bytes: int) -> None:
         self._extents = Extents(unit_bytes=unit_bytes)
         self._lent: dict[int, weakref.KeyedRef[tuple[int, int], Any]] = {}  # by offset
         self._dropped: deque[weakref.KeyedRef[tuple[int, int], Any]] = deque()
-        self._torn = False
+        self._dirty = False
 
     @property
     def end_bytes(self) -> int:
@@ -40,16 +40,16 @@ class Leases:
     @property
     def in_order(self) -> bool:
         """Whether :meth:`settle` has nothing to do."""
-        return not (self._torn or self._dropped)
+        return not (self._dirty or self._dropped)
 
     def take(self, owner: object, nbytes: int) -> int:
         """Take ``nbytes`` for ``owner`` and return the offset."""
         self.settle()
-        self._torn = True
+        self._dirty = True
         offset = self._extents.take(nbytes)
         # The callback is the deque's own: it may come on any thread in the middle of anything.
         self._lent[offset] = weakref.KeyedRef(owner, self._dropped.append, (offset, nbytes))
-        self._torn = False
+        self._dirty = False
         return offset
 
     def free(self, offset: int) -> None:
@@ -61,16 +61,16 @@ class Leases:
 
     def _free(self, ref: weakref.KeyedRef[tuple[int, int], Any]) -> None:
         offset, nbytes = ref.key
-        self._torn = True
+        self._dirty = True
         del self._lent[offset]
         self._extents.free(offset, nbytes)
-        self._torn = False
+        self._dirty = False
 
     def settle(self) -> None:
         """Mend what was left half done, and take back what the dead had."""
-        if self._torn:
+        if self._dirty:
             self._extents.restore(ref.key for ref in self._lent.values())
-            self._torn = False
+            self._dirty = False
         while self._dropped:
             ref = self._dropped[0]
             if self._lent.get(ref.key[0]) is ref:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from ..._nodes import Outputs
+from ..._torch.graph_walk import Outputs
 from ...errors import UsageError
 from ._assemble import assemble
 from ._dot import to_dot

@@ -12,8 +12,8 @@ from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 
-from ..._nodes.iterate import Outputs, iter_graph, roots_of
-from ..._nodes.labels import module_of
+from ..._torch.graph_labels import module_of
+from ..._torch.graph_walk import Outputs, iter_graph, roots_of
 from ...errors import UsageError
 from ._held import Held, Reader, sizes_of, storage_of
 

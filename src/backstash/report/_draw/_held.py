@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..._nodes import RECOMPUTED, SavedValue, look, saved
+from ..._torch.node_saves import RECOMPUTED, SavedValue, look, saved
 
 __all__ = ["Held", "Reader", "sizes_of", "storage_of"]
 

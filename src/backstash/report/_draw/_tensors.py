@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from ..._nodes import RECOMPUTED
+from ..._torch.node_saves import RECOMPUTED
 from ._drafts import Draft
 from ._facts import Facts
 from ._held import Held

@@ -27,10 +27,12 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves
 
-from ..._modules import module_path
-from ..._nodes import RECOMPUTED, Held, Pair, current_pair, pop_owned
+from ..._torch.hook_stack import Pair, current_pair, pop_owned
+from ..._torch.modules import module_path
+from ..._torch.node_saves import RECOMPUTED
+from ..._torch.pushed_pairs import Pack, Unpack, is_listening, listen, push_unseen, stop_listening
+from ..._torch.versions import Held
 from ...errors import UsageError
-from .pairs import Pack, Unpack, is_listening, listen, push_unseen, stop_listening
 from .save import Found, Packed, Save, identities
 from .storages import Storages, existing_tensors
 from .waste import LEAST_BYTES, find_waste

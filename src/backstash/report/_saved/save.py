@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
-from ..._nodes import RECOMPUTED, look, running_node
+from ..._torch.node_saves import RECOMPUTED, look
+from ..._torch.versions import running_node
 
 __all__ = ["ADDED", "OWNED", "Found", "Packed", "Save", "Stored", "identities", "pieces"]
 

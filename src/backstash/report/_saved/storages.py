@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ..._nodes import iter_graph, packed_of
+from ..._torch.graph_walk import iter_graph
+from ..._torch.node_saves import packed_of
 from .save import Packed, Save, Stored, pieces
 
 __all__ = ["Storages", "existing_tensors", "find_ops"]

@@ -1,0 +1,325 @@
+"""The way in: telling apart what moves from what stays, and which block a tensor belongs to."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from ._runtime.weak import WeakTable
+from ._saved.block import Block, StorageVersion
+from ._saved.entry import Entry, WrapperEntry
+from ._saved.thread_state import ThreadState
+from ._saved.view import StridedRegion, raw_alias, reason_to_stay, snapshot
+from ._session import Session
+from ._tiers.device_tiers import DeviceTiers
+from ._torch.modules import is_buffer, module_path, running_modules
+from .errors import StashClosedError
+from .policy import Policy, SavedTensor
+
+__all__ = ["SMALL", "Admission"]
+
+SMALL = "smaller than min_bytes"
+_NO_TIER = "no tier below: give disk="
+_NO_HOST = "no tier below: give host="
+_FORKED = "a forked process: make a stash in it"
+_CAPTURED = "a graph of the accelerator is being captured"
+_PARAMETER = "a parameter or another leaf that requires a gradient, or a view of one"
+
+
+class Admission:
+    """Makes of each saved tensor what autograd is to hold in its place, and counts what it leaves."""
+
+    def __init__(self, session: Session, *, policy: Policy | None, min_bytes: int) -> None:
+        self._session = session
+        self._policy = policy
+        self._min_bytes = min_bytes
+        self._storage_versions = WeakTable[int, StorageVersion]()
+        self._wrappers = WeakTable[int, WrapperEntry]()
+        self.closed = False
+        self.left: dict[str, list[int]] = {}  # reason: how many, how many bytes
+        self.eligible_bytes = self.deduplicated_bytes = 0
+
+    def hook(self, thread_state: ThreadState) -> Callable[[Tensor], object]:
+        """The pack hook of one thread.
+
+        Its path for small tensors takes no lock and makes no object of ours.
+        """
+        large = self._pack_large
+        if self._policy is not None:
+            return lambda tensor: large(tensor, thread_state)
+        min_bytes = self._min_bytes
+
+        def pack(tensor: Tensor) -> object:
+            if type(tensor) is Tensor:
+                try:
+                    nbytes = tensor.untyped_storage().nbytes()
+                except (NotImplementedError, RuntimeError):  # sparse tensors have no storage
+                    return large(tensor, thread_state)
+                if nbytes < min_bytes:
+                    thread_state.small_saves += 1
+                    thread_state.small_bytes += nbytes
+                    version = tensor._version
+                    return tensor.detach() if version == 0 else (tensor.detach(), version)
+            return large(tensor, thread_state)
+
+        return pack
+
+    def _pack_large(self, tensor: Tensor, thread_state: ThreadState) -> object:
+        thread_state.saves += 1
+        if self.closed:
+            raise StashClosedError("a closed stash was asked to hold a tensor")
+        forked = self._session.is_forked()
+        if thread_state.waiting and not forked:
+            with self._session.lock, self._session.section:
+                self._session.drain()
+                self._session.settle(thread_state)
+        if type(tensor) is not Tensor:
+            return self._pack_other(tensor, thread_state)
+        tiers = self._session.tiers_of(tensor.device)
+        if isinstance(tiers, str):
+            return self._stay(tensor, tiers)
+        reason = reason_to_stay(tensor) or _no_tier(tiers) or (_FORKED if forked else "")
+        if reason:
+            return self._stay(tensor, reason)
+        modules = running_modules()
+        reason, tier = self._choose(tensor, modules, thread_state, tiers)
+        if reason:
+            return self._stay(tensor, reason)
+        with self._session.lock, self._session.section:
+            self._session.drain()
+            return self._pack_block(tensor, thread_state, modules, tiers, tier)
+
+    def _choose(
+        self,
+        tensor: Tensor,
+        modules: list[nn.Module],
+        thread_state: ThreadState,
+        tiers: DeviceTiers,
+    ) -> tuple[str, str]:
+        """Why it stays (``""``: it does not), and the tier that the policy names for it (or ``""``)."""
+        is_parameter = _is_parameter(tensor)
+        if self._policy is not None:
+            action = self._policy(
+                SavedTensor(
+                    shape=tuple(tensor.shape),
+                    dtype=tensor.dtype,
+                    device=tensor.device,
+                    nbytes=tensor.nbytes,
+                    is_parameter=is_parameter,
+                    is_leaf=tensor.is_leaf,
+                    module=module_path(modules),
+                    index=thread_state.saves + thread_state.small_saves - 1,
+                )
+            )
+            if action is not None:
+                # A CPU tensor is in host memory already.
+                moves = action.tier == "disk" or (
+                    action.tier == "host" and tiers.device is not None
+                )
+                return ("" if moves else "the policy said so"), action.tier
+        if is_parameter:
+            return _PARAMETER, ""
+        if tensor.untyped_storage().nbytes() < self._min_bytes:
+            return SMALL, ""
+        if is_buffer(tensor.untyped_storage()._cdata, modules):
+            return "a module's buffer, or a view of one", ""
+        return "", ""
+
+    def _pack_block(
+        self,
+        tensor: Tensor,
+        thread_state: ThreadState,
+        modules: list[nn.Module],
+        tiers: DeviceTiers,
+        tier: str,
+    ) -> Entry:
+        tiers.used(tensor)
+        storage = tensor.untyped_storage()
+        storage_version = self._storage_version_of(tensor, storage)
+        block = storage_version.block() if storage_version.block is not None else None
+        part = None
+        if block is None and not _is_whole(tensor, storage):
+            part = StridedRegion(tensor)
+        elif block is not None and _may_be_being_filled(tensor):
+            part = StridedRegion(tensor)
+        if block is None or (part is not None and not block.serves(part)):
+            if part is not None and (block is not None or part.nbytes * 4 < storage.nbytes()):
+                entry = self._pack_part(
+                    tensor, thread_state, modules, tiers, tier, storage_version, part
+                )
+                if entry is not None:
+                    return entry
+            block = Block(storage_version, raw_alias(tensor), tiers)
+            block.saved_regions = None if part is None else [part]
+            self._admit(block, tensor, thread_state, modules, tier)
+            storage_version.block = weakref.ref(block)
+        else:
+            self.deduplicated_bytes += tensor.nbytes
+        block.entries += 1
+        return Entry(block, tensor, int(tensor.storage_offset()) * tensor.element_size())
+
+    def _pack_part(
+        self,
+        tensor: Tensor,
+        thread_state: ThreadState,
+        modules: list[nn.Module],
+        tiers: DeviceTiers,
+        tier: str,
+        origin: StorageVersion,
+        part: StridedRegion,
+    ) -> Entry | None:
+        """A small part of a storage is copied, so that the rest is not held for its sake.
+
+        ``None`` when the parts that overlap have come to cost what the whole does.
+        """
+        if origin.slices is None:
+            origin.slices = {}
+        known = origin.slices.get(part.key)
+        block = known() if known is not None else None
+        if block is None or block.storage_version.changed:  # by a backward that was given the copy
+            if origin.copied_bytes + part.nbytes > tensor.untyped_storage().nbytes():
+                return None
+            try:
+                copy = part.copy(tensor)
+            except torch.OutOfMemoryError:
+                return None  # the whole of it needs no memory to be saved
+            block = Block(StorageVersion(copy, copy.untyped_storage()), copy, tiers)
+            block.origin = origin
+            if part.nbytes >= self._min_bytes or tier:
+                self._admit(block, tensor, thread_state, modules, tier)
+            else:
+                self._session.add(block)
+                self._count_left(
+                    "smaller than min_bytes: copied, so that its large storage is not held",
+                    part.nbytes,
+                )
+            origin.slices[part.key] = weakref.ref(block)
+            origin.copied_bytes += part.nbytes
+        else:
+            self.deduplicated_bytes += part.nbytes
+        block.entries += 1
+        skipped = part.residue * part.itemsize
+        return Entry(block, tensor, skipped, None if part.is_dense else part)
+
+    def _storage_version_of(self, tensor: Tensor, storage: torch.UntypedStorage) -> StorageVersion:
+        storage_version = self._storage_versions.get(storage._cdata)
+        if storage_version is None or not storage_version.is_of(tensor):
+            storage_version = StorageVersion(tensor, storage)
+            self._storage_versions[storage_version.cdata] = storage_version
+        return storage_version
+
+    def _admit(
+        self,
+        block: Block,
+        tensor: Tensor,
+        thread_state: ThreadState,
+        modules: list[nn.Module],
+        tier: str,
+    ) -> None:
+        block.thread_state = thread_state
+        block.cleanup.module = module_path(modules)
+        self._session.add(block)
+        self.eligible_bytes += block.nbytes
+        # What has a gradient function was made by an operation that has ended. Another may be what this
+        # operation made for itself and has yet to fill, without raising a version: rrelu's noise is.
+        complete = tensor.requires_grad or block.origin is not block.storage_version
+        block.goes_on = tier == "disk"
+        block.tiers.evictor.admit(block, at_once=bool(tier), complete=complete)
+
+    def _pack_other(self, tensor: Tensor, thread_state: ThreadState) -> object:
+        """Parameters and other subclasses of ``torch.Tensor``."""
+        if isinstance(tensor, nn.Parameter):
+            return self._stay(tensor, _PARAMETER)
+        name = type(tensor).__name__
+        if not is_traceable_wrapper_subclass(tensor):
+            return self._stay(tensor, f"a {name}, which does not say how it is made up")
+        tiers = self._session.tiers_of(tensor.device)
+        reason = tiers if isinstance(tiers, str) else _no_tier(tiers)
+        if reason:
+            return self._stay(tensor, reason)
+        if _is_parameter(tensor):
+            return self._stay(tensor, _PARAMETER)
+        known = self._wrappers.get(id(tensor))
+        if known is not None and known.is_of(tensor):
+            return known
+        # Inner tensors are copied: what changes them in place need not raise their own version.
+        entry = WrapperEntry(
+            tensor, lambda part: self._pack_inner(tensor, part, thread_state, tiers)
+        )
+        self._wrappers[id(tensor)] = entry
+        return entry
+
+    def _pack_inner(
+        self, wrapper: Tensor, part: Tensor, thread_state: ThreadState, tiers: DeviceTiers
+    ) -> object:
+        """One of the tensors that ``wrapper`` is made of."""
+        if wrapper.is_nested and not (part.is_floating_point() or part.is_complex()):
+            # Two nested tensors are of one shape only if they have the very same tensor of offsets.
+            return self._stay(part, "the offsets of a nested tensor")
+        if type(part) is Tensor and part.device == wrapper.device:
+            tiers.used(part)
+        if type(part) is not Tensor or reason_to_stay(part):
+            return self.hook(thread_state)(part.detach().clone())
+        return self.hook(thread_state)(snapshot(part))
+
+    def _stay(self, tensor: Tensor, reason: str) -> object:
+        """Leave ``tensor`` where it is, with its version, for a stated reason."""
+        with self._session.lock:
+            self._count_left(reason, _nbytes_of(tensor))
+        kept = tensor
+        if not tensor.is_leaf:  # an operation's own output would hold itself through its node
+            alias = tensor.detach()
+            if type(alias) is type(tensor):
+                kept = alias
+        version = tensor._version
+        if reason is not _PARAMETER:
+            return kept, version, module_path(running_modules())
+        return kept if version == 0 else (kept, version)
+
+    def _count_left(self, reason: str, nbytes: int) -> None:
+        left = self.left.setdefault(reason, [0, 0])
+        left[0] += 1
+        left[1] += nbytes
+
+
+def _no_tier(tiers: DeviceTiers) -> str:
+    if tiers.has_tier:
+        return _CAPTURED if tiers.device is not None and tiers.device.is_capturing() else ""
+    return _NO_TIER if tiers.device is None else _NO_HOST
+
+
+def _is_parameter(tensor: Tensor) -> bool:
+    """Whether ``tensor`` is a leaf that gets a gradient, a parameter frozen or not, or a view of one."""
+    base = tensor._base
+    return _gets_gradient(tensor) or (base is not None and _gets_gradient(base))
+
+
+def _is_whole(tensor: Tensor, storage: torch.UntypedStorage) -> bool:
+    """Whether ``tensor`` needs all bytes of its storage; a rare "no" that is wrong costs time."""
+    return tensor.is_contiguous() and tensor.nbytes == storage.nbytes()
+
+
+def _may_be_being_filled(tensor: Tensor) -> bool:
+    """Whether parts of the storage may still be written unseen, while others have been saved.
+
+    What autograd made is complete. A buffer that a program made itself may be filled through ``.data``
+    between two saves of it (torchdiffeq's solvers do), which raises no version and is right in plain
+    PyTorch as long as nothing that was saved is touched.
+    """
+    base = tensor._base
+    return not (tensor if base is None else base).requires_grad
+
+
+def _gets_gradient(tensor: Tensor) -> bool:
+    return isinstance(tensor, nn.Parameter) or (tensor.is_leaf and tensor.requires_grad)
+
+
+def _nbytes_of(tensor: Tensor) -> int:
+    try:
+        return int(tensor.nbytes)
+    except (RuntimeError, NotImplementedError, TypeError, AttributeError):
+        return 0

@@ -1,0 +1,319 @@
+"""Streams and events of an accelerator: copies that run beside compute, and what orders them.
+
+This file alone knows how a device is driven; ``testing/device`` is the same for a test, on a CPU. The rules:
+
+- A copy *down* waits for everything that the stream which made the tensor had been given, runs on a stream
+  of its own, and its source is owned until the copy has ended or the current stream has been told to wait
+  for it: memory that the current stream gets back is then not written before the copy has read it.
+- A copy *up* goes to memory of the current stream, so that the caching allocator may use it again for what
+  that stream does; the side stream waits for that memory, whoever uses the bytes waits for the copy.
+- Memory goes back to the pool of the stream that asked for it, and nobody can ask which that was. Autograd
+  would have held it until backward; as it may be let go before, the allocator is told (``record_stream``)
+  of every stream that has saved a tensor by then, and of the one that copies where another stream than
+  the saver has waited for that: all of them must have come past before the memory is used again. Telling
+  it of the stream that asked is nothing, so that a program of one stream pays nothing.
+- Nothing here makes the computing thread wait for the device. Whoever reads the host's bytes, a worker that
+  writes them to disk, waits for the event itself.
+- While a graph is captured no event is asked and no copy begins: either would end the capture.
+
+Sources: PyTorch's notes on CUDA streams and on ``Tensor.record_stream``; Transformer Engine's offloading
+allocates on the compute stream likewise.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import warnings
+from abc import abstractmethod
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .base import Copy, Device
+
+__all__ = ["Accelerator", "accelerator"]
+
+_nothing: Any = tuple  # a call of C that does nothing
+_tried_out: set[torch.device] = set()  # by this process, which waits for each once
+_PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device of the process
+
+
+class _StreamCopy(Copy):
+    __slots__ = ("__del__",)  # filled with a call of C: see _runtime/reclaim
+    __del__: Callable[[], Any]
+
+    def __init__(
+        self, device: Accelerator, side: Any, owner: Any, source: Tensor, memory: Tensor
+    ) -> None:
+        self.memory = memory
+        self._source = source
+        self._device = device
+        self._side = side  # the stream that copies
+        self._owner = owner  # the stream whose memory the device's end is
+        self._has_ended = False
+        self._is_safe = False  # whether the device's end may be let go
+        self._event = side.record_event()
+        unfinished = (self._event, source, memory)
+        self.__del__ = functools.partial(device.unfinished.append, unfinished)
+
+    def _be_safe(self) -> None:
+        self._is_safe = True
+        self.__del__ = _nothing
+
+    def done(self) -> bool:
+        return self._is_safe or self.ended()
+
+    def ended(self) -> bool:
+        if not self._has_ended and not self._device.is_capturing():
+            self._has_ended = self._event.query()
+            if self._has_ended:
+                self._be_safe()
+        return self._has_ended
+
+    def order(self) -> None:
+        stream, has_ended = self._device.stream(), self.ended()
+        if not has_ended:
+            stream.wait_event(self._event)
+        self._tell_the_allocator(stream, has_ended)
+        self._be_safe()
+
+    @abstractmethod
+    def _tell_the_allocator(self, stream: Any, has_ended: bool) -> None:
+        """Say which streams besides its owner must have come past before the memory is used again."""
+
+    def wait(self) -> None:
+        self._event.synchronize()
+
+    def release(self) -> None:
+        if not self.done():
+            self._device.unfinished.append((self._event, self._source, self.memory))
+        self._source = self.memory
+        self.__del__ = _nothing
+
+    def follow(self, side: Any) -> None:
+        """Let ``side`` come after it."""
+        side.wait_event(self._event)
+
+
+class _CopyDown(_StreamCopy):
+    def _tell_the_allocator(self, stream: Any, has_ended: bool) -> None:
+        if not has_ended and stream != self._owner and self._source is not self.memory:
+            self._source.record_stream(self._side)
+
+
+class _CopyUp(_StreamCopy):
+    def _tell_the_allocator(self, stream: Any, has_ended: bool) -> None:
+        if stream != self._owner:  # it uses what came, however long that has been there
+            self.memory.record_stream(stream)
+
+
+class Accelerator(Device):
+    """An accelerator as ``torch.accelerator`` drives it.
+
+    Args:
+        device: with its index.
+
+    Raises:
+        RuntimeError: it has no streams.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.name = str(device)
+        self._device = device
+        self._pid = os.getpid()
+        self._module: Any = getattr(torch, device.type)
+        self._down = torch.Stream(device)
+        self._up = torch.Stream(device)
+        self._savers: list[Any] = []  # the streams of all operations that have saved a tensor
+        # What copies that nobody waits for any more still read and write.
+        self.unfinished: deque[tuple[Any, Tensor, Tensor]] = deque()
+        # What a copy reads and writes that has begun and has no event yet: an interrupt may come then.
+        self._beginning: tuple[Tensor, Tensor] | None = None
+
+    def try_out(self) -> None:
+        """Copy some bytes down and up, and ask what will be asked: not every device has all of it.
+
+        The host waits. Raises ``RuntimeError`` or what else a device says that lacks something.
+        """
+        bytes_here = torch.arange(256, dtype=torch.uint8, device="cpu")
+        bytes_back = torch.zeros(256, dtype=torch.uint8, device="cpu")
+        source = self._empty(256)
+        source.copy_(bytes_here)
+        down = self.down(source, bytes_back, self.stream())
+        up = self.up(bytes_back, down)
+        down.wait()
+        up.order()
+        with warnings.catch_warnings():
+            # cudaMallocAsync's allocator warns, once, of a tensor's own stream that is named to it.
+            warnings.simplefilter("ignore")
+            self.used(up.memory)
+        for tensor in (bytes_back, up.memory):
+            if not torch.equal(tensor.cpu(), bytes_here):
+                raise RuntimeError("what is copied by another stream comes back different")
+        self.free_bytes()
+        self.failures()
+
+    def stream(self) -> Any:
+        """See :meth:`Device.stream`."""
+        return torch.accelerator.current_stream(self._device.index)
+
+    def used(self, tensor: Tensor) -> None:
+        """See :meth:`Device.used`."""
+        stream = self.stream()
+        if stream not in self._savers:
+            self._savers.append(stream)
+        if self.is_capturing():
+            return
+        if tensor.is_conj() or tensor.is_neg():
+            # For those PyTorch (seen in 2.13) names the memory of a copy, and writes where it has none.
+            memory = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+            tensor = memory.set_(tensor.untyped_storage())
+        for each in self._savers:  # nobody knows which of them else may read it
+            tensor.record_stream(each)
+
+    def is_capturing(self) -> bool:
+        """See :meth:`Device.is_capturing`."""
+        asks = getattr(self._module, "is_current_stream_capturing", None)
+        return bool(asks()) if asks is not None else False
+
+    def down(self, source: Tensor, target: Tensor, made_on: Any) -> Copy:
+        """See :meth:`Device.down`."""
+        self._let_go_of_ended()
+        self._down.wait_event(made_on.record_event())
+        return self._begin(_CopyDown, self._down, made_on, source, target)
+
+    def up(self, source: Tensor, after: Copy | None) -> Copy:
+        """See :meth:`Device.up`."""
+        self._let_go_of_ended()
+        stream = self.stream()
+        memory = self._empty(source.numel())
+        self._up.wait_event(stream.record_event())
+        if isinstance(after, _StreamCopy):
+            after.follow(self._up)
+        return self._begin(_CopyUp, self._up, stream, source, memory)
+
+    def _begin(
+        self, kind: type[_StreamCopy], side: Any, owner: Any, source: Tensor, memory: Tensor
+    ) -> Copy:
+        if self._beginning is not None:
+            self.finish()
+        self._beginning = source, memory
+        with side:  # it is current here
+            memory.data.copy_(source, non_blocking=True)  # its version stays 0: nobody changed it
+            copy = kind(self, side, owner, source, memory)
+        self._beginning = None
+        return copy
+
+    def _empty(self, nbytes: int) -> Tensor:
+        try:
+            return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        except torch.OutOfMemoryError:
+            if not self.unfinished:
+                raise
+        self._up.synchronize()  # what nobody waits for any more is memory, too
+        self._down.synchronize()
+        self._let_go_of_ended()
+        return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+
+    def pin(self, memory: Tensor) -> str:
+        """See :meth:`Device.pin`. By registering memory that exists: exact in size, aligned to pages."""
+        if self._device.type != "cuda":
+            return f"{self._device.type} cannot lock memory that exists"
+        runtime: Any = self._module.cudart()
+        status = runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, _PORTABLE)
+        if not int(status):
+            return ""
+        self._forget_error()
+        return f"cudaHostRegister answers {int(status)}: {runtime.cudaGetErrorString(status)}"
+
+    def pinned(self, nbytes: int) -> Tensor | str:
+        """See :meth:`Device.pinned`. From PyTorch's allocator, which rounds up to a power of two."""
+        try:
+            return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+        except RuntimeError as error:
+            return str(error).partition("\n")[0]
+
+    def _forget_error(self) -> None:
+        """A refused call leaves its error for the next kernel to be blamed with: let it be this one."""
+        try:
+            torch.zeros(1, device=self._device).add_(1)
+        except RuntimeError:
+            pass
+
+    def unpin(self, memory: Tensor) -> None:
+        """See :meth:`Device.unpin`. Waits for the copies: a stash that is dropped may have some under way."""
+        if os.getpid() != self._pid:
+            return  # a forked process has no device
+        self.finish()
+        if self._device.type != "cuda":
+            return  # nothing was pinned
+        status = self._module.cudart().cudaHostUnregister(memory.data_ptr())
+        if int(status):  # it was refused, or an interrupt came first
+            self._forget_error()
+
+    def give_back(self, memory: Tensor) -> None:
+        """See :meth:`Device.give_back`. Waits for the copies likewise."""
+        if os.getpid() != self._pid:
+            return
+        self.finish()
+        memory.data = torch.empty(0, dtype=torch.uint8, device="cpu")
+        _empty_host_cache()
+
+    def finish(self) -> None:
+        """See :meth:`Device.finish`."""
+        for stream in (self._down, self._up):
+            stream.synchronize()
+
+    def free_bytes(self) -> int:
+        """See :meth:`Device.free_bytes`."""
+        asks = getattr(torch.accelerator, "get_memory_info", None) or self._module.mem_get_info
+        share = getattr(self._module, "get_per_process_memory_fraction", None)
+        free, total = asks(self._device)
+        statistics = torch.accelerator.memory_stats(self._device)
+        reserved = statistics.get("reserved_bytes.all.current", 0)
+        if share is not None:  # what set_per_process_memory_fraction leaves of it
+            free = min(free, int(share(self._device) * total) - reserved)
+        return int(free + reserved - statistics.get("active_bytes.all.current", 0))
+
+    def failures(self) -> int:
+        """See :meth:`Device.failures`."""
+        return int(torch.accelerator.memory_stats(self._device).get("num_ooms", 0))
+
+    def _let_go_of_ended(self) -> None:
+        # Mostly they end in this order, and of a host that runs ahead there may be hundreds.
+        while True:
+            try:
+                oldest = self.unfinished.popleft()
+            except IndexError:  # another thread looks too
+                return
+            if not oldest[0].query():
+                self.unfinished.appendleft(oldest)
+                return
+
+
+def _empty_host_cache() -> None:
+    """PyTorch's allocator of pinned memory keeps what it is given back: let go of that."""
+    empties = getattr(torch.accelerator, "empty_host_cache", None)  # torch 2.11 has none
+    empties = empties or getattr(torch._C, "_host_emptyCache", _nothing)  # in a build for CUDA
+    empties()
+
+
+def accelerator(device: torch.device) -> Device | str:
+    """What drives ``device``, or the reason why nothing does."""
+    current = torch.accelerator.current_accelerator()
+    if current is None or current.type != device.type:
+        return f"device {device.type}"
+    try:
+        driver = Accelerator(device)
+        if device not in _tried_out and not driver.is_capturing():
+            with suppress(torch.OutOfMemoryError):  # full, and a stash is what it needs
+                driver.try_out()
+                _tried_out.add(device)
+    except (RuntimeError, AttributeError, TypeError, ValueError) as error:
+        return f"device {device.type} lacks what a stash needs: {str(error).partition(chr(10))[0]}"
+    return driver

@@ -1,0 +1,198 @@
+"""The host tier's memory: rooms in a few large slabs that are pinned whole, inside a budget of real bytes.
+
+A pinned allocation of PyTorch's own is rounded up to a power of two and costs milliseconds when it is first
+touched. A slab is mapped once, with huge pages, registered with the device as it is, and its rooms are used
+again by whatever shapes come: so the budget is what is really taken, and rooms lie on page boundaries, from
+where a direct write to disk needs no copy. Where memory that exists cannot be registered (only CUDA can, and
+not everywhere), the slab is one allocation of PyTorch's own, of a power of two, so that nothing is rounded.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Protocol
+
+from torch import Tensor
+
+from ..stores._buffer_pool import PAGE_BYTES, mapped
+from ..stores._leases import Leases
+
+__all__ = ["PinnedBuffer", "PinnedPool", "Pins"]
+
+_SLAB_BYTES = 256 << 20
+
+
+class Pins(Protocol):
+    """What pins memory of the host: an accelerator's device (``_device/accelerator.Device`` says more)."""
+
+    def pin(self, memory: Tensor) -> str:
+        """Lock a slab's memory; why that was refused, or ``""``."""
+
+    def unpin(self, memory: Tensor) -> None:
+        """Undo it, after every copy has ended; of what is not pinned, too."""
+
+    def pinned(self, nbytes: int) -> Tensor | str:
+        """Memory that is pinned already, a power of two of bytes, or why there is none."""
+
+    def give_back(self, memory: Tensor) -> None:
+        """Let go of that, after every copy has ended."""
+
+
+class _Slab:
+    """Memory that was pinned in one piece, and which of it is taken. Unpinned when it is let go."""
+
+    __slots__ = ("__weakref__", "leases", "let_go", "memory")
+
+    def __init__(self, memory: Tensor, undo: Callable[[Tensor], None]) -> None:
+        self.memory = memory
+        self.leases = Leases(unit_bytes=PAGE_BYTES)
+        self.let_go = weakref.finalize(self, undo, memory)
+
+    def take(self, nbytes: int) -> PinnedBuffer | None:
+        buffer = PinnedBuffer(self)
+        offset = self.leases.take(buffer, nbytes)
+        if self.leases.end_bytes <= self.memory.numel():
+            buffer.offset, buffer.memory = offset, self.memory[offset : offset + nbytes]
+            return buffer
+        self.leases.free(offset)
+        return None
+
+
+class PinnedBuffer:
+    """A piece of a slab: ``memory`` is its bytes, as a flat ``uint8`` tensor that starts on a page."""
+
+    __slots__ = ("__weakref__", "memory", "offset", "slab")
+
+    def __init__(self, slab: _Slab) -> None:
+        self.slab = slab
+        self.offset: int  # these two once its extent is taken
+        self.memory: Tensor
+
+
+class PinnedPool:
+    """Rooms of pinned memory. Not locked: the caller holds its lock.
+
+    Args:
+        budget: the most bytes of all slabs; ``None``: no limit. A function is asked, now and whenever
+            there is to be another slab, how many bytes it may have beyond those it has.
+        pins: what pins a slab.
+    """
+
+    def __init__(self, budget: int | Callable[[], int] | None, pins: Pins) -> None:
+        self._more = budget if callable(budget) else None
+        self.budget = budget() if callable(budget) else budget
+        self._unasked_bytes = 0  # that were wanted in vain since the function was last asked
+        self._pins = pins
+        self._slabs: list[_Slab] = []
+        self.slab_peak_bytes = 0
+        self.note = ""
+        self.refusal = ""  # why the system gave no memory when it was last asked
+
+    @property
+    def slab_bytes(self) -> int:
+        """Bytes of all slabs."""
+        return sum(slab.memory.numel() for slab in self._slabs)
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of all rooms, in whole pages."""
+        return sum(slab.leases.used_bytes for slab in self._slabs)
+
+    def could_hold(self, nbytes: int) -> bool:
+        """Whether ``nbytes`` are no more than the budget."""
+        if self.budget is not None and _pages(nbytes) > self.budget:
+            self._ask(_pages(nbytes))
+        return self.budget is None or _pages(nbytes) <= self.budget
+
+    def take(self, nbytes: int, *, may_grow: bool = True) -> PinnedBuffer | None:
+        """A room for ``nbytes``, or ``None`` where the budget or the system has none.
+
+        ``may_grow=False`` takes what is pinned already, or nothing.
+        """
+        for slab in self._slabs:
+            if slab.memory.numel() - slab.leases.used_bytes < nbytes:
+                continue
+            buffer = slab.take(nbytes)
+            if buffer is not None:
+                return buffer
+        added = self._add_slab(nbytes) if may_grow else None
+        return added.take(nbytes) if added is not None else None
+
+    def give(self, buffer: PinnedBuffer) -> None:
+        """Take a room back. Nothing may read or write it any more."""
+        buffer.slab.leases.free(buffer.offset)
+
+    def settle(self) -> None:
+        """Take back rooms that nobody has any more: see :class:`Leases`."""
+        for slab in self._slabs:
+            slab.leases.settle()
+
+    def trim(self) -> None:
+        """Unpin and let go of every slab without rooms."""
+        for slab in [slab for slab in self._slabs if not slab.leases.used_bytes]:
+            self._slabs.remove(slab)
+            slab.let_go()
+
+    def _add_slab(self, nbytes: int) -> _Slab | None:
+        least = _pages(nbytes)
+        size = max(least, _SLAB_BYTES)
+        self._ask(least)
+        if self.budget is not None:
+            if self.budget - self.slab_bytes < least:
+                self.trim()  # empty slabs of sizes that are no longer asked for
+            size = min(size, (self.budget - self.slab_bytes) // PAGE_BYTES * PAGE_BYTES)
+            if size < least:
+                return None
+        try:
+            memory = mapped(size)
+        except MemoryError as error:
+            self.refusal = str(error)
+            return None
+        self.refusal, undo = "", self._pins.unpin
+        try:
+            refusal = self._pins.pin(memory)
+            own = self._pinned(size, least, refusal) if refusal else None
+            if own is not None:
+                memory, undo = own, self._pins.give_back
+            slab = _Slab(memory, undo)
+        except BaseException:  # an interrupt may have come when it was pinned already
+            undo(memory)
+            raise
+        self._slabs.append(slab)
+        self.slab_peak_bytes = max(self.slab_peak_bytes, self.slab_bytes)
+        return slab
+
+    def _pinned(self, size: int, least: int, refusal: str) -> Tensor | None:
+        """In place of memory that could not be pinned, some that is: of a size near to ``size``."""
+        rounded = 1 << (size - 1).bit_length()
+        if self.budget is not None and self.slab_bytes + rounded > self.budget:
+            rounded //= 2
+        too_large = "the budget has no power of two for it"
+        own = self._pins.pinned(rounded) if rounded >= least else too_large
+        if isinstance(own, Tensor) and own.data_ptr() % PAGE_BYTES:
+            own = "its memory does not begin on a page"
+        if isinstance(own, str):
+            why = f"{refusal}; PyTorch's allocator: {own}"
+            self.note = (
+                self.note or f"host memory is not pinned ({why}): copies do not run beside compute"
+            )
+            return None
+        self.note = self.note or f"host memory is pinned by PyTorch's allocator ({refusal})"
+        return own
+
+    def _ask(self, nbytes: int) -> None:
+        """Where the budget follows what there is: see how much that is now.
+
+        Not each time that something finds no room: a pool may be full for long, and asking takes 0.2 ms.
+        """
+        if self._more is None or self.budget is None:
+            return
+        self._unasked_bytes += nbytes
+        if nbytes <= self.budget - self.slab_bytes or self._unasked_bytes >= _SLAB_BYTES:
+            self._unasked_bytes = 0
+            self.budget = self.slab_bytes + max(0, self._more())
+
+
+def _pages(nbytes: int) -> int:
+    return -(-nbytes // PAGE_BYTES) * PAGE_BYTES

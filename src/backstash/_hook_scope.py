@@ -1,0 +1,175 @@
+"""Pushing and popping the hook pair: in order, on the right thread, and never left behind.
+
+autograd keeps a stack of hook pairs for each thread and pops whatever is on top. So each scope is checked
+when it is left; one that is not on top is taken out from under the others, and the caller is told.
+
+An attached module's forward can end in a way that runs no forward hook (``KeyboardInterrupt``). Such a
+scope is recognised by the call's frame, which is no longer on the stack, and cleared by the next one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from types import FrameType, TracebackType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from ._saved.thread_state import ThreadState
+from ._torch.modules import call_frame, is_running
+from .errors import UsageError
+
+if TYPE_CHECKING:
+    from .stash import Stash
+
+__all__ = ["Attachment", "Scope", "abandon", "enter_scope", "leave_scope", "newest_scope"]
+
+_autograd: Any = torch._C._autograd
+
+
+@dataclass(slots=True, eq=False)
+class Scope:
+    """A pushed hook pair."""
+
+    hooks: saved_tensors_hooks
+    frame: FrameType | None  # of the module call that it covers; None for a ``with``
+
+
+def enter_scope(
+    thread_state: ThreadState,
+    pack: Callable[[Tensor], object],
+    unpack: Callable[[Any], Tensor],
+    frame: FrameType | None = None,
+) -> None:
+    """Push a hook pair for this thread. Raises ``RuntimeError`` where hooks are disabled."""
+    _clear_stale(thread_state)
+    scope = Scope(saved_tensors_hooks(pack, unpack), frame)
+    try:
+        thread_state.scopes.append(scope)
+        scope.hooks.__enter__()
+    except BaseException:
+        abandon(thread_state, scope)
+        raise
+
+
+def newest_scope(thread_state: ThreadState) -> Scope | None:
+    """The one that this thread will leave next."""
+    _clear_stale(thread_state)
+    return thread_state.scopes[-1] if thread_state.scopes else None
+
+
+def leave_scope(thread_state: ThreadState, frame: FrameType | None = None) -> None:
+    """Pop the newest pair of this thread's lane.
+
+    Raises:
+        UsageError: it was not on top (it is taken out all the same), or is not there at all.
+    """
+    _clear_stale(thread_state)
+    if not thread_state.scopes:
+        raise UsageError("this thread left a stash more often than it entered it")
+    scope = thread_state.scopes[-1]
+    if scope.frame is not frame:
+        if frame is not None:  # a module's forward failed before our hook could push anything
+            return
+        raise UsageError("a stash was left inside the forward of a module it is attached to")
+    try:
+        _take_out(scope)
+        thread_state.scopes.pop()
+    except BaseException:  # out of order, or an interrupt: the pair goes all the same
+        abandon(thread_state, scope)
+        raise
+
+
+def abandon(thread_state: ThreadState, scope: Scope) -> None:
+    """Take ``scope`` out, if it is there, whatever is on top of it."""
+    if scope in thread_state.scopes:
+        thread_state.scopes.remove(scope)
+    with suppress(UsageError):
+        _take_out(scope)
+
+
+def _clear_stale(thread_state: ThreadState) -> None:
+    while (
+        thread_state.scopes
+        and (frame := thread_state.scopes[-1].frame) is not None
+        and not is_running(frame)
+    ):
+        try:
+            _take_out(thread_state.scopes.pop())
+        except UsageError:
+            pass  # whoever left out of order was told; here there is nothing to mend
+
+
+def _take_out(scope: Scope) -> None:
+    above: tuple[tuple[Any, Any], ...] = ()
+    pack = scope.hooks.pack_hook
+    try:
+        while (top := _autograd._top_saved_tensors_default_hooks(True)) is not None:
+            # A wrapper may stand in for our pair.
+            is_ours = getattr(top[0], "__wrapped__", top[0]) is pack
+            above += (
+                () if is_ours else (top,)
+            )  # no call between this and the pop: nothing interrupts
+            _autograd._pop_saved_tensors_default_hooks()
+            if is_ours:
+                break
+        else:
+            raise UsageError(
+                "another saved-tensors context popped the stash's hooks: contexts were left in the "
+                "wrong order; leave them in the reverse of the order they were entered"
+            )
+    finally:
+        for pair in reversed(above):
+            _autograd._push_saved_tensors_default_hooks(*pair)
+    if above:
+        raise UsageError(
+            f"a stash was left while {len(above)} saved-tensors context(s) entered after it were still "
+            "active: leave them in the reverse order (the stash's hooks were taken out, theirs remain)"
+        )
+
+
+class _Hook:
+    """A module hook; an object, so that a model that is saved with it fails by the stash's own words."""
+
+    def __init__(self, act: Callable[[FrameType | None], None]) -> None:
+        self._act = act
+
+    def __call__(self, *_: object) -> None:
+        self._act(call_frame())
+
+    # What torch.compiler.disable sets; calling that would import all of the compiler with backstash.
+    __call__._torchdynamo_disable = True  # type: ignore[attr-defined]
+
+
+class Attachment:
+    """A stash on a module: what its forward saves is held. Returned by :meth:`Stash.attach`.
+
+    ``remove()`` takes it off, and so does leaving it as a context; both may be done twice. The module's
+    parameters, buffers and state-dict keys are untouched. Replicas and threads are covered.
+    """
+
+    def __init__(self, stash: Stash, module: nn.Module) -> None:
+        self._handles = (
+            module.register_forward_pre_hook(_Hook(stash._enter), prepend=True),
+            module.register_forward_hook(_Hook(stash._leave), always_call=True),
+        )
+
+    def remove(self) -> None:
+        """Take the stash off the module. What was saved before stays held."""
+        for handle in self._handles:
+            handle.remove()
+
+    def __enter__(self) -> Attachment:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.remove()

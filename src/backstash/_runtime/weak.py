@@ -1,0 +1,102 @@
+"""A queue that owns nothing: what dies, or is no longer wanted in it, takes no room for long."""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Hashable
+from typing import Generic, TypeVar
+
+__all__ = ["WeakQueue", "WeakTable"]
+
+_T = TypeVar("_T")
+_LEAST = 64  # entries below which nobody looks
+
+
+class WeakQueue(Generic[_T]):
+    """Weak references, oldest first. Not locked: the caller holds its lock.
+
+    Whoever waits here may die unseen, or be served by other means, while nothing is ever taken from the
+    front (a budget that is never reached). So each time the queue has doubled, what is not wanted any more
+    is taken out: an append costs the same however long the queue is.
+
+    Args:
+        wanted: whether a living item still belongs here.
+    """
+
+    __slots__ = ("_refs", "_sweep_at", "_wanted")
+
+    def __init__(self, wanted: Callable[[_T], object]) -> None:
+        self._refs: deque[weakref.ref[_T]] = deque()
+        self._sweep_at = _LEAST
+        self._wanted = wanted
+
+    def __len__(self) -> int:
+        return len(self._refs)
+
+    def append(self, item: _T) -> None:
+        """Put ``item`` at the end."""
+        if len(self._refs) >= self._sweep_at:
+            self._sweep()
+        self._refs.append(weakref.ref(item))
+
+    def appendleft(self, item: _T) -> None:
+        """Put ``item`` before all others."""
+        self._refs.appendleft(weakref.ref(item))
+
+    def popleft(self) -> _T | None:
+        """Take out the oldest; ``None`` if it is dead or no longer wanted. ``IndexError``: there is none."""
+        item = self._refs.popleft()()
+        return item if item is not None and self._wanted(item) else None
+
+    def clear(self) -> None:
+        """Nothing is left that could wait here."""
+        if self._refs:
+            self._refs = deque()
+            self._sweep_at = _LEAST
+
+    def take_before(self, other: WeakQueue[_T]) -> None:
+        """Put all that waits in ``other`` before what waits here, and leave that empty."""
+        refs, other._refs = other._refs, deque()
+        self._refs.extendleft(reversed(refs))
+
+    def _sweep(self) -> None:
+        wanted = self._wanted
+        # Set aside first: a finalizer that the collector runs meanwhile may append.
+        refs, self._refs = self._refs, deque()
+        alive = deque(ref for ref in refs if (item := ref()) is not None and wanted(item))
+        alive.extend(self._refs)
+        self._refs = alive
+        self._sweep_at = max(_LEAST, 2 * len(self._refs))
+
+
+_K = TypeVar("_K", bound=Hashable)
+_V = TypeVar("_V")
+
+
+class WeakTable(Generic[_K, _V]):
+    """Keys to values that live elsewhere.
+
+    As ``weakref.WeakValueDictionary``, whose entries are removed by a callback in Python: autograd runs it
+    when it frees a node, and a Ctrl-C that is delivered there is printed and forgotten. This one's callback
+    is a deque's own ``append``.
+    """
+
+    __slots__ = ("_gone", "_is_gone", "_refs")
+
+    def __init__(self) -> None:
+        self._refs: dict[_K, weakref.KeyedRef[_K, _V]] = {}
+        self._gone: deque[weakref.KeyedRef[_K, _V]] = deque()
+        self._is_gone = self._gone.append  # bound once, not for each entry
+
+    def get(self, key: _K) -> _V | None:
+        """The value, if it is alive."""
+        ref = self._refs.get(key)
+        return ref() if ref is not None else None
+
+    def __setitem__(self, key: _K, value: _V) -> None:
+        while self._gone:
+            ref = self._gone.popleft()
+            if self._refs.get(ref.key) is ref:
+                del self._refs[ref.key]
+        self._refs[key] = weakref.KeyedRef(value, self._is_gone, key)

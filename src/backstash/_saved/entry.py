@@ -1,0 +1,166 @@
+"""What autograd holds in place of a saved tensor."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from .block import Block
+from .view import StridedRegion, extent_bytes, raw_alias, reason_to_stay
+
+__all__ = ["Entry", "WrapperEntry"]
+
+
+class Entry:
+    """One saved view: a block, and how to rebuild the view from the block's bytes.
+
+    ``part`` is set when the block holds the elements densely although the view had gaps: then they are
+    spread out again.
+    """
+
+    __slots__ = (
+        "block",
+        "conj",
+        "device",
+        "dtype",
+        "neg",
+        "offset_bytes",
+        "region",
+        "shape",
+        "stride",
+        "turn",
+    )
+
+    def __init__(
+        self, block: Block, tensor: Tensor, offset_bytes: int, part: StridedRegion | None = None
+    ) -> None:
+        self.block = block
+        self.dtype = tensor.dtype
+        self.device = tensor.device
+        self.shape = tensor.shape
+        self.stride = tensor.stride()
+        self.offset_bytes = offset_bytes  # of its first element from the block's first byte
+        self.conj = tensor.is_conj()
+        self.neg = tensor.is_neg()
+        self.region = part
+        self.turn = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the view's elements."""
+        return self.shape.numel() * self.dtype.itemsize
+
+    @property
+    def where(self) -> str:
+        """The tier that has the bytes now."""
+        return self.block.where
+
+    def view_of(self, base: Tensor, base_bytes: int) -> Tensor:
+        """The saved view, cut from ``base`` whose storage has the block's first byte at ``base_bytes``.
+
+        A view of ``base``, so that both share one version counter; only a part with gaps is copied.
+        """
+        itemsize = self.dtype.itemsize
+        if base.dtype != self.dtype:
+            base = _flat(base, itemsize).view(self.dtype)
+        first, odd = divmod(base_bytes + self.offset_bytes, itemsize)
+        if odd:
+            raise AssertionError(f"a view at byte {base_bytes + self.offset_bytes} of {self.dtype}")
+        if self.region is not None:
+            dense = base.as_strided((self.region.count,), (1,), first)
+            base, first = self.region.spread(dense, self.dtype), self.region.residue
+        out = base.as_strided(self.shape, self.stride, first)
+        if self.neg:
+            out = torch._neg_view(out)
+        return out.conj() if self.conj else out
+
+
+class WrapperEntry:
+    """A saved tensor subclass that is made of others (``__tensor_flatten__``): its parts, each packed."""
+
+    __slots__ = (
+        "__weakref__",
+        "context",
+        "device",
+        "dtype",
+        "kind",
+        "offsets",
+        "parts",
+        "seen",
+        "shape",
+        "stride",
+    )
+
+    def __init__(self, tensor: Any, pack: Callable[[Tensor], object]) -> None:
+        names, self.context = tensor.__tensor_flatten__()
+        self.kind = type(tensor)
+        self.shape = tensor.shape
+        self.dtype = tensor.dtype
+        self.device = tensor.device
+        self.stride = tensor.stride()
+        self.seen = [(weakref.ref(each), each._version) for each in _with_inner(tensor)]
+        inner = {name: getattr(tensor, name) for name in names}
+        self.offsets = {name: _offset_of(part) for name, part in inner.items()}
+        self.parts = {name: pack(part) for name, part in inner.items()}
+
+    @property
+    def where(self) -> str:
+        """The lowest tier that has bytes of a part."""
+        places = {getattr(part, "where", "keep") for part in self.parts.values()}
+        return next((tier for tier in ("disk", "host") if tier in places), "keep")
+
+    def is_of(self, tensor: Tensor) -> bool:
+        """Whether ``tensor`` is what was packed, and neither it nor what it is made of has changed."""
+        now = list(_with_inner(tensor))
+        return len(now) == len(self.seen) and all(
+            seen() is each and version == each._version
+            for each, (seen, version) in zip(now, self.seen, strict=True)
+        )
+
+    def rebuild(self, unpack: Callable[[object], Tensor]) -> Tensor:
+        """The wrapper around its unpacked parts."""
+        parts = {
+            name: _at_offset(unpack(part), self.offsets[name]) for name, part in self.parts.items()
+        }
+        rebuilt: Tensor = self.kind.__tensor_unflatten__(
+            parts, self.context, self.shape, self.stride
+        )
+        return rebuilt
+
+
+def _with_inner(tensor: Any) -> Iterator[Tensor]:
+    yield tensor
+    if is_traceable_wrapper_subclass(tensor):
+        for name in tensor.__tensor_flatten__()[0]:
+            yield from _with_inner(getattr(tensor, name))
+
+
+def _offset_of(part: Tensor) -> int | None:
+    """Where a plain tensor begins in its storage, which the subclass around it may go by."""
+    return int(part.storage_offset()) if type(part) is Tensor and not reason_to_stay(part) else None
+
+
+def _at_offset(part: Tensor, offset: int | None) -> Tensor:
+    """``part``, or a copy of it that begins at ``offset`` of its storage."""
+    if offset is None or part.storage_offset() == offset:
+        return part
+    raw = raw_alias(part)
+    first, end = (each // part.element_size() for each in extent_bytes(part))
+    flat = torch.empty(offset + end - first, dtype=part.dtype, device=part.device)
+    flat[offset:] = raw.as_strided((end - first,), (1,), first)
+    out = flat.as_strided(part.shape, part.stride(), offset)
+    if part.is_neg():
+        out = torch._neg_view(out)
+    return out.conj() if part.is_conj() else out
+
+
+def _flat(base: Tensor, itemsize: int) -> Tensor:
+    """All whole ``itemsize`` items of ``base``'s storage as a flat view of bytes, on its version counter."""
+    storage_bytes = base.untyped_storage().nbytes()
+    flat = base.as_strided((storage_bytes // base.element_size(),), (1,), 0).view(torch.uint8)
+    return flat[: flat.numel() // itemsize * itemsize]

@@ -1,0 +1,75 @@
+"""A lane: one thread's side of a stash.
+
+Two things are kept per thread. Counters, because the path for small tensors must not take a lock. And
+ownership: a copy that runs beside the thread that made the tensor may be torn by an in-place operation of
+that thread, whose version is raised only after the bytes have changed. So only that thread, when it next
+enters the stash, or anybody once it has ended, may look at the version and declare the copy whole.
+
+And what it saved last. An operation saves its inputs before it runs, and may still fill one that it made
+for itself (``rrelu``'s noise), which raises no version. So a block without a gradient function waits in
+place until its operation has ended: until this thread has made a later node, or leaves the stash.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import weakref
+
+    from .._hook_scope import Scope
+    from .block import Block
+
+__all__ = ["Counts", "ThreadState"]
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """What one thread, or several, gave to a stash."""
+
+    saves: int = 0
+    """Tensors given to the slow path."""
+    small_saves: int = 0
+    """Tensors left by the fast path."""
+    small_bytes: int = 0
+    """The bytes of those."""
+
+    def __add__(self, other: Counts) -> Counts:
+        return Counts(
+            self.saves + other.saves,
+            self.small_saves + other.small_saves,
+            self.small_bytes + other.small_bytes,
+        )
+
+
+class ThreadState:
+    """What one thread keeps with a stash."""
+
+    __slots__ = (
+        "operation",
+        "saves",
+        "scopes",
+        "small_bytes",
+        "small_saves",
+        "thread",
+        "waiting",
+    )
+
+    def __init__(self) -> None:
+        self.thread = threading.current_thread()
+        self.scopes: list[Scope] = []  # hook pairs that this thread has pushed and not yet popped
+        self.waiting: deque[tuple[weakref.ref[Block], bool]] = deque()  # and whether to go at once
+        self.operation = 0  # the graph's next sequence number when the last of them was saved
+        self.saves = self.small_saves = self.small_bytes = 0  # see Counts
+
+    @property
+    def counts(self) -> Counts:
+        """What this thread has given so far."""
+        return Counts(self.saves, self.small_saves, self.small_bytes)
+
+    def may_judge(self, other: ThreadState) -> bool:
+        """Whether this thread, now inside the stash, may judge a copy that ``other``'s thread began."""
+        return other is self or not other.thread.is_alive()

@@ -1,0 +1,174 @@
+"""Parts: which elements of its storage a view needs, in one form for all views of the same elements.
+
+A small part of a large storage is copied, so that the rest is not held for its sake. The copy holds the
+elements densely, in the order of their addresses; on the way back they are spread out again. Elements are
+moved as integers of their size, since some dtypes (``uint4``, ``bits8``) have no copy of their own.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["StridedRegion", "extent_bytes", "raw_alias", "reason_to_stay", "snapshot"]
+
+_CARRIERS = {
+    1: torch.uint8,
+    2: torch.int16,
+    4: torch.int32,
+    8: torch.int64,
+    16: torch.complex128,
+}
+_ALIGNMENT_BYTES = {"cpu": 64}  # what results of vector code may depend on
+_DEVICE_ALIGNMENT_BYTES = 256  # what cuBLASLt chooses a kernel by
+
+
+class StridedRegion:
+    """The elements that a view needs. Sizes and strides are in elements, the largest stride first.
+
+    An expanded dimension needs its elements once. A view whose elements overlap in any other way needs
+    everything from its first to its last.
+    """
+
+    __slots__ = ("carrier", "count", "extent", "first", "itemsize", "residue", "sizes", "strides")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.itemsize = tensor.element_size()
+        self.carrier = _CARRIERS[self.itemsize]
+        self.first = int(tensor.storage_offset())
+        runs = _runs(tensor)
+        self.extent = 1 + sum((size - 1) * stride for stride, size in runs)
+        if _overlap(runs):
+            runs = [(1, self.extent)]
+        self.sizes = tuple(size for _, size in reversed(runs))
+        self.strides = tuple(stride for stride, _ in reversed(runs))
+        self.count = 1
+        for size in self.sizes:
+            self.count *= size
+        # Elements from an aligned address to the first, kept so that vector code meets what it met.
+        alignment = _ALIGNMENT_BYTES.get(tensor.device.type, _DEVICE_ALIGNMENT_BYTES)
+        self.residue = tensor.data_ptr() % alignment // self.itemsize
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of its elements, each counted once."""
+        return self.count * self.itemsize
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether it has no gaps."""
+        return self.count == self.extent
+
+    @property
+    def key(self) -> object:
+        """Equal for two views of one storage that need the same elements."""
+        return self.itemsize, self.first, self.sizes, self.strides
+
+    def covers(self, other: StridedRegion) -> bool:
+        """Whether every element of ``other`` is one of its own; a rare "no" that is wrong costs bytes."""
+        if self.key == other.key:
+            return True
+        first, last = self._span()
+        others_first, others_last = other._span()
+        return self.is_dense and first <= others_first and others_last <= last
+
+    def _span(self) -> tuple[int, int]:
+        return self.first * self.itemsize, (self.first + self.extent) * self.itemsize
+
+    def copy(self, tensor: Tensor) -> Tensor:
+        """The elements, dense, after ``residue`` others, in a storage of their own."""
+        source = raw_alias(tensor).view(self.carrier)
+        copy = torch.empty(self.residue + self.count, dtype=self.carrier, device=tensor.device)
+        copy[self.residue :].view(self.sizes).copy_(
+            source.as_strided(self.sizes, self.strides, self.first)
+        )
+        return copy
+
+    def spread(self, dense: Tensor, dtype: torch.dtype) -> Tensor:
+        """A flat tensor in which the elements of ``dense`` lie as in the storage they came from."""
+        out = torch.empty(self.residue + self.extent, dtype=self.carrier, device=dense.device)
+        place = out.as_strided(self.sizes, self.strides, self.residue)
+        place.copy_(dense.view(self.carrier).view(self.sizes))
+        return out.view(dtype)
+
+
+def snapshot(tensor: Tensor) -> Tensor:
+    """A copy of a plain tensor with the same strides, alignment, and conj and neg bits."""
+    region = StridedRegion(tensor)
+    flat = region.copy(tensor)
+    flat = (
+        flat.view(tensor.dtype)
+        if region.is_dense
+        else region.spread(flat[region.residue :], tensor.dtype)
+    )
+    out = flat.as_strided(tensor.shape, tensor.stride(), region.residue)
+    if tensor.is_neg():
+        out = torch._neg_view(out)
+    return out.conj() if tensor.is_conj() else out
+
+
+def _runs(tensor: Tensor) -> list[tuple[int, int]]:
+    """Strides and sizes, the smallest stride first; what lies end to end is joined."""
+    runs: list[tuple[int, int]] = []
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size == 1 or stride == 0:
+            continue
+        if runs and runs[-1][0] * runs[-1][1] == stride:
+            runs[-1] = runs[-1][0], runs[-1][1] * size
+        else:
+            runs.append((stride, size))
+    return runs
+
+
+def _overlap(runs: list[tuple[int, int]]) -> bool:
+    """Whether two indices may mean one element; a rare "yes" that is wrong costs bytes, not exactness."""
+    reach = 0
+    for stride, size in runs:
+        if stride <= reach:
+            return True
+        reach += (size - 1) * stride
+    return False
+
+
+def raw_alias(tensor: Tensor) -> Tensor:
+    """``tensor``'s memory and version counter, without its graph and its conj and neg bits."""
+    alias = tensor.detach()
+    if alias.is_conj():
+        alias = alias.conj()
+    return torch._neg_view(alias) if alias.is_neg() else alias
+
+
+def extent_bytes(tensor: Tensor) -> tuple[int, int]:
+    """The first byte of the storage that ``tensor`` needs, and one past the last."""
+    itemsize = tensor.element_size()
+    low = int(tensor.storage_offset()) * itemsize
+    if tensor.is_contiguous():
+        return low, low + tensor.nbytes
+    last = sum(  # strides are never negative
+        (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
+    return low, low + int(last + 1) * itemsize
+
+
+def reason_to_stay(tensor: Tensor) -> str:
+    """Why a plain ``torch.Tensor``'s bytes cannot be moved and rebuilt exactly; ``""`` when they can."""
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        return "a functorch transform's tensor"
+    if tensor.layout is not torch.strided:
+        return f"layout {str(tensor.layout).removeprefix('torch.')}"
+    if tensor.is_nested:
+        return "a nested tensor"
+    if tensor.is_quantized:
+        return "a quantized tensor"
+    if any(getattr(tensor, "names", ())):  # torch 2.13 has none any more
+        return "a named tensor"
+    if tensor._is_zerotensor():
+        return "a tensor of zeros without memory"
+    storage = tensor.untyped_storage()
+    if tensor.numel() == 0 or storage.data_ptr() == 0:
+        return "no bytes"
+    if extent_bytes(tensor)[1] > storage.nbytes():
+        return "its storage is smaller than the view"
+    if storage.data_ptr() % 16:
+        return "its memory is not aligned"
+    return ""

@@ -1,0 +1,109 @@
+"""What could not be had: a tier that has no room or has failed, a device that ran out of memory.
+
+A block that finds no room stays where it is, and is *stuck*: it is asked to go again only when there may be
+room again, since something left the tier or a step has ended. A tier whose write failed is given nothing
+more. Each refusal is noted once for reports, and the first is a warning; or it is raised, for who wants that.
+"""
+
+from __future__ import annotations
+
+import errno
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Protocol
+
+from .._runtime.weak import WeakQueue
+from .._saved.block import Block
+from ..errors import StashError, StashFullError, StashIOError, StashWarning
+from .resident import ResidentSet, is_resident
+
+__all__ = ["TierHealth"]
+
+
+class _Tier(Protocol):
+    @property
+    def used_bytes(self) -> int: ...
+
+
+class TierHealth:
+    """Remembers what a tier refused. The caller holds the stash's lock.
+
+    Args:
+        keep: who takes back what was stuck, to be asked again.
+        tier: where the blocks go; ``None``: nowhere.
+        raises: whether a refusal is an error of the forward pass.
+    """
+
+    def __init__(self, resident: ResidentSet, tier: _Tier | None, *, raises: bool) -> None:
+        self._resident = resident
+        self._tier = tier
+        self._raises = raises
+        self.deferred = WeakQueue[Block](is_resident)  # there was no room for them; oldest first
+        # Bytes used when the tier last had no room, and the size of the smallest block that it refused.
+        self._full_at: tuple[int, int] | None = None
+        self._broken: Callable[[], StashError] | None = None  # after a failed write nothing goes
+        self.notes: dict[str, None] = {}
+
+    def refuses(self, nbytes: int) -> bool:
+        """Whether there is no use in asking for so many. Raises ``StashError`` if the caller wants it."""
+        if self._broken is not None:
+            if self._raises:
+                raise self._broken()
+            return True
+        if self._full_at is None:
+            return False
+        used_bytes, least = self._full_at
+        assert self._tier is not None
+        if self._tier.used_bytes < used_bytes:
+            self.try_again()  # room came back, for those who were told there was none too
+            return False
+        return nbytes >= least and not self._raises
+
+    def try_again(self) -> None:
+        """There may be room again: a step has ended, and somebody else may have made it."""
+        if self._full_at is not None:
+            self._full_at = None
+            self._resident.queue.take_before(self.deferred)
+
+    def full(self, error: StashFullError, nbytes: int) -> None:
+        """There was no room for ``nbytes``. Raises ``error`` if the caller wants it."""
+        assert self._tier is not None
+        self._full_at = self._tier.used_bytes, nbytes
+        self._emit(error)
+
+    def broke(self, failure: BaseException) -> None:
+        """A write failed."""
+        number = getattr(failure, "errno", None) or errno.EIO
+        kind = StashFullError if number == errno.ENOSPC else StashIOError
+        text = str(failure)
+        # Made anew each time: a kept exception would keep the frames that it passed through.
+        self._broken = lambda: kind(number, f"{text}; nothing more is sent there")
+        if not self._raises:
+            self._emit(self._broken())
+
+    def _emit(self, error: StashError) -> None:
+        if self._raises:
+            raise error
+        note = f"left in place: {error}"
+        is_first = not any(told.startswith("left in place") for told in self.notes)
+        self.notes[note] = None
+        if is_first:
+            warnings.warn(note, StashWarning, stacklevel=_level())
+
+    def restore(self) -> None:
+        """Forget what was stuck: see ``_session``. All that is in place is asked again."""
+        self.deferred = WeakQueue[Block](is_resident)
+        self._full_at = None
+
+
+def _level() -> int:
+    """The caller's ``stacklevel`` that names the line of whoever computes: neither ours nor PyTorch's."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and _is_ours(frame.f_globals.get("__name__")):
+        level, frame = level + 1, frame.f_back
+    return level
+
+
+def _is_ours(module: object) -> bool:
+    return str(module).partition(".")[0] in ("backstash", "torch")

@@ -1,0 +1,213 @@
+"""Onward from host memory to disk, the oldest first.
+
+When what the rooms hold comes near the ``host`` budget, the oldest parcels are written to disk from where
+they lie. A room whose bytes are on disk too still serves reads, until somebody needs it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable
+
+from torch import Tensor
+
+from .._device.base import Copy
+from .._device.pinned_pool import PinnedBuffer, PinnedPool
+from .._runtime.reclaim import HostCleanup, ReclaimQueue
+from .._runtime.trace import profiled
+from .._runtime.weak import WeakQueue
+from .._runtime.workers import Work
+from ..errors import StashIOError
+from ..stores import Slot, Store
+from .host_backing import HostBacking
+
+__all__ = ["HostWriteback"]
+
+
+class HostWriteback:
+    """Knows which parcels are in host memory alone, on their way out of it, or on disk too.
+
+    The caller holds the stash's lock.
+
+    Args:
+        pool: the rooms, and their budget.
+        disk: what is below, or ``None``.
+        begin_work: hands a piece of work to a worker.
+        grave: where what dies is appended.
+        number: of the side.
+        early: how many bytes below the budget the writing begins.
+    """
+
+    def __init__(
+        self,
+        pool: PinnedPool,
+        disk: Store | None,
+        begin_work: Callable[[Work], None],
+        reclaim_queue: ReclaimQueue,
+        *,
+        number: int,
+        early: int,
+    ) -> None:
+        self._pool = pool
+        self.disk = disk
+        self._begin_work = begin_work
+        self._reclaim_queue = reclaim_queue
+        self._number = number
+        self._early = early
+        self._dirty = WeakQueue[HostBacking](_is_in_a_room_only)  # oldest first
+        self._writing: deque[weakref.ref[HostBacking]] = deque()  # being written to disk
+        self._clean = WeakQueue[HostBacking](_has_a_room)  # in both: the room may go
+        self._bytes_on_the_way_out = 0  # of rooms that are being written or are on disk too
+        self.refusal = (
+            ""  # why the disk took nothing when it was last asked, or had a write that failed
+        )
+        self._has_failed = False
+        self.disk_peak_bytes = 0
+
+    def add(self, backing: HostBacking, *, at_once: bool) -> None:
+        """A new parcel, in host memory alone. ``at_once``: it is to go on whatever room there is."""
+        if not (at_once and self._begin_write(backing)):
+            self._dirty.append(backing)
+            self._write_early()
+
+    def _write_early(self) -> None:
+        budget = self._pool.budget
+        if budget is None:
+            return
+        while self._pool.used_bytes - self._bytes_on_the_way_out > max(0, budget - self._early):
+            if not self.write_oldest():
+                return
+
+    def write_oldest(self) -> bool:
+        """Begin to write the oldest parcel that is in host memory alone."""
+        while self._dirty:
+            backing = self._dirty.popleft()
+            if backing is not None:
+                if self._begin_write(backing):
+                    return True
+                self._dirty.appendleft(backing)
+                return False
+        return False
+
+    def _begin_write(self, backing: HostBacking) -> bool:
+        """Begin to write a parcel that is in host memory alone; whether there was room for it."""
+        disk, left = self.disk, backing.cleanup
+        if disk is None or self._has_failed or left.buffer is None:
+            return False
+        try:
+            slot = disk.reserve(backing.nbytes)
+        except StashIOError as error:
+            self.refusal = f", and {error.strerror}"
+            return False
+        assert left.writing is not None
+        work = Work(_write_down, left.writing, disk, slot, left.buffer.memory)
+        left.work, left.slot = work, slot
+        self._begin_work(work)
+        self.disk_peak_bytes = max(self.disk_peak_bytes, disk.used_bytes)
+        self._bytes_on_the_way_out += backing.nbytes
+        self._writing.append(weakref.ref(backing))
+        return True
+
+    def sweep(self) -> bool:
+        """Look at the writes that have ended; whether there was one."""
+        found = False
+        while self._writing:
+            backing = self._writing[0]()
+            work = backing.cleanup.work if backing is not None else None
+            if work is not None and not work.done():
+                break
+            self._writing.popleft()
+            if backing is not None:
+                self._ended(backing)
+                found = True
+        return found
+
+    def _ended(self, backing: HostBacking) -> None:
+        left = backing.cleanup
+        assert left.work is not None and left.slot is not None and self.disk is not None
+        failure = left.work.exception()
+        if failure is None:
+            left.work = None
+            self._clean.append(backing)
+            return
+        self.refusal = f", and the disk failed: {failure}"
+        self._has_failed = True
+        slot, left.slot, left.work = left.slot, None, None
+        self._bytes_on_the_way_out -= backing.nbytes
+        self.disk.release(slot)
+        self._dirty.appendleft(backing)
+
+    def wait(self) -> bool:
+        """Wait for the oldest write, if there is one."""
+        while self._writing:
+            backing = self._writing[0]()
+            if backing is None or backing.cleanup.work is None:
+                self._writing.popleft()
+                continue
+            backing.cleanup.work.exception()
+            return True
+        return False
+
+    def evict(self) -> HostCleanup | None:
+        """Take the room of the oldest parcel that is on disk too; to be buried."""
+        while self._clean:
+            backing = self._clean.popleft()
+            if backing is None:
+                continue
+            left = HostCleanup(self._reclaim_queue, self._number, backing.cleanup.buffer)
+            left.brought = backing.cleanup.brought
+            backing.cleanup.buffer = backing.cleanup.brought = None
+            self._bytes_on_the_way_out -= backing.nbytes
+            return left
+        return None
+
+    def release(self, slot: Slot, buffer: PinnedBuffer | None) -> None:
+        """Give back a dead parcel's slot; ``buffer`` is what it had besides."""
+        if buffer is not None:
+            self._bytes_on_the_way_out -= buffer.memory.numel()
+        if self.disk is not None:
+            self.disk.release(slot)
+
+    def forget(self) -> None:
+        """No block is alive any more."""
+        self._dirty.clear()
+        self._clean.clear()
+
+    def restore(self, backings: list[HostBacking], cleanup: list[HostCleanup]) -> None:
+        """Make the books anew from what there is: see ``_session``.
+
+        Args:
+            parcels: that are alive, oldest first.
+            remains: of all that has a room or a slot.
+        """
+        self._bytes_on_the_way_out = 0
+        for left in cleanup:
+            if left.buffer is not None and left.slot is not None:
+                self._bytes_on_the_way_out += left.buffer.memory.numel()
+        self._dirty = WeakQueue[HostBacking](_is_in_a_room_only)
+        self._clean = WeakQueue[HostBacking](_has_a_room)
+        self._writing.clear()
+        for backing in backings:
+            left = backing.cleanup
+            if left.work is not None:
+                self._writing.append(weakref.ref(backing))
+                if not left.work.done():
+                    self._begin_work(left.work)
+            elif left.buffer is not None:
+                (self._dirty if left.slot is None else self._clean).append(backing)
+
+
+def _is_in_a_room_only(backing: HostBacking) -> bool:
+    return backing.cleanup.slot is None
+
+
+def _has_a_room(backing: HostBacking) -> bool:
+    return backing.cleanup.buffer is not None
+
+
+def _write_down(copy: Copy, disk: Store, slot: Slot, memory: Tensor) -> None:
+    """On a worker, which alone waits for the device: ``memory`` is the room's."""
+    copy.wait()
+    with profiled("write"):
+        disk.write(slot, memory.data_ptr())

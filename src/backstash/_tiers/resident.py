@@ -1,0 +1,158 @@
+"""What stays in place: the ``keep`` budget, and who is asked to go first.
+
+The newest blocks stay up to the limit; the oldest beyond it go. On an accelerator copies begin some bytes
+before the limit is reached, and memory is let go only beyond it, or where the device runs short: what is
+still there when backward comes need not be brought back.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from .._device.memory import DeviceMemory
+from .._runtime.reclaim import BlockCleanup
+from .._runtime.trace import EventLog
+from .._runtime.weak import WeakQueue
+from .._saved.block import Block
+
+__all__ = ["ResidentSet", "is_resident"]
+
+
+class ResidentSet:
+    """Counts the blocks that are in place. The caller holds the stash's lock.
+
+    Args:
+        tape: is told who comes, returns and is lost, where somebody records.
+        limit: the most bytes that stay; ``None``: no limit. May be set.
+        early: on an accelerator, how many bytes below ``limit`` copies begin.
+        memory: what the accelerator has free; ``None`` on the CPU.
+    """
+
+    def __init__(
+        self,
+        event_log: EventLog,
+        *,
+        limit: int | None = 0,
+        early: int = 0,
+        memory: DeviceMemory | None = None,
+    ) -> None:
+        self._event_log = event_log
+        self.limit = limit
+        self._early = early
+        self._memory = memory
+        self._ceiling: int | None = (
+            None  # of a limit that follows, since the device ran out of memory
+        )
+        self.short_bytes = 0  # bytes that the device lacked when it was last asked
+        self.queue = WeakQueue[Block](is_resident)  # that may go, oldest first
+        self.nbytes = self.peak_bytes = 0
+
+    def admit(self, block: Block) -> None:
+        """A new block, in place."""
+        block.cleanup.resident_bytes = block.nbytes
+        self.nbytes += block.nbytes
+        if self._event_log.on:
+            cause = "backward" if torch._C._current_autograd_node() is not None else ""
+            self._event_log.emit("save", *block.facts, cause=cause)
+
+    def leave(self, block: Block) -> None:
+        """It is on its way, or lost."""
+        left = block.cleanup
+        self.nbytes -= left.resident_bytes
+        left.resident_bytes = 0
+
+    def take_back(self, block: Block) -> None:
+        """It could not be moved, and stays where it was."""
+        block.backing = None
+        left = block.cleanup
+        self.nbytes += block.nbytes - left.resident_bytes
+        left.resident_bytes = block.nbytes
+        if self._event_log.on:
+            self._event_log.emit("return", *block.facts)
+
+    def lose(self, block: Block) -> None:
+        """Its bytes were changed before a whole copy was known to exist: backward will be told."""
+        source = block.storage_version
+        block.lost = (
+            f"is at version {source.probe._version}; expected version {source.version} instead"
+        )
+        block.alias = block.backing = None
+        self.leave(block)
+        if self._event_log.on:
+            self._event_log.emit("lose", *block.facts)
+
+    def most(self, nbytes: int, leaving: int) -> int | None:
+        """How many bytes may stay now that ``nbytes`` have come and others are ``leaving``.
+
+        ``None``: no limit.
+        """
+        memory = self._memory
+        if memory is None:
+            return self.limit
+        if memory.device.is_capturing():
+            return None  # nothing may be asked of the device
+        most = None if self.limit is None else max(0, self.limit - self._early)
+        if most != 0:  # else all goes anyway
+            self.short_bytes = memory.shortage(nbytes)
+            if self.short_bytes > leaving:
+                left = max(0, self.nbytes + leaving - self.short_bytes)
+                most = left if most is None else min(most, left)
+        return most
+
+    def wants_room(self, leaving: int) -> bool:
+        """Whether the memory of what was copied is to be let go, with so many bytes ``leaving``."""
+        if self._memory is None or self.short_bytes:
+            return True
+        return self.limit is not None and self.nbytes + leaving > self.limit
+
+    def set_limit(self, limit: int | None) -> None:
+        """The most bytes that stay from now on, whatever was learned."""
+        self.limit, self._ceiling = limit, None
+
+    def follow(self, free_bytes: int) -> None:
+        """From now on keep half of the memory that is free, with what is kept already."""
+        half = (self.nbytes + free_bytes) // 2
+        self.limit = half if self._ceiling is None else min(half, self._ceiling)
+
+    def ran_out(self) -> bool:
+        """Whether the device, when last asked, had had no memory for something."""
+        return self._memory is not None and self._memory.failed
+
+    def halve(self) -> int | None:
+        """The device ran out of memory: keep half of what was kept from now on, at most.
+
+        Returns the new limit; ``None`` where nothing was kept, or there is no device.
+        """
+        if self._memory is None:
+            return None
+        self._memory.forget_failures()
+        kept = self.peak_bytes if self.limit is None else min(self.limit, self.peak_bytes)
+        if not kept:
+            return None
+        self.limit = self._ceiling = kept // 2
+        return self.limit
+
+    def measure(self) -> None:
+        """Between operations: while one runs, its tensors are the caller's."""
+        self.peak_bytes = max(self.peak_bytes, self.nbytes)
+
+    def restore(self, blocks: list[Block], waiting: set[int], cleanup: list[BlockCleanup]) -> None:
+        """Make the books anew from what there is: see ``_session``.
+
+        Args:
+            blocks: that are alive, oldest first.
+            waiting: the ``id`` of each that waits for its operation's end.
+            remains: of all blocks, the dead ones that are yet to be settled too.
+        """
+        self.queue = WeakQueue[Block](is_resident)
+        for block in blocks:
+            if block.alias is None or block.backing is not None:
+                block.cleanup.resident_bytes = 0
+            elif block.cleanup.resident_bytes and id(block) not in waiting:
+                self.queue.append(block)
+        self.nbytes = sum(left.resident_bytes for left in cleanup)
+
+
+def is_resident(block: Block) -> int:
+    """Whether it is in place still."""
+    return block.cleanup.resident_bytes

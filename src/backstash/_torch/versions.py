@@ -1,0 +1,103 @@
+"""Holding a tensor where it is, with the version check that autograd leaves out under hooks."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import InplaceError
+
+__all__ = ["Held", "Routed", "changed_in_place", "running_node", "same_counter", "version_of"]
+
+_call = operator.methodcaller("__call__")
+
+_set_versions: Any = getattr(torch._C._autograd, "_unsafe_set_version_counter", None)
+
+
+def same_counter(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors of equal version share one version counter (a view or ``detach``; not ``.data``).
+
+    Sharing cannot be asked of torch, so it is tried: the first one's counter is raised for a moment and
+    put back. Where torch lacks the call the answer is no, which costs a copy and never a wrong value.
+    """
+    if _set_versions is None:
+        return False
+    version = one._version
+    # One call of C code after another, without a bytecode between them at which Python could go on with
+    # another thread: that one would see a change in place that there was not.
+    steps = (
+        functools.partial(_set_versions, (one,), (version + 1,)),
+        functools.partial(getattr, other, "_version"),
+        functools.partial(_set_versions, (one,), (version,)),
+    )
+    _, raised, _ = map(_call, steps)
+    return bool(raised == version + 1)
+
+
+def version_of(value: object) -> int | None:
+    """A tensor's version; ``None`` for what has none (another object, or made in inference mode)."""
+    if not isinstance(value, Tensor) or value.is_inference():
+        return None
+    return value._version
+
+
+def running_node() -> str:
+    """``" for MulBackward0"`` while a node of a graph is running on this thread, else ``""``."""
+    current = getattr(torch._C, "_current_autograd_node", None)
+    node = current() if current is not None else None
+    return f" for {node.name()}" if node is not None else ""
+
+
+def changed_in_place(tensor: Tensor, version: int | None) -> InplaceError:
+    """The error for a saved tensor whose value is no longer what was saved."""
+    return InplaceError(
+        "one of the variables needed for gradient computation has been modified by an inplace operation: "
+        f"a saved {str(tensor.dtype).removeprefix('torch.')} tensor of shape {tuple(tensor.shape)}"
+        f"{running_node()} is at version {version_of(tensor)}; expected version {version} instead. "
+        "Change a clone, or use allow_mutation_on_saved_tensors."
+    )
+
+
+class Held:
+    """A saved tensor left in place: an alias without its graph, and the version it must still have."""
+
+    __slots__ = ("alias", "version")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.alias = tensor.detach()  # an operation's own output would hold itself through its node
+        self.version = version_of(tensor)
+
+    @property
+    def packed_inside(self) -> Tensor:
+        """The tensor, for whoever looks without unpacking."""
+        return self.alias
+
+    def get(self) -> Tensor:
+        """The tensor. Raises ``InplaceError`` when it was changed since."""
+        if self.version is not None and self.alias._version != self.version:
+            raise changed_in_place(self.alias, self.version)
+        return self.alias
+
+
+class Routed:
+    """What autograd holds: a packed object, and the hook that reads it."""
+
+    __slots__ = ("unpack", "value")
+
+    def __init__(self, unpack: Callable[[Any], Tensor], value: Any) -> None:
+        self.unpack = unpack
+        self.value = value
+
+    @property
+    def packed_inside(self) -> Any:
+        """The packed object, for whoever looks without unpacking."""
+        return self.value
+
+    def get(self) -> Tensor:
+        """The tensor, from whichever hook has it."""
+        return self.unpack(self.value)

@@ -1,0 +1,200 @@
+"""A device on the CPU whose copies a test lets run when it wants, in place of an accelerator.
+
+Ordinary CPU tensors are its memory. What computes runs at once, as CPU operations do, so its stream is
+always idle; the two side streams are queues. A copy runs when the test says so (:meth:`TwinDevice.run`),
+when the current stream is told to come after it, when a thread waits for it, or by chance. Until then its
+target is garbage, as memory is that nobody has filled. A source that is let go before its copy has run is
+a fault, kept in ``faults``, and its bytes are garbage from then on. So is whatever is asked of the device
+while ``capturing``.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._device.base import Copy, Device
+
+__all__ = ["TwinDevice"]
+
+_GARBAGE = 0xDD
+
+
+class _TwinCopy(Copy):
+    def __init__(
+        self,
+        device: TwinDevice,
+        queue: list[_TwinCopy],
+        source: Tensor,
+        memory: Tensor,
+        after: _TwinCopy | None,
+    ) -> None:
+        self.memory = memory
+        self._device = device
+        self._queue = queue
+        self._source: Tensor | None = source
+        self._after = after
+        self._has_run = self._was_seen = False
+        queue.append(self)
+
+    def done(self) -> bool:
+        return self.ended()
+
+    def ended(self) -> bool:
+        if not self._device.capturing:
+            self._device.by_chance()
+            self._was_seen = self._has_run
+        return self._was_seen
+
+    def order(self) -> None:
+        self._device.touched("ordered")
+        self._device.orders += 1
+        self._run_up_to_here()
+
+    def wait(self) -> None:
+        self._device.touched("waited for")
+        self._device.waits += 1
+        self._run_up_to_here()
+
+    def release(self) -> None:
+        with self._device.lock:
+            if not self._has_run:
+                self._device.faults.append("a source was let go before its copy had run")
+            self._source = None
+
+    def _run_up_to_here(self) -> None:
+        with self._device.lock:
+            while not self._has_run:
+                self._queue[0].run()
+
+    def run(self) -> None:
+        """Copy. Everything before it in its queue has run."""
+        if self._after is not None:
+            self._after._run_up_to_here()
+        assert self._queue[0] is self
+        if self._source is None:
+            self.memory.data.fill_(_GARBAGE)
+        else:
+            self.memory.data.copy_(self._source)
+        self._has_run, self._after = True, None
+        self._queue.pop(0)  # last, so that an interrupt leaves it to be run anew
+
+
+class TwinDevice(Device):
+    """Stands in for an accelerator in tests.
+
+    Args:
+        chance: how likely each look at a copy lets the next ones of each queue run.
+        seed: of the chance.
+        refuses: why memory cannot be pinned; ``""`` when it can.
+        free: the bytes that :meth:`free_bytes` answers.
+
+    What :meth:`failures` answers is ``failed``, which a test may raise.
+    """
+
+    def __init__(
+        self, *, chance: float = 0.0, seed: int = 0, refuses: str = "", free: int = 1 << 40
+    ) -> None:
+        self.name = "twin"
+        self.lock = threading.RLock()
+        self.downs: list[_TwinCopy] = []
+        self.ups: list[_TwinCopy] = []
+        self.faults: list[str] = []
+        self.orders = self.waits = 0
+        self._pinned: dict[int, int] = {}
+        self.capturing = False
+        self.free = free
+        self.failed = 0
+        self._refuses = refuses
+        self._chance = chance
+        self._random = random.Random(seed)
+
+    def run(self, downs: int = 0, ups: int = 0) -> None:
+        """Let so many of the waiting copies run, oldest first; ``-1``: all."""
+        with self.lock:
+            for queue, count in ((self.downs, downs), (self.ups, ups)):
+                for _ in range(len(queue) if count < 0 else min(count, len(queue))):
+                    if queue:
+                        queue[0].run()
+
+    def touched(self, how: str) -> None:
+        """Something is asked of the device, which ends a capture."""
+        if self.capturing:
+            self.faults.append(f"a copy was {how} while a graph was captured")
+
+    def by_chance(self) -> None:
+        """Somebody looks: what is waiting may have run meanwhile."""
+        if self._chance:
+            with self.lock:
+                for queue in (self.downs, self.ups):
+                    while queue and self._random.random() < self._chance:
+                        queue[0].run()
+
+    def stream(self) -> Any:
+        """See :meth:`Device.stream`."""
+        self.by_chance()
+        return "the current stream"
+
+    def used(self, tensor: Tensor) -> None:
+        """See :meth:`Device.used`. There is one stream, which has asked for all memory."""
+
+    def is_capturing(self) -> bool:
+        """See :meth:`Device.is_capturing`."""
+        return self.capturing
+
+    def down(self, source: Tensor, target: Tensor, made_on: Any) -> Copy:
+        """See :meth:`Device.down`."""
+        self.touched("begun")
+        with self.lock:
+            target.fill_(_GARBAGE)
+            return _TwinCopy(self, self.downs, source, target, None)
+
+    def up(self, source: Tensor, after: Copy | None) -> Copy:
+        """See :meth:`Device.up`."""
+        self.touched("begun")
+        if source.numel() > self.free:
+            raise torch.OutOfMemoryError(f"the twin has {self.free} bytes")
+        with self.lock:
+            memory = torch.full((source.numel(),), _GARBAGE, dtype=torch.uint8)
+            return _TwinCopy(
+                self, self.ups, source, memory, after if isinstance(after, _TwinCopy) else None
+            )
+
+    def pin(self, memory: Tensor) -> str:
+        """See :meth:`Device.pin`."""
+        if not self._refuses:
+            self._pinned[memory.data_ptr()] = memory.nbytes
+        return self._refuses
+
+    def pinned(self, nbytes: int) -> Tensor | str:
+        """See :meth:`Device.pinned`."""
+        return "a twin has none"
+
+    def unpin(self, memory: Tensor) -> None:
+        """See :meth:`Device.unpin`."""
+        self._pinned.pop(memory.data_ptr(), None)
+
+    def give_back(self, memory: Tensor) -> None:
+        """See :meth:`Device.give_back`."""
+
+    @property
+    def pinned_bytes(self) -> int:
+        """The bytes that are pinned."""
+        return sum(self._pinned.values())
+
+    def finish(self) -> None:
+        """See :meth:`Device.finish`."""
+        self.run(-1, -1)
+
+    def free_bytes(self) -> int:
+        """See :meth:`Device.free_bytes`."""
+        self.touched("planned")
+        return self.free
+
+    def failures(self) -> int:
+        """See :meth:`Device.failures`."""
+        return self.failed

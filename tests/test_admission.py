@@ -1,0 +1,537 @@
+"""The way in by itself: what moves and what stays, with which reason, and which block a tensor belongs to."""
+
+import contextlib
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.testing._internal.two_tensor import TwoTensor
+
+from backstash import Action
+from backstash._admission import SMALL, Admission
+from backstash._runtime.reclaim import ReclaimQueue
+from backstash._saved.entry import Entry, WrapperEntry
+from backstash._saved.thread_state import ThreadState
+from backstash.errors import StashClosedError
+
+GRAVE = ReclaimQueue()
+KIB = 1 << 10
+PARAMETER = "a parameter or another leaf that requires a gradient, or a view of one"
+COPIED = "smaller than min_bytes: copied, so that its large storage is not held"
+
+
+class Lock:
+    """Counts who comes in."""
+
+    entered = 0
+
+    def __enter__(self):
+        self.entered += 1
+
+    def __exit__(self, *error):
+        pass
+
+
+class Around:
+    """What is around the way in, and what each was told."""
+
+    def __init__(self, policy=None, min_bytes=KIB, device=None, has_tier=True):
+        self.steps, self.admitted, self.added, self.used = [], [], [], []
+        self.forked = False
+        self.tiers = SimpleNamespace(
+            number=0,
+            reclaim_queue=GRAVE,
+            stream=lambda: None,
+            device=device,
+            has_tier=has_tier,
+            used=self.used.append,
+            evictor=SimpleNamespace(admit=self.admit),
+        )
+        self.session = SimpleNamespace(
+            lock=(lock := Lock()),
+            section=contextlib.nullcontext(),
+            is_forked=lambda: self.forked,
+            drain=lambda: self.steps.append("drain"),
+            settle=lambda thread_state: self.steps.append(thread_state),
+            tiers_of=lambda device: self.tiers if device.type == "cpu" else f"device {device.type}",
+            add=self.added.append,
+        )
+        self.admission = Admission(self.session, policy=policy, min_bytes=min_bytes)
+        self.lock, self.thread_state = lock, ThreadState()
+        self.pack = self.admission.hook(self.thread_state)
+
+    def admit(self, block, *, at_once, complete):
+        self.admitted.append((block, at_once, complete))
+
+    @property
+    def left(self):
+        return self.admission.left
+
+
+def made(*shape, dtype=torch.float8_e5m2):
+    """What an operation on a leaf has made; a byte each."""
+    return torch.zeros(*shape).requires_grad_().exp().to(dtype)
+
+
+def is_alias(one, other):
+    return one is not other and one.data_ptr() == other.data_ptr()
+
+
+# What is small.
+
+
+def test_what_is_small_stays_without_a_lock_or_a_reason():
+    around = Around()
+    tensor = torch.zeros(1023, dtype=torch.uint8)
+    assert is_alias(around.pack(tensor), tensor)
+    tensor.add_(1)
+    kept, version = around.pack(tensor)
+    assert is_alias(kept, tensor) and version == tensor._version == 1
+    assert (
+        around.thread_state.small_saves,
+        around.thread_state.small_bytes,
+        around.thread_state.saves,
+    ) == (2, 2046, 0)
+    assert (around.steps, around.left) == ([], {})
+
+
+def test_what_is_small_and_no_plain_tensor_is_asked_what_it_is():
+    around = Around()
+    small = TwoTensor(torch.zeros(3), torch.zeros(3))
+    assert type(around.pack(small)) is WrapperEntry
+    assert around.pack(torch.nn.Parameter(torch.zeros(3))).numel() == 3
+    assert around.left == {PARAMETER: [1, 12]} and around.thread_state.saves == 2
+
+
+def test_what_is_as_large_as_min_bytes_is_not_small():
+    around = Around()
+    assert type(around.pack(torch.zeros(1024, dtype=torch.uint8))) is Entry
+    assert (around.thread_state.small_saves, around.thread_state.saves) == (0, 1)
+
+
+def test_with_a_policy_everything_is_asked_for():
+    around = Around(policy=lambda saved: None)
+    tensor = torch.zeros(10, dtype=torch.uint8)
+    assert around.pack(tensor) == (tensor, 0, "")
+    assert around.left == {SMALL: [1, 10]} and around.thread_state.small_saves == 0
+    assert type(around.pack(torch.zeros(1024, dtype=torch.uint8))) is Entry
+
+
+def test_a_sparse_tensor_has_no_storage_to_be_small():
+    around = Around()
+    tensor = torch.eye(3).to_sparse()
+    kept, version, module = around.pack(tensor)
+    assert kept is tensor and (version, module) == (0, "")
+    assert around.left == {"layout sparse_coo": [1, 0]}  # nobody knows how many bytes
+    assert around.thread_state.saves == around.lock.entered == 1
+
+
+# What stays, and what is held for it.
+
+
+def test_a_closed_stash_holds_no_more():
+    around = Around()
+    around.admission.closed = True
+    with pytest.raises(StashClosedError):
+        around.pack(torch.zeros(KIB))
+    assert is_alias(around.pack(small := torch.zeros(3)), small)
+
+
+@pytest.mark.parametrize(
+    "waiting, forked, settles",
+    [((), False, False), ((1,), False, True), ((1,), True, False), ((), True, False)],
+)
+def test_what_waited_for_its_operation_s_end_is_settled_first(waiting, forked, settles):
+    around = Around()
+    around.thread_state.waiting.extend(waiting)
+    around.forked = forked
+    around.pack(torch.nn.Parameter(torch.zeros(KIB)))
+    assert around.steps == ["drain", around.thread_state] * settles
+
+
+def test_what_is_dead_is_settled_before_a_block_is_made():
+    around = Around()
+    around.pack(torch.zeros(KIB))
+    assert around.steps == ["drain"]
+
+
+@pytest.mark.parametrize(
+    "options, reason",
+    [
+        ({"has_tier": False}, "no tier below: give disk="),
+        ({"has_tier": False, "device": object()}, "no tier below: give host="),
+        (
+            {"device": SimpleNamespace(is_capturing=lambda: True)},
+            "a graph of the accelerator is being captured",
+        ),
+        ({"device": SimpleNamespace(is_capturing=lambda: False)}, ""),
+    ],
+)
+def test_where_nothing_can_move(options, reason):
+    around = Around(**options)
+    tensor = torch.zeros(KIB)
+    packed = around.pack(tensor)
+    assert around.left == ({reason: [1, 4096]} if reason else {})
+    assert type(packed) is (tuple if reason else Entry)
+
+
+def test_a_device_that_nothing_drives():
+    around = Around()
+    assert around.pack(torch.zeros(KIB, device="meta"))[1:] == (0, "")
+    assert around.left == {"device meta": [1, 4096]}
+
+
+def test_in_a_forked_process_all_stays():
+    around = Around()
+    around.forked = True
+    around.pack(torch.zeros(KIB))
+    around.pack(torch.zeros(KIB, device="meta"))
+    assert around.left == {
+        "a forked process: make a stash in it": [1, 4096],
+        "device meta": [1, 4096],
+    }
+    around.tiers.has_tier = False
+    around.pack(torch.zeros(KIB))
+    assert around.left["no tier below: give disk="] == [1, 4096]
+
+
+def test_a_leaf_stays_itself_and_what_was_made_as_an_alias():
+    around = Around(has_tier=False)
+    leaf, output = torch.zeros(KIB), made(KIB)
+    assert around.pack(leaf)[0] is leaf
+    kept, version, module = around.pack(output)
+    assert is_alias(kept, output) and not kept.requires_grad and (version, module) == (0, "")
+    assert around.left == {"no tier below: give disk=": [2, 4096 + 1024]}
+
+
+def test_what_cannot_be_aliased_as_what_it_is_stays_itself():
+    class Undone(torch.Tensor):
+        __torch_function__ = torch._C._disabled_torch_function_impl
+
+    around = Around()
+    tensor = made(KIB).as_subclass(Undone)
+    assert type(tensor) is Undone is not type(tensor.detach())
+    assert around.pack(tensor)[0] is tensor
+
+
+def test_a_parameter_stays_with_its_version_if_it_has_one():
+    around = Around()
+    parameter = torch.nn.Parameter(torch.zeros(KIB))
+    view = parameter[1:]
+    leaf = torch.zeros(KIB, requires_grad=True)
+    assert around.pack(parameter) is parameter and around.pack(leaf) is leaf
+    assert is_alias(around.pack(view), view)
+    with torch.no_grad():
+        parameter.add_(1)
+    assert around.pack(parameter) == (parameter, 1)
+    assert around.left == {PARAMETER: [4, 4 * 4096 - 4]}
+    frozen = torch.nn.Parameter(torch.zeros(KIB), requires_grad=False)
+    around.pack(frozen[1:])
+    assert around.left[PARAMETER][0] == 5
+
+
+def test_a_frozen_parameter_and_a_buffer():
+    around = Around()
+    packed = []
+
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("mask", torch.zeros(KIB))
+            self.frozen = torch.nn.Parameter(torch.zeros(KIB), requires_grad=False)
+
+        def forward(self):
+            packed.append(around.pack(self.mask))
+            packed.append(around.pack(self.frozen))
+            packed.append(around.pack(self.frozen.detach()))
+            packed.append(around.pack(torch.zeros(KIB)))
+
+    net = Net()
+    net()
+    assert packed[0] == (net.mask, 0, "(Net)") and packed[1] is net.frozen
+    assert around.left == {
+        "a module's buffer, or a view of one": [2, 8192],
+        PARAMETER: [1, 4096],
+    }
+    assert packed[3].block.cleanup.module == "(Net)"
+
+
+# The policy.
+
+
+def test_a_policy_is_told_of_each_tensor():
+    told = []
+    around = Around(policy=told.append)
+    around.pack(torch.zeros(3))
+    around.thread_state.small_saves = 5
+    around.pack(made(2, KIB, dtype=torch.float64)[1:])
+    around.pack(torch.nn.Parameter(torch.zeros(2)))
+    around.pack(torch.zeros(2, requires_grad=True)[1:])
+    first, second, third = told
+    assert (first.shape, first.dtype, first.nbytes) == ((3,), torch.float32, 12)
+    assert (first.is_leaf, first.is_parameter, first.module, first.index) == (True, False, "", 0)
+    assert (second.shape, second.dtype, second.nbytes) == ((1, KIB), torch.float64, 8 * KIB)
+    assert (second.is_leaf, second.is_parameter, second.index) == (False, False, 6)
+    assert (third.is_leaf, third.is_parameter, third.index) == (False, True, 8)
+
+
+@pytest.mark.parametrize(
+    "tier, device, moves",
+    [
+        ("keep", None, False),
+        ("host", None, False),
+        ("disk", None, True),
+        ("host", SimpleNamespace(is_capturing=lambda: False), True),
+        ("keep", SimpleNamespace(is_capturing=lambda: False), False),
+    ],
+)
+def test_a_policy_names_the_tier(tier, device, moves):
+    around = Around(policy=lambda saved: Action(tier), device=device)
+    packed = around.pack(torch.zeros(3, requires_grad=True)[1:])  # whatever it is
+    assert (type(packed) is Entry) == moves
+    assert around.left == ({} if moves else {"the policy said so": [1, 8]})
+    if moves:
+        [(block, at_once, _)] = around.admitted
+        assert at_once and block.goes_on == (tier == "disk")
+
+
+# Blocks.
+
+
+def test_all_views_of_a_storage_are_one_block():
+    around = Around()
+    tensor = made(2, 4 * KIB)
+    whole, half, again = (around.pack(each) for each in (tensor, tensor[1], tensor.t()))
+    assert whole.block is half.block is again.block and whole.block.entries == 3
+    assert (whole.offset_bytes, half.offset_bytes) == (0, 4 * KIB)
+    assert len(around.admitted) == len(around.added) == 1 and len(around.used) == 3
+    assert around.admission.eligible_bytes == 8 * KIB
+    assert around.admission.deduplicated_bytes == 4 * KIB + 8 * KIB
+    assert whole.block.saved_regions is None
+
+
+def test_a_changed_storage_is_another_block():
+    around = Around()
+    tensor = torch.zeros(KIB)
+    before = around.pack(tensor)
+    tensor.add_(1)
+    after = around.pack(tensor)
+    assert before.block is not after.block and after.block.storage_version.version == 1
+    assert around.admission.deduplicated_bytes == 0
+
+
+@pytest.mark.parametrize("make", [torch.zeros, made])
+def test_the_same_tensor_again_is_the_same_block(make):
+    around = Around()
+    tensor = make(KIB)
+    assert around.pack(tensor).block is around.pack(tensor).block
+    assert len(around.admitted) == 1
+
+
+def test_what_is_told_of_a_new_block():
+    around = Around()
+    entry, other = around.pack(made(KIB)), around.pack(torch.zeros(KIB))
+    assert entry.block.thread_state is around.thread_state and around.added == [
+        entry.block,
+        other.block,
+    ]
+    assert around.admitted == [(entry.block, False, True), (other.block, False, False)]
+    assert entry.block.saved_regions is other.block.saved_regions is None
+    assert not entry.block.goes_on and entry.block.cleanup.module == ""
+    assert entry.block.storage_version.block() is entry.block
+
+
+@pytest.mark.parametrize("make", [torch.zeros, made])
+def test_a_large_part_is_held_whole(make):
+    around = Around()
+    base = make(4 * KIB)
+    itemsize = base.element_size()
+    part = around.pack(base[KIB : 2 * KIB])  # a quarter
+    assert part.region is None and part.block.nbytes == 4 * KIB * itemsize
+    assert part.offset_bytes == KIB * itemsize and len(part.block.saved_regions) == 1
+    assert around.pack(base[KIB : 2 * KIB]).block is part.block
+
+
+def test_what_may_be_being_filled_is_served_by_what_was_saved_of_it():
+    around = Around(min_bytes=0)
+    base = torch.zeros(4 * KIB, dtype=torch.uint8)
+    part = around.pack(base[:KIB])
+    part.block.backing = object()  # it has left
+    assert around.pack(base[10:20]).block is part.block
+    other = around.pack(base[KIB : 2 * KIB])
+    assert other.block is not part.block and other.block.origin is part.block.storage_version
+    assert other.block.nbytes == KIB  # a quarter is much, but all of it may be wrong by now
+    filled = made(4 * KIB)
+    part = around.pack(filled[:KIB])
+    part.block.backing = object()
+    assert around.pack(filled[KIB:]).block is part.block  # it is complete
+
+
+def test_a_leaf_that_is_a_view_is_as_complete_as_its_base():
+    around = Around(policy=lambda saved: Action("disk"))
+    base = torch.zeros(2 * KIB)
+    one, two = (around.pack(half.requires_grad_()) for half in (base[:KIB], base.detach()[KIB:]))
+    assert one.block is two.block  # in place, with whatever is written
+    one.block.backing = object()
+    again, three = around.pack(base[:KIB].requires_grad_()), base[KIB - 1 :].requires_grad_()
+    assert again.block is one.block is not around.pack(three).block
+
+
+@pytest.mark.parametrize("min_bytes, tier", [(1000, ""), (1001, "disk"), (1001, "")])
+def test_a_small_part_is_copied(min_bytes, tier):
+    action = Action(tier) if tier else None
+    around = Around(min_bytes=min_bytes, policy=lambda saved: action)
+    base = made(4 * KIB)
+    entry, again, other = (around.pack(base[low : low + 1000]) for low in (64, 64, 100))
+    assert entry.block is again.block is not other.block
+    assert entry.block.entries == 2 and entry.region is None and entry.offset_bytes == 0
+    assert entry.block.origin is other.block.origin is not entry.block.storage_version
+    assert other.offset_bytes == other.block.nbytes - 1000 > 0  # as far from an aligned address
+    assert around.admission.deduplicated_bytes == 1000
+    assert entry.block.origin.copied_bytes == 2000
+    if min_bytes == 1000 or tier:
+        assert [block for block, *_ in around.admitted] == [entry.block, other.block]
+        assert {complete for *_, complete in around.admitted} == {True} and around.left == {}
+    else:
+        assert around.admitted == [] and around.left == {COPIED: [2, 2000]}
+        assert around.admission.eligible_bytes == 0
+    assert around.added == [entry.block, other.block]
+
+
+def test_what_repeats_an_element_needs_that_one_only():
+    around = Around(min_bytes=1)
+    entry = around.pack(made(4 * KIB)[:1].expand(4 * KIB))
+    assert entry.block.nbytes == 1 and entry.shape == (4 * KIB,)
+
+
+def test_where_a_copied_part_begins_is_said_in_bytes():
+    around = Around(min_bytes=4)
+    entry = around.pack(made(4 * KIB, dtype=torch.float32)[3:100])
+    assert entry.offset_bytes == entry.block.nbytes - 4 * 97 == 4 * 3
+
+
+def test_a_copied_part_is_complete_whoever_made_its_storage():
+    around = Around(min_bytes=100)
+    around.pack(torch.zeros(4 * KIB, dtype=torch.uint8)[:1000])
+    assert around.admitted[0][2] is True
+
+
+def test_a_part_with_gaps_is_spread_out_again():
+    around = Around(min_bytes=100)
+    base = made(64, 64)
+    entry = around.pack(base[:, 3:10])
+    assert entry.region is not None and entry.block.nbytes == 64 * 7 + 3
+    spread = entry.view_of(entry.block.alias, 0)
+    assert spread.shape == (64, 7) and spread.stride() == (64, 1)
+    assert set(spread.float().flatten().tolist()) == {1.0}
+
+
+def test_a_copied_part_that_a_backward_changed_is_copied_anew():
+    around = Around(min_bytes=100)
+    base = made(4 * KIB)
+    first = around.pack(base[:1000])
+    first.block.alias.add_(1)
+    assert around.pack(base[:1000]).block is not first.block
+    assert around.admission.deduplicated_bytes == 0
+
+
+def test_parts_are_copied_until_they_cost_what_the_whole_does():
+    around = Around(min_bytes=100)
+    base = made(4000)
+    parts = [around.pack(base[low : low + 800]) for low in range(5)]
+    assert {each.block.nbytes - 800 for each in parts} == {0, 1, 2, 3, 4}
+    assert parts[0].block.origin.copied_bytes == 4000
+    assert around.pack(base[5:805]).block.nbytes == 4000
+
+
+def test_without_memory_for_a_copy_the_whole_is_held(monkeypatch):
+    around = Around(min_bytes=100)
+
+    def no_memory(part, tensor):
+        raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr("backstash._saved.view.StridedRegion.copy", no_memory)
+    base = made(4 * KIB)
+    assert around.pack(base[:1000]).block.nbytes == 4 * KIB
+
+
+# Subclasses.
+
+
+def test_a_subclass_that_does_not_say_how_it_is_made_up_stays():
+    class Plain(torch.Tensor):
+        pass
+
+    around = Around()
+    tensor = torch.zeros(KIB).as_subclass(Plain)
+    assert around.pack(tensor)[0] is tensor
+    assert around.left == {"a Plain, which does not say how it is made up": [1, 4096]}
+
+
+def test_a_subclass_is_packed_part_by_part_and_once():
+    around = Around()
+    parts = torch.zeros(KIB), torch.zeros(KIB)
+    tensor = TwoTensor(*parts)
+    entry = around.pack(tensor)
+    assert type(entry) is WrapperEntry and around.pack(tensor) is entry
+    assert len(around.admitted) == 2 and around.thread_state.saves == 4
+    assert len({each.block for each in entry.parts.values()}) == 2
+    blocks = [each.block.alias for each in entry.parts.values()]
+    assert not any(is_alias(one, other) for one in blocks for other in parts)  # copies
+    assert [id(each) for each in around.used[:1]] == [id(parts[0])]
+    parts[0].add_(1)
+    assert around.pack(tensor) is not entry
+
+
+def test_a_subclass_of_whole_numbers_moves_too():
+    around = Around()
+    numbers = [torch.zeros(KIB, dtype=torch.int32) for _ in range(2)]
+    entry = around.pack(TwoTensor(*numbers))
+    assert [type(each) for each in entry.parts.values()] == [Entry] * 2
+
+
+def test_a_part_keeps_its_strides_and_one_elsewhere_is_no_use_of_this_device():
+    around = Around()
+    wrapper = SimpleNamespace(is_nested=False, device=torch.device("cpu"))
+    base = torch.zeros(KIB, 4)
+    entry = around.admission._pack_inner(wrapper, base[:, 1], around.thread_state, around.tiers)
+    assert entry.stride == (4,) and len(around.used) == 2
+    elsewhere = torch.zeros(KIB, device="meta")
+    around.admission._pack_inner(wrapper, elsewhere, around.thread_state, around.tiers)
+    assert len(around.used) == 2 and "device meta" in around.left
+
+
+@pytest.mark.parametrize("reason", ["no tier below: give disk=", "device meta", PARAMETER])
+def test_a_subclass_that_stays(reason):
+    around = Around(has_tier=not reason.startswith("no"))
+    device = "meta" if reason == "device meta" else "cpu"
+    tensor = TwoTensor(torch.zeros(KIB, device=device), torch.zeros(KIB, device=device))
+    if reason == PARAMETER:
+        tensor.requires_grad_()
+    packed = around.pack(tensor)
+    assert (packed if reason == PARAMETER else packed[0]) is tensor
+    assert list(around.left) == [reason]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.complex64])
+def test_a_nested_tensor_s_offsets_stay_the_very_same(dtype):
+    around = Around()
+    rows = [torch.ones(size, dtype=dtype) for size in (300, 500)]
+    nested = torch.nested.nested_tensor(rows, layout=torch.jagged)
+    entry = around.pack(nested)
+    kept, *_ = entry.parts["_offsets"]
+    assert kept is nested.offsets()
+    assert type(entry.parts["_values"]) is Entry
+    assert around.left["the offsets of a nested tensor"][0] == 1
+
+
+def test_a_part_that_cannot_be_moved_is_copied_and_stays():
+    around = Around()
+    sparse = torch.eye(3).to_sparse()
+    inner = TwoTensor(torch.zeros(KIB), torch.zeros(KIB))
+    wrapper = SimpleNamespace(is_nested=False, device=torch.device("cpu"))
+    kept, *_ = around.admission._pack_inner(wrapper, sparse, around.thread_state, around.tiers)
+    assert kept is not sparse and torch.equal(kept.to_dense(), torch.eye(3))
+    packed = around.admission._pack_inner(wrapper, inner, around.thread_state, around.tiers)
+    assert type(packed) is WrapperEntry and len(around.admitted) == 2
+    assert [type(each) for each in around.used] == [torch.Tensor] * len(around.used)

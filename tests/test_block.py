@@ -1,0 +1,328 @@
+"""The version rule, piece by piece: which storage, at which version, and what of it can be moved at all."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from backstash import Stash
+from backstash._runtime.reclaim import ReclaimQueue
+from backstash._saved.block import Block, StorageVersion
+from backstash._saved.view import StridedRegion, extent_bytes, raw_alias, reason_to_stay
+from backstash._torch import versions as _versions
+from backstash._torch.versions import same_counter
+from oracle import gradients, same_bits
+
+SIDE = SimpleNamespace(number=0, reclaim_queue=ReclaimQueue(), stream=lambda: "the current one")
+
+
+def source_of(tensor):
+    return StorageVersion(tensor, tensor.untyped_storage())
+
+
+def block_of(tensor):
+    return Block(source_of(tensor), raw_alias(tensor), SIDE)
+
+
+# Which tensors share a version counter.
+
+
+@pytest.mark.parametrize("version", [0, 1, 5])
+def test_views_and_detached_aliases_share_a_counter_and_data_does_not(version):
+    x = torch.zeros(6)
+    for _ in range(version):
+        x.add_(1)
+    for shares in (x, x.detach(), x[2:], x.view(2, 3).t()):
+        assert same_counter(x, shares) is True
+        assert same_counter(shares, x) is True
+    apart = torch.zeros(6)
+    for _ in range(version):
+        apart.add_(1)
+    assert same_counter(x, apart) is False
+    assert same_counter(x, x.data) is False
+    assert x._version == apart._version == version
+
+
+def test_where_torch_cannot_tell_the_answer_is_no(tmp_path, monkeypatch):
+    monkeypatch.setattr(_versions, "_set_versions", None)
+    x = torch.zeros(6)
+    assert same_counter(x, x) is False
+    x = torch.randn(200, 200, requires_grad=True)
+    stash = Stash(disk=tmp_path, inflight=0)
+    with stash:
+        h = x.sin()
+        loss = h * h + h.detach() * h  # h, and what may not share its counter: moved twice
+    assert stash.stats().written_bytes == 2 * h.nbytes
+    (found,) = gradients(loss, x)
+    h = x.sin()
+    assert same_bits(found, *gradients(h * h + h.detach() * h, x))
+    stash.close()
+
+
+def test_a_source_holds_no_memory_and_keeps_the_identity():
+    x = torch.ones(1000)
+    storage_version = source_of(x)
+    assert storage_version.probe.untyped_storage().nbytes() == 0
+    assert storage_version.cdata == x.untyped_storage()._cdata
+    assert storage_version.copied_bytes == 0
+    weak = StorageWeakRef(x.untyped_storage())
+    assert not weak.expired()
+    del x
+    assert weak.expired()  # the source did not keep the bytes
+    others = [torch.empty(1000).untyped_storage()._cdata for _ in range(100)]
+    assert storage_version.cdata not in others  # but what they were known by
+
+
+@pytest.mark.parametrize("before", [0, 2])
+def test_a_source_sees_a_change_and_is_of_no_other_bytes(before):
+    x = torch.ones(10)
+    for _ in range(before):
+        x.add_(1)
+    storage_version = source_of(x)
+    assert storage_version.version == before
+    assert storage_version.changed is False
+    assert storage_version.is_of(x) is True and storage_version.is_of(x[3:]) is True
+    assert (
+        storage_version.is_of(x.data) is False
+    )  # the same memory; its changes raise no version of x
+    assert storage_version.is_of(torch.ones(10)) is False
+    alias = x.data
+    for _ in range(before + 1):
+        alias.add_(1)
+    assert storage_version.is_of(alias) is False and storage_version.changed is False
+    x.detach()[2:].zero_()
+    assert storage_version.changed is True
+    assert storage_version.is_of(x) is False
+    assert source_of(x).is_of(x) is True
+
+
+def test_views_of_one_base_are_known_where_torch_cannot_tell(monkeypatch):
+    base = torch.zeros(6)
+    storage_version = source_of(base[2:])
+    monkeypatch.setattr(_versions, "_set_versions", None)
+    assert (
+        storage_version.is_of(base)
+        and storage_version.is_of(base.view(2, 3))
+        and storage_version.is_of(base[:1])
+    )
+    assert not storage_version.is_of(
+        base.detach()
+    )  # which shares the counter, too: it costs a copy
+
+
+def test_a_tensor_whose_version_was_put_back_is_not_taken_for_another_source():
+    """``tensor`` at the saved version, with a guard of another one: both have to agree."""
+    x, y = torch.ones(4), torch.ones(4)
+    storage_version = source_of(x)
+    x.add_(1)
+    assert storage_version.is_of(y) is False  # y is at the saved version, the guard is not
+    y.add_(1)
+    assert storage_version.is_of(y) is False
+
+
+def test_a_version_that_was_put_back_below_the_saved_one():
+    """As ``torch.autograd._unsafe_preserve_version_counter`` does, if something was saved inside."""
+    x, y = torch.ones(4), torch.ones(4)
+    x.add_(1)
+    storage_version = source_of(x)
+    _versions._set_versions((x,), (0,))
+    y.add_(1)
+    assert storage_version.changed and not storage_version.is_of(y) and not storage_version.is_of(x)
+
+
+def test_an_identity_is_not_handed_out_again_while_a_source_has_it(tmp_path):
+    """``.data =`` keeps the counter and lets the storage go: only the weak reference tells them apart."""
+    x = torch.randn(300, 300, requires_grad=True)
+    held = torch.full((300, 300), 2.0)
+    stash = Stash(disk=tmp_path, inflight=0)
+    with stash:
+        first = x * held
+        later = first.sin()  # now what the first one saved goes down
+        identity = held.untyped_storage()._cdata
+        held.data = torch.empty(0)  # what went down has no other owner
+        others = []
+        for _ in range(20):
+            others.append(torch.full((300, 300), 7.0))
+            if others[-1].untyped_storage()._cdata == identity:
+                break
+        held.data = others[-1]
+        second = x * held
+    assert torch.all(gradients(second, x)[0] == 7.0)
+    assert torch.all(gradients(first, x)[0] == 2.0)
+    del later
+    stash.close()
+
+
+# What can be moved exactly.
+
+
+def zerotensor():
+    return torch._efficientzerotensor(3)
+
+
+def on_a_functorch_level(tensor):
+    found = []
+    torch.func.vmap(lambda each: found.append(reason_to_stay(each)) or each)(tensor)
+    return found[0]
+
+
+def unaligned():
+    return torch.frombuffer(bytearray(64), dtype=torch.uint8, offset=1)
+
+
+def cut_short():
+    x = torch.zeros(100)
+    x.untyped_storage().resize_(396)
+    return x
+
+
+REASONS = {
+    "layout sparse_coo": lambda: torch.eye(3).to_sparse(),
+    "layout sparse_csr": lambda: torch.eye(3).to_sparse_csr(),
+    "a nested tensor": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+    "a quantized tensor": lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8),
+    "a tensor of zeros without memory": zerotensor,
+    "no bytes": lambda: torch.empty(0, 3),
+    "its storage is smaller than the view": cut_short,
+    "its memory is not aligned": unaligned,
+    "": lambda: torch.ones(3),
+}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("reason", REASONS)
+def test_why_a_tensor_stays(reason):
+    assert reason_to_stay(REASONS[reason]()) == reason
+
+
+def test_more_of_why_a_tensor_stays():
+    assert on_a_functorch_level(torch.ones(3)) == "a functorch transform's tensor"
+    gone = torch.ones(3)
+    gone.untyped_storage().resize_(0)  # what FSDP2 does to a weight: elements, and no memory
+    assert gone.numel() == 3 and reason_to_stay(gone) == "no bytes"
+    assert reason_to_stay(torch.ones(4)[2:2]) == "no bytes"
+    assert reason_to_stay(torch.ones(1)) == "" and reason_to_stay(torch.ones(4)[1:]) == ""
+    # An element of one byte, eight bytes into its storage, whose own address is aligned to nothing.
+    assert reason_to_stay(torch.ones(64, dtype=torch.uint8)[9:]) == ""
+    named = torch.ones(3)
+    named = SimpleNamespace(
+        layout=torch.strided, is_nested=False, is_quantized=False, names=(None, "row")
+    )
+    original = torch._C._functorch.is_functorch_wrapped_tensor
+    torch._C._functorch.is_functorch_wrapped_tensor = lambda tensor: False
+    try:
+        assert reason_to_stay(named) == "a named tensor"
+    finally:
+        torch._C._functorch.is_functorch_wrapped_tensor = original
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (lambda x: x, (0, 480)),
+        (lambda x: x[1], (96, 192)),
+        (lambda x: x.t(), (0, 480)),
+        (lambda x: x[:, 3:5], (12, 4 * (24 * 4 + 5))),
+        (lambda x: x[::2, ::3], (0, 4 * (24 * 4 + 22))),
+        (lambda x: x[2, 7].expand(9), (4 * 55, 4 * 56)),
+        (lambda x: x.view(torch.int16)[1, 1:3], (98, 102)),
+    ],
+)
+def test_the_bytes_that_a_view_needs(make, expected):
+    assert extent_bytes(make(torch.zeros(5, 24))) == expected
+
+
+def test_a_raw_alias_has_the_bytes_as_they_lie():
+    z = torch.complex(torch.tensor([1.0, 2.0]), torch.tensor([3.0, -4.0]))
+    raw = torch.view_as_real(z).clone()
+    for view in (z, z.conj(), torch._neg_view(z), torch._neg_view(z).conj()):
+        alias = raw_alias(view)
+        assert not alias.is_conj() and not alias.is_neg()
+        assert torch.equal(torch.view_as_real(alias), raw)
+        assert alias.data_ptr() == z.data_ptr() and same_counter(alias, z)
+
+
+# Blocks.
+
+
+def test_a_new_block_is_in_place_and_unused():
+    block = block_of(torch.zeros(3))
+    counts = (
+        block.cleanup.resident_bytes,
+        block.cleanup.loaded_bytes,
+        block.index,
+        block.offset,
+        block.entries,
+    )
+    assert counts == (0, 0, 0, 0, 0)
+    assert (block.turn, block.served, block.root_low, block.root_version) == (0, 0, 0, 0)
+    assert (block.goes_on, block.unsure, block.lost, block.facts) == (
+        False,
+        False,
+        "",
+        (12, -1, ""),
+    )
+    assert (block.alias is not None, block.backing, block.root, block.arrival) == (
+        True,
+        None,
+        None,
+        None,
+    )
+    SIDE.reclaim_queue.clear()
+    del block  # what its books have not heard of
+    (left,) = SIDE.reclaim_queue
+    assert (left.number, left.resident_bytes, left.loaded_bytes, left.nbytes) == (0, 0, 0, 12)
+    assert (left.serial, left.module) == (-1, "")
+
+
+def test_what_the_books_count_for_a_block_is_left_when_it_dies():
+    block = block_of(torch.zeros(3))
+    block.cleanup.resident_bytes, block.cleanup.serial, block.cleanup.module = 1, 3, "head"
+    assert block.facts == (12, 3, "head")
+    SIDE.reclaim_queue.clear()
+    del block
+    (left,) = SIDE.reclaim_queue
+    assert (left.resident_bytes, left.serial, left.module) == (1, 3, "head")
+
+
+def test_a_block_in_place():
+    x = torch.zeros(3, 4, requires_grad=True)
+    block = block_of(x.detach())
+    assert (block.where, block.has_moved, block.nbytes) == ("keep", False, 48)
+    assert block.origin is block.storage_version and block.stream == "the current one"
+    x.untyped_storage().resize_(1 << 20)
+    assert block.has_moved is True
+    block.alias = None
+    assert block.has_moved is False
+
+
+def test_where_a_block_is():
+    block = block_of(torch.zeros(3))
+    block.backing = SimpleNamespace(tier="disk")
+    assert block.where == "keep"  # on its way
+    block.alias = None
+    assert block.where == "disk"
+    block.backing = None  # it was lost
+    assert block.where == "keep"
+    block.root = block.arrival = torch.zeros(1)
+    block.let_go()
+    assert block.root is None and block.arrival is None
+
+
+def test_what_a_block_serves_whose_storage_may_still_be_written():
+    x = torch.zeros(10, 10)
+    rows, more, column = StridedRegion(x[2:4]), StridedRegion(x[2:5]), StridedRegion(x[:, 1])
+    block = block_of(x)
+    assert block.saved_regions is None and block.serves(column) is True  # all of it was saved
+    block.saved_regions = [rows]
+    assert block.serves(rows) is True and block.saved_regions == [rows]
+    assert block.serves(more) is True and block.saved_regions == [rows, more]
+    block.backing = SimpleNamespace(tier="disk")  # it has left: what was saved by then is right
+    assert block.serves(more) is True and block.serves(rows) is True
+    assert block.serves(column) is False
+    assert block.saved_regions == [rows, more]
+    block.alias = None
+    assert block.serves(column) is False and block.serves(StridedRegion(x[3])) is True
+    block.backing = None
+    assert block.serves(column) is False

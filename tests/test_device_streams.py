@@ -1,0 +1,620 @@
+"""What an accelerator is asked to do, and in which order: played by streams that only write it down."""
+
+import gc
+import os
+import warnings
+import weakref
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from backstash._device import accelerator as _accelerator
+from backstash._device.accelerator import Accelerator, accelerator
+
+
+class FakeEvent:
+    def __init__(self, log, stream):
+        self.log, self.stream, self.has_ended = log, stream, False
+
+    def query(self):
+        self.log.append(("asked", self.stream))
+        return self.has_ended
+
+    def synchronize(self):
+        self.log.append(("the host waits for", self.stream))
+        self.has_ended = True
+
+
+class FakeStream:
+    def __init__(self, log, name, current=None):
+        self.log, self.name, self.events, self.current = log, name, [], current
+
+    def record_event(self):
+        self.events.append(FakeEvent(self.log, self.name))
+        self.log.append(("event on", self.name))
+        return self.events[-1]
+
+    def wait_event(self, event):
+        self.log.append((self.name, "waits for", event.stream))
+
+    def synchronize(self):
+        self.log.append(("the host waits for", self.name))
+        for event in self.events:
+            event.has_ended = True
+
+    def __enter__(self):
+        self.before, self.current[0] = self.current[0], self
+        self.log.append(("current is", self.name))
+
+    def __exit__(self, *error):
+        self.current[0] = self.before
+        self.log.append(("current is", self.before.name))
+
+
+@pytest.fixture
+def played(monkeypatch):
+    """A device whose streams are fakes and whose memory is the CPU's; and the log of what was asked."""
+    log = []
+    compute = FakeStream(log, "compute")
+    current = [compute]
+    names = iter(["down", "up"])
+
+    monkeypatch.setattr(torch, "Stream", lambda device: FakeStream(log, next(names), current))
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: current[0])
+    empty = torch.empty
+
+    def logged(*args, **kwargs):
+        log.append(("memory on", current[0].name))
+        return empty(*args, **kwargs)
+
+    device = Accelerator(torch.device("cpu"))
+    monkeypatch.setattr(torch, "empty", logged)
+    return device, log, compute, current
+
+
+def bytes_of(value, count=64):
+    return torch.full((count,), value, dtype=torch.uint8)
+
+
+def test_a_copy_down_comes_after_what_made_its_source(played):
+    device, log, compute, _ = played
+    target = bytes_of(0)
+    copy = device.down(bytes_of(7), target, compute)
+    assert log == [
+        ("event on", "compute"),
+        ("down", "waits for", "compute"),
+        ("current is", "down"),
+        ("event on", "down"),
+        ("current is", "compute"),
+    ]
+    assert torch.equal(target, bytes_of(7))
+    assert not copy.done() and not copy.ended()
+    copy._event.has_ended = True
+    assert copy.done() and copy.ended()
+    log.clear()
+    copy.order()
+    assert copy.done() and copy.ended() and log == [], "what is known is not asked again"
+    copy = device.down(bytes_of(7), target, compute)
+    assert not copy.cancel(), "it has begun"
+    copy._event.has_ended = True
+    assert copy.ended()
+    del copy
+    assert not device.unfinished, "what has ended needs nobody to own it"
+
+
+def test_ordering_a_copy_asks_the_stream_and_never_the_host(played):
+    device, log, compute, _ = played
+    copy = device.down(bytes_of(7), bytes_of(0), compute)
+    log.clear()
+    copy.order()
+    assert log == [("asked", "down"), ("compute", "waits for", "down")]
+    assert copy.done(), "the memory may go: what the stream does next comes after the copy"
+    assert not copy.ended(), "and a worker may not read it yet"
+    copy.wait()
+    assert log[-1] == ("the host waits for", "down")
+
+
+def test_memory_of_another_stream_is_recorded_there(played, monkeypatch):
+    device, log, compute, current = played
+    recorded = []
+    monkeypatch.setattr(
+        torch.Tensor, "record_stream", lambda tensor, stream: recorded.append(stream.name)
+    )
+    copy = device.down(bytes_of(7), bytes_of(0), compute)
+    current[0] = FakeStream(log, "other")
+    copy.order()
+    assert recorded == ["down"]
+    recorded.clear()
+    current[0] = compute
+    copy.order()
+    assert recorded == [], "only where it is needed: it delays reuse"
+    copy.release()
+    recorded.clear()
+    current[0] = FakeStream(log, "third")
+    copy.order()
+    assert recorded == [], "what was released is nobody's"
+    copy = device.down(bytes_of(7), bytes_of(0), compute)
+    copy._event.has_ended = True
+    copy.order()
+    assert recorded == [], "its memory has been read"
+
+
+def test_memory_that_autograd_would_hold_waits_for_every_stream_that_saves(played, monkeypatch):
+    """Nobody knows which stream asked for it, nor which of them still reads it."""
+    device, log, _, current = played
+    recorded = []
+    monkeypatch.setattr(
+        torch.Tensor, "record_stream", lambda tensor, stream: recorded.append(stream.name)
+    )
+    source = bytes_of(7)
+    device.used(source)
+    device.used(source)
+    assert recorded == ["compute", "compute"], "nothing where that stream has asked for it"
+    recorded.clear()
+    current[0] = FakeStream(log, "other")
+    device.used(source)
+    assert recorded == ["compute", "other"], "it may have been asked for on a third"
+    named = []
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, _: named.append(tensor))
+    device.used(source)
+    assert named[0] is named[1] is source, "nothing is made for it"
+    named.clear()
+    recorded.clear()
+    device.is_capturing = lambda: True
+    device.used(source)
+    assert named == [], "what is saved in a capture stays"
+
+
+@pytest.mark.parametrize("view", [torch.conj, lambda z: z.conj().imag])
+def test_of_a_conjugate_or_negative_view_its_memory_is_named(played, monkeypatch, view):
+    """PyTorch would name that of a copy without the bit, and write past the end of what it returns."""
+    device, named = played[0], []
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: named.append(tensor))
+    tensor = view(torch.zeros(3, dtype=torch.complex64))
+    assert tensor.is_conj() or tensor.is_neg()
+    device.used(tensor)
+    (memory,) = named
+    assert not memory.is_conj() and not memory.is_neg()
+    assert memory.untyped_storage()._cdata == tensor.untyped_storage()._cdata
+
+
+def test_what_came_is_recorded_on_each_other_stream_that_uses_it(played, monkeypatch):
+    """Also where the copy ended long ago: its memory goes back to the stream it was asked for on."""
+    device, log, _, current = played
+    recorded = []
+    monkeypatch.setattr(
+        torch.Tensor, "record_stream", lambda tensor, stream: recorded.append(stream.name)
+    )
+    copy = device.up(bytes_of(7), None)
+    copy.order()
+    assert recorded == []
+    current[0] = FakeStream(log, "other")
+    copy.order()
+    assert recorded == ["other"], "which waits for the copy: so does whoever waits for it"
+    copy._event.has_ended = True
+    recorded.clear()
+    current[0] = FakeStream(log, "third")
+    copy.order()
+    assert recorded == ["third"]
+
+
+def test_while_a_graph_is_captured_no_event_is_asked(played):
+    device, log, compute, _ = played
+    copy = device.down(bytes_of(7), bytes_of(0), compute)
+    copy._event.has_ended = True
+    device.is_capturing = lambda: True
+    log.clear()
+    assert not copy.ended() and not copy.done()
+    copy.release()
+    assert log == [] and len(device.unfinished) == 1
+    device.is_capturing = lambda: False
+    assert copy.ended() and copy.done() and log == [("asked", "down")]
+    device.is_capturing = lambda: True
+    assert copy.ended(), "what is known need not be asked"
+
+
+def test_without_memory_on_the_device_what_nobody_waits_for_is_let_go(played, monkeypatch):
+    device, log, compute, _ = played
+    empty, refused = torch.empty, []
+
+    def scarce(*args, **kwargs):
+        if device.unfinished:
+            refused.append(len(device.unfinished))
+            raise torch.OutOfMemoryError("no")
+        return empty(*args, **kwargs)
+
+    monkeypatch.setattr(torch, "empty", scarce)
+    del_me = device.down(bytes_of(7), bytes_of(0), compute)
+    del del_me
+    gc.collect()
+    log.clear()
+    device.up(bytes_of(7), None).order()
+    assert refused == [1] and not device.unfinished
+    assert {("the host waits for", "up"), ("the host waits for", "down")} <= set(log)
+
+    def none(*args, **kwargs):
+        refused.append(0)
+        raise torch.OutOfMemoryError("no")
+
+    monkeypatch.setattr(torch, "empty", none)
+    log.clear()
+    with pytest.raises(torch.OutOfMemoryError):
+        device.up(bytes_of(7), None)
+    assert (refused, log) == ([1, 0], []), "there is nothing that a wait would bring"
+
+
+def test_a_copy_up_fills_memory_of_the_current_stream(played):
+    device, log, compute, _ = played
+    down = device.down(bytes_of(7), bytes_of(0), compute)
+    log.clear()
+    copy = device.up(down.memory, down)
+    assert log == [
+        ("memory on", "compute"),
+        ("event on", "compute"),
+        ("up", "waits for", "compute"),
+        ("up", "waits for", "down"),
+        ("current is", "up"),
+        ("event on", "up"),
+        ("current is", "compute"),
+    ]
+    assert torch.equal(copy.memory, bytes_of(7))
+    assert copy.memory._version == 0, "nobody changed it: the next use may share it"
+    copy.order()
+    assert log[-1] == ("compute", "waits for", "up")
+
+
+def test_what_an_unfinished_copy_uses_outlives_it(played):
+    """A guess that was wrong: nobody wants the copy, and the device still writes its memory."""
+    device, _, compute, _ = played
+    copy = device.up(bytes_of(7), None)
+    event, memory = copy._event, copy.memory
+    del copy
+    gc.collect()
+    (held,) = device.unfinished
+    assert held[0] is event and held[2] is memory
+    del held, memory
+    device.down(bytes_of(1), bytes_of(0), compute).order()
+    assert len(device.unfinished) == 1
+    event.has_ended = True
+    device.down(bytes_of(1), bytes_of(0), compute).order()
+    assert not device.unfinished
+
+
+def test_of_many_unfinished_copies_one_is_asked(played):
+    device, log, *_ = played
+    events = []
+    for _ in range(20):
+        copy = device.up(bytes_of(7), None)
+        events.append(copy._event)
+        del copy
+    log.clear()
+    device.up(bytes_of(7), None).order()
+    assert log.count(("asked", "up")) == 2  # the oldest, and the new one
+    assert len(device.unfinished) == 20 and device.unfinished[0][0] is events[0]
+    for event in events[:12]:
+        event.has_ended = True
+    device.up(bytes_of(7), None).order()
+    assert [each[0] for each in device.unfinished][:8] == events[12:]
+
+
+def test_a_source_that_is_released_early_outlives_its_copy(played):
+    device, _, compute, _ = played
+    copy = device.down(bytes_of(7), bytes_of(0), compute)
+    source = copy._source
+    copy.release()
+    assert any(each[1] is source for each in device.unfinished)
+    del copy
+    assert len(device.unfinished) == 1, "once"
+    later = device.down(bytes_of(7), bytes_of(0), compute)
+    later.order()
+    before = len(device.unfinished)
+    later.release()
+    assert len(device.unfinished) == before
+
+
+def test_the_stream_is_put_back_when_a_copy_fails(played, monkeypatch):
+    device, log, compute, current = played
+
+    def fail(*args, **kwargs):
+        raise RuntimeError("no")
+
+    monkeypatch.setattr(torch.Tensor, "copy_", fail)
+    with pytest.raises(RuntimeError, match="no"):
+        device.down(bytes_of(7), bytes_of(0), compute)
+    assert current[0] is compute
+    assert log[-1] == ("current is", "compute")
+
+
+@pytest.mark.parametrize("way", ["down", "up"])
+def test_an_interrupt_after_a_copy_began_leaves_its_memory_owned(played, monkeypatch, way):
+    """Nobody has its event: so the next copy waits for it first, and until then nothing of it goes."""
+    device, log, compute, current = played
+    copies = torch.Tensor.copy_
+
+    def interrupted(memory, source, **options):
+        copies(memory, source)
+        seen.extend(weakref.ref(each.untyped_storage()) for each in (memory, source))
+        raise KeyboardInterrupt
+
+    def begin():
+        if way == "down":
+            return device.down(bytes_of(7), bytes_of(0), compute)
+        return device.up(bytes_of(7), None)
+
+    seen = []
+    monkeypatch.setattr(torch.Tensor, "copy_", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        begin()
+    assert current[0] is compute
+    source, memory = device._beginning
+    assert torch.equal(memory, bytes_of(7)) and torch.equal(source, bytes_of(7))
+    monkeypatch.setattr(torch.Tensor, "copy_", copies)
+    log.clear()
+    begin().order()
+    at = log.index(("current is", way))
+    assert {("the host waits for", "down"), ("the host waits for", "up")} <= set(log[:at])
+    assert device._beginning is None
+    log.clear()
+    begin().order()
+    assert not [each for each in log if each[0] == "the host waits for"]
+
+
+def test_copies_do_not_block(played, monkeypatch):
+    device, _, compute, _ = played
+    asked, copies = [], torch.Tensor.copy_
+    monkeypatch.setattr(
+        torch.Tensor,
+        "copy_",
+        lambda memory, source, non_blocking=False: (
+            asked.append(non_blocking) or copies(memory, source)
+        ),
+    )
+    device.up(device.down(bytes_of(7), bytes_of(0), compute).memory, None)
+    assert asked == [True, True]
+
+
+def test_a_device_says_its_name_and_whether_it_is_captured(played, monkeypatch):
+    device = played[0]
+    assert device.name == "cpu" and device._pid == os.getpid()
+    assert device.is_capturing() is False, "a device without graphs"
+    for answer in (True, False):
+        device._module = SimpleNamespace(is_current_stream_capturing=lambda answer=answer: answer)
+        assert device.is_capturing() is answer
+
+
+@pytest.fixture
+def whole(played, monkeypatch):
+    """As ``played``, but of a device that has all that a stash needs: ``torch.accelerator`` is it."""
+    log = played[1]
+    here = torch.device("cpu")
+    accelerator = torch.accelerator
+    monkeypatch.setattr(_accelerator, "_tried_out", set())
+    monkeypatch.setattr(accelerator, "current_accelerator", lambda *_: here)
+    monkeypatch.setattr(torch, "Stream", lambda device: FakeStream(log, "side", played[3]))
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
+    monkeypatch.setattr(accelerator, "get_memory_info", lambda device: (1, 2), raising=False)
+    monkeypatch.setattr(accelerator, "memory_stats", lambda device: {})
+    return lambda: _accelerator.accelerator(here)
+
+
+def test_a_device_is_tried_out_before_it_is_used(whole, played, monkeypatch):
+    asked, log = [], played[1]
+    monkeypatch.setattr(
+        torch.Tensor, "record_stream", lambda tensor, stream: asked.append(stream.name)
+    )
+    log.clear()
+    assert isinstance(whole(), Accelerator)
+    assert asked == ["compute"] and ("the host waits for", "side") in log
+    assert log[-1] == ("compute", "waits for", "side"), "what has come up is compared"
+    log.clear()
+    assert isinstance(whole(), Accelerator) and log == [], "once: the next stash waits for nothing"
+    _accelerator._tried_out.clear()
+    monkeypatch.setattr(Accelerator, "is_capturing", lambda self: True)
+    assert isinstance(whole(), Accelerator) and log == [], "a capture would end"
+    monkeypatch.undo()
+
+
+@pytest.mark.parametrize(
+    "what, name, error",
+    [
+        (torch, "Stream", RuntimeError("none here\nand what C++ has to say")),
+        (torch.Tensor, "record_stream", NotImplementedError("none here")),
+        (torch.accelerator, "memory_stats", RuntimeError("none here")),
+        (torch.accelerator, "get_memory_info", ValueError("none here")),
+        (torch.accelerator, "current_stream", TypeError("none here")),
+        (FakeStream, "wait_event", AttributeError("none here")),
+        (Accelerator, "failures", RuntimeError("none here")),
+    ],
+)
+def test_what_lacks_something_has_a_reason(whole, monkeypatch, what, name, error):
+    def refuse(*_, **__):
+        raise error
+
+    monkeypatch.setattr(what, name, refuse)
+    assert whole() == "device cpu lacks what a stash needs: none here"
+
+
+@pytest.mark.parametrize("way", [0, 1])
+def test_a_device_whose_copies_are_wrong_is_not_used(whole, monkeypatch, way):
+    copies, begun = torch.Tensor.copy_, []
+
+    def wrong(memory, source, non_blocking=False):
+        copies(memory, source)
+        if non_blocking:
+            begun.append(True)
+            if len(begun) == 1 + way:
+                memory[-1] += 1
+
+    monkeypatch.setattr(torch.Tensor, "copy_", wrong)
+    assert whole() == (
+        "device cpu lacks what a stash needs: what is copied by another stream comes back different"
+    )
+
+
+def test_a_device_without_memory_is_used_all_the_same(whole, monkeypatch):
+    def full(self, nbytes):
+        raise torch.OutOfMemoryError("no")
+
+    monkeypatch.setattr(Accelerator, "_empty", full)
+    assert isinstance(whole(), Accelerator) and not _accelerator._tried_out, "the next stash tries"
+
+
+def test_an_allocator_that_warns_of_a_tensor_s_own_stream_is_not_heard(whole, monkeypatch):
+    def record(tensor, stream):
+        warnings.warn("its own stream", UserWarning, stacklevel=1)
+
+    monkeypatch.setattr(torch.Tensor, "record_stream", record)
+    filters = [*warnings.filters]
+    assert isinstance(whole(), Accelerator)
+    assert warnings.filters == filters, "other warnings are heard as before"
+
+
+def test_another_device_than_the_accelerator_has_none(monkeypatch):
+    assert accelerator(torch.device("meta")) == "device meta"
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_: torch.device("cuda"))
+    monkeypatch.setattr(torch, "Stream", lambda device: FakeStream([], "of another kind"))
+    assert accelerator(torch.device("cpu")) == "device cpu"
+
+
+REFUSAL = "cudaHostRegister answers 2: out of it"
+
+
+@pytest.mark.parametrize("status, reason", [(0, ""), (2, REFUSAL)])
+def test_pinning_is_by_registering_and_says_what_was_answered(monkeypatch, status, reason):
+    asked = []
+
+    class Runtime:
+        def cudaHostRegister(self, address, nbytes, flags):
+            asked.append((address, nbytes, flags))
+            return status
+
+        def cudaHostUnregister(self, address):
+            asked.append(address)
+            return status
+
+        def cudaGetErrorString(self, status):
+            return "out of it"
+
+    class Module:
+        @staticmethod
+        def cudart():
+            return Runtime()
+
+    device = Accelerator.__new__(Accelerator)
+    device._device = torch.device("cuda", 0)
+    device._module = Module
+    device._down, device._up = FakeStream(asked, "down"), FakeStream(asked, "up")
+    device._pid = os.getpid()
+    memory, zeros = torch.zeros(4096, dtype=torch.uint8), torch.zeros
+    launched, fails = [], []
+
+    def launch(*size, device):
+        launched.append(device)
+        if fails:
+            raise RuntimeError("out of it")
+        return zeros(*size)
+
+    monkeypatch.setattr(torch, "zeros", launch)
+    assert device.pin(memory) == reason
+    assert len(launched) == bool(reason), "the next kernel is not blamed for what was refused"
+    device._pid += 1
+    device.unpin(memory)
+    assert len(asked) == 1, "what the parent of a fork pinned is the parent's to unpin"
+    device._pid -= 1
+    fails.append("that kernel is blamed, and nobody told")
+    device.unpin(memory)
+    cuda_host_register_portable = 1
+    assert asked == [
+        (memory.data_ptr(), 4096, cuda_host_register_portable),
+        ("the host waits for", "down"),
+        ("the host waits for", "up"),
+        memory.data_ptr(),
+    ]
+    assert len(launched) == 2 * bool(reason)
+
+
+def test_what_pytorch_keeps_of_pinned_memory_is_let_go(monkeypatch):
+    asked = []
+    monkeypatch.delattr(torch.accelerator, "empty_host_cache", raising=False)
+    monkeypatch.delattr(torch._C, "_host_emptyCache", raising=False)
+    _accelerator._empty_host_cache()
+    monkeypatch.setattr(torch._C, "_host_emptyCache", lambda: asked.append("cuda"), raising=False)
+    _accelerator._empty_host_cache()
+    assert asked == ["cuda"], "torch 2.11's"
+    monkeypatch.setattr(
+        torch.accelerator, "empty_host_cache", lambda: asked.append("any"), raising=False
+    )
+    _accelerator._empty_host_cache()
+    assert asked == ["cuda", "any"]
+
+
+def test_where_nothing_can_be_registered_pytorch_pins(monkeypatch):
+    device = Accelerator.__new__(Accelerator)
+    device._device, device._pid = torch.device("xpu", 0), os.getpid()
+    asked = []
+    device._down, device._up = FakeStream(asked, "down"), FakeStream(asked, "up")
+    monkeypatch.setattr(_accelerator, "_empty_host_cache", lambda: asked.append("cache emptied"))
+    empty = torch.empty
+
+    def pins(*size, pin_memory=False, **rest):
+        if pin_memory:
+            asked.append("pinned")
+        return empty(*size, **rest)
+
+    memory = torch.zeros(4096, dtype=torch.uint8)
+    assert device.pin(memory) == "xpu cannot lock memory that exists"
+    monkeypatch.setattr(torch, "empty", pins)
+    own = device.pinned(4096)
+    assert asked == ["pinned"]
+    assert (own.numel(), own.dtype, own.device.type) == (4096, torch.uint8, "cpu")
+    device._pid += 1
+    device.give_back(own)
+    assert own.numel() == 4096 and len(asked) == 1, "a forked process has no device"
+    device._pid -= 1
+    device.give_back(own)
+    waits = [("the host waits for", "down"), ("the host waits for", "up")]
+    assert own.numel() == 0 and asked[1:] == [*waits, "cache emptied"]
+    device.unpin(memory)
+    assert asked[4:] == waits, "what is not pinned may be copied to, all the same"
+
+    def refuses(*size, **rest):
+        raise RuntimeError("there is none\nand what C++ has to say")
+
+    monkeypatch.setattr(torch, "empty", refuses)
+    assert device.pinned(4096) == "there is none"
+
+
+def test_free_memory_is_what_the_process_may_still_take(monkeypatch):
+    gib = 1 << 30
+    shares = [1.0]
+
+    class Module:
+        get_per_process_memory_fraction = staticmethod(lambda device: shares[0])
+
+    statistics = {"reserved_bytes.all.current": 6 * gib, "active_bytes.all.current": 2 * gib}
+    monkeypatch.setattr(
+        torch.accelerator, "get_memory_info", lambda device: (10 * gib, 20 * gib), raising=False
+    )
+    monkeypatch.setattr(torch.accelerator, "memory_stats", lambda device: statistics)
+    device = Accelerator.__new__(Accelerator)
+    device._device, device._module = torch.device("cuda", 0), Module
+    assert device.free_bytes() == 14 * gib, "with what the allocator keeps"
+    shares[0] = 0.5
+    assert device.free_bytes() == 8 * gib, "and no more than the process is allowed"
+    statistics.clear()
+    assert device.free_bytes() == 10 * gib, "an allocator that does not count"
+    device._module = SimpleNamespace(mem_get_info=lambda device: (3 * gib, 20 * gib))
+    assert device.free_bytes() == 10 * gib, "a device without shares"
+    monkeypatch.delattr(torch.accelerator, "get_memory_info")
+    assert device.free_bytes() == 3 * gib, "a torch without the common call"
+
+
+def test_failures_are_the_allocator_s_count(monkeypatch):
+    statistics = {"num_ooms": 3}
+    monkeypatch.setattr(torch.accelerator, "memory_stats", lambda device: statistics)
+    device = Accelerator.__new__(Accelerator)
+    device._device = torch.device("cuda", 0)
+    assert device.failures() == 3
+    statistics.clear()
+    assert device.failures() == 0, "cudaMallocAsync's does not count"

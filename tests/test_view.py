@@ -1,0 +1,125 @@
+"""Parts: which elements a view needs, and moving just those."""
+
+import pytest
+import torch
+
+from backstash._saved import view as _view
+from backstash._saved.view import StridedRegion, snapshot
+from oracle import same_bits
+
+
+def base(dtype=torch.float32):
+    return torch.arange(240).to(dtype).view(10, 24)
+
+
+# view: first element, sizes, strides, elements from first to last
+SHAPES = {
+    "whole": (lambda x: x, 0, (240,), (1,), 240),
+    "a row": (lambda x: x[2], 48, (24,), (1,), 24),
+    "a column": (lambda x: x[:, 3], 3, (10,), (24,), 217),
+    "a block": (lambda x: x[1:4, 2:5], 26, (3, 3), (24, 1), 51),
+    "its transpose": (lambda x: x[1:4, 2:5].t(), 26, (3, 3), (24, 1), 51),
+    "one": (lambda x: x[4, 4], 100, (), (), 1),
+    "one in two dimensions": (lambda x: x[4:5, 4:5], 100, (), (), 1),
+    "expanded": (lambda x: x[4, 4:6].expand(7, 2), 100, (2,), (1,), 2),
+    "every second": (lambda x: x.view(-1)[::2], 0, (120,), (2,), 239),
+    "rows of every third": (lambda x: x[::3], 0, (4, 24), (72, 1), 240),
+    "overlapping windows": (lambda x: x.view(-1).unfold(0, 5, 2)[:10], 0, (23,), (1,), 23),
+    "windows side by side": (lambda x: x.view(-1).unfold(0, 5, 5)[:10], 0, (50,), (1,), 50),
+    "windows that touch": (lambda x: x.as_strided((3, 3), (4, 2)), 0, (13,), (1,), 13),
+    "nested strides": (lambda x: x.as_strided((3, 2), (3, 2)), 0, (3, 2), (3, 2), 9),
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_the_elements_that_a_view_needs(name):
+    view, first, sizes, strides, extent = SHAPES[name]
+    part = StridedRegion(view(base()))
+    assert (part.first, part.sizes, part.strides, part.extent) == (first, sizes, strides, extent)
+    assert part.count == torch.Size(sizes).numel() and part.nbytes == 4 * part.count
+    assert part.is_dense is (part.count == extent)
+    assert part.key == (4, first, sizes, strides)
+
+
+DTYPES = [
+    torch.uint8,
+    torch.bfloat16,
+    torch.float32,
+    torch.int64,
+    torch.complex128,
+    torch.complex64,
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_copy_is_dense_and_spreads_out_to_where_the_elements_were(name, dtype):
+    x = base(dtype)
+    view = SHAPES[name][0](x)
+    part = StridedRegion(view)
+    assert part.itemsize == part.carrier.itemsize == x.element_size()
+    assert part.residue == view.data_ptr() % 64 // x.element_size()
+    dense = part.copy(view)
+    assert dense.numel() == part.residue + part.count
+    back = part.spread(dense[part.residue :], dtype)
+    assert back.dtype == dtype and back.numel() == part.residue + part.extent
+    assert same_bits(back.as_strided(view.shape, view.stride(), part.residue), view)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("conj", [False, True])
+@pytest.mark.parametrize("neg", [False, True])
+def test_a_snapshot_is_the_view_itself_again(name, conj, neg):
+    x = base(torch.complex64) * (1 + 2j)
+    view = SHAPES[name][0](x)
+    view = torch._neg_view(view) if neg else view
+    view = view.conj() if conj else view
+    copy = snapshot(view)
+    assert (copy.is_conj(), copy.is_neg(), copy.stride()) == (conj, neg, view.stride())
+    assert copy.data_ptr() % 64 == view.data_ptr() % 64 or copy.numel() == 1
+    assert same_bits(copy, view)
+    expected = view.resolve_conj().resolve_neg().clone()
+    x.zero_()
+    assert same_bits(copy.resolve_conj().resolve_neg(), expected)
+
+
+def test_the_alignment_that_is_kept():
+    """What vector code meets on the CPU, and what an accelerator's libraries choose a kernel by."""
+    x = torch.zeros(4096, dtype=torch.uint8)
+    at = -x.data_ptr() % 256
+    assert StridedRegion(x[at + 70 :]).residue == 6
+    alignments = _view._ALIGNMENT_BYTES
+    try:
+        _view._ALIGNMENT_BYTES = {}
+        assert [StridedRegion(x[at + n :]).residue for n in (0, 70, 255, 256, 257)] == [
+            0,
+            70,
+            255,
+            0,
+            1,
+        ]
+    finally:
+        _view._ALIGNMENT_BYTES = alignments
+
+
+def test_what_covers_what():
+    x = base()
+    whole, rows, row, column = (
+        StridedRegion(x),
+        StridedRegion(x[2:5]),
+        StridedRegion(x[3]),
+        StridedRegion(x[:, 3]),
+    )
+    assert whole.covers(rows) and whole.covers(column) and whole.covers(whole)
+    assert rows.covers(row) and not row.covers(rows)
+    assert rows.covers(StridedRegion(x[2])) and rows.covers(
+        StridedRegion(x[4])
+    )  # from its first to its last
+    assert not rows.covers(StridedRegion(x[1:3])) and not rows.covers(StridedRegion(x[4:6]))
+    assert not rows.covers(StridedRegion(x[1])) and not rows.covers(StridedRegion(x[5]))
+    assert column.covers(StridedRegion(x[:, 3])) and not column.covers(
+        StridedRegion(x[3, 3])
+    )  # has gaps: unknown
+    as_bytes = StridedRegion(x.view(torch.uint8).view(-1)[4 * 48 : 4 * 48 + 5])
+    assert rows.covers(as_bytes) and not row.covers(as_bytes) and not as_bytes.covers(row)
+    assert not as_bytes.covers(StridedRegion(x[2, :2])) and as_bytes.covers(StridedRegion(x[2, :1]))
