@@ -99,8 +99,8 @@ def _moment_line(tiers: str, look: Moment) -> str:
     share = f"{look.end_bytes / look.alive_bytes:.2f}" if look.alive_bytes else "-"
     return (
         f"steps {tiers:10} {look.step:6}: {held.anonymous_bytes / mib:.1f} MiB anonymous, "
-        f"{held.descriptors} descriptors, {held.threads} threads, {held.objects} objects, {held.books} of the "
-        f"stash's, host {held.host_bytes / mib:.0f} MiB, file {held.file_bytes / mib:.0f} MiB (blocks "
+        f"{held.descriptors} descriptors, {held.threads} threads, {held.objects} objects, {held.bookkeeping} "
+        f"of the stash's, host {held.host_bytes / mib:.0f} MiB, file {held.file_bytes / mib:.0f} MiB (blocks "
         f"{held.file_block_bytes / mib:.0f}), its last extent ended at {share} of the most alive, "
         f"{look.alive_bytes / mib:.1f} MiB {look.wrong}"
     ).rstrip()

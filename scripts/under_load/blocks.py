@@ -1,4 +1,4 @@
-"""A million blocks alive at once: what a pack and an unpack take then, and what the books of each take."""
+"""A million blocks alive at once: what a pack and an unpack take then, and what the bookkeeping of each take."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def many_blocks(mode: str, directory: str, *, counts: list[int]) -> Iterator[Ali
         warm = [leaf.exp() for _ in range(2000)]
     torch.autograd.backward(warm, [torch.ones_like(y) for y in warm])
     del warm
-    books = _books(hold)
+    bookkeeping = _bookkeeping(hold)
     start = anonymous_bytes()
     saved: list[Tensor] = []
     for count in counts:
@@ -74,7 +74,7 @@ def many_blocks(mode: str, directory: str, *, counts: list[int]) -> Iterator[Ali
     if isinstance(hold, Stash):
         with hold:  # the next save clears away what only waits for it
             leaf.exp().sum().backward()
-        yield from _left_behind(hold, books)
+        yield from _left_behind(hold, bookkeeping)
         hold.close()  # which unpins slabs
     rest = anonymous_bytes() - start
     if rest > 0.1 * most + (16 << 20):
@@ -85,14 +85,14 @@ def _ones(saved: list[Tensor]) -> list[Tensor]:
     return [torch.ones(_ELEMENTS)] * len(saved[:: max(1, len(saved) // 10_000)])
 
 
-def _books(hold: Any) -> int:
+def _bookkeeping(hold: Any) -> int:
     if not isinstance(hold, Stash):
         return 0
     hold.stats()
     return footprint(hold)[0]
 
 
-def _left_behind(stash: Stash, books: int) -> Iterator[str]:
+def _left_behind(stash: Stash, bookkeeping: int) -> Iterator[str]:
     stats = stash.stats()
     if (
         stats.blocks
@@ -102,6 +102,6 @@ def _left_behind(stash: Stash, books: int) -> Iterator[str]:
         or stats.host_bytes
     ):
         yield f"left behind: {stats}"
-    more = _books(stash) - books
+    more = _bookkeeping(stash) - bookkeeping
     if more > 5_000:
         yield f"the stash still reaches {more} objects more than before"

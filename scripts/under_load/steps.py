@@ -38,7 +38,7 @@ _SLACK = {
     "descriptors": 0,
     "threads": 0,
     "objects": 1500,
-    "books": 1500,
+    "bookkeeping": 1500,
     "host_bytes": 0,
     "file_bytes": 0,
     "file_block_bytes": 0,
