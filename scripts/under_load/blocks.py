@@ -1,4 +1,4 @@
-"""A million blocks alive at once: what a pack and an unpack take then, and what the bookkeeping of each take."""
+"""A million blocks alive at once: what a pack and an unpack take then, and what keeping account of each takes."""
 
 from __future__ import annotations
 
