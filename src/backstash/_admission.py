@@ -1,7 +1,8 @@
-"""The way in: telling apart what moves from what stays, and which block a tensor belongs to."""
+"""Admission: which saved tensors may move, and which block a tensor belongs to."""
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Callable
 
@@ -31,7 +32,13 @@ _PARAMETER = "a parameter or another leaf that requires a gradient, or a view of
 
 
 class Admission:
-    """Makes of each saved tensor what autograd is to hold in its place, and counts what it leaves."""
+    """Makes of each saved tensor what autograd is to hold in its place, and counts the tensors it leaves.
+
+    Args:
+        session: of the stash.
+        policy: that is asked for each tensor; ``None``: the default.
+        min_bytes: smaller storages stay in place.
+    """
 
     def __init__(self, session: Session, *, policy: Policy | None, min_bytes: int) -> None:
         self._session = session
@@ -72,25 +79,30 @@ class Admission:
         thread_state.saves += 1
         if self.closed:
             raise StashClosedError("a closed stash was asked to hold a tensor")
-        forked = self._session.is_forked()
+        session = self._session
+        section = session.section
+        forked = os.getpid() != session.pid and session.is_forked()
         if thread_state.waiting and not forked:
-            with self._session.lock, self._session.section:
-                self._session.drain()
-                self._session.settle(thread_state)
+            with section.lock, section:
+                session.drain()
+                session.settle(thread_state)
         if type(tensor) is not Tensor:
             return self._pack_other(tensor, thread_state)
-        tiers = self._session.tiers_of(tensor.device)
+        tiers = session.tiers_of(tensor.device)
         if isinstance(tiers, str):
             return self._stay(tensor, tiers)
-        reason = reason_to_stay(tensor) or _no_tier(tiers) or (_FORKED if forked else "")
+        reason = reason_to_stay(tensor) or (_FORKED if forked else "")
+        if not reason and (tiers.tier is None or tiers.device is not None):
+            reason = _no_tier(tiers)
         if reason:
             return self._stay(tensor, reason)
         modules = running_modules()
         reason, tier = self._choose(tensor, modules, thread_state, tiers)
         if reason:
             return self._stay(tensor, reason)
-        with self._session.lock, self._session.section:
-            self._session.drain()
+        with section.lock, section:
+            if session.reclaim_queue:
+                session.drain()
             return self._pack_block(tensor, thread_state, modules, tiers, tier)
 
     def _choose(
@@ -137,32 +149,34 @@ class Admission:
         tiers: DeviceTiers,
         tier: str,
     ) -> Entry:
-        tiers.used(tensor)
+        if tiers.device is not None:
+            tiers.device.used(tensor)
         storage = tensor.untyped_storage()
-        storage_version = self._storage_version_of(tensor, storage)
+        storage_version = self._identify(tensor, storage)
         block = storage_version.block() if storage_version.block is not None else None
-        part = None
-        if block is None and not _is_whole(tensor, storage):
-            part = StridedRegion(tensor)
+        region = None
+        # A rare "no" to whether the tensor needs all of its storage costs time, if it is wrong.
+        if block is None and not (tensor.is_contiguous() and tensor.nbytes == storage.nbytes()):
+            region = StridedRegion(tensor)
         elif block is not None and _may_be_being_filled(tensor):
-            part = StridedRegion(tensor)
-        if block is None or (part is not None and not block.serves(part)):
-            if part is not None and (block is not None or part.nbytes * 4 < storage.nbytes()):
-                entry = self._pack_part(
-                    tensor, thread_state, modules, tiers, tier, storage_version, part
+            region = StridedRegion(tensor)
+        if block is None or (region is not None and not block.serves(region)):
+            if region is not None and (block is not None or region.nbytes * 4 < storage.nbytes()):
+                entry = self._pack_region(
+                    tensor, thread_state, modules, tiers, tier, storage_version, region
                 )
                 if entry is not None:
                     return entry
-            block = Block(storage_version, raw_alias(tensor), tiers)
-            block.saved_regions = None if part is None else [part]
-            self._admit(block, tensor, thread_state, modules, tier)
+            block = self._block_of(storage_version, raw_alias(tensor), tiers)
+            block.saved_regions = None if region is None else [region]
+            self._admit(block, tensor, thread_state, modules, tiers, tier)
             storage_version.block = weakref.ref(block)
         else:
             self.deduplicated_bytes += tensor.nbytes
         block.entries += 1
         return Entry(block, tensor, int(tensor.storage_offset()) * tensor.element_size())
 
-    def _pack_part(
+    def _pack_region(
         self,
         tensor: Tensor,
         thread_state: ThreadState,
@@ -170,47 +184,54 @@ class Admission:
         tiers: DeviceTiers,
         tier: str,
         origin: StorageVersion,
-        part: StridedRegion,
+        region: StridedRegion,
     ) -> Entry | None:
-        """A small part of a storage is copied, so that the rest is not held for its sake.
+        """Copy a small region of a storage, so that the rest is not held for its sake.
 
-        ``None`` when the parts that overlap have come to cost what the whole does.
+        ``None`` when the regions that overlap have come to cost what the whole does.
         """
         if origin.slices is None:
             origin.slices = {}
-        known = origin.slices.get(part.key)
+        known = origin.slices.get(region.key)
         block = known() if known is not None else None
         if block is None or block.storage_version.changed:  # by a backward that was given the copy
-            if origin.copied_bytes + part.nbytes > tensor.untyped_storage().nbytes():
+            if origin.copied_bytes + region.nbytes > tensor.untyped_storage().nbytes():
                 return None
             try:
-                copy = part.copy(tensor)
+                copy = region.copy(tensor)
             except torch.OutOfMemoryError:
                 return None  # the whole of it needs no memory to be saved
-            block = Block(StorageVersion(copy, copy.untyped_storage()), copy, tiers)
+            block = self._block_of(StorageVersion(copy, copy.untyped_storage()), copy, tiers)
             block.origin = origin
-            if part.nbytes >= self._min_bytes or tier:
-                self._admit(block, tensor, thread_state, modules, tier)
+            if region.nbytes >= self._min_bytes or tier:
+                self._admit(block, tensor, thread_state, modules, tiers, tier)
             else:
                 self._session.add(block)
                 self._count_left(
                     "smaller than min_bytes: copied, so that its large storage is not held",
-                    part.nbytes,
+                    region.nbytes,
                 )
-            origin.slices[part.key] = weakref.ref(block)
-            origin.copied_bytes += part.nbytes
+            origin.slices[region.key] = weakref.ref(block)
+            origin.copied_bytes += region.nbytes
         else:
-            self.deduplicated_bytes += part.nbytes
+            self.deduplicated_bytes += region.nbytes
         block.entries += 1
-        skipped = part.residue * part.itemsize
-        return Entry(block, tensor, skipped, None if part.is_dense else part)
+        skipped = region.residue * region.itemsize
+        return Entry(block, tensor, skipped, None if region.is_dense else region)
 
-    def _storage_version_of(self, tensor: Tensor, storage: torch.UntypedStorage) -> StorageVersion:
+    def _identify(self, tensor: Tensor, storage: torch.UntypedStorage) -> StorageVersion:
         storage_version = self._storage_versions.get(storage._cdata)
         if storage_version is None or not storage_version.is_of(tensor):
             storage_version = StorageVersion(tensor, storage)
             self._storage_versions[storage_version.cdata] = storage_version
         return storage_version
+
+    def _block_of(
+        self, storage_version: StorageVersion, alias: Tensor, tiers: DeviceTiers
+    ) -> Block:
+        device = tiers.device
+        stream = device.stream() if device is not None else None
+        return Block(storage_version, alias, self._session.reclaim_queue, tiers.number, stream)
 
     def _admit(
         self,
@@ -218,17 +239,19 @@ class Admission:
         tensor: Tensor,
         thread_state: ThreadState,
         modules: list[nn.Module],
+        tiers: DeviceTiers,
         tier: str,
     ) -> None:
         block.thread_state = thread_state
-        block.cleanup.module = module_path(modules)
+        if modules:
+            block.cleanup.module = module_path(modules)
         self._session.add(block)
         self.eligible_bytes += block.nbytes
         # What has a gradient function was made by an operation that has ended. Another may be what this
         # operation made for itself and has yet to fill, without raising a version: rrelu's noise is.
         complete = tensor.requires_grad or block.origin is not block.storage_version
-        block.goes_on = tier == "disk"
-        block.tiers.evictor.admit(block, at_once=bool(tier), complete=complete)
+        block.to_disk = tier == "disk"
+        tiers.evictor.admit(block, at_once=bool(tier), complete=complete)
 
     def _pack_other(self, tensor: Tensor, thread_state: ThreadState) -> object:
         """Parameters and other subclasses of ``torch.Tensor``."""
@@ -260,15 +283,15 @@ class Admission:
         if wrapper.is_nested and not (part.is_floating_point() or part.is_complex()):
             # Two nested tensors are of one shape only if they have the very same tensor of offsets.
             return self._stay(part, "the offsets of a nested tensor")
-        if type(part) is Tensor and part.device == wrapper.device:
-            tiers.used(part)
+        if type(part) is Tensor and part.device == wrapper.device and tiers.device is not None:
+            tiers.device.used(part)
         if type(part) is not Tensor or reason_to_stay(part):
             return self.hook(thread_state)(part.detach().clone())
         return self.hook(thread_state)(snapshot(part))
 
     def _stay(self, tensor: Tensor, reason: str) -> object:
         """Leave ``tensor`` where it is, with its version, for a stated reason."""
-        with self._session.lock:
+        with self._session.section.lock:
             self._count_left(reason, _nbytes_of(tensor))
         kept = tensor
         if not tensor.is_leaf:  # an operation's own output would hold itself through its node
@@ -287,26 +310,23 @@ class Admission:
 
 
 def _no_tier(tiers: DeviceTiers) -> str:
-    if tiers.has_tier:
+    if tiers.tier is not None:
         return _CAPTURED if tiers.device is not None and tiers.device.is_capturing() else ""
     return _NO_TIER if tiers.device is None else _NO_HOST
 
 
 def _is_parameter(tensor: Tensor) -> bool:
     """Whether ``tensor`` is a leaf that gets a gradient, a parameter frozen or not, or a view of one."""
+    if _gets_gradient(tensor):
+        return True
     base = tensor._base
-    return _gets_gradient(tensor) or (base is not None and _gets_gradient(base))
-
-
-def _is_whole(tensor: Tensor, storage: torch.UntypedStorage) -> bool:
-    """Whether ``tensor`` needs all bytes of its storage; a rare "no" that is wrong costs time."""
-    return tensor.is_contiguous() and tensor.nbytes == storage.nbytes()
+    return base is not None and _gets_gradient(base)
 
 
 def _may_be_being_filled(tensor: Tensor) -> bool:
-    """Whether parts of the storage may still be written unseen, while others have been saved.
+    """Whether regions of the storage may still be written unseen, while others have been saved.
 
-    What autograd made is complete. A buffer that a program made itself may be filled through ``.data``
+    A tensor that autograd made is complete. A buffer that a program made itself may be filled through ``.data``
     between two saves of it (torchdiffeq's solvers do), which raises no version and is right in plain
     PyTorch as long as nothing that was saved is touched.
     """
@@ -315,7 +335,10 @@ def _may_be_being_filled(tensor: Tensor) -> bool:
 
 
 def _gets_gradient(tensor: Tensor) -> bool:
-    return isinstance(tensor, nn.Parameter) or (tensor.is_leaf and tensor.requires_grad)
+    if tensor.is_leaf and tensor.requires_grad:
+        return True
+    # What isinstance(tensor, nn.Parameter) asks, without its call in Python for each saved tensor.
+    return issubclass(type(tensor), nn.Parameter) or getattr(tensor, "_is_param", False)
 
 
 def _nbytes_of(tensor: Tensor) -> int:

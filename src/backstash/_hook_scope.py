@@ -11,32 +11,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from types import FrameType, TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from ._saved.thread_state import ThreadState
+from ._torch.hook_stack import Scope, own_pack, take_out
 from ._torch.modules import call_frame, is_running
 from .errors import UsageError
 
-if TYPE_CHECKING:
-    from .stash import Stash
-
-__all__ = ["Attachment", "Scope", "abandon", "enter_scope", "leave_scope", "newest_scope"]
-
-_autograd: Any = torch._C._autograd
-
-
-@dataclass(slots=True, eq=False)
-class Scope:
-    """A pushed hook pair."""
-
-    hooks: saved_tensors_hooks
-    frame: FrameType | None  # of the module call that it covers; None for a ``with``
+__all__ = ["Attachment", "abandon", "enter_scope", "leave_scope", "newest_scope"]
 
 
 def enter_scope(
@@ -105,26 +91,13 @@ def _clear_stale(thread_state: ThreadState) -> None:
 
 
 def _take_out(scope: Scope) -> None:
-    above: tuple[tuple[Any, Any], ...] = ()
     pack = scope.hooks.pack_hook
-    try:
-        while (top := _autograd._top_saved_tensors_default_hooks(True)) is not None:
-            # A wrapper may stand in for our pair.
-            is_ours = getattr(top[0], "__wrapped__", top[0]) is pack
-            above += (
-                () if is_ours else (top,)
-            )  # no call between this and the pop: nothing interrupts
-            _autograd._pop_saved_tensors_default_hooks()
-            if is_ours:
-                break
-        else:
-            raise UsageError(
-                "another saved-tensors context popped the stash's hooks: contexts were left in the "
-                "wrong order; leave them in the reverse of the order they were entered"
-            )
-    finally:
-        for pair in reversed(above):
-            _autograd._push_saved_tensors_default_hooks(*pair)
+    above = take_out(lambda pair: own_pack(pair) is pack)
+    if above is None:
+        raise UsageError(
+            "another saved-tensors context popped the stash's hooks: contexts were left in the "
+            "wrong order; leave them in the reverse of the order they were entered"
+        )
     if above:
         raise UsageError(
             f"a stash was left while {len(above)} saved-tensors context(s) entered after it were still "
@@ -150,12 +123,22 @@ class Attachment:
 
     ``remove()`` takes it off, and so does leaving it as a context; both may be done twice. The module's
     parameters, buffers and state-dict keys are untouched. Replicas and threads are covered.
+
+    Args:
+        module: that gets two hooks.
+        enter: called before its forward, with the frame of the call.
+        leave: called after it, also where it raised, with the same frame.
     """
 
-    def __init__(self, stash: Stash, module: nn.Module) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        enter: Callable[[FrameType | None], None],
+        leave: Callable[[FrameType | None], None],
+    ) -> None:
         self._handles = (
-            module.register_forward_pre_hook(_Hook(stash._enter), prepend=True),
-            module.register_forward_hook(_Hook(stash._leave), always_call=True),
+            module.register_forward_pre_hook(_Hook(enter), prepend=True),
+            module.register_forward_hook(_Hook(leave), always_call=True),
         )
 
     def remove(self) -> None:

@@ -12,7 +12,7 @@ from ._text import clean
 from .stores import Store
 from .units import format_bytes
 
-__all__ = ["Left", "Stats", "account"]
+__all__ = ["Left", "Stats", "collect"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,50 +113,46 @@ class Stats:
         return "\n".join(map(clean, lines))
 
 
-def account(
+def collect(
     name: str | None, session: Session, admission: Admission, store: Store | None, note: str
 ) -> Stats:
     """The record of a stash, whose lock the caller holds. ``note`` is of its workers."""
     counts = session.counts()
-    downs, ups = (
-        [tiers.evictor for tiers in session.device_tiers],
-        [tiers.prefetcher for tiers in session.device_tiers],
-    )
-    hosts = [tiers.host for tiers in session.device_tiers if tiers.host is not None]
-    for host in hosts:
-        host.buffers.sweep()
+    evictors = [tiers.evictor for tiers in session.device_tiers]
+    prefetchers = [tiers.prefetcher for tiers in session.device_tiers]
+    below = [tiers.tier for tiers in session.device_tiers if tiers.tier is not None]
+    for tier in below:
+        tier.sweep()
     left = {reason: Left(*of_it) for reason, of_it in admission.left.items()}
     if counts.small_saves:
         slow = left.get(SMALL, Left(0, 0))
         left[SMALL] = Left(slow.count + counts.small_saves, slow.nbytes + counts.small_bytes)
-    disk_peaks = [down.disk.peak_bytes for down in downs if down.disk is not None]
-    disk_peaks += [host.writeback.disk_peak_bytes for host in hosts]
-    notes = [*(store.notes if store is not None else ()), note, *(host.pool.note for host in hosts)]
-    notes += [told for down in downs for told in down.health.notes]
-    forward_stalls = [down.inflight.stall_seconds for down in downs]
-    forward_stalls += [host.buffers.stall_seconds for host in hosts]
+    notes = [*(store.notes if store is not None else ()), note, *(tier.note for tier in below)]
+    notes += [told for evictor in evictors for told in evictor.health.notes]
+    forward_stalls = [evictor.inflight.stall_seconds for evictor in evictors]
+    forward_stalls += [tier.stall_seconds for tier in below]
     return Stats(
         name=name,
         saves=counts.saves + counts.small_saves,
         blocks=session.blocks_alive,
         eligible_bytes=admission.eligible_bytes,
         deduplicated_bytes=admission.deduplicated_bytes,
-        keep_bytes=sum(down.resident.nbytes for down in downs),
-        keep_peak_bytes=sum(down.resident.peak_bytes for down in downs),
-        host_bytes=sum(host.pool.used_bytes for host in hosts),
-        host_peak_bytes=sum(host.pool.slab_peak_bytes for host in hosts),
+        keep_bytes=sum(evictor.resident.nbytes for evictor in evictors),
+        keep_peak_bytes=sum(evictor.resident.peak_bytes for evictor in evictors),
+        host_bytes=sum(tier.host_bytes for tier in below),
+        host_peak_bytes=sum(tier.host_peak_bytes for tier in below),
         disk_bytes=store.used_bytes if store is not None else 0,
-        disk_peak_bytes=max(disk_peaks, default=0),
-        inflight_bytes=sum(down.inflight.nbytes for down in downs),
-        inflight_peak_bytes=sum(down.inflight.peak_bytes for down in downs),
-        ahead_bytes=sum(up.ahead_bytes for up in ups),
-        ahead_peak_bytes=sum(up.ahead_peak_bytes for up in ups),
-        written_bytes=sum(down.inflight.written_bytes for down in downs),
-        read_bytes=sum(up.read_bytes for up in ups),
+        disk_peak_bytes=max((tier.disk_peak_bytes for tier in below), default=0),
+        inflight_bytes=sum(evictor.inflight.nbytes for evictor in evictors),
+        inflight_peak_bytes=sum(evictor.inflight.peak_bytes for evictor in evictors),
+        ahead_bytes=sum(prefetcher.ahead_bytes for prefetcher in prefetchers),
+        ahead_peak_bytes=sum(prefetcher.ahead_peak_bytes for prefetcher in prefetchers),
+        written_bytes=sum(evictor.inflight.written_bytes for evictor in evictors),
+        read_bytes=sum(prefetcher.read_bytes for prefetcher in prefetchers),
         pack_stall_seconds=sum(forward_stalls),
-        unpack_stall_seconds=sum(up.stall_seconds for up in ups),
-        prefetch_hits=sum(up.hits for up in ups),
-        prefetch_misses=sum(up.misses for up in ups),
+        unpack_stall_seconds=sum(prefetcher.stall_seconds for prefetcher in prefetchers),
+        prefetch_hits=sum(prefetcher.hits for prefetcher in prefetchers),
+        prefetch_misses=sum(prefetcher.misses for prefetcher in prefetchers),
         left=left,
         notes=tuple(dict.fromkeys(filter(None, notes))),
     )

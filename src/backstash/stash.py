@@ -22,7 +22,6 @@ from torch import Tensor, nn
 
 from ._admission import Admission
 from ._hook_scope import Attachment, abandon, enter_scope, leave_scope, newest_scope
-from ._messages import changed, unreadable
 from ._runtime.critical_section import CriticalSection
 from ._runtime.reclaim import ReclaimQueue
 from ._runtime.trace import EventLog, Levels, Recording
@@ -31,10 +30,19 @@ from ._runtime.workers import Workers
 from ._saved.entry import Entry, WrapperEntry
 from ._saved.thread_state import ThreadState
 from ._session import Session
-from ._stats import Stats, account
+from ._stats import Stats, collect
+from ._text import clean
 from ._tiers.device_tiers import TierConfig
 from ._torch.modules import module_that_has
-from .errors import StashClosedError, StashError, StashIOError, UsageError
+from ._torch.versions import inplace_error
+from .errors import (
+    InplaceError,
+    StashClosedError,
+    StashCorruptError,
+    StashError,
+    StashIOError,
+    UsageError,
+)
 from .policy import Policy
 from .stores import Disk, Store
 from .stores._buffer_pool import BufferPool
@@ -117,25 +125,29 @@ class Stash:
         self._store = disk if isinstance(disk, Store) or disk is None else Disk(disk)
         self._workers = Workers(self._store.threads if self._store is not None else 1)
         freed = Trimmer(self._workers.submit).freed
-        # Re-entrant: the garbage collector may run a finalizer that uses this stash while it is held.
-        lock, section, reclaim_queue = threading.RLock(), CriticalSection(), ReclaimQueue()
+        section, reclaim_queue = CriticalSection(), ReclaimQueue()
         self._pool = BufferPool(idle_bytes=_IDLE_BYTES)
         self._event_log = EventLog(functools.partial(_levels_of, weakref.ref(self)))
-        self._plan = TierConfig(
+        config = TierConfig(
             self._store,
             self._workers.begin,
             reclaim_queue,
-            lock,
             section,
             self._event_log,
+            self._pool,
+            freed,
             host=host_bytes,
             inflight=inflight_bytes,
             prefetch=prefetch_bytes,
             on_full=on_full,
         )
-        cpu = self._plan.cpu(self._pool, freed)
         self._session = Session(
-            cpu, reclaim_queue, lock, section, self._event_log, self._plan.tiers_of, keep=keep_limit
+            reclaim_queue,
+            section,
+            self._event_log,
+            config.tiers,
+            config.tiers_of,
+            keep=keep_limit,
         )
         self._admission = Admission(self._session, policy=policy, min_bytes=min_nbytes)
         self._local = threading.local()
@@ -174,7 +186,7 @@ class Stash:
                 leave_scope(thread_state)
             raise
         if isinstance(error, torch.OutOfMemoryError):
-            with self._session.lock, self._session.section:
+            with self._session.section.lock, self._session.section:
                 self._session.ease()
         if isinstance(error, RuntimeError) and _REFUSAL in str(error):
             raise UsageError(_REMEDY) from error
@@ -196,7 +208,7 @@ class Stash:
         thread_state = self._thread_state()
         leave_scope(thread_state, frame)
         forked = self._session.is_forked()
-        with self._session.lock, self._session.section:
+        with self._session.section.lock, self._session.section:
             if not forked:
                 self._session.settle(thread_state, ended=True)
             self._session.complete(thread_state)
@@ -206,7 +218,7 @@ class Stash:
         thread_state: ThreadState | None = getattr(self._local, "thread_state", None)
         if thread_state is None:
             self._session.is_forked()  # whoever held the lock may not be here
-            with self._session.lock, self._session.section:
+            with self._session.section.lock, self._session.section:
                 thread_state = self._local.thread_state = self._session.new_thread_state()
         return thread_state
 
@@ -245,7 +257,7 @@ class Stash:
             raise UsageError(
                 f"attach({module!r}): allowed is an nn.Module; wrap a function by stash(fn)"
             )
-        return Attachment(self, module)
+        return Attachment(module, self._enter, self._leave)
 
     def set_keep(self, keep: int | str | None) -> None:
         """Change the ``keep`` budget from now on; as the constructor takes it.
@@ -253,7 +265,7 @@ class Stash:
         What is kept beyond a lower one moves when the next tensor is saved.
         """
         limit = keep if keep == "auto" else parse_limit(keep, name="keep")
-        with self._session.lock:
+        with self._session.section.lock:
             self._session.limit(limit)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Stash:
@@ -293,52 +305,55 @@ class Stash:
             return rebuilt
         tensor, version, *where = packed if kind is tuple else (packed, 0)
         if tensor._version != version:
-            versions = f"is at version {tensor._version}; expected version {version} instead"
             module = (
                 (where and where[0]) or module_that_has(tensor) or ("no module" if where else "")
             )
-            raise changed(tensor.shape, tensor.dtype, module, versions)
+            raise _changed(tensor.shape, tensor.dtype, module, tensor._version, version)
         return tensor  # type: ignore[no-any-return]
 
     def _unpack_entry(self, entry: Entry) -> Tensor:
-        block = entry.block
-        view = None
-        self._session.is_forked()
-        if block.tiers.device is not None and block.tiers.device.is_capturing():
+        session, block = self._session, entry.block
+        tiers = session.device_tiers[block.number]
+        if os.getpid() != session.pid:
+            session.is_forked()
+        if tiers.device is not None and tiers.device.is_capturing():
             return self._unpack_captured(entry)
         thread_state = self._thread_state()
-        with self._session.lock, self._session.section:
-            self._session.drain()
-            self._session.complete(thread_state)
-            if block.alias is not None:
-                if block.storage_version.changed:
-                    block.tiers.evictor.resident.lose(block)
-                else:
-                    view = entry.view_of(block.alias, 0)
-            elif block.unsure and block.storage_version.changed:
-                block.tiers.evictor.resident.lose(block)  # perhaps while it was copied
-            if block.lost:
-                raise changed(
-                    entry.shape, entry.dtype, block.cleanup.module or "no module", block.lost
-                )
-            self._session.predictor.use(block)
+        section = session.section
+        with section.lock, section:
+            if session.reclaim_queue:
+                session.drain()
+            session.complete(thread_state)
+            placement, source = block.placement, block.storage_version
+            if placement.alias is not None or placement.is_unordered:
+                if source.changed:  # in the second case perhaps while it was copied
+                    tiers.evictor.resident.lose(block)
+                    placement = block.placement
+            if placement.lost_at is not None:
+                module = block.cleanup.module or "no module"
+                raise _changed(entry.shape, entry.dtype, module, placement.lost_at, source.version)
+            session.predictor.use(block)
             if self._event_log.on:
                 self._event_log.emit("use", entry.nbytes, *block.facts[1:])
-        if view is None:
-            try:
-                view = block.tiers.prefetcher.view(entry)
-            except StashIOError as error:
-                raise unreadable(entry, error) from error
-        with self._session.lock, self._session.section:
-            block.tiers.prefetcher.ahead(block)
-        return view
+            if placement.alias is not None:
+                view: Tensor | None = entry.view_of(placement.alias, 0)
+            else:
+                view = tiers.prefetcher.at_hand(entry)
+            if view is not None:
+                tiers.prefetcher.ahead(block)
+                return view
+        try:
+            return tiers.prefetcher.view(entry)
+        except StashIOError as error:
+            raise _unreadable(entry, error) from error
 
     def _unpack_captured(self, entry: Entry) -> Tensor:
-        """While a graph of the device is captured nothing can be asked of it: what is in place will do."""
+        """While a graph of the device is captured nothing can be asked of it: a block in place will do."""
         block = entry.block
-        with self._session.lock:
-            if block.alias is not None and not block.storage_version.changed:
-                return entry.view_of(block.alias, 0)
+        with self._session.section.lock:
+            alias = block.placement.alias
+            if alias is not None and not block.storage_version.changed:
+                return entry.view_of(alias, 0)
         raise UsageError(
             f"the {str(entry.dtype).removeprefix('torch.')} tensor of shape {tuple(entry.shape)} that "
             f"{block.cleanup.module or 'no module'} saved before this capture has moved, and a captured "
@@ -350,10 +365,10 @@ class Stash:
     def stats(self) -> Stats:
         """What the stash has done and holds, as one frozen record."""
         thread_state = self._thread_state()
-        with self._session.lock, self._session.section:
+        with self._session.section.lock, self._session.section:
             self._session.complete(thread_state)
             self._session.drain()
-            return account(
+            return collect(
                 self.name, self._session, self._admission, self._store, self._workers.note
             )
 
@@ -386,14 +401,14 @@ class Stash:
         )
         self._workers.close()
         thread_state = self._thread_state()
-        with self._session.lock, self._session.section:
+        with self._session.section.lock, self._session.section:
             self._session.complete(thread_state)
             self._session.drain()
             self._pool.trim()
             for tiers in self._session.device_tiers:
-                if tiers.host is not None:
+                if tiers.device is not None and tiers.tier is not None:
                     tiers.evictor.inflight.finish(thread_state)
-                    tiers.host.buffers.close()
+                    tiers.tier.close()
             if self._owns_store and self._store is not None and not self._session.blocks_alive:
                 self._store.close()
 
@@ -414,11 +429,42 @@ def _levels_of(stash: weakref.ref[Stash]) -> Levels:
     alive = stash()
     if alive is None:
         return 0, 0, 0, 0, 0
-    device_tiers, store = alive._session.device_tiers, alive._store
+    all_tiers, store = alive._session.device_tiers, alive._store
     return (
-        sum(tiers.evictor.resident.nbytes for tiers in device_tiers),
-        sum(tiers.evictor.inflight.nbytes for tiers in device_tiers),
-        sum(tiers.host.pool.used_bytes for tiers in device_tiers if tiers.host is not None),
+        sum(tiers.evictor.resident.nbytes for tiers in all_tiers),
+        sum(tiers.evictor.inflight.nbytes for tiers in all_tiers),
+        sum(tiers.tier.host_bytes for tiers in all_tiers if tiers.tier is not None),
         store.used_bytes if store is not None else 0,
-        sum(tiers.prefetcher.ahead_bytes for tiers in device_tiers),
+        sum(tiers.prefetcher.ahead_bytes for tiers in all_tiers),
     )
+
+
+# What backward is told when a saved tensor cannot be given to it: which one, whose, why, and what to do.
+
+
+def _changed(shape: Any, dtype: torch.dtype, module: str, found: int, saved: int) -> InplaceError:
+    """A saved tensor was modified in place, and plain PyTorch would say so too."""
+    where = (
+        clean(module)
+        or "a module that is not known for tensors below min_bytes (min_bytes=0 tells)"
+    )
+    remedy = "Change a clone, or change it before it is saved."
+    return inplace_error(_named(shape, dtype, where), found, saved, remedy)
+
+
+def _unreadable(entry: Entry, error: StashIOError) -> StashIOError:
+    """The store could not give back a saved tensor's bytes; of ``error``'s kind and number."""
+    name = _named(entry.shape, entry.dtype, clean(entry.block.cleanup.module) or "no module")
+    if isinstance(error, StashCorruptError):
+        remedy = (
+            "its value is lost: run this step's forward again; other graphs are not affected, and what is "
+            "damaged again and again is the disk"
+        )
+    else:
+        remedy = "nothing was changed: the same backward may be tried again, or forward run again"
+    return type(error)(error.errno, f"{error.strerror}. It was {name}: {remedy}.")
+
+
+def _named(shape: Any, dtype: torch.dtype, module: str) -> str:
+    kind = str(dtype).removeprefix("torch.")
+    return f"the {kind} tensor of shape {tuple(shape)} that {module} saved"

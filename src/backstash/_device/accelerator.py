@@ -26,15 +26,14 @@ import functools
 import os
 import warnings
 from abc import abstractmethod
-from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from .base import Copy, Device
+from .base import Completion, Copy, Device
 
 __all__ = ["Accelerator", "accelerator"]
 
@@ -43,23 +42,40 @@ _tried_out: set[torch.device] = set()  # by this process, which waits for each o
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device of the process
 
 
+class _Event(Completion):
+    """An event of a stream, recorded behind a copy."""
+
+    __slots__ = ("_has_ended", "device", "event")
+
+    def __init__(self, device: Accelerator, event: Any) -> None:
+        self.device = device
+        self.event = event
+        self._has_ended = False
+
+    def ended(self) -> bool:
+        if not self._has_ended and not self.device.is_capturing():
+            self._has_ended = self.event.query()
+        return self._has_ended
+
+    def wait(self) -> None:
+        self.event.synchronize()
+
+
 class _StreamCopy(Copy):
-    __slots__ = ("__del__",)  # filled with a call of C: see _runtime/reclaim
-    __del__: Callable[[], Any]
+    __slots__ = ("__del__", "_device", "_is_safe", "_owner", "_side", "completion", "memory")
+    __del__: Callable[[], Any]  # filled with a call of C: see _runtime/reclaim
 
     def __init__(
-        self, device: Accelerator, side: Any, owner: Any, source: Tensor, memory: Tensor
+        self, device: Accelerator, side: Any, owner: Any, mine: Tensor, memory: Tensor
     ) -> None:
         self.memory = memory
-        self._source = source
         self._device = device
         self._side = side  # the stream that copies
         self._owner = owner  # the stream whose memory the device's end is
-        self._has_ended = False
         self._is_safe = False  # whether the device's end may be let go
-        self._event = side.record_event()
-        unfinished = (self._event, source, memory)
-        self.__del__ = functools.partial(device.unfinished.append, unfinished)
+        self.completion = _Event(device, side.record_event())
+        # Its end gives back the device's memory, to be used again once ``side`` has come past the copy.
+        self.__del__ = functools.partial(mine.record_stream, side)
 
     def _be_safe(self) -> None:
         self._is_safe = True
@@ -69,16 +85,15 @@ class _StreamCopy(Copy):
         return self._is_safe or self.ended()
 
     def ended(self) -> bool:
-        if not self._has_ended and not self._device.is_capturing():
-            self._has_ended = self._event.query()
-            if self._has_ended:
-                self._be_safe()
-        return self._has_ended
+        has_ended = self.completion.ended()
+        if has_ended and not self._is_safe:
+            self._be_safe()
+        return has_ended
 
     def order(self) -> None:
         stream, has_ended = self._device.stream(), self.ended()
         if not has_ended:
-            stream.wait_event(self._event)
+            stream.wait_event(self.completion.event)
         self._tell_the_allocator(stream, has_ended)
         self._be_safe()
 
@@ -86,27 +101,29 @@ class _StreamCopy(Copy):
     def _tell_the_allocator(self, stream: Any, has_ended: bool) -> None:
         """Say which streams besides its owner must have come past before the memory is used again."""
 
-    def wait(self) -> None:
-        self._event.synchronize()
-
-    def release(self) -> None:
-        if not self.done():
-            self._device.unfinished.append((self._event, self._source, self.memory))
-        self._source = self.memory
-        self.__del__ = _nothing
-
-    def follow(self, side: Any) -> None:
-        """Let ``side`` come after it."""
-        side.wait_event(self._event)
-
 
 class _CopyDown(_StreamCopy):
+    __slots__ = ("_source",)
+
+    def __init__(
+        self, device: Accelerator, side: Any, owner: Any, source: Tensor, memory: Tensor
+    ) -> None:
+        super().__init__(device, side, owner, source, memory)
+        self._source = source
+
     def _tell_the_allocator(self, stream: Any, has_ended: bool) -> None:
-        if not has_ended and stream != self._owner and self._source is not self.memory:
+        if not has_ended and stream != self._owner:
             self._source.record_stream(self._side)
 
 
 class _CopyUp(_StreamCopy):
+    __slots__ = ()
+
+    def __init__(
+        self, device: Accelerator, side: Any, owner: Any, source: Tensor, memory: Tensor
+    ) -> None:
+        super().__init__(device, side, owner, memory, memory)
+
     def _tell_the_allocator(self, stream: Any, has_ended: bool) -> None:
         if stream != self._owner:  # it uses what came, however long that has been there
             self.memory.record_stream(stream)
@@ -130,8 +147,6 @@ class Accelerator(Device):
         self._down = torch.Stream(device)
         self._up = torch.Stream(device)
         self._savers: list[Any] = []  # the streams of all operations that have saved a tensor
-        # What copies that nobody waits for any more still read and write.
-        self.unfinished: deque[tuple[Any, Tensor, Tensor]] = deque()
         # What a copy reads and writes that has begun and has no event yet: an interrupt may come then.
         self._beginning: tuple[Tensor, Tensor] | None = None
 
@@ -145,7 +160,7 @@ class Accelerator(Device):
         source = self._empty(256)
         source.copy_(bytes_here)
         down = self.down(source, bytes_back, self.stream())
-        up = self.up(bytes_back, down)
+        up = self.up(bytes_back, down.completion)
         down.wait()
         up.order()
         with warnings.catch_warnings():
@@ -183,18 +198,16 @@ class Accelerator(Device):
 
     def down(self, source: Tensor, target: Tensor, made_on: Any) -> Copy:
         """See :meth:`Device.down`."""
-        self._let_go_of_ended()
         self._down.wait_event(made_on.record_event())
         return self._begin(_CopyDown, self._down, made_on, source, target)
 
-    def up(self, source: Tensor, after: Copy | None) -> Copy:
+    def up(self, source: Tensor, after: Completion | None) -> Copy:
         """See :meth:`Device.up`."""
-        self._let_go_of_ended()
         stream = self.stream()
         memory = self._empty(source.numel())
         self._up.wait_event(stream.record_event())
-        if isinstance(after, _StreamCopy):
-            after.follow(self._up)
+        if after is not None:
+            self._up.wait_event(cast(_Event, after).event)
         return self._begin(_CopyUp, self._up, stream, source, memory)
 
     def _begin(
@@ -210,14 +223,6 @@ class Accelerator(Device):
         return copy
 
     def _empty(self, nbytes: int) -> Tensor:
-        try:
-            return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
-        except torch.OutOfMemoryError:
-            if not self.unfinished:
-                raise
-        self._up.synchronize()  # what nobody waits for any more is memory, too
-        self._down.synchronize()
-        self._let_go_of_ended()
         return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
     def pin(self, memory: Tensor) -> str:
@@ -283,17 +288,6 @@ class Accelerator(Device):
     def failures(self) -> int:
         """See :meth:`Device.failures`."""
         return int(torch.accelerator.memory_stats(self._device).get("num_ooms", 0))
-
-    def _let_go_of_ended(self) -> None:
-        # Mostly they end in this order, and of a host that runs ahead there may be hundreds.
-        while True:
-            try:
-                oldest = self.unfinished.popleft()
-            except IndexError:  # another thread looks too
-                return
-            if not oldest[0].query():
-                self.unfinished.appendleft(oldest)
-                return
 
 
 def _empty_host_cache() -> None:

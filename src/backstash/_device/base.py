@@ -7,42 +7,56 @@ from typing import Any
 
 from torch import Tensor
 
-__all__ = ["Copy", "Device"]
+from .._runtime.transfer import Transfer
+
+__all__ = ["Completion", "Copy", "Device"]
 
 
-class Copy(ABC):
-    """A copy that was begun. It owns its source and its target. Its face is a ``Future``'s, as far as the
-    way down looks at one."""
+class Completion(ABC):
+    """When a copy has ended. It owns no memory, so that it may outlive the copy in a cleanup."""
 
-    memory: Tensor
-    """What it fills."""
-
-    @abstractmethod
-    def done(self) -> bool:
-        """Whether it has ended, or the stream that owns its source waits for it."""
+    __slots__ = ()
 
     @abstractmethod
     def ended(self) -> bool:
-        """Whether its bytes are there for the host."""
-
-    @abstractmethod
-    def order(self) -> None:
-        """Let what the current stream does from now on come after it. The host does not wait."""
+        """Whether the copy has ended."""
 
     @abstractmethod
     def wait(self) -> None:
         """Wait until it has ended: for threads that compute nothing."""
 
+
+class Copy(Transfer):
+    """A copy that was begun. It owns the device's end of it; the host's end is its caller's to own until
+    ``completion`` has ended. One that dies earlier gives the device's memory back at once, and the allocator
+    uses it again when the copy has ended."""
+
+    ends_in_order = True
+    error = None
+
+    memory: Tensor
+    """What it fills."""
+    completion: Completion
+    """When it has ended."""
+
     @abstractmethod
-    def release(self) -> None:
-        """No longer own the source, once :meth:`done`."""
+    def order(self) -> None:
+        """Let what the current stream does from now on come after it. The host does not wait."""
+
+    def ended(self) -> bool:
+        """See :meth:`Transfer.ended`."""
+        return self.completion.ended()
+
+    def wait(self) -> None:
+        """See :meth:`Transfer.wait`."""
+        self.completion.wait()
 
     def exception(self) -> None:
-        """Order it, as a ``Future``'s would wait; a copy does not fail once it has begun."""
+        """Order the current stream after it; the host does not wait."""
         self.order()
 
     def cancel(self) -> bool:
-        """What has begun is not called back."""
+        """A copy that has begun is not called back."""
         return False
 
 
@@ -58,8 +72,8 @@ class Device(ABC):
 
     @abstractmethod
     def used(self, tensor: Tensor) -> None:
-        """An operation on the current stream saves ``tensor``, whose memory may be let go before backward:
-        not before that operation has run, then, whichever stream asked for it."""
+        """Record the current stream on ``tensor``, so that the allocator cannot reuse its memory before this
+        operation ran."""
 
     @abstractmethod
     def is_capturing(self) -> bool:
@@ -74,7 +88,7 @@ class Device(ABC):
         """
 
     @abstractmethod
-    def up(self, source: Tensor, after: Copy | None) -> Copy:
+    def up(self, source: Tensor, after: Completion | None) -> Copy:
         """Begin to copy the host's bytes to new memory of the device, after the copy that brings them.
 
         Raises ``torch.OutOfMemoryError``; nothing has begun then.

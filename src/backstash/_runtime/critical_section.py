@@ -1,11 +1,13 @@
-"""Who writes in the books, and whether the last one left them in good order."""
+"""The lock of a stash, and whether the last thread that had it left everything in good order."""
 
 from __future__ import annotations
 
 import sys
+import threading
 import weakref
 from collections.abc import Callable
 from types import FrameType, TracebackType
+from typing import Any
 
 from .._torch.modules import is_running
 from ..errors import StashError
@@ -14,27 +16,36 @@ __all__ = ["CriticalSection"]
 
 
 class CriticalSection:
-    """A context around everything that writes in the books: ``with lock, guard:``.
+    """A context around everything that changes what a stash counts: ``with section.lock, section:``.
 
-    A writer that was ended by an error or an interrupt leaves them *torn*; then they are made anew for the
-    next one, before it begins. That works for an interrupt that comes in here too: a writer is put down
-    before it writes and struck out when it has left in good order, so whoever finds one that runs no more
-    knows. The lock itself must be one of C, which no interrupt can come between.
+    A thread that was ended inside it by an error or an interrupt leaves it *dirty*; then the next thread
+    rebuilds all counts and queues before it begins. That works for an interrupt inside these methods too:
+    the frame that entered is written down before it changes anything and struck out when it has left in good
+    order, so that a frame which no longer runs shows what happened. The lock is one of C, taken by ``with``:
+    no interrupt can come between its taking and the block. It is re-entrant, since the garbage collector may
+    run a finalizer that uses the stash while its thread holds it.
+
+    Every object of a stash that needs the lock asks this one for it, so that a forked process, which gets a
+    new lock, gets it everywhere.
     """
 
-    __slots__ = ("_dirty", "_rebuild", "_writer")
+    __slots__ = ("_dirty", "_rebuild", "_writer", "lock")
 
     def __init__(self) -> None:
+        self.lock: Any = threading.RLock()
         self._rebuild: weakref.WeakMethod[Callable[[], None]] | None = None
-        self._writer: FrameType | None = None  # the function that writes now, or was interrupted
+        self._writer: FrameType | None = (
+            None  # the function that is inside, or was interrupted there
+        )
         self._dirty = False
 
     def rebuilt_by(self, rebuild: Callable[[], None]) -> None:
-        """Books that are torn are made anew by ``rebuild``, a method whose object is not kept alive."""
+        """A dirty section is put in order by ``rebuild``, a method whose object is not kept alive."""
         self._rebuild = weakref.WeakMethod(rebuild)
 
-    def forget(self) -> None:
-        """In a forked process: whoever was writing is not here, and nothing will be written."""
+    def forked(self) -> None:
+        """In a forked process: the thread that held the lock may not be here, and nothing will be written."""
+        self.lock = threading.RLock()
         self._dirty, self._writer = False, None
 
     def __enter__(self) -> None:

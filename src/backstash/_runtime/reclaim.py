@@ -1,101 +1,64 @@
-"""What an object leaves to be settled when it dies: its place on disk or in host memory, its share of budgets.
+"""Deferred reclamation: what an object leaves to be settled when it dies.
 
-It may die on any thread in the middle of anything, so its end only appends to a queue that a later call
-drains. It must also be deaf to Ctrl-C. An interrupt that comes while autograd computes in C++ is delivered
-where Python next looks for one; were that a ``__del__`` written in Python, which autograd runs when it
-frees a node, the interpreter would print the interrupt and forget it, together with what the ``__del__``
-was to do. So ``__del__`` is a *slot*, which each instance fills with a call of C on its own remains:
-``partial(reclaim_queue.append, cleanup)``.
+An object may die on any thread in the middle of anything, so its end only appends a *cleanup* to a queue that
+a later call drains: its slot on disk, its buffer in host memory, its share of the budgets. Finalizers run no
+Python: autograd runs a ``__del__`` when it frees a node, and an interrupt (Ctrl-C) delivered inside one would
+be printed and lost, together with what the ``__del__`` was to do. So ``__del__`` is a *slot*, which each
+instance fills with a call of C: ``partial(reclaim_queue.append, cleanup)``.
+
+A cleanup holds counts, slots and events of the device, and no memory of a tensor: what died gives its memory
+back at once.
 """
 
 from __future__ import annotations
 
-import functools
+from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from .._device.base import Copy
-    from .._device.pinned_pool import PinnedBuffer
-    from ..stores import Slot, Store
-    from .workers import Work
-
-__all__ = ["BlockCleanup", "DiskCleanup", "HostCleanup", "ReclaimQueue", "on_death"]
+__all__ = ["Cleanup", "Ledger", "ReclaimQueue"]
 
 
-class ReclaimQueue(deque[Any]):
-    """The queue of what died. ``mark`` is on all remains of one stash, which do not own the queue."""
+class Ledger(ABC):
+    """What is counted for the tensors of one device, as far as an object that died takes part in it."""
+
+    @abstractmethod
+    def subtract(self, *, resident_bytes: int = 0, inflight_bytes: int = 0) -> None:
+        """So many bytes are no longer in place, or no longer on their way down."""
+
+    @abstractmethod
+    def defer(self, cleanup: Cleanup) -> None:
+        """Give back the host buffer and the slot of ``cleanup`` when no copy uses them any more."""
+
+
+class Cleanup:
+    """What one dead object leaves. Abstract; kept small, since each block has one or two."""
+
+    __slots__ = ("loaded_bytes", "mark", "number")
+
+    def __init__(self, reclaim_queue: ReclaimQueue, number: int) -> None:
+        self.mark = reclaim_queue.mark
+        self.number = number  # of the device whose tiers count it
+        self.loaded_bytes = 0  # that the prefetch budget counts for it
+
+    @property
+    def facts(self) -> tuple[int, int, str] | None:
+        """What events say of a block that the stash counts: its bytes, its number, and its module."""
+        return None
+
+    def is_busy(self) -> bool:
+        """Whether a worker still uses its slot, so that it must be settled later."""
+        return False
+
+    def settle(self, ledger: Ledger) -> None:
+        """Give everything back. Counts are struck out before they are subtracted, so never twice."""
+        raise NotImplementedError
+
+
+class ReclaimQueue(deque[Cleanup]):
+    """The cleanups of what died. All of one stash have its ``mark``, and do not own the queue."""
 
     __slots__ = ("mark",)
 
     def __init__(self) -> None:
         super().__init__()
         self.mark = object()
-
-
-def on_death(reclaim_queue: ReclaimQueue, cleanup: object) -> Callable[[], None]:
-    """What an object's ``__del__`` is to be, so that its end appends ``cleanup`` and runs no Python."""
-    return functools.partial(reclaim_queue.append, cleanup)
-
-
-class BlockCleanup:
-    """Of a block: what the budgets count for it."""
-
-    __slots__ = ("loaded_bytes", "mark", "module", "nbytes", "number", "resident_bytes", "serial")
-
-    def __init__(self, reclaim_queue: ReclaimQueue, number: int, nbytes: int) -> None:
-        self.mark = reclaim_queue.mark
-        self.number = number  # of the side that it is of
-        self.nbytes = nbytes
-        self.resident_bytes = 0  # bytes that the keep budget counts
-        self.loaded_bytes = 0  # bytes that the read-ahead budget counts
-        self.serial = -1  # among all blocks of the stash, once it is one of them
-        self.module = ""
-
-
-class DiskCleanup:
-    """Of a parcel or a segment: its slot in the store, and who may still write there."""
-
-    __slots__ = ("inflight_bytes", "loaded_bytes", "mark", "number", "slot", "store", "writing")
-
-    def __init__(self, reclaim_queue: ReclaimQueue, store: Store, slot: Slot) -> None:
-        self.mark = reclaim_queue.mark
-        self.number = 0  # only the CPU's blocks have one
-        self.store = store
-        self.slot: Slot | None = slot
-        self.writing: Work | None = None
-        self.loaded_bytes = 0  # bytes that the read-ahead budget counts
-        self.inflight_bytes = 0  # bytes that count as in flight although nothing writes them yet
-
-
-class HostCleanup:
-    """Of what lay in host memory: a room, and a slot on disk, and who may still use them."""
-
-    __slots__ = ("brought", "buffer", "loaded_bytes", "mark", "number", "slot", "work", "writing")
-
-    def __init__(
-        self, reclaim_queue: ReclaimQueue, number: int, buffer: PinnedBuffer | None
-    ) -> None:
-        self.mark = reclaim_queue.mark
-        self.number = number  # of the side that it is of
-        self.buffer = buffer
-        self.slot: Slot | None = None
-        self.writing: Copy | None = None  # down, to the room
-        self.brought: Copy | None = None  # the last copy up from it
-        self.work: Work | None = None  # of a worker that writes from the room or reads to it
-        self.loaded_bytes = 0  # bytes that the read-ahead budget counts
-
-    def at_rest(self) -> bool:
-        """Whether nothing uses it any more."""
-        if self.work is not None and not (self.work.done() or self.work.cancel()):
-            return False
-        return all(copy is None or copy.ended() for copy in (self.writing, self.brought))
-
-    def wait(self) -> None:
-        """Wait until nothing uses it."""
-        if self.work is not None and not self.work.cancel():
-            self.work.exception()
-        for copy in (self.writing, self.brought):
-            if copy is not None:
-                copy.wait()

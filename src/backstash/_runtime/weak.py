@@ -1,13 +1,13 @@
-"""A queue that owns nothing: what dies, or is no longer wanted in it, takes no room for long."""
+"""A queue and a table that own nothing: an object that dies leaves them without running Python."""
 
 from __future__ import annotations
 
 import weakref
 from collections import deque
 from collections.abc import Callable, Hashable
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
-__all__ = ["WeakQueue", "WeakTable"]
+__all__ = ["KeyedRef", "WeakQueue", "WeakTable"]
 
 _T = TypeVar("_T")
 _LEAST = 64  # entries below which nobody looks
@@ -16,9 +16,9 @@ _LEAST = 64  # entries below which nobody looks
 class WeakQueue(Generic[_T]):
     """Weak references, oldest first. Not locked: the caller holds its lock.
 
-    Whoever waits here may die unseen, or be served by other means, while nothing is ever taken from the
-    front (a budget that is never reached). So each time the queue has doubled, what is not wanted any more
-    is taken out: an append costs the same however long the queue is.
+    An item may die or be served elsewhere while nothing is taken from the front, as behind a budget that is
+    never reached. So each time the queue has doubled, items that are dead or no longer wanted are taken out:
+    an append costs the same however long the queue is.
 
     Args:
         wanted: whether a living item still belongs here.
@@ -74,6 +74,17 @@ _K = TypeVar("_K", bound=Hashable)
 _V = TypeVar("_V")
 
 
+class KeyedRef(weakref.ref[_T]):
+    """A weak reference with a ``key``, set by its maker.
+
+    Unlike ``weakref.KeyedRef`` it is made without a call in Python, which counts where each saved tensor
+    makes several.
+    """
+
+    __slots__ = ("key",)
+    key: Any
+
+
 class WeakTable(Generic[_K, _V]):
     """Keys to values that live elsewhere.
 
@@ -85,8 +96,8 @@ class WeakTable(Generic[_K, _V]):
     __slots__ = ("_gone", "_is_gone", "_refs")
 
     def __init__(self) -> None:
-        self._refs: dict[_K, weakref.KeyedRef[_K, _V]] = {}
-        self._gone: deque[weakref.KeyedRef[_K, _V]] = deque()
+        self._refs: dict[_K, KeyedRef[_V]] = {}
+        self._gone: deque[KeyedRef[_V]] = deque()
         self._is_gone = self._gone.append  # bound once, not for each entry
 
     def get(self, key: _K) -> _V | None:
@@ -99,4 +110,6 @@ class WeakTable(Generic[_K, _V]):
             ref = self._gone.popleft()
             if self._refs.get(ref.key) is ref:
                 del self._refs[ref.key]
-        self._refs[key] = weakref.KeyedRef(value, self._is_gone, key)
+        ref = KeyedRef(value, self._is_gone)
+        ref.key = key
+        self._refs[key] = ref

@@ -16,15 +16,18 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any
 
+from .transfer import Transfer
+
 __all__ = ["Work", "Workers"]
 
 
-class Work:
+class Work(Transfer):
     """One call, made once, whoever makes it. To wait for it is to make it, unless somebody does already.
 
     So it may be queued twice or, where its thread was interrupted or cannot be had, not at all.
     """
 
+    ends_in_order = False
     __slots__ = ("__weakref__", "_call", "_running", "cancelled", "error", "finished")
 
     def __init__(self, function: Callable[..., object], *args: Any) -> None:
@@ -56,6 +59,14 @@ class Work:
     def done(self) -> bool:
         """Whether it has been made, or failed."""
         return self.finished
+
+    def ended(self) -> bool:
+        """See :meth:`done`: it moves its bytes before it returns."""
+        return self.finished
+
+    def wait(self) -> None:
+        """Wait for its end."""
+        self.exception()
 
     def exception(self) -> BaseException | None:
         """Wait for its end; the error, if there was one."""
@@ -100,18 +111,16 @@ class Workers:
         return work
 
     def begin(self, work: Work) -> None:
-        """Hand ``work`` to a thread. Whoever needs to know its end owns it already."""
-        if self._has_threads():
+        """Hand ``work`` to a thread. The caller, which needs to know its end, owns it already."""
+        if self._closed or os.getpid() != self._pid:
+            work.run()
+            return
+        if len(self._threads) < self._most:
+            self._start_one()
+        if self._threads:
             self._queue.put(work)
         else:
             work.run()
-
-    def _has_threads(self) -> bool:
-        if self._closed or os.getpid() != self._pid:
-            return False
-        if len(self._threads) < self._most:
-            self._start_one()
-        return bool(self._threads)
 
     def _start_one(self) -> None:
         name = f"backstash_{len(self._threads)}"

@@ -1,10 +1,10 @@
 """Which block backward wants next: a guess that costs time when it is wrong, and nothing else.
 
-The blocks saved between two backwards form a *round*. The first time, the guess is the reverse of the
-saves, which is how autograd's engine mostly goes. Each round also records the order in which its blocks
-were really used; the next round with as many blocks is expected to go the same way.
+The blocks saved between two backwards form a *forward pass*. The first time, the guess is the reverse of the
+saves, which is how autograd's engine mostly goes. Each pass also records the order in which its blocks were
+really used, its *access history*; the next pass with as many blocks is expected to go the same way.
 
-A round may have a million blocks, so all that is kept of each is a few integers without an object.
+A pass may have a million blocks, so all that is kept of each is a few integers without an object.
 """
 
 from __future__ import annotations
@@ -12,53 +12,53 @@ from __future__ import annotations
 import weakref
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
 
-from .block import Block
+__all__ = ["AccessPredictor", "ForwardPass", "Numbered"]
 
-__all__ = ["AccessPredictor", "ForwardPass"]
-
-_REMEMBERED_ROUNDS = 8
-_REMEMBERED_BLOCKS = 1 << 20  # of all remembered rounds; the last one is remembered however large
+_REMEMBERED_PASSES = 8
+_REMEMBERED_BLOCKS = 1 << 20  # of all remembered passes; the last one is remembered however large
 _STEPS_LOOKED_AHEAD = 64
-_LEAST_BLOCKS = 1024  # in a round, below which dead ones are not looked for
+_LEAST_BLOCKS = 1024  # in a pass, below which dead ones are not looked for
+
+
+class Numbered(Protocol):
+    """A block, as far as its place in a pass goes."""
+
+    forward_pass: Any
+    index: int
+    cleanup: Any
+
+
+_B = TypeVar("_B", bound=Numbered)
 
 
 @dataclass(frozen=True, slots=True)
 class AccessHistory:
-    """The order in which a round's blocks were used."""
+    """The order in which the blocks of one pass were used."""
 
     order: array[int]
     """Indices, in order of first use."""
     place: array[int]
     """Where in ``order`` each index is, or -1."""
 
-    def after(self, index: int) -> Iterable[int] | None:
-        """What followed ``index``; ``None`` when it was not used."""
-        start = self.place[index] + 1 if index < len(self.place) else 0
-        return self.order[start : start + _STEPS_LOOKED_AHEAD] if start else None
 
-
-class ForwardPass:
+class ForwardPass(Generic[_B]):
     """The blocks of one forward, and the order in which they were first used."""
 
     __slots__ = ("__weakref__", "blocks", "learned", "previous", "seen", "sweep_at", "used")
 
-    def __init__(self, previous: ForwardPass | None) -> None:
-        self.blocks: list[weakref.ref[Block]] = []
+    def __init__(self, previous: ForwardPass[_B] | None) -> None:
+        self.blocks: list[weakref.ref[_B]] = []
         self.previous = weakref.ref(previous) if previous is not None else None
         self.sweep_at = _LEAST_BLOCKS
         self.used = array("q")  # indices, in order of first use
-        self.seen = bytearray()  # which those are, once backward has begun on it
+        # Which those are; empty until backward has begun on it, and then no block is added any more.
+        self.seen = bytearray()
         self.learned: AccessHistory | None = None
 
-    @property
-    def wanted(self) -> bool:
-        """Whether backward has begun on it: then no block is added any more."""
-        return bool(self.seen)
-
-    def add(self, block: Block) -> None:
+    def add(self, block: _B) -> None:
         """A new block, the youngest."""
         if len(self.blocks) >= self.sweep_at:
             self._forget_dead()
@@ -67,7 +67,7 @@ class ForwardPass:
         self.blocks.append(weakref.ref(block))
 
     def _forget_dead(self) -> None:
-        """Number the living anew: without a backward a round never ends, whatever dies meanwhile."""
+        """Number the living anew: without a backward a pass never ends, whatever dies meanwhile."""
         # Set aside first: a finalizer that the collector runs meanwhile may add.
         blocks, self.blocks = self.blocks, []
         alive = [block for ref in blocks if (block := ref()) is not None]
@@ -76,13 +76,6 @@ class ForwardPass:
         self.blocks = [*map(weakref.ref, alive), *self.blocks]
         self.sweep_at = max(_LEAST_BLOCKS, 2 * len(alive))
 
-    def use(self, index: int) -> None:
-        """Backward wants the block at ``index``."""
-        self.seen.extend(bytes(len(self.blocks) - len(self.seen)))
-        if not self.seen[index]:
-            self.seen[index] = True
-            self.used.append(index)
-
     def history(self) -> AccessHistory:
         """The order so far."""
         place = array("q", [-1]) * len(self.blocks)
@@ -90,38 +83,36 @@ class ForwardPass:
             place[index] = at
         return AccessHistory(self.used[:], place)
 
-    def successors(self, index: int) -> Iterator[Block]:
-        """Blocks expected after the one at ``index``, nearest first; dead ones are passed over."""
-        following = self.learned.after(index) if self.learned is not None else None
-        yield from self._alive(_before(index) if following is None else following)
+    def successors(self, index: int) -> list[weakref.ref[_B]]:
+        """Blocks expected after the one at ``index``, nearest first; some may be dead."""
+        blocks, learned = self.blocks, self.learned
+        start = (
+            learned.place[index] + 1 if learned is not None and index < len(learned.place) else 0
+        )
+        if learned is not None and start:
+            indices = learned.order[start : start + _STEPS_LOOKED_AHEAD]
+            expected = [*map(blocks.__getitem__, indices)]
+        else:
+            expected = blocks[max(0, index - _STEPS_LOOKED_AHEAD) : index][::-1]
         earlier = self.previous() if self.previous is not None else None
         if earlier is not None:
-            yield from earlier._alive(_before(len(earlier.blocks)))
-
-    def _alive(self, indices: Iterable[int]) -> Iterator[Block]:
-        for index in indices:
-            block = self.blocks[index]()
-            if block is not None:
-                yield block
+            expected += earlier.blocks[-_STEPS_LOOKED_AHEAD:][::-1]
+        return expected
 
 
-def _before(index: int) -> Iterable[int]:
-    return range(index - 1, max(-1, index - 1 - _STEPS_LOOKED_AHEAD), -1)
-
-
-class AccessPredictor:
+class AccessPredictor(Generic[_B]):
     """Numbers the blocks and learns. The caller holds the stash's lock."""
 
     def __init__(self) -> None:
-        self._current = ForwardPass(None)
+        self._current: ForwardPass[_B] = ForwardPass(None)
         self._blocks = 0  # so far
         self.passes = 0
         """How many have begun."""
         self._learned: OrderedDict[int, AccessHistory] = OrderedDict()
 
-    def add(self, block: Block) -> None:
-        """A new block; the first one after a backward begins a new round."""
-        if self._current.wanted:
+    def add(self, block: _B) -> None:
+        """A new block; the first one after a backward begins a new pass."""
+        if self._current.seen:
             self._conclude(self._current)
             self._current = ForwardPass(self._current)
         if not self._current.blocks:
@@ -132,23 +123,28 @@ class AccessPredictor:
 
     def forget(self) -> None:
         """No block is alive any more."""
-        if self._current.wanted:
+        if self._current.seen:
             self._conclude(self._current)
         if self._current.blocks:
             self._current = ForwardPass(None)
 
-    def use(self, block: Block) -> None:
+    def use(self, block: _B) -> None:
         """Backward wants ``block``."""
-        in_pass = block.forward_pass
-        if not in_pass.wanted:
-            in_pass.learned = self._learned.get(len(in_pass.blocks))
-        in_pass.use(block.index)
+        its_pass, index = block.forward_pass, block.index
+        seen, blocks = its_pass.seen, its_pass.blocks
+        if not seen:
+            its_pass.learned = self._learned.get(len(blocks))
+        if len(seen) < len(blocks):
+            seen.extend(bytes(len(blocks) - len(seen)))
+        if not seen[index]:
+            seen[index] = True
+            its_pass.used.append(index)
 
-    def _conclude(self, finished: ForwardPass) -> None:
+    def _conclude(self, finished: ForwardPass[_B]) -> None:
         learned = self._learned
         learned[len(finished.blocks)] = finished.history()
         learned.move_to_end(len(finished.blocks))
         while len(learned) > 1 and (
-            len(learned) > _REMEMBERED_ROUNDS or sum(learned) > _REMEMBERED_BLOCKS
+            len(learned) > _REMEMBERED_PASSES or sum(learned) > _REMEMBERED_BLOCKS
         ):
             learned.popitem(last=False)

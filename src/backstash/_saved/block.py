@@ -1,13 +1,12 @@
-"""Blocks: which storage is which, at which version, and where its bytes are.
+"""Blocks: which storage is which, at which version, and the bytes of one.
 
-A *source* is one storage at one version. It owns a weak reference to the storage, which keeps the
-storage's identity (not its bytes) from being handed out again while the source is alive: so a table keyed
-by that identity cannot confuse two storages. It also has a *guard*: a tensor without memory that shares
-the saved tensor's version counter, so that a change in place can be seen after the memory is gone.
+A *storage version* is one storage at one version. It owns a weak reference to the storage, which keeps the
+storage's identity (not its bytes) from being handed out again while it is alive: so a table keyed by that
+identity cannot confuse two storages. It also has a *version probe*: a tensor without memory that shares the
+saved tensor's version counter, so that a change in place is seen after the memory is gone.
 
-A *block* is what moves: a source's whole storage, or a copy of a small part of it. It starts in place,
-holding an alias of the memory; on its way down it still holds it; once it has landed only the parcel below
-has the bytes.
+A *block* is what moves: the whole storage, or a copy of a small region of it. Its ``placement`` says where the
+bytes are.
 """
 
 from __future__ import annotations
@@ -15,25 +14,19 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from .._runtime.reclaim import BlockCleanup, on_death
+from .._runtime.reclaim import Cleanup, Ledger, ReclaimQueue
 from .._torch.versions import same_counter
+from .access_order import ForwardPass
+from .placement import Arrival, Placement, Resident
+from .thread_state import ThreadState
+from .view import StridedRegion, with_bits_of
 
-if TYPE_CHECKING:
-    from .._device.base import Copy
-    from .._tiers.device_tiers import DeviceTiers
-    from .access_order import ForwardPass
-    from .thread_state import ThreadState
-    from .view import StridedRegion
-
-__all__ = [
-    "Block",
-    "StorageVersion",
-]
+__all__ = ["Block", "BlockCleanup", "Loaded", "StorageVersion"]
 
 _NOTHING = torch.empty(0, device="cpu")
 _free_weak_ref: Any = torch.UntypedStorage._free_weak_ref
@@ -60,15 +53,19 @@ class StorageVersion:
         self.__del__ = functools.partial(_free_weak_ref, storage._weak_ref())
         self.cdata = storage._cdata
         self.version = tensor._version
-        self.owner = weakref.ref(_owner_of(tensor))
+        base = tensor._base
+        self.owner = weakref.ref(tensor if base is None else base)
         self.probe = tensor.detach()
         try:
             self.probe.data = _NOTHING  # drops the memory, keeps the counter
         except RuntimeError:  # an accelerator from outside PyTorch takes only what is of its kind
-            self.probe.data = _nothing_like(tensor)
+            empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+            self.probe.data = with_bits_of(tensor, empty)
         self.block: weakref.ref[Block] | None = None  # of the whole storage
-        self.slices: dict[object, weakref.ref[Block]] | None = None  # copies of parts, by Part.key
-        self.copied_bytes = 0  # of small parts so far
+        self.slices: dict[object, weakref.ref[Block]] | None = (
+            None  # copies of regions, by their key
+        )
+        self.copied_bytes = 0  # of small regions so far
 
     @property
     def changed(self) -> bool:
@@ -80,72 +77,114 @@ class StorageVersion:
         if not tensor._version == self.version == self.probe._version:
             return False
         # A view and its base share their counter: mostly nothing has to be tried.
-        return self.owner() is _owner_of(tensor) or same_counter(self.probe, tensor)
+        base = tensor._base
+        owner = tensor if base is None else base
+        return self.owner() is owner or same_counter(self.probe, tensor)
+
+
+class Loaded:
+    """A block's bytes that were read back: one storage for all its views."""
+
+    __slots__ = ("arrival", "low", "root", "version")
+
+    def __init__(self, root: Tensor, low: int, arrival: Arrival | None) -> None:
+        self.root = root
+        self.low = low  # where in root the block's first byte is
+        self.arrival = arrival  # on an accelerator, what each user is ordered after
+        self.version = root._version
+
+
+class BlockCleanup(Cleanup):
+    """What a block leaves: what the budgets count for it."""
+
+    __slots__ = ("module", "nbytes", "resident_bytes", "serial")
+
+    def __init__(self, reclaim_queue: ReclaimQueue, number: int, nbytes: int) -> None:
+        self.mark = reclaim_queue.mark
+        self.number = number
+        self.loaded_bytes = 0
+        self.nbytes = nbytes
+        self.resident_bytes = 0  # that the keep budget counts
+        self.serial = -1  # among all blocks of the stash, while it counts as one of them
+        self.module = ""
+
+    @property
+    def facts(self) -> tuple[int, int, str] | None:
+        """See :attr:`Cleanup.facts`."""
+        return (self.nbytes, self.serial, self.module) if self.serial >= 0 else None
+
+    def settle(self, ledger: Ledger) -> None:
+        """See :meth:`Cleanup.settle`."""
+        resident, self.resident_bytes, self.serial = self.resident_bytes, 0, -1
+        ledger.subtract(resident_bytes=resident)
 
 
 class Block:
-    """The bytes of one storage, wherever they are now. Every entry that needs them owns it."""
+    """The bytes of one storage, wherever they are now. Every entry that needs them owns it.
+
+    Args:
+        storage_version: whose bytes they are.
+        alias: a tensor with the memory and the version counter, without a graph.
+        reclaim_queue: gets the block's cleanup when it dies.
+        number: of the device whose tiers count it.
+        stream: that the bytes were made on, on an accelerator.
+    """
 
     __slots__ = (
         "__del__",
         "__weakref__",
         "address",
-        "alias",
-        "arrival",
-        "backing",
         "cleanup",
         "entries",
         "forward_pass",
-        "goes_on",
         "index",
-        "lost",
+        "loaded",
         "nbytes",
+        "number",
         "offset",
         "origin",
-        "root",
-        "root_low",
-        "root_version",
+        "placement",
         "saved_regions",
         "served",
         "storage_version",
         "stream",
         "thread_state",
-        "tiers",
+        "to_disk",
         "turn",
-        "unsure",
     )
     __del__: Callable[[], None]
 
-    def __init__(self, storage_version: StorageVersion, alias: Tensor, tiers: DeviceTiers) -> None:
+    def __init__(
+        self,
+        storage_version: StorageVersion,
+        alias: Tensor,
+        reclaim_queue: ReclaimQueue,
+        number: int,
+        stream: Any = None,
+    ) -> None:
         storage = alias.untyped_storage()
         self.nbytes = storage.nbytes()
         # What the budgets count for it, and what events call it.
-        self.cleanup = BlockCleanup(tiers.reclaim_queue, tiers.number, self.nbytes)
-        self.__del__ = on_death(tiers.reclaim_queue, self.cleanup)
+        self.cleanup = BlockCleanup(reclaim_queue, number, self.nbytes)
+        self.__del__ = functools.partial(reclaim_queue.append, self.cleanup)
+        self.placement: Placement = Resident(alias)
         self.storage_version = storage_version
-        self.origin = storage_version  # whose bytes these are: differs for a copy of a part
-        self.alias: Tensor | None = alias  # in place or on its way down; None once it has landed
+        self.origin = storage_version  # whose bytes these are: differs for a copy of a region
         self.address = storage.data_ptr()  # while in place; its residue matters ever after
-        self.tiers = tiers  # whose budgets count it
-        self.stream = tiers.stream()  # that its bytes were made on, on an accelerator
-        self.lost = ""  # why its bytes cannot be known, once they cannot
+        self.number = number
+        self.stream = stream
         self.thread_state: ThreadState
-        self.forward_pass: ForwardPass
-        self.index = 0  # in its round
-        self.backing: Any = None  # what carries it below: a Parcel or a HostParcel
+        self.forward_pass: ForwardPass[Block]
+        self.index = 0  # in its forward pass
         # What its entries need, as far as that had to be asked; None: all of it.
         self.saved_regions: list[StridedRegion] | None = None
-        self.goes_on = False  # whether it is to go to disk whatever room the host has
-        self.unsure = False  # whether it landed while its copy still ran
-        self.arrival: Copy | None = None  # of root, on an accelerator
-        self.offset = 0  # of its first byte in the parcel
+        self.to_disk = False  # whether it is to go to disk however much room the host has
+        self.offset = 0  # of its first byte in its backing
         self.entries = 0  # how many saves it stands for
         # One read serves every entry once: a turn. Then the memory is let go.
         self.turn = 0
         self.served = 0
-        self.root: Tensor | None = None  # bytes read back, as one storage for all views
-        self.root_low = 0  # where in root the block's first byte is
-        self.root_version = 0
+        self.loaded: Loaded | None = None
 
     @property
     def facts(self) -> tuple[int, int, str]:
@@ -153,42 +192,33 @@ class Block:
         return self.nbytes, self.cleanup.serial, self.cleanup.module
 
     def serves(self, region: StridedRegion) -> bool:
-        """Whether its bytes are right for ``part`` too, where nobody knows what else is written.
+        """Whether this snapshot holds ``region``.
 
-        While it is in place they are, and stay so. Once it has left, only what had been saved by then is.
+        Always true while the block is in place; afterwards only for regions saved before it left, since
+        nobody knows what else has been written.
         """
         if self.saved_regions is None:
             return True
         for saved in self.saved_regions:
             if saved.covers(region):
                 return True
-        if self.backing is not None or self.alias is None:
+        if not self.placement.is_kept:
             return False
         self.saved_regions.append(region)
         return True
 
     def let_go(self) -> None:
-        """Drop the storage that was read back; the parcel still has the bytes."""
-        self.root = self.arrival = None
+        """Drop the storage that was read back; the backing still has the bytes."""
+        self.loaded = None
 
     @property
     def has_moved(self) -> bool:
         """Whether its storage was resized, and so has other memory: that raises no version."""
-        alias = self.alias
+        alias = self.placement.alias
         return alias is not None and alias.untyped_storage().data_ptr() != self.address
 
     @property
     def where(self) -> str:
-        """The tier that has the bytes: ``"keep"`` until they have landed on ``"disk"``."""
-        return "keep" if self.alias is not None or self.backing is None else self.backing.tier
-
-
-def _nothing_like(tensor: Tensor) -> Tensor:
-    empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    empty = torch._neg_view(empty) if tensor.is_neg() else empty
-    return empty.conj() if tensor.is_conj() else empty
-
-
-def _owner_of(tensor: Tensor) -> Tensor:
-    base = tensor._base
-    return tensor if base is None else base
+        """The tier that has the bytes: ``"keep"`` until their write has completed."""
+        backing = self.placement.backing
+        return "keep" if backing is None or self.placement.alias is not None else backing.tier

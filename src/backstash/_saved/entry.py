@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .block import Block
-from .view import StridedRegion, extent_bytes, raw_alias, reason_to_stay
+from .view import StridedRegion, extent_bytes, raw_alias, reason_to_stay, with_bits, with_bits_of
 
 __all__ = ["Entry", "WrapperEntry"]
 
@@ -19,7 +19,7 @@ __all__ = ["Entry", "WrapperEntry"]
 class Entry:
     """One saved view: a block, and how to rebuild the view from the block's bytes.
 
-    ``part`` is set when the block holds the elements densely although the view had gaps: then they are
+    ``region`` is set when the block holds the elements densely although the view had gaps: then they are
     spread out again.
     """
 
@@ -75,9 +75,9 @@ class Entry:
             dense = base.as_strided((self.region.count,), (1,), first)
             base, first = self.region.spread(dense, self.dtype), self.region.residue
         out = base.as_strided(self.shape, self.stride, first)
-        if self.neg:
-            out = torch._neg_view(out)
-        return out.conj() if self.conj else out
+        if self.conj or self.neg:
+            out = with_bits(out, conj=self.conj, neg=self.neg)
+        return out
 
 
 class WrapperEntry:
@@ -153,10 +153,7 @@ def _at_offset(part: Tensor, offset: int | None) -> Tensor:
     first, end = (each // part.element_size() for each in extent_bytes(part))
     flat = torch.empty(offset + end - first, dtype=part.dtype, device=part.device)
     flat[offset:] = raw.as_strided((end - first,), (1,), first)
-    out = flat.as_strided(part.shape, part.stride(), offset)
-    if part.is_neg():
-        out = torch._neg_view(out)
-    return out.conj() if part.is_conj() else out
+    return with_bits_of(part, flat.as_strided(part.shape, part.stride(), offset))
 
 
 def _flat(base: Tensor, itemsize: int) -> Tensor:

@@ -1,11 +1,11 @@
-"""A lane: one thread's side of a stash.
+"""What one thread keeps with a stash.
 
-Two things are kept per thread. Counters, because the path for small tensors must not take a lock. And
+Three things are kept per thread. Counters, because the path for small tensors must not take a lock. And
 ownership: a copy that runs beside the thread that made the tensor may be torn by an in-place operation of
 that thread, whose version is raised only after the bytes have changed. So only that thread, when it next
 enters the stash, or anybody once it has ended, may look at the version and declare the copy whole.
 
-And what it saved last. An operation saves its inputs before it runs, and may still fill one that it made
+And blocks that wait. An operation saves its inputs before it runs, and may still fill one that it made
 for itself (``rrelu``'s noise), which raises no version. So a block without a gradient function waits in
 place until its operation has ended: until this thread has made a later node, or leaves the stash.
 """
@@ -13,15 +13,12 @@ place until its operation has ended: until this thread has made a later node, or
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any
 
-if TYPE_CHECKING:
-    import weakref
-
-    from .._hook_scope import Scope
-    from .block import Block
+from .._torch.hook_stack import Scope
 
 __all__ = ["Counts", "ThreadState"]
 
@@ -61,7 +58,9 @@ class ThreadState:
     def __init__(self) -> None:
         self.thread = threading.current_thread()
         self.scopes: list[Scope] = []  # hook pairs that this thread has pushed and not yet popped
-        self.waiting: deque[tuple[weakref.ref[Block], bool]] = deque()  # and whether to go at once
+        self.waiting: deque[tuple[weakref.ref[Any], bool]] = (
+            deque()
+        )  # blocks; whether to go at once
         self.operation = 0  # the graph's next sequence number when the last of them was saved
         self.saves = self.small_saves = self.small_bytes = 0  # see Counts
 

@@ -1,6 +1,6 @@
-"""Parts: which elements of its storage a view needs, in one form for all views of the same elements.
+"""Which elements of its storage a view needs, in one form for all views of the same elements.
 
-A small part of a large storage is copied, so that the rest is not held for its sake. The copy holds the
+A small region of a large storage is copied, so that the rest is not held for its sake. The copy holds the
 elements densely, in the order of their addresses; on the way back they are spread out again. Elements are
 moved as integers of their size, since some dtypes (``uint4``, ``bits8``) have no copy of their own.
 """
@@ -10,7 +10,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["StridedRegion", "extent_bytes", "raw_alias", "reason_to_stay", "snapshot"]
+__all__ = [
+    "ALIGNMENT_BYTES",
+    "StridedRegion",
+    "extent_bytes",
+    "raw_alias",
+    "reason_to_stay",
+    "snapshot",
+    "with_bits",
+    "with_bits_of",
+]
 
 _CARRIERS = {
     1: torch.uint8,
@@ -19,7 +28,8 @@ _CARRIERS = {
     8: torch.int64,
     16: torch.complex128,
 }
-_ALIGNMENT_BYTES = {"cpu": 64}  # what results of vector code may depend on
+ALIGNMENT_BYTES = 64
+"""What the results of the CPU's vector code may depend on: addresses keep their residue modulo this."""
 _DEVICE_ALIGNMENT_BYTES = 256  # what cuBLASLt chooses a kernel by
 
 
@@ -46,7 +56,8 @@ class StridedRegion:
         for size in self.sizes:
             self.count *= size
         # Elements from an aligned address to the first, kept so that vector code meets what it met.
-        alignment = _ALIGNMENT_BYTES.get(tensor.device.type, _DEVICE_ALIGNMENT_BYTES)
+        on_cpu = tensor.device.type == "cpu"
+        alignment = ALIGNMENT_BYTES if on_cpu else _DEVICE_ALIGNMENT_BYTES
         self.residue = tensor.data_ptr() % alignment // self.itemsize
 
     @property
@@ -101,10 +112,7 @@ def snapshot(tensor: Tensor) -> Tensor:
         if region.is_dense
         else region.spread(flat[region.residue :], tensor.dtype)
     )
-    out = flat.as_strided(tensor.shape, tensor.stride(), region.residue)
-    if tensor.is_neg():
-        out = torch._neg_view(out)
-    return out.conj() if tensor.is_conj() else out
+    return with_bits_of(tensor, flat.as_strided(tensor.shape, tensor.stride(), region.residue))
 
 
 def _runs(tensor: Tensor) -> list[tuple[int, int]]:
@@ -130,12 +138,23 @@ def _overlap(runs: list[tuple[int, int]]) -> bool:
     return False
 
 
+def with_bits(tensor: Tensor, *, conj: bool, neg: bool) -> Tensor:
+    """``tensor`` as a lazily conjugated and negated view, where ``conj`` and ``neg`` say so."""
+    if neg:
+        tensor = torch._neg_view(tensor)
+    return tensor.conj() if conj else tensor
+
+
+def with_bits_of(tensor: Tensor, raw: Tensor) -> Tensor:
+    """``raw`` with the conj and neg bits of ``tensor``."""
+    return with_bits(raw, conj=tensor.is_conj(), neg=tensor.is_neg())
+
+
 def raw_alias(tensor: Tensor) -> Tensor:
     """``tensor``'s memory and version counter, without its graph and its conj and neg bits."""
     alias = tensor.detach()
-    if alias.is_conj():
-        alias = alias.conj()
-    return torch._neg_view(alias) if alias.is_neg() else alias
+    # A bit that is set a second time is cleared.
+    return with_bits_of(alias, alias) if alias.is_conj() or alias.is_neg() else alias
 
 
 def extent_bytes(tensor: Tensor) -> tuple[int, int]:

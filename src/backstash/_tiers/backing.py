@@ -1,46 +1,49 @@
-"""Parcels: what a store moves in one piece.
+"""What a store moves in one piece.
 
-A large block is a parcel of its own, written straight from the tensor's memory. Small blocks travel
-together in a *segment*: they are copied into it one after another when they leave, so their sources are
-free at once, and the segment is written when it is full. A 64 KiB write costs nearly what a 4 MiB one does.
+A large block has a backing of its own, written straight from the tensor's memory. Small blocks travel
+together in a *segment*: they are copied into it one after another when they leave, so their memory is free
+at once, and the segment is written when it is full. A 64 KiB write costs nearly what a 4 MiB one does.
 """
 
 from __future__ import annotations
 
+import ctypes
+import functools
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
-from .._runtime.reclaim import DiskCleanup, ReclaimQueue, on_death
+from .._runtime.reclaim import Cleanup, Ledger, ReclaimQueue
 from .._runtime.trace import profiled
 from .._runtime.workers import Work
+from .._saved.placement import Backing, Load
+from .._saved.view import ALIGNMENT_BYTES
 from ..stores import Slot, Store
 
-__all__ = ["DiskBacking", "DiskLoad", "SegmentBacking"]
+__all__ = ["DiskBacking", "DiskCleanup", "DiskLoad", "SegmentBacking"]
 
 
-class DiskLoad:
-    """A parcel's bytes on their way back to memory; done when :meth:`exception` answers."""
+class DiskLoad(Load):
+    """A read from a store to memory; done when :meth:`exception` answers."""
 
-    __slots__ = ("_address", "_slot", "_store", "_work", "memory")
+    __slots__ = ("_work", "memory")
 
-    arrival = None  # no stream has to be told to wait for it
+    arrival = None
     needs_worker = True
 
     def __init__(self, backing: DiskBacking, memory: Tensor) -> None:
-        # Not the parcel itself, which owns this.
-        self._store = backing.store
-        self._slot = backing.slot
-        self._address = memory.data_ptr() + backing.skew
         self.memory = memory
-        self._work = Work(_read, self._store, self._slot, self._address, memory)
+        # Not the backing itself, which owns this.
+        address = memory.data_ptr() + backing.skew
+        self._work = Work(_read, backing.store, backing.slot, address, memory)
 
     def run(self) -> bool:
-        """Read, on whichever thread comes first; whether it was this one."""
+        """See :meth:`Load.run`."""
         return self._work.run()
 
     def exception(self) -> BaseException | None:
-        """Wait for the end; the error, if there was one."""
+        """See :meth:`Load.exception`."""
         return self._work.exception()
 
 
@@ -50,7 +53,35 @@ def _read(store: Store, slot: Slot, address: int, owner: Tensor) -> None:
         store.read(slot, address)
 
 
-class DiskBacking:
+class DiskCleanup(Cleanup):
+    """What a backing or a segment leaves: its slot in the store, and the write that may still run into it."""
+
+    __slots__ = ("inflight_bytes", "slot", "store", "transfer")
+
+    def __init__(self, reclaim_queue: ReclaimQueue, store: Store, slot: Slot) -> None:
+        self.mark = reclaim_queue.mark
+        self.number = 0  # only the CPU's blocks have one
+        self.loaded_bytes = 0
+        self.store = store
+        self.slot: Slot | None = slot
+        self.transfer: Work | None = None
+        self.inflight_bytes = 0  # that count as in flight although nothing writes them yet
+
+    def is_busy(self) -> bool:
+        """See :meth:`Cleanup.is_busy`: its slot is needed until the write has ended."""
+        transfer = self.transfer
+        return transfer is not None and not (transfer.finished or transfer.cancel())
+
+    def settle(self, ledger: Ledger) -> None:
+        """See :meth:`Cleanup.settle`."""
+        inflight, self.inflight_bytes, slot, self.slot = self.inflight_bytes, 0, self.slot, None
+        if inflight:
+            ledger.subtract(inflight_bytes=inflight)
+        if slot is not None:
+            self.store.release(slot)
+
+
+class DiskBacking(Backing):
     """A slot in a store, the write that fills it and, while needed, the memory it was read back to."""
 
     __slots__ = (
@@ -71,29 +102,32 @@ class DiskBacking:
     tier = "disk"
 
     def __init__(self, store: Store, slot: Slot, skew: int, reclaim_queue: ReclaimQueue) -> None:
-        self.cleanup = DiskCleanup(reclaim_queue, store, slot)
-        self.__del__ = on_death(reclaim_queue, self.cleanup)
+        self.cleanup: DiskCleanup = DiskCleanup(reclaim_queue, store, slot)
+        self.__del__ = functools.partial(reclaim_queue.append, self.cleanup)
         self.store = store
         self.slot = slot
-        self.skew = (
-            skew  # the source's address modulo 4096: the memory it comes back to has the same
-        )
+        # The block's address modulo a page: the memory it comes back to has the same.
+        self.skew = skew
         self.nbytes = slot.nbytes
-        self.load: DiskLoad | None = None  # while what was read is wanted
-        self.ahead = False  # whether it was asked for before anyone needed it
-        self.blocks = 1  # how many blocks it carries
-        self.wanted = 0  # how many of them have not come for what was read
-
-    def let_go(self) -> None:
-        """Drop the memory that was read back; the store still has the bytes."""
-        self.load = None
+        self.load: Load | None = None
         self.ahead = False
+        self.blocks = 1
+        self.wanted = 0
+
+    def storage_for(
+        self, offset: int, address: int, nbytes: int, memory: Tensor
+    ) -> tuple[Tensor, int]:
+        """See :meth:`Backing.storage_for`: the memory itself."""
+        self.wanted = 0
+        return memory, self.skew
 
 
 class SegmentBacking(DiskBacking):
-    """Many small blocks in one parcel; ``buffer`` has their bytes until they have landed."""
+    """Many small blocks in one slot; ``buffer`` has their bytes until the write has completed."""
 
     __slots__ = ("address", "buffer", "filled")
+
+    is_shared = True
 
     def __init__(
         self, store: Store, slot: Slot, buffer: Tensor, reclaim_queue: ReclaimQueue
@@ -105,6 +139,20 @@ class SegmentBacking(DiskBacking):
         self.filled = 0
 
     def place(self, address: int, nbytes: int) -> int | None:
-        """Where ``nbytes`` from ``address`` fit, with the same residue modulo 64; ``None`` when they do not."""
-        start = -(-self.filled // 64) * 64 + address % 64
+        """Where ``nbytes`` from ``address`` fit, as aligned as they were; ``None`` when they do not."""
+        start = -(-self.filled // ALIGNMENT_BYTES) * ALIGNMENT_BYTES + address % ALIGNMENT_BYTES
         return start if start + nbytes <= self.nbytes else None
+
+    def storage_for(
+        self, offset: int, address: int, nbytes: int, memory: Tensor
+    ) -> tuple[Tensor, int]:
+        """See :meth:`Backing.storage_for`.
+
+        A copy: what is handed out may be changed, and the segment's other blocks live beside it.
+        """
+        low = address % ALIGNMENT_BYTES
+        size = -(-(low + nbytes) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        root = torch.empty(size, dtype=torch.uint8, device="cpu")
+        ctypes.memmove(root.data_ptr() + low, memory.data_ptr() + offset, nbytes)
+        self.wanted -= 1
+        return root, low

@@ -1,4 +1,4 @@
-"""Sides: the CPU, and each accelerator whose tensors a stash has been given, each with its own budgets."""
+"""The tiers of one device: of the CPU, and of each accelerator whose tensors a stash has been given."""
 
 from __future__ import annotations
 
@@ -7,163 +7,180 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from .._device.accelerator import accelerator
 from .._device.base import Device
 from .._device.memory import DeviceMemory
 from .._device.pinned_pool import PinnedPool
 from .._runtime.critical_section import CriticalSection
-from .._runtime.reclaim import ReclaimQueue
+from .._runtime.reclaim import Cleanup, Ledger, ReclaimQueue
 from .._runtime.trace import EventLog
 from .._runtime.workers import Work
+from .._saved.block import Block
 from ..memory import spare_bytes
 from ..stores import Store
 from ..stores._buffer_pool import BufferPool
+from .base import LowerTier
 from .disk import DiskTier
 from .eviction import Evictor
 from .health import TierHealth
 from .host import HostTier
+from .host_backing import HostCleanup
 from .host_writeback import HostWriteback
 from .inflight import InflightWrites
-from .prefetch import PoolSource, Prefetcher
+from .prefetch import Prefetcher
 from .resident import ResidentSet
 from .segments import Segments
 
 __all__ = ["DeviceTiers", "TierConfig"]
 
 
-class DeviceTiers:
-    """One device's ways down and up.
+class DeviceTiers(Ledger):
+    """One device's memory and the tier below it, with budgets of their own.
 
     Args:
-        number: which of the stash's sides it is; the CPU's is 0.
-        grave: where what dies is appended.
-        has_tier: whether there is a tier below.
+        number: of the device in the stash; the CPU's is 0.
+        evictor: moves blocks down.
+        prefetcher: brings them back.
+        tier: below the device's memory; ``None`` where there is none.
         device: what drives it; ``None`` for the CPU.
-        host: its host tier, on an accelerator.
     """
-
-    __slots__ = ("device", "evictor", "has_tier", "host", "number", "prefetcher", "reclaim_queue")
 
     def __init__(
         self,
         number: int,
-        down: Evictor,
-        up: Prefetcher,
-        reclaim_queue: ReclaimQueue,
+        evictor: Evictor,
+        prefetcher: Prefetcher,
         *,
-        has_tier: bool,
+        tier: LowerTier | None,
         device: Device | None = None,
-        host: HostTier | None = None,
     ) -> None:
         self.number = number
-        self.evictor = down
-        self.prefetcher = up
-        self.reclaim_queue = reclaim_queue
-        self.has_tier = has_tier
+        self.evictor = evictor
+        self.prefetcher = prefetcher
+        self.tier = tier
         self.device = device
-        self.host = host
 
-    def stream(self) -> Any:
-        """The stream that is current on this thread; ``None`` on the CPU."""
-        return self.device.stream() if self.device is not None else None
+    def subtract(self, *, resident_bytes: int = 0, inflight_bytes: int = 0) -> None:
+        """See :meth:`Ledger.subtract`."""
+        self.evictor.resident.nbytes -= resident_bytes
+        self.evictor.inflight.nbytes -= inflight_bytes
 
-    def used(self, tensor: Tensor) -> None:
-        """See :meth:`Device.used`; nothing on the CPU."""
-        if self.device is not None:
-            self.device.used(tensor)
+    def defer(self, cleanup: Cleanup) -> None:
+        """See :meth:`Ledger.defer`."""
+        assert self.tier is not None
+        self.tier.defer(cleanup)
+
+    def forget(self) -> None:
+        """No block is alive any more: nothing need be remembered of those that were."""
+        self.evictor.forget()
+        self.prefetcher.forget()
+        if self.tier is not None:
+            self.tier.forget()
+
+    def restore(
+        self, blocks: list[Block], waiting: set[int], cleanups: dict[type, list[Any]]
+    ) -> None:
+        """Rebuild what follows from what there is: see ``_session``.
+
+        Args:
+            blocks: of this device that are alive, oldest first.
+            waiting: the ``id`` of each that waits for its operation's end.
+            cleanups: of this device by their class, the dead ones' too.
+        """
+        begun = self.evictor.restore(blocks, waiting, cleanups)
+        if self.tier is not None:
+            self.tier.restore(blocks, cleanups[HostCleanup])
+            for transfer in begun:  # that perhaps no worker was given
+                self.tier.resume(transfer)
+        backings = {id(block.placement.backing): block.placement.backing for block in blocks}
+        self.prefetcher.restore([each for each in backings.values() if each is not None], blocks)
+        self.prefetcher.ahead_bytes = sum(
+            cleanup.loaded_bytes for of_class in cleanups.values() for cleanup in of_class
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class TierConfig:
-    """What every side of a stash is made from."""
+    """What the tiers of every device of a stash are made from."""
 
     store: Store | None
-    """The disk tier."""
+    """The disk tier's store."""
     begin: Callable[[Work], None]
     """Hands a piece of work to a worker."""
     reclaim_queue: ReclaimQueue
-    """Where what dies is appended."""
-    lock: Any
-    """The stash's."""
+    """Gets the cleanups of what dies."""
     section: CriticalSection
-    """Told who writes."""
+    """The stash's."""
     event_log: EventLog
-    """Told of everything, where somebody records."""
+    """Gets everything that happens, where somebody records."""
+    pool: BufferPool
+    """Memory that the disk is read to on the CPU."""
+    freed: Callable[[int], None]
+    """Is given the number of bytes of the CPU's memory that were let go."""
     host: int | None
     """The ``host`` budget in bytes, for each device; -1: for all of them, half of what there is to spare."""
     inflight: int
-    """The window on the way down, likewise."""
+    """The window on the way down in bytes, likewise."""
     prefetch: int
-    """The window on the way up, likewise."""
+    """The window on the way up in bytes, likewise."""
     on_full: str
     """``"keep"`` or ``"raise"``."""
     pools: list[PinnedPool] = field(default_factory=list)
     """Of the devices so far."""
 
-    def cpu(self, pool: BufferPool, freed: Callable[[int], None]) -> DeviceTiers:
-        """The side of CPU tensors: their own memory, then the disk."""
-        resident = ResidentSet(self.event_log)
-        health = TierHealth(resident, self.store, raises=self.on_full == "raise")
+    def tiers(self, device: Device | None, number: int) -> DeviceTiers:
+        """The tiers of the CPU (``None``: its memory, then the disk) or of an accelerator (its memory, pinned
+        host memory, then the disk)."""
+        disk = self._disk_tier() if device is None else None
+        tier = disk if device is None else self._host_tier(device, number)
+        memory = DeviceMemory(device) if device is not None else None
+        early = self.inflight if device is not None else 0
+        freed = self.freed if device is None else _ignore
+        resident = ResidentSet(self.event_log, early=early, memory=memory)
+        health = TierHealth(resident, tier, raises=self.on_full == "raise")
         inflight = InflightWrites(
             resident, health, freed, self.event_log, window_bytes=self.inflight
         )
-        disk = segments = None
-        if self.store is not None:
-            disk = DiskTier(self.store, self.begin, self.reclaim_queue, inflight, self.event_log)
-            segments = Segments(disk, pool, resident, inflight, self.event_log)
-        down = Evictor(resident, health, inflight, disk=disk, segments=segments)
-        up = Prefetcher(
+        segments = None  # how small blocks get to a store; host memory takes them one by one
+        if disk is not None:
+            segments = Segments(disk, self.pool, resident, inflight, self.event_log)
+        evictor = Evictor(resident, health, inflight, tier=tier, segments=segments)
+        prefetcher = Prefetcher(
             self.begin,
-            PoolSource(pool),
-            self.lock,
+            tier,
             self.section,
             freed,
             self.event_log,
             prefetch=self.prefetch,
+            memory=memory,
         )
-        return DeviceTiers(0, down, up, self.reclaim_queue, has_tier=self.store is not None)
+        return DeviceTiers(number, evictor, prefetcher, tier=tier, device=device)
 
-    def accelerator(self, device: Device, number: int) -> DeviceTiers:
-        """The side of a device's tensors: its memory, pinned host memory, then the disk."""
+    def _disk_tier(self) -> DiskTier | None:
+        if self.store is None:
+            return None
+        return DiskTier(self.store, self.begin, self.reclaim_queue, self.event_log, self.pool)
+
+    def _host_tier(self, device: Device, number: int) -> LowerTier | None:
+        if self.host == 0:
+            return None
         budget = self._more_host if self.host == -1 else self.host
         pool = PinnedPool(budget, device)
         self.pools.append(pool)
-        early = self.inflight
         writeback = HostWriteback(
-            pool, self.store, self.begin, self.reclaim_queue, number=number, early=early
+            pool, self.store, self.begin, self.reclaim_queue, number=number, early=self.inflight
         )
-        host = HostTier(device, pool, writeback, self.reclaim_queue, self.lock, number=number)
-        memory = DeviceMemory(device)
-        resident = ResidentSet(self.event_log, early=early, memory=memory)
-        health = TierHealth(resident, host, raises=self.on_full == "raise")
-        inflight = InflightWrites(
-            resident, health, _ignore, self.event_log, window_bytes=self.inflight
-        )
-        down = Evictor(resident, health, inflight, host=host)
-        up = Prefetcher(
-            self.begin,
-            host,
-            self.lock,
-            self.section,
-            _ignore,
-            self.event_log,
-            prefetch=self.prefetch,
-            memory=memory,
-        )
-        return DeviceTiers(
-            number, down, up, self.reclaim_queue, has_tier=self.host != 0, device=device, host=host
-        )
+        return HostTier(device, pool, writeback, self.reclaim_queue, self.section, number=number)
 
     def _more_host(self) -> int:
         """Bytes that all pools together may have beyond what they have: then as much is left to spare."""
         return (spare_bytes() - sum(pool.slab_bytes for pool in self.pools)) // 2
 
     def tiers_of(self, device: torch.device, number: int) -> DeviceTiers | str:
-        """The side of an accelerator, or the reason why it has none."""
+        """The tiers of an accelerator, or the reason why it has none."""
         driver = accelerator(device)
-        return driver if isinstance(driver, str) else self.accelerator(driver, number)
+        return driver if isinstance(driver, str) else self.tiers(driver, number)
 
 
 def _ignore(nbytes: int) -> None:

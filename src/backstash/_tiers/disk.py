@@ -1,7 +1,7 @@
-"""From the CPU's memory to a store: slots, and the writes that fill them.
+"""From the CPU's memory to a store: slots, the writes that fill them, and the reads that bring them back.
 
-A slot is taken when a block goes, and given back when its parcel has died and nothing writes to it any more.
-A store without room is asked once more, when what the dead still hold has been taken back.
+A slot is taken when a block goes, and given back when its backing has died and nothing writes to it any more.
+A store without room is asked once more, when the slots of dead backings have been taken back.
 """
 
 from __future__ import annotations
@@ -9,66 +9,75 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable
+from typing import Any
 
-from .._runtime.reclaim import DiskCleanup, ReclaimQueue
+from .._runtime.reclaim import Cleanup, ReclaimQueue
 from .._runtime.trace import EventLog, profiled
 from .._runtime.workers import Work
 from .._saved.block import Block
+from .._saved.placement import Load
 from ..errors import StashFullError
 from ..stores import Slot, Store
-from .backing import DiskBacking
-from .inflight import InflightWrites
+from ..stores._buffer_pool import PAGE_BYTES, BufferPool
+from .backing import DiskBacking, DiskCleanup, DiskLoad
+from .base import LowerTier
 
 __all__ = ["DiskTier"]
 
 
-class DiskTier:
-    """Begins the writes to one store. The caller holds the stash's lock.
+class DiskTier(LowerTier):
+    """Begins the writes to one store, and the reads. The caller holds the stash's lock.
 
     Args:
         store: where the bytes go.
         begin_work: hands a piece of work to a worker.
-        grave: where what dies is appended.
-        flights: who waits for a write.
-        tape: is told what was written, where somebody records.
+        reclaim_queue: gets the cleanups of its backings.
+        event_log: gets each write, where somebody records.
+        pool: the memory that bytes are read back to.
     """
+
+    runs_ahead = False
 
     def __init__(
         self,
         store: Store,
         begin_work: Callable[[Work], None],
         reclaim_queue: ReclaimQueue,
-        inflight: InflightWrites,
         event_log: EventLog,
+        pool: BufferPool,
     ) -> None:
         self.store = store
         self.begin_work = begin_work
         self.reclaim_queue = reclaim_queue
-        self._inflight = inflight
         self._event_log = event_log
-        self.peak_bytes = 0  # of the store
+        self._pool = pool
+        self.disk_peak_bytes = 0
+        self.stall_seconds = 0.0
 
-    def begin(self, block: Block) -> DiskBacking:
-        """Begin to write ``block`` from its own memory to a slot of its own.
+    @property
+    def used_bytes(self) -> int:
+        """See :attr:`LowerTier.used_bytes`."""
+        return self.store.used_bytes
 
-        Raises ``StashFullError`` where there is none; nothing has begun then.
-        """
+    def begin(self, block: Block) -> tuple[DiskBacking, Work]:
+        """See :meth:`LowerTier.begin`. To a slot of the block's own."""
         slot = self.reserve(block.nbytes)
-        backing = DiskBacking(self.store, slot, block.address % 4096, self.reclaim_queue)
+        backing = DiskBacking(self.store, slot, block.address % PAGE_BYTES, self.reclaim_queue)
         self.store.stage(slot, block.address)
-        # The work owns the alias until it is done: the memory outlives the write, whoever dies.
-        self.begin_work(self.write_of(backing, block.address, block.alias, block))
-        return backing
+        # The work owns the alias until it is done: the memory outlives the write, whatever dies.
+        work = self.write_of(backing, block.address, block.placement.alias, block)
+        self.begin_work(work)
+        return backing, work
 
     def write_of(
         self, backing: DiskBacking, address: int, owner: object, block: Block | None = None
     ) -> Work:
-        """The write of what lies at ``address``, which somebody has to begin.
+        """The write of the bytes at ``address``, which the caller has to begin.
 
-        The parcel knows of it before a worker does: else its slot might be given away and written later.
+        The backing knows of it before a worker does: else its slot might be given away and written later.
 
         Args:
-            parcel: whose slot it fills.
+            backing: whose slot it fills.
             address: of the first byte.
             owner: keeps the memory alive until the write has ended.
             block: whose bytes they are, if they are of one.
@@ -78,7 +87,7 @@ class DiskTier:
             facts = block.facts if block is not None else (backing.nbytes,)
             write = functools.partial(_write_and_emit, self._event_log, facts)
         work = Work(write, self.store, backing.slot, address, owner)
-        backing.cleanup.writing = work
+        backing.cleanup.transfer = work
         return work
 
     def reserve(self, nbytes: int) -> Slot:
@@ -89,20 +98,55 @@ class DiskTier:
             if not self._reclaim():
                 raise
             slot = self.store.reserve(nbytes)
-        self.peak_bytes = max(self.peak_bytes, self.store.used_bytes)
+        used = self.store.used_bytes
+        if used > self.disk_peak_bytes:
+            self.disk_peak_bytes = used
         return slot
 
     def _reclaim(self) -> bool:
-        """Take back the slots of dead parcels, waiting for the writes that still run into them."""
+        """Take back the slots of dead backings, waiting for the writes that still run into them."""
         found = False
-        for left in list(self.reclaim_queue):
-            if type(left) is DiskCleanup and left.store is self.store and left.slot is not None:
-                if left.writing is not None and not left.writing.cancel():
-                    self._inflight.wait(left.writing)
-                slot, left.slot = left.slot, None
-                self.store.release(slot)
-                found = True
+        for cleanup in list(self.reclaim_queue):
+            if self._has_slot(cleanup):
+                assert isinstance(cleanup, DiskCleanup)
+                if cleanup.transfer is not None and not cleanup.transfer.cancel():
+                    self._wait(cleanup.transfer)
+                slot, cleanup.slot = cleanup.slot, None
+                if slot is not None:
+                    self.store.release(slot)
+                    found = True
         return found
+
+    def _has_slot(self, cleanup: Cleanup) -> bool:
+        return (
+            type(cleanup) is DiskCleanup
+            and cleanup.store is self.store
+            and cleanup.slot is not None
+        )
+
+    def _wait(self, transfer: Work) -> None:
+        if transfer.finished:
+            return
+        began = time.perf_counter()
+        try:
+            with profiled("stall on the way down"):
+                transfer.exception()
+        finally:
+            self.stall_seconds += time.perf_counter() - began
+            if self._event_log.on:
+                self._event_log.emit("stall", 0, cause="pack", began=began)
+
+    def fetch(self, backing: Any, *, ahead: bool) -> Load:
+        """See :meth:`LowerTier.fetch`. To memory of the pool; a worker or the thread that waits reads it."""
+        return DiskLoad(backing, self._pool.take(backing.skew + backing.nbytes))
+
+    def resume(self, transfer: Any) -> None:
+        """See :meth:`LowerTier.resume`."""
+        self.begin_work(transfer)
+
+    def restore(self, blocks: list[Block], cleanups: list[Any]) -> None:
+        """See :meth:`LowerTier.restore`."""
+        self._pool.restore()
 
 
 def _write(store: Store, slot: Slot, address: int, owner: object) -> None:

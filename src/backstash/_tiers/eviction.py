@@ -1,9 +1,8 @@
-"""The way down: who stays in place, and who goes.
+"""Eviction: which blocks stay in place, and which go to the tier below.
 
-A block that comes is kept (``_keep``); what is then beyond the budget *takes off*, the oldest first, and is
-in flight (``_inflight``) until it lands. A small one travels in a segment (``_tiers/segments``), any other by
-itself: to a store (``_disk``) or, on an accelerator, to host memory (``_host``). What finds no room stays
-where it is (``_health``).
+A block that comes is resident; what is then beyond the budget is written down, the oldest block first, and is
+in flight until its write completes. A small one travels in a segment, any other by itself: to a store or, on
+an accelerator, to host memory. A block that finds no room stays where it is.
 """
 
 from __future__ import annotations
@@ -13,39 +12,33 @@ from typing import Any
 
 import torch
 
-from .._runtime.reclaim import BlockCleanup, DiskCleanup
-from .._saved.block import Block
+from .._saved.block import Block, BlockCleanup
 from .._saved.thread_state import ThreadState
 from ..errors import StashFullError
 from ..units import format_bytes
-from .backing import DiskBacking, SegmentBacking
-from .disk import DiskTier
+from . import segments as _segments
+from .backing import DiskCleanup
+from .base import LowerTier
 from .health import TierHealth
-from .host import HostTier
-from .host_backing import HostBacking
 from .inflight import InflightWrites
 from .resident import ResidentSet
 from .segments import Segments
 
-__all__ = ["SMALL_BYTES", "Evictor", "sequence_number"]
+__all__ = ["Evictor", "sequence_number"]
 
 sequence_number = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
 
-SMALL_BYTES = 512 << 10
-"""Blocks below travel in segments."""
-
 
 class Evictor:
-    """Brings the ``keep`` and ``inflight`` budgets in order. The caller holds the stash's lock.
+    """Keeps the ``keep`` and ``inflight`` budgets. The caller holds the stash's lock.
 
     Args:
-        keep: what is in place.
-        refusals: what could not be had.
-        flights: what is on its way.
-        disk: the tier below the CPU's memory, if there is one; on an accelerator ``None``.
-        segments: how small blocks get there.
-        host: the tier below an accelerator. A block larger than the window is alone in it, and compute
-            goes on meanwhile; on the CPU it is moved within the call.
+        resident: what is in place.
+        health: of the tier below.
+        inflight: what is on its way.
+        tier: below the device's memory, if there is one. Where it ``runs_ahead``, compute goes on while a
+            block larger than the window is alone in it; else such a block is moved within the call.
+        segments: how small blocks get there; ``None``: as any other.
     """
 
     def __init__(
@@ -54,17 +47,14 @@ class Evictor:
         health: TierHealth,
         inflight: InflightWrites,
         *,
-        disk: DiskTier | None = None,
+        tier: LowerTier | None = None,
         segments: Segments | None = None,
-        host: HostTier | None = None,
     ) -> None:
         self.resident = resident
         self.health = health
         self.inflight = inflight
-        self.disk = disk
+        self._tier = tier
         self._segments = segments
-        self._host = host
-        self._tier = disk if host is None else host
 
     def admit(self, block: Block, *, at_once: bool, complete: bool) -> None:
         """Take a new block in place; then bring the budgets in order. ``at_once`` skips ``keep``.
@@ -80,12 +70,17 @@ class Evictor:
 
     def apply(self, thread_state: ThreadState, block: Block, at_once: bool) -> None:
         """Bring the budgets in order for a block that is complete."""
-        self.inflight.complete(thread_state)
+        resident, inflight = self.resident, self.inflight
+        if inflight.writes:
+            inflight.complete(thread_state)
         if not (at_once and self._send(block, thread_state)):
-            self.resident.queue.append(block)
-            self._press(thread_state, block)
-        self.resident.measure()
-        self.inflight.measure()
+            resident.queue.append(block)
+            if resident.limit is not None or resident.asks_device:
+                self._press(thread_state, block)
+        if resident.nbytes > resident.peak_bytes:
+            resident.peak_bytes = resident.nbytes
+        if inflight.nbytes > inflight.peak_bytes:
+            inflight.peak_bytes = inflight.nbytes
 
     def _press(self, thread_state: ThreadState, newest: Block) -> None:
         resident = self.resident
@@ -94,7 +89,9 @@ class Evictor:
             block = resident.queue.popleft()
             if block is None:
                 continue
-            if not thread_state.may_judge(block.thread_state) and not self._may_leave_unseen(block):
+            if block.thread_state is not thread_state and not (
+                thread_state.may_judge(block.thread_state) or self._may_leave_unseen(block)
+            ):
                 # Only its own thread may judge a copy of it, and that one may be waiting for us:
                 # move ours instead.
                 resident.queue.appendleft(block)
@@ -104,19 +101,19 @@ class Evictor:
                 self.health.deferred.append(block)  # a smaller one may find room
         if resident.short_bytes:
             self.inflight.let_go(resident.short_bytes, thread_state)
-        if resident.ran_out():  # in backward, say, where nobody tells
+        if resident.asks_device and resident.ran_out():  # in backward, say, which calls no stash
             self.ease()
 
     def _may_leave_unseen(self, block: Block) -> bool:
         """Whether another thread's block may go: it is written, not copied, and need not be waited for."""
-        return block.nbytes >= SMALL_BYTES and self.inflight.has_room(block.nbytes)
+        inflight = self.inflight
+        fits = inflight.nbytes + block.nbytes <= inflight.window_bytes
+        return fits and block.nbytes >= _segments.SMALL_BYTES
 
     def _send(self, block: Block, thread_state: ThreadState) -> bool:
-        """Move ``block`` down; whether it left. Raises ``StashFullError`` if the caller wants it."""
+        """Move ``block`` down; whether it left. Raises ``StashFullError`` with ``on_full="raise"``."""
         tier, segments, nbytes = self._tier, self._segments, block.nbytes
-        if tier is None or self.health.refuses(nbytes):
-            return False
-        if self._host is not None and self._host.device.is_capturing():
+        if tier is None or self.health.refuses(nbytes) or self.resident.is_capturing():
             return False
         if block.storage_version.changed:
             self.resident.lose(block)
@@ -124,29 +121,26 @@ class Evictor:
         if block.has_moved:
             return True  # stays in place, wherever that is now: what was resized once may be again
         try:
-            if segments is not None and nbytes < SMALL_BYTES:
+            if segments is not None and nbytes < _segments.SMALL_BYTES:
                 segments.gather(block, thread_state)
             else:
                 self.inflight.make_room(nbytes, thread_state)
-                self._begin_write(block, tier.begin(block), thread_state)
+                self._begin_write(block, tier, thread_state)
         except StashFullError as error:
             self.health.full(error, nbytes)
             return False
         return True
 
-    def _begin_write(
-        self, block: Block, backing: DiskBacking | HostBacking, thread_state: ThreadState
-    ) -> None:
-        writing, inflight = backing.cleanup.writing, self.inflight
-        assert writing is not None
-        block.backing = backing
+    def _begin_write(self, block: Block, tier: LowerTier, thread_state: ThreadState) -> None:
+        inflight = self.inflight
+        backing, transfer = tier.begin(block)
         self.resident.leave(block)
-        inflight.add(block, writing)
-        if inflight.has_room(0):
+        inflight.add(block, backing, transfer)
+        if inflight.nbytes <= inflight.window_bytes:
             return
-        if self._host is not None and inflight.is_one:
+        if tier.runs_ahead and inflight.is_one:
             return  # larger than the window, and alone in it: compute goes on until the next one
-        inflight.wait(writing)  # it is moved within this call
+        inflight.wait(transfer)  # it is moved within this call
         inflight.complete(thread_state, all_that_ended=True)
 
     def ease(self) -> None:
@@ -161,22 +155,22 @@ class Evictor:
         self.resident.queue.clear()
         self.health.deferred.clear()
 
-    def restore(self, blocks: list[Block], waiting: set[int], cleanup: list[Any]) -> None:
-        """Make the books anew from what there is: see ``_session``.
+    def restore(
+        self, blocks: list[Block], waiting: set[int], cleanups: dict[type, list[Any]]
+    ) -> list[Any]:
+        """Rebuild what follows from what there is: see ``_session``.
 
         Args:
             blocks: that are alive, oldest first.
             waiting: the ``id`` of each that waits for its operation's end.
-            remains: of all blocks and parcels, the dead ones that are yet to be settled too.
+            cleanups: of all blocks and backings by their class, those yet to be settled too.
+
+        Returns the workers' transfers that perhaps no worker was given.
         """
-        of_blocks = [left for left in cleanup if isinstance(left, BlockCleanup)]
-        of_parcels = [left for left in cleanup if isinstance(left, DiskCleanup)]
-        backings = {id(block.backing): block.backing for block in blocks}.values()
-        segments = [backing for backing in backings if isinstance(backing, SegmentBacking)]
+        backings = {id(block.placement.backing): block.placement.backing for block in blocks}
+        segments: list[Any] = [each for each in backings.values() if each and each.is_shared]
         self.health.restore()
-        self.resident.restore(blocks, waiting, of_blocks)
+        self.resident.restore(blocks, waiting, cleanups[BlockCleanup])
         if self._segments is not None:
             self._segments.restore(segments)
-        for work in self.inflight.restore(blocks, segments, of_parcels):
-            assert self.disk is not None
-            self.disk.begin_work(work)
+        return self.inflight.restore(blocks, segments, cleanups[DiskCleanup])

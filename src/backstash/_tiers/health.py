@@ -1,8 +1,8 @@
-"""What could not be had: a tier that has no room or has failed, a device that ran out of memory.
+"""The health of a tier: whether it is full or has failed, and which blocks wait for room in it.
 
-A block that finds no room stays where it is, and is *stuck*: it is asked to go again only when there may be
-room again, since something left the tier or a step has ended. A tier whose write failed is given nothing
-more. Each refusal is noted once for reports, and the first is a warning; or it is raised, for who wants that.
+A block that finds no room stays where it is and is *deferred*: it is tried again only when there may be room
+again, since something left the tier or a step has ended. A tier whose write failed is given nothing more.
+Each refusal is noted once for reports, and the first is a warning; with ``on_full="raise"`` it is an error.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class TierHealth:
     """Remembers what a tier refused. The caller holds the stash's lock.
 
     Args:
-        keep: who takes back what was stuck, to be asked again.
+        resident: gets deferred blocks back, to be tried again.
         tier: where the blocks go; ``None``: nowhere.
         raises: whether a refusal is an error of the forward pass.
     """
@@ -39,14 +39,14 @@ class TierHealth:
         self._resident = resident
         self._tier = tier
         self._raises = raises
-        self.deferred = WeakQueue[Block](is_resident)  # there was no room for them; oldest first
+        self.deferred = WeakQueue[Block](is_resident)  # found no room; oldest first
         # Bytes used when the tier last had no room, and the size of the smallest block that it refused.
         self._full_at: tuple[int, int] | None = None
         self._broken: Callable[[], StashError] | None = None  # after a failed write nothing goes
         self.notes: dict[str, None] = {}
 
     def refuses(self, nbytes: int) -> bool:
-        """Whether there is no use in asking for so many. Raises ``StashError`` if the caller wants it."""
+        """Whether the tier would take no ``nbytes``. Raises ``StashError`` with ``on_full="raise"``."""
         if self._broken is not None:
             if self._raises:
                 raise self._broken()
@@ -56,7 +56,7 @@ class TierHealth:
         used_bytes, least = self._full_at
         assert self._tier is not None
         if self._tier.used_bytes < used_bytes:
-            self.try_again()  # room came back, for those who were told there was none too
+            self.try_again()  # room came back, for deferred blocks too
             return False
         return nbytes >= least and not self._raises
 
@@ -67,7 +67,7 @@ class TierHealth:
             self._resident.queue.take_before(self.deferred)
 
     def full(self, error: StashFullError, nbytes: int) -> None:
-        """There was no room for ``nbytes``. Raises ``error`` if the caller wants it."""
+        """There was no room for ``nbytes``. Raises ``error`` with ``on_full="raise"``."""
         assert self._tier is not None
         self._full_at = self._tier.used_bytes, nbytes
         self._emit(error)
@@ -98,7 +98,7 @@ class TierHealth:
 
 
 def _level() -> int:
-    """The caller's ``stacklevel`` that names the line of whoever computes: neither ours nor PyTorch's."""
+    """The caller's ``stacklevel`` that names the line of the program: neither backstash's nor PyTorch's."""
     level, frame = 1, sys._getframe(1)
     while frame.f_back is not None and _is_ours(frame.f_globals.get("__name__")):
         level, frame = level + 1, frame.f_back

@@ -1,7 +1,8 @@
-"""The way through host memory: from a device to a pinned room, from there to disk, and back.
+"""The tier of pinned host memory: from a device to a pinned buffer, from there to disk, and back.
 
-A block's copy down begins early and costs nobody a wait; its parcel has the room (``_buffers``). The oldest
-go on to disk (``_writeback``). What is needed again is copied up from its room, or read to one first.
+A block's copy down begins early and costs nobody a wait; its backing has the buffer (``host_buffers``). The
+oldest go on to disk (``host_writeback``). A block that is needed again is copied up from its buffer, or read
+to one first.
 """
 
 from __future__ import annotations
@@ -13,30 +14,39 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._device.base import Device
+from .._device.base import Copy, Device
 from .._device.pinned_pool import PinnedPool
-from .._runtime.reclaim import HostCleanup, ReclaimQueue
+from .._runtime.critical_section import CriticalSection
+from .._runtime.reclaim import ReclaimQueue
+from .._runtime.trace import profiled
+from .._runtime.workers import Work
 from .._saved.block import Block
-from ..stores import Store
+from .._saved.placement import Load
+from ..stores import Slot, Store
 from ..stores._buffer_pool import mapped
-from .host_backing import HostBacking, HostLoad
+from .base import LowerTier
+from .host_backing import HostBacking, HostCleanup, HostLoad
 from .host_buffers import HostBuffers
 from .host_writeback import HostWriteback
 
 __all__ = ["HostTier"]
 
 
-class HostTier:
+class HostTier(LowerTier):
     """Carries the blocks of one device through host memory. The caller holds the stash's lock.
 
     Args:
         device: whose blocks.
         pool: the memory.
-        spills: what goes on to disk.
-        grave: where what dies is appended.
-        lock: the stash's.
-        number: of its side.
+        writeback: what goes on to disk.
+        reclaim_queue: gets the cleanups of backings and loads.
+        section: the stash's.
+        number: of the device in the stash.
     """
+
+    runs_ahead = True
+    # A layer's tensors may be larger than any window that is sensible for others; the device hides their
+    # copies only if the next begins while one is used.
 
     def __init__(
         self,
@@ -44,76 +54,101 @@ class HostTier:
         pool: PinnedPool,
         writeback: HostWriteback,
         reclaim_queue: ReclaimQueue,
-        lock: Any,
+        section: CriticalSection,
         *,
         number: int,
     ) -> None:
-        self.number = number
         self.device = device
         self.pool = pool
         self.writeback = writeback
         self.buffers = HostBuffers(pool, writeback)
-        self.reclaim_queue = reclaim_queue
-        self.lock = lock
+        self._number = number
+        self._reclaim_queue = reclaim_queue
+        self._section = section
         self._coming: deque[weakref.ref[HostLoad]] = deque()  # from disk, ahead of need
-
-    reads_one_beyond = True
-    """A layer's tensors may be larger than any window that is sensible for others; the device hides their
-    copies only if the next begins while one is used."""
-
-    @property
-    def disk(self) -> Store | None:
-        """What is below."""
-        return self.writeback.disk
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of rooms and of the disk."""
-        return self.pool.used_bytes + (self.disk.used_bytes if self.disk is not None else 0)
+        """See :attr:`LowerTier.used_bytes`: of buffers and of the disk."""
+        disk = self.writeback.disk
+        return self.pool.used_bytes + (disk.used_bytes if disk is not None else 0)
 
-    def begin(self, block: Block) -> HostBacking:
-        """Begin to copy ``block`` to a room of its own.
+    @property
+    def host_bytes(self) -> int:  # type: ignore[override]
+        """See :attr:`LowerTier.host_bytes`."""
+        return self.pool.used_bytes
 
-        Raises ``StashFullError`` where there is none and none can be made; nothing has begun then.
-        """
-        assert block.alias is not None
+    @property
+    def host_peak_bytes(self) -> int:  # type: ignore[override]
+        """See :attr:`LowerTier.host_peak_bytes`."""
+        return self.pool.slab_peak_bytes
+
+    @property
+    def disk_peak_bytes(self) -> int:  # type: ignore[override]
+        """See :attr:`LowerTier.disk_peak_bytes`."""
+        return self.writeback.disk_peak_bytes
+
+    @property
+    def stall_seconds(self) -> float:  # type: ignore[override]
+        """See :attr:`LowerTier.stall_seconds`."""
+        return self.buffers.stall_seconds
+
+    @property
+    def note(self) -> str:  # type: ignore[override]
+        """See :attr:`LowerTier.note`."""
+        return self.pool.note
+
+    def begin(self, block: Block) -> tuple[HostBacking, Copy]:
+        """See :meth:`LowerTier.begin`. To a buffer of the block's own."""
+        alias = block.placement.alias
+        assert alias is not None
         buffer = self.buffers.take(block.nbytes)
         try:
-            copy = self.device.down(_bytes_of(block.alias), buffer.memory, block.stream)
-        except Exception:  # after an interrupt the copy may have begun, and fills the room
+            copy = self.device.down(_bytes_of(alias), buffer.memory, block.stream)
+        except Exception:  # after an interrupt the copy may have begun, and fills the buffer
             self.pool.give(buffer)
             raise
-        backing = HostBacking(self.reclaim_queue, self.number, buffer, copy)
-        self.writeback.add(backing, at_once=block.goes_on)
-        return backing
+        backing = HostBacking(self._reclaim_queue, self._number, buffer, copy.completion)
+        self.writeback.add(backing, at_once=block.to_disk)
+        return backing, copy
 
-    def fetch(self, backing: HostBacking, *, ahead: bool) -> HostLoad:
-        """Begin to bring a parcel's bytes back.
-
-        Raises ``MemoryError`` (ahead of need only) where no room is to be had, and
-        ``torch.OutOfMemoryError``; nothing has begun then.
-        """
-        left = backing.cleanup
-        if left.buffer is not None:
-            load = HostLoad(self, None, left.buffer.memory, None, ahead=ahead)
+    def fetch(self, backing: Any, *, ahead: bool) -> Load:
+        """See :meth:`LowerTier.fetch`. Ahead of need only where a pinned buffer is to be had."""
+        below: HostCleanup = backing.cleanup
+        if below.buffer is not None:
+            load = self._load(None, below.buffer.memory, None, ahead=ahead)
             load.run()
-            load.send(after=left.writing)
-            left.brought = load.arrival
+            load.send(after=below.written)
+            below.brought = load.cleanup.brought
             return load
         buffer = self.buffers.take_idle(backing.nbytes)
         if buffer is None and ahead:
             raise MemoryError("no room in host memory to read ahead")
         # Not pinned, so its copy does not run beside compute; but what is needed now is needed.
         staged = buffer.memory if buffer is not None else mapped(backing.nbytes)[: backing.nbytes]
-        load = HostLoad(self, left.slot, staged, buffer, ahead=ahead)
+        load = self._load(below.slot, staged, buffer, ahead=ahead)
         if buffer is not None:
             self.buffers.lend(load)
+        else:
+            load.cleanup.staged = staged
         if ahead:
             self._coming.append(weakref.ref(load))
         return load
 
+    def _load(self, slot: Slot | None, staged: Tensor, buffer: Any, *, ahead: bool) -> HostLoad:
+        return HostLoad(
+            self.device,
+            self._section,
+            self._reclaim_queue,
+            HostCleanup(self._reclaim_queue, self._number, buffer),
+            Work(_read_up, self.writeback.disk, slot, staged),
+            staged,
+            needs_worker=slot is not None,
+            ahead=ahead,
+        )
+
     def poll(self) -> None:
-        """Send on to the device what has come from disk."""
+        """See :meth:`LowerTier.poll`: to the device what has come from disk."""
         for _ in range(len(self._coming)):
             ref = self._coming.popleft()
             load = ref()
@@ -125,21 +160,41 @@ class HostTier:
             try:
                 load.send()
             except torch.OutOfMemoryError:
-                return  # whoever needs it will try again
+                return  # the thread that needs it will try again
 
-    def restore(self, backings: list[HostBacking], cleanup: list[HostCleanup]) -> None:
-        """Make the books anew from what there is: see ``_session``.
+    def sweep(self) -> None:
+        """See :meth:`LowerTier.sweep`."""
+        self.buffers.sweep()
 
-        Args:
-            parcels: that are alive, oldest first.
-            remains: of all that has a room or a slot.
-        """
-        self.device.finish()  # so that no copy runs into a room that nobody has any more
+    def defer(self, cleanup: HostCleanup) -> None:
+        """See :meth:`LowerTier.defer`."""
+        self.buffers.defer(cleanup)
+
+    def forget(self) -> None:
+        """See :meth:`LowerTier.forget`."""
+        self.writeback.forget()
+
+    def close(self) -> None:
+        """See :meth:`LowerTier.close`."""
+        self.buffers.close()
+
+    def restore(self, blocks: list[Block], cleanups: list[Any]) -> None:
+        """See :meth:`LowerTier.restore`."""
+        self.device.finish()  # so that no copy runs into a buffer that nobody has any more
         self.pool.settle()
-        self.writeback.restore(backings, cleanup)
+        found = {id(block.placement.backing): block.placement.backing for block in blocks}
+        backings: list[Any] = [each for each in found.values() if each is not None]
+        self.writeback.restore(backings, cleanups)
 
 
 def _bytes_of(alias: Tensor) -> Tensor:
     """The whole storage of ``alias`` as a flat tensor of bytes."""
     flat = torch.empty(0, dtype=torch.uint8, device=alias.device)
     return flat.set_(alias.untyped_storage())
+
+
+def _read_up(disk: Store | None, slot: Slot | None, memory: Tensor) -> None:
+    """Read from disk; nothing to do for bytes that are in host memory."""
+    if disk is not None and slot is not None:
+        with profiled("read"):
+            disk.read(slot, memory.data_ptr())

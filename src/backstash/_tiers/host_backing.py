@@ -1,35 +1,72 @@
-"""What lies below an accelerator: parcels in host memory or on disk, and their bytes on the way back.
+"""What lies below an accelerator: backings in host memory or on disk, and their bytes on the way back.
 
-A room outlives everything that reads or writes it: what a parcel or a reading leaves behind when it dies
-is *buried* (see ``_buffers``), and its room given back when its copies and its write have ended.
+A host buffer outlives everything that reads or writes it: what a backing or a load leaves when it dies is
+*deferred* (see ``host_buffers``), and its buffer given back when its copies and its write have ended.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from .._device.base import Copy
+from .._device.base import Completion, Copy, Device
 from .._device.pinned_pool import PinnedBuffer
-from .._runtime.reclaim import HostCleanup, ReclaimQueue, on_death
-from .._runtime.trace import profiled
+from .._runtime.critical_section import CriticalSection
+from .._runtime.reclaim import Cleanup, Ledger, ReclaimQueue
 from .._runtime.workers import Work
-from ..stores import Slot, Store
+from .._saved.placement import Backing, Load
+from ..stores import Slot
 
-if TYPE_CHECKING:
-    from .host import HostTier
-
-__all__ = ["HostBacking", "HostLoad"]
+__all__ = ["HostBacking", "HostCleanup", "HostLoad"]
 
 
-class HostBacking:
-    """A block's bytes below its device: in a room of host memory, on disk, or in both.
+class HostCleanup(Cleanup):
+    """What a backing or a load in host memory leaves: a buffer, a slot on disk, and who may still use them."""
+
+    __slots__ = ("brought", "buffer", "slot", "staged", "work", "written")
+
+    def __init__(
+        self, reclaim_queue: ReclaimQueue, number: int, buffer: PinnedBuffer | None
+    ) -> None:
+        self.mark = reclaim_queue.mark
+        self.number = number
+        self.loaded_bytes = 0
+        self.buffer = buffer
+        self.staged: Tensor | None = None  # host memory that is no buffer, while a copy reads it
+        self.slot: Slot | None = None
+        self.written: Completion | None = None  # of the copy down, to the buffer
+        self.brought: Completion | None = None  # of the last copy up from it
+        self.work: Work | None = None  # of a worker that writes from the buffer or reads to it
+
+    def at_rest(self) -> bool:
+        """Whether nothing uses it any more."""
+        if self.work is not None and not (self.work.finished or self.work.cancel()):
+            return False
+        return (self.written is None or self.written.ended()) and (
+            self.brought is None or self.brought.ended()
+        )
+
+    def wait(self) -> None:
+        """Wait until nothing uses it."""
+        if self.work is not None and not self.work.cancel():
+            self.work.exception()
+        for completion in (self.written, self.brought):
+            if completion is not None:
+                completion.wait()
+
+    def settle(self, ledger: Ledger) -> None:
+        """See :meth:`Cleanup.settle`."""
+        ledger.defer(self)
+
+
+class HostBacking(Backing):
+    """A block's bytes below its device: in a buffer of host memory, on disk, or in both.
 
     ``cleanup.buffer`` is ``None`` once they are on disk alone; ``cleanup.slot`` is where they lie there, or
-    will when ``cleanup.work`` has ended: the write, until somebody has looked at its end.
+    will when ``cleanup.work`` has ended: the write, until its end has been looked at.
     """
 
     __slots__ = (
@@ -46,13 +83,17 @@ class HostBacking:
     __del__: Callable[[], None]
 
     def __init__(
-        self, reclaim_queue: ReclaimQueue, number: int, buffer: PinnedBuffer, copy: Copy
+        self,
+        reclaim_queue: ReclaimQueue,
+        number: int,
+        buffer: PinnedBuffer,
+        written: Completion,
     ) -> None:
-        self.cleanup = HostCleanup(reclaim_queue, number, buffer)
-        self.cleanup.writing = copy
-        self.__del__ = on_death(reclaim_queue, self.cleanup)
+        self.cleanup: HostCleanup = HostCleanup(reclaim_queue, number, buffer)
+        self.cleanup.written = written
+        self.__del__ = functools.partial(reclaim_queue.append, self.cleanup)
         self.nbytes = buffer.memory.numel()
-        self.load: HostLoad | None = None
+        self.load: Load | None = None
         self.skew = 0
         self.ahead = False
         self.blocks = 1
@@ -60,108 +101,122 @@ class HostBacking:
 
     @property
     def tier(self) -> str:
-        """Where its bytes are."""
+        """See :attr:`Backing.tier`."""
         return "host" if self.cleanup.buffer is not None else "disk"
 
-    def let_go(self) -> None:
-        """Drop the memory that was brought back; the room or the disk still has the bytes."""
-        self.load = None
-        self.ahead = False
+    def storage_for(
+        self, offset: int, address: int, nbytes: int, memory: Tensor
+    ) -> tuple[Tensor, int]:
+        """See :meth:`Backing.storage_for`: the memory itself."""
+        self.wanted = 0
+        return memory, 0
 
 
-class HostLoad:
-    """Bytes on their way back to the device: from a room at once, or first from disk to one.
+class HostLoad(Load):
+    """Bytes on their way back to the device: from a buffer at once, or first from disk to one.
 
-    ``buffer`` is given back when it is no longer needed.
+    The buffer that they are read to is given back when it is no longer needed.
+
+    Args:
+        device: that they go to.
+        section: the stash's.
+        cleanup: with that buffer; it gets the read and the copy.
+        read: brings the bytes to ``staged``.
+        staged: host memory.
+        needs_worker: whether ``read`` has something to do.
+        ahead: whether a worker makes it.
     """
 
     __slots__ = (
         "__del__",
         "__weakref__",
         "_ahead",
+        "_copy",
+        "_device",
         "_read",
+        "_section",
         "_staged",
         "cleanup",
-        "host",
         "needs_worker",
     )
     __del__: Callable[[], None]
 
     def __init__(
         self,
-        host: HostTier,
-        slot: Slot | None,
+        device: Device,
+        section: CriticalSection,
+        reclaim_queue: ReclaimQueue,
+        cleanup: HostCleanup,
+        read: Work,
         staged: Tensor,
-        buffer: PinnedBuffer | None,
         *,
+        needs_worker: bool,
         ahead: bool,
     ) -> None:
-        self.cleanup = HostCleanup(host.reclaim_queue, host.number, buffer)
-        self.__del__ = on_death(host.reclaim_queue, self.cleanup)
-        self._read = self.cleanup.work = Work(_read_up, host.disk, slot, staged)
-        self.host = host
-        self._ahead = ahead  # a worker reads it
+        self.cleanup = cleanup
+        self.__del__ = functools.partial(reclaim_queue.append, cleanup)
+        cleanup.work = read
+        self._read = read
+        self._device = device
+        self._section = section
+        self._ahead = ahead
         self._staged = staged
-        self.needs_worker = slot is not None
+        self._copy: Copy | None = None
+        self.needs_worker = needs_worker
 
     @property
-    def arrival(self) -> Copy | None:
+    def arrival(self) -> Copy | None:  # type: ignore[override]
         """The copy to the device, once it has begun."""
-        return self.cleanup.brought
+        return self._copy
 
     @property
-    def memory(self) -> Tensor:
-        """The bytes on the device, once :meth:`exception` has answered ``None``."""
-        assert self.arrival is not None
-        return self.arrival.memory
+    def memory(self) -> Tensor:  # type: ignore[override]
+        """See :attr:`Load.memory`: the bytes on the device."""
+        assert self._copy is not None
+        return self._copy.memory
 
     def run(self) -> bool:
-        """Read from disk, on whichever thread comes first; whether it was this one."""
+        """See :meth:`Load.run`: from disk, where they are there."""
         return self._read.run()
 
-    def send(self, after: Copy | None = None) -> None:
+    def send(self, after: Completion | None = None) -> None:
         """Begin the copy to the device, if it has not begun. The caller holds the lock."""
-        if self.arrival is None:
-            self.cleanup.brought = self.host.device.up(self._staged, after)
+        if self._copy is None:
+            copy = self._device.up(self._staged, after)
+            self.cleanup.brought = copy.completion
+            self._copy = copy
 
     def arrive(self) -> bool:
         """Wait until it is on the device, where that can be waited for. The caller holds the lock.
 
         Not for a read that another thread makes itself, which may be waiting for the caller.
         """
-        if self.arrival is None:
+        if self._copy is None:
             if not self._ahead or self._read.exception() is not None:
                 return False
             try:
                 self.send()
             except torch.OutOfMemoryError:
                 return False
-            assert self.arrival is not None
-        self.arrival.wait()
+            assert self._copy is not None
+        self._copy.wait()
         return True
 
     def take_buffer(self) -> PinnedBuffer | None:
-        """The room that it read to, once its copy to the device has ended: it is not needed any more."""
-        if self.arrival is None or not self.arrival.ended():
+        """The buffer that it read to, once its copy to the device has ended: it is not needed any more."""
+        if self._copy is None or not self._copy.ended():
             return None
         buffer, self.cleanup.buffer = self.cleanup.buffer, None
         return buffer
 
     def has_come(self) -> bool:
         """Whether the disk has been read, without an error."""
-        return self._read.done() and self._read.exception() is None
+        return self._read.finished and self._read.error is None
 
     def exception(self) -> BaseException | None:
-        """Wait for the disk and begin the copy; the error, if there was one. The host waits for no copy."""
+        """See :meth:`Load.exception`. Begins the copy; the host waits for no copy."""
         error = self._read.exception()
-        if error is None:
-            with self.host.lock:
+        if error is None and self._copy is None:
+            with self._section.lock:
                 self.send()
         return error
-
-
-def _read_up(disk: Store | None, slot: Slot | None, memory: Tensor) -> None:
-    """Read from disk; nothing to do for what is in host memory."""
-    if disk is not None and slot is not None:
-        with profiled("read"):
-            disk.read(slot, memory.data_ptr())

@@ -1,8 +1,8 @@
-"""Rooms of host memory, given back when they are at rest.
+"""Host buffers, given back when no transfer uses them any more.
 
-A room outlives everything that reads or writes it. What a parcel leaves behind when it dies, or a reading
-that nobody waits for, is *buried*: swept when its copies and its write have ended. A room whose bytes are
-on disk too is given to whoever needs one next, and not before: until then it still serves reads.
+A buffer outlives everything that reads or writes it. What a dead backing or load leaves is *deferred*: its
+buffer is given back when its copies and its write have ended. A *clean* buffer, whose bytes are on disk too,
+is given to the next block that needs one, and not before: until then it still serves reads.
 """
 
 from __future__ import annotations
@@ -13,32 +13,33 @@ import weakref
 from collections import deque
 
 from .._device.pinned_pool import PinnedBuffer, PinnedPool
-from .._runtime.reclaim import HostCleanup
 from ..errors import StashFullError
 from ..units import format_bytes
-from .host_backing import HostLoad
+from .host_backing import HostCleanup, HostLoad
 from .host_writeback import HostWriteback
 
 __all__ = ["HostBuffers"]
 
 
 class HostBuffers:
-    """Finds rooms, and waits for one where it must. The caller holds the stash's lock.
+    """Finds buffers, and waits for one where it must. The caller holds the stash's lock.
 
     Args:
-        pool: the rooms.
-        spills: what makes room by writing to disk.
+        pool: the buffers.
+        writeback: frees buffers by writing them to disk.
     """
 
     def __init__(self, pool: PinnedPool, writeback: HostWriteback) -> None:
         self._pool = pool
         self._writeback = writeback
         self._deferred: deque[HostCleanup] = deque()
-        self._staging: deque[weakref.ref[HostLoad]] = deque()  # with a room that is on disk too
+        self._staging: deque[weakref.ref[HostLoad]] = (
+            deque()
+        )  # with a buffer whose bytes are on disk too
         self.stall_seconds = 0.0
 
     def take(self, nbytes: int) -> PinnedBuffer:
-        """A room, waited for if need be.
+        """A buffer, waited for if need be.
 
         Raises ``StashFullError`` where there is none and none can be made.
         """
@@ -63,7 +64,7 @@ class HostBuffers:
         )
 
     def take_idle(self, nbytes: int) -> PinnedBuffer | None:
-        """A room that is free, or can be freed without a wait."""
+        """A buffer that is free, or can be freed without a wait."""
         buffer = self._pool.take(nbytes, may_grow=False)
         if buffer is None:
             self.sweep()  # before more memory is pinned
@@ -73,19 +74,19 @@ class HostBuffers:
         return buffer
 
     def lend(self, load: HostLoad) -> None:
-        """Its room is taken back when its copy to the device has ended."""
+        """Its buffer is taken back when its copy to the device has ended."""
         self._staging.append(weakref.ref(load))
 
     def defer(self, cleanup: HostCleanup) -> None:
-        """Take what died; its room is given back when nothing uses it."""
+        """Take what a dead backing or load left; its buffer is given back when nothing uses it."""
         self._deferred.append(cleanup)
-        # Mostly they come to rest in this order. The others are looked at when a room is needed: a host
-        # that runs ahead of its device may have buried hundreds, and each look asks the driver.
+        # Mostly their transfers end in this order. The others are looked at when a buffer is needed: a host
+        # that runs ahead of its device may have deferred hundreds, and each look asks the driver.
         while self._deferred and self._deferred[0].at_rest():
             self._give_back(self._deferred.popleft())
 
     def sweep(self) -> bool:
-        """Look at what has ended; whether a room or a choice came of it."""
+        """Free buffers whose transfers completed. Returns True if a buffer became free or evictable."""
         self._pool.settle()
         found = False
         for _ in range(len(self._deferred)):
@@ -120,7 +121,7 @@ class HostBuffers:
         return True
 
     def _wait_for_one(self) -> bool:
-        """Wait for the oldest thing that will free a room, if there is one."""
+        """Wait for the oldest transfer whose end frees a buffer, if there is one."""
         began = time.perf_counter()
         try:
             if self._writeback.wait():
@@ -140,7 +141,7 @@ class HostBuffers:
         return False
 
     def close(self) -> None:
-        """Give back what is at rest. What live graphs hold stays until they go."""
+        """Give back the buffers that nothing uses. What live graphs hold stays until they go."""
         for cleanup in self._deferred:
             cleanup.wait()
         self.sweep()

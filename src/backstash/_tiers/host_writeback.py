@@ -1,7 +1,8 @@
-"""Onward from host memory to disk, the oldest first.
+"""Writeback from host memory to disk, the oldest buffer first, in the page cache's words.
 
-When what the rooms hold comes near the ``host`` budget, the oldest parcels are written to disk from where
-they lie. A room whose bytes are on disk too still serves reads, until somebody needs it.
+A *dirty* buffer has bytes that are nowhere else. When the buffers come near the ``host`` budget, the oldest are
+written to disk from where they lie (*writing*). A *clean* one, whose bytes are on disk too, still serves reads
+until its room is needed.
 """
 
 from __future__ import annotations
@@ -12,30 +13,28 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from .._device.base import Copy
+from .._device.base import Completion
 from .._device.pinned_pool import PinnedBuffer, PinnedPool
-from .._runtime.reclaim import HostCleanup, ReclaimQueue
+from .._runtime.reclaim import ReclaimQueue
 from .._runtime.trace import profiled
 from .._runtime.weak import WeakQueue
 from .._runtime.workers import Work
 from ..errors import StashIOError
 from ..stores import Slot, Store
-from .host_backing import HostBacking
+from .host_backing import HostBacking, HostCleanup
 
 __all__ = ["HostWriteback"]
 
 
 class HostWriteback:
-    """Knows which parcels are in host memory alone, on their way out of it, or on disk too.
-
-    The caller holds the stash's lock.
+    """Knows which backings are dirty, being written, or clean. The caller holds the stash's lock.
 
     Args:
-        pool: the rooms, and their budget.
+        pool: the buffers, and their budget.
         disk: what is below, or ``None``.
         begin_work: hands a piece of work to a worker.
-        grave: where what dies is appended.
-        number: of the side.
+        reclaim_queue: whose mark the cleanups have.
+        number: of the device in the stash.
         early: how many bytes below the budget the writing begins.
     """
 
@@ -55,10 +54,10 @@ class HostWriteback:
         self._reclaim_queue = reclaim_queue
         self._number = number
         self._early = early
-        self._dirty = WeakQueue[HostBacking](_is_in_a_room_only)  # oldest first
+        self._dirty = WeakQueue[HostBacking](_is_dirty)  # oldest first
         self._writing: deque[weakref.ref[HostBacking]] = deque()  # being written to disk
-        self._clean = WeakQueue[HostBacking](_has_a_room)  # in both: the room may go
-        self._bytes_on_the_way_out = 0  # of rooms that are being written or are on disk too
+        self._clean = WeakQueue[HostBacking](_has_buffer)  # the buffer may go
+        self._bytes_on_the_way_out = 0  # of buffers that are being written or are clean
         self.refusal = (
             ""  # why the disk took nothing when it was last asked, or had a write that failed
         )
@@ -66,7 +65,7 @@ class HostWriteback:
         self.disk_peak_bytes = 0
 
     def add(self, backing: HostBacking, *, at_once: bool) -> None:
-        """A new parcel, in host memory alone. ``at_once``: it is to go on whatever room there is."""
+        """A new, dirty backing. ``at_once``: it is written however much room the host has."""
         if not (at_once and self._begin_write(backing)):
             self._dirty.append(backing)
             self._write_early()
@@ -80,7 +79,7 @@ class HostWriteback:
                 return
 
     def write_oldest(self) -> bool:
-        """Begin to write the oldest parcel that is in host memory alone."""
+        """Begin to write the oldest dirty backing."""
         while self._dirty:
             backing = self._dirty.popleft()
             if backing is not None:
@@ -91,7 +90,7 @@ class HostWriteback:
         return False
 
     def _begin_write(self, backing: HostBacking) -> bool:
-        """Begin to write a parcel that is in host memory alone; whether there was room for it."""
+        """Begin to write a dirty backing; whether there was room for it on disk."""
         disk, left = self.disk, backing.cleanup
         if disk is None or self._has_failed or left.buffer is None:
             return False
@@ -100,8 +99,8 @@ class HostWriteback:
         except StashIOError as error:
             self.refusal = f", and {error.strerror}"
             return False
-        assert left.writing is not None
-        work = Work(_write_down, left.writing, disk, slot, left.buffer.memory)
+        assert left.written is not None
+        work = Work(_write_down, left.written, disk, slot, left.buffer.memory)
         left.work, left.slot = work, slot
         self._begin_work(work)
         self.disk_peak_bytes = max(self.disk_peak_bytes, disk.used_bytes)
@@ -150,7 +149,7 @@ class HostWriteback:
         return False
 
     def evict(self) -> HostCleanup | None:
-        """Take the room of the oldest parcel that is on disk too; to be buried."""
+        """Detach the oldest clean buffer and return its cleanup record; None if none is clean."""
         while self._clean:
             backing = self._clean.popleft()
             if backing is None:
@@ -175,18 +174,18 @@ class HostWriteback:
         self._clean.clear()
 
     def restore(self, backings: list[HostBacking], cleanup: list[HostCleanup]) -> None:
-        """Make the books anew from what there is: see ``_session``.
+        """Rebuild what follows from what there is: see ``_session``.
 
         Args:
-            parcels: that are alive, oldest first.
-            remains: of all that has a room or a slot.
+            backings: that are alive, oldest first.
+            cleanups: of all that has a buffer or a slot.
         """
         self._bytes_on_the_way_out = 0
         for left in cleanup:
             if left.buffer is not None and left.slot is not None:
                 self._bytes_on_the_way_out += left.buffer.memory.numel()
-        self._dirty = WeakQueue[HostBacking](_is_in_a_room_only)
-        self._clean = WeakQueue[HostBacking](_has_a_room)
+        self._dirty = WeakQueue[HostBacking](_is_dirty)
+        self._clean = WeakQueue[HostBacking](_has_buffer)
         self._writing.clear()
         for backing in backings:
             left = backing.cleanup
@@ -198,16 +197,16 @@ class HostWriteback:
                 (self._dirty if left.slot is None else self._clean).append(backing)
 
 
-def _is_in_a_room_only(backing: HostBacking) -> bool:
+def _is_dirty(backing: HostBacking) -> bool:
     return backing.cleanup.slot is None
 
 
-def _has_a_room(backing: HostBacking) -> bool:
+def _has_buffer(backing: HostBacking) -> bool:
     return backing.cleanup.buffer is not None
 
 
-def _write_down(copy: Copy, disk: Store, slot: Slot, memory: Tensor) -> None:
-    """On a worker, which alone waits for the device: ``memory`` is the room's."""
+def _write_down(copy: Completion, disk: Store, slot: Slot, memory: Tensor) -> None:
+    """On a worker, which alone waits for the device: ``memory`` is the buffer's."""
     copy.wait()
     with profiled("write"):
         disk.write(slot, memory.data_ptr())

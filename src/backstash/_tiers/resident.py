@@ -1,8 +1,8 @@
-"""What stays in place: the ``keep`` budget, and who is asked to go first.
+"""The resident set: which blocks stay in place within the ``keep`` budget, and which leave first.
 
 The newest blocks stay up to the limit; the oldest beyond it go. On an accelerator copies begin some bytes
-before the limit is reached, and memory is let go only beyond it, or where the device runs short: what is
-still there when backward comes need not be brought back.
+before the limit is reached, and memory is let go only beyond it, or where the device runs short: a block
+that is still in place when backward comes need not be brought back.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from __future__ import annotations
 import torch
 
 from .._device.memory import DeviceMemory
-from .._runtime.reclaim import BlockCleanup
 from .._runtime.trace import EventLog
 from .._runtime.weak import WeakQueue
-from .._saved.block import Block
+from .._saved.block import Block, BlockCleanup
+from .._saved.placement import Lost, Resident
 
 __all__ = ["ResidentSet", "is_resident"]
 
@@ -22,7 +22,7 @@ class ResidentSet:
     """Counts the blocks that are in place. The caller holds the stash's lock.
 
     Args:
-        tape: is told who comes, returns and is lost, where somebody records.
+        event_log: gets the blocks that come, return and are lost.
         limit: the most bytes that stay; ``None``: no limit. May be set.
         early: on an accelerator, how many bytes below ``limit`` copies begin.
         memory: what the accelerator has free; ``None`` on the CPU.
@@ -40,6 +40,7 @@ class ResidentSet:
         self.limit = limit
         self._early = early
         self._memory = memory
+        self.asks_device = memory is not None
         self._ceiling: int | None = (
             None  # of a limit that follows, since the device ran out of memory
         )
@@ -56,35 +57,38 @@ class ResidentSet:
             self._event_log.emit("save", *block.facts, cause=cause)
 
     def leave(self, block: Block) -> None:
-        """It is on its way, or lost."""
-        left = block.cleanup
-        self.nbytes -= left.resident_bytes
-        left.resident_bytes = 0
+        """It is on its way down, or lost, and no longer counted."""
+        cleanup = block.cleanup
+        self.nbytes -= cleanup.resident_bytes
+        cleanup.resident_bytes = 0
+
+    def wrote(self, block: Block) -> None:
+        """Its write has completed, and its memory was let go."""
+        if self._event_log.on:
+            self._event_log.emit("land", *block.facts)
 
     def take_back(self, block: Block) -> None:
         """It could not be moved, and stays where it was."""
-        block.backing = None
-        left = block.cleanup
-        self.nbytes += block.nbytes - left.resident_bytes
-        left.resident_bytes = block.nbytes
+        alias = block.placement.alias
+        assert alias is not None
+        block.placement = Resident(alias)
+        cleanup = block.cleanup
+        self.nbytes += block.nbytes - cleanup.resident_bytes
+        cleanup.resident_bytes = block.nbytes
         if self._event_log.on:
             self._event_log.emit("return", *block.facts)
 
     def lose(self, block: Block) -> None:
-        """Its bytes were changed before a whole copy was known to exist: backward will be told."""
-        source = block.storage_version
-        block.lost = (
-            f"is at version {source.probe._version}; expected version {source.version} instead"
-        )
-        block.alias = block.backing = None
+        """Its bytes were changed before a whole copy was known to exist: backward will raise."""
+        block.placement = Lost(block.storage_version.probe._version)
         self.leave(block)
         if self._event_log.on:
             self._event_log.emit("lose", *block.facts)
 
     def most(self, nbytes: int, leaving: int) -> int | None:
-        """How many bytes may stay now that ``nbytes`` have come and others are ``leaving``.
+        """Target resident bytes after admitting ``nbytes``, with ``leaving`` bytes in flight.
 
-        ``None``: no limit.
+        ``None``: unlimited.
         """
         memory = self._memory
         if memory is None:
@@ -99,8 +103,12 @@ class ResidentSet:
                 most = left if most is None else min(most, left)
         return most
 
+    def is_capturing(self) -> bool:
+        """Whether a graph of the device is being captured, so that nothing may move."""
+        return self._memory is not None and self._memory.device.is_capturing()
+
     def wants_room(self, leaving: int) -> bool:
-        """Whether the memory of what was copied is to be let go, with so many bytes ``leaving``."""
+        """Whether completed copies should release their source memory now, with ``leaving`` bytes in flight."""
         if self._memory is None or self.short_bytes:
             return True
         return self.limit is not None and self.nbytes + leaving > self.limit
@@ -134,25 +142,26 @@ class ResidentSet:
 
     def measure(self) -> None:
         """Between operations: while one runs, its tensors are the caller's."""
-        self.peak_bytes = max(self.peak_bytes, self.nbytes)
+        if self.nbytes > self.peak_bytes:
+            self.peak_bytes = self.nbytes
 
-    def restore(self, blocks: list[Block], waiting: set[int], cleanup: list[BlockCleanup]) -> None:
-        """Make the books anew from what there is: see ``_session``.
+    def restore(self, blocks: list[Block], waiting: set[int], cleanups: list[BlockCleanup]) -> None:
+        """Rebuild what follows from what there is: see ``_session``.
 
         Args:
             blocks: that are alive, oldest first.
             waiting: the ``id`` of each that waits for its operation's end.
-            remains: of all blocks, the dead ones that are yet to be settled too.
+            cleanups: of all blocks, the dead ones that are yet to be settled too.
         """
         self.queue = WeakQueue[Block](is_resident)
         for block in blocks:
-            if block.alias is None or block.backing is not None:
+            if not block.placement.is_kept:
                 block.cleanup.resident_bytes = 0
             elif block.cleanup.resident_bytes and id(block) not in waiting:
                 self.queue.append(block)
-        self.nbytes = sum(left.resident_bytes for left in cleanup)
+        self.nbytes = sum(cleanup.resident_bytes for cleanup in cleanups)
 
 
 def is_resident(block: Block) -> int:
-    """Whether it is in place still."""
+    """Whether it is in place still, and counted."""
     return block.cleanup.resident_bytes

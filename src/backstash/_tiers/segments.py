@@ -12,14 +12,19 @@ import weakref
 
 from .._runtime.trace import EventLog
 from .._saved.block import Block
+from .._saved.placement import Stored
 from .._saved.thread_state import ThreadState
+from .._saved.view import ALIGNMENT_BYTES
 from ..stores._buffer_pool import PAGE_BYTES, BufferPool
 from .backing import SegmentBacking
 from .disk import DiskTier
 from .inflight import InflightWrites
 from .resident import ResidentSet
 
-__all__ = ["SEGMENT_BYTES", "Segments"]
+__all__ = ["SEGMENT_BYTES", "SMALL_BYTES", "Segments"]
+
+SMALL_BYTES = 512 << 10
+"""Blocks below travel in segments."""
 
 SEGMENT_BYTES = 4 << 20
 """What one segment holds, where the window is not smaller."""
@@ -31,9 +36,9 @@ class Segments:
     Args:
         disk: where they are written.
         pool: the memory that they are filled in.
-        keep: what small blocks leave.
-        flights: the window that counts them.
-        tape: is told of blocks that have left, where somebody records.
+        resident: the set that small blocks leave.
+        inflight: the window that counts them.
+        event_log: gets the blocks that have left, where somebody records.
     """
 
     def __init__(
@@ -57,7 +62,7 @@ class Segments:
         at = segment.place(block.address, block.nbytes) if segment is not None else None
         if segment is None or at is None:
             self._close()
-            segment = self._open_one(block.nbytes + 128)
+            segment = self._open_one(block.nbytes + 2 * ALIGNMENT_BYTES)
             at = segment.place(block.address, block.nbytes)
             assert at is not None
         inflight = self._inflight
@@ -66,12 +71,14 @@ class Segments:
         segment.filled = at + block.nbytes
         segment.cleanup.inflight_bytes += block.nbytes
         segment.blocks += 1
-        block.backing, block.offset, block.alias = segment, at, None
+        block.offset = at
+        block.placement = Stored(segment)
         self._resident.leave(block)
-        inflight.count(block.nbytes)
+        inflight.written_bytes += block.nbytes
+        inflight.nbytes += block.nbytes
         if self._event_log.on:
             self._event_log.emit("land", *block.facts)
-        if not inflight.has_room(0):
+        if inflight.nbytes > inflight.window_bytes:
             self._close()
             inflight.make_room(0, thread_state)
 
@@ -95,15 +102,14 @@ class Segments:
         self._disk.begin_work(work)
 
     def restore(self, segments: list[SegmentBacking]) -> None:
-        """Make the books anew from what there is: see ``_session``.
+        """Rebuild what follows from what there is: see ``_session``.
 
-        What was neither open any more nor known to have a write is given one.
+        A segment that is neither open any more nor known to have a write is given one.
 
         Args:
             segments: that carry living blocks.
         """
-        self._pool.restore()
         for segment in segments:
             is_open = self._open is not None and self._open() is segment
-            if segment.buffer is not None and segment.cleanup.writing is None and not is_open:
+            if segment.buffer is not None and segment.cleanup.transfer is None and not is_open:
                 self._disk.write_of(segment, segment.address, segment.buffer)

@@ -11,14 +11,27 @@ the pair is back. Such a pair is marked ``left``, and what encloses it may be le
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from ..errors import UsageError
 
-__all__ = ["Pair", "current_pair", "own_pack", "pop_owned", "push", "replace_current", "take_all"]
+__all__ = [
+    "Pair",
+    "Scope",
+    "current_pair",
+    "own_pack",
+    "pop_owned",
+    "push",
+    "replace_current",
+    "take_all",
+    "take_out",
+]
 
 _autograd: Any = torch._C._autograd
 _top: Any = getattr(_autograd, "_top_saved_tensors_default_hooks", None)
@@ -29,6 +42,16 @@ class Pair(NamedTuple):
 
     pack: Callable[[Tensor], Any]
     unpack: Callable[[Any], Tensor]
+
+
+@dataclass(slots=True, eq=False)
+class Scope:
+    """A pair that a thread has pushed."""
+
+    hooks: saved_tensors_hooks
+    """The pair, as torch's own context."""
+    frame: FrameType | None
+    """Of the module call that it covers; ``None`` for a ``with`` statement."""
 
 
 def push(pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> None:
@@ -57,6 +80,33 @@ def _entered(pair: Pair) -> Any:
     return getattr(own_pack(pair), "__self__", None)
 
 
+def take_out(is_wanted: Callable[[Pair], bool]) -> list[Pair] | None:
+    """Take the newest pair that ``is_wanted`` off this thread's stack, and no other.
+
+    Returns the pairs that were above it, the newest first, which stay; ``None`` where no pair is wanted and
+    nothing changes. An interrupt changes nothing, or leaves that pair taken out. Where torch does not show
+    the stack, the top is popped.
+    """
+    above: list[Pair] = []
+    if _top is None:
+        _autograd._pop_saved_tensors_default_hooks()
+        return above
+    try:
+        while (top := _top(True)) is not None:
+            pair = Pair(*top)
+            found = is_wanted(pair)
+            above += (
+                () if found else (pair,)
+            )  # no call between this and the pop: nothing interrupts
+            _autograd._pop_saved_tensors_default_hooks()
+            if found:
+                return above
+        return None
+    finally:
+        for other in reversed(above):
+            push(*other)
+
+
 def pop_owned(owner: object, what: str) -> None:
     """Take out the newest pair of ``owner``.
 
@@ -64,19 +114,16 @@ def pop_owned(owner: object, what: str) -> None:
         UsageError: it is not on top (it is taken out all the same and those above it stay), or it is not
             on this thread's stack (nothing changes).
     """
-    if _top is None:
-        _autograd._pop_saved_tensors_default_hooks()
-        return
-    above: list[Pair] = []
-    while (pair := current_pair()) is not None:
-        _autograd._pop_saved_tensors_default_hooks()
-        if getattr(_entered(pair), "owner", None) is owner:
-            _entered(pair).left = True
-            break
-        above.append(pair)
-    for other in reversed(above):
-        push(*other)
-    if pair is None:
+
+    def is_owned(pair: Pair) -> bool:
+        entered = _entered(pair)
+        if getattr(entered, "owner", None) is not owner:
+            return False
+        entered.left = True
+        return True
+
+    above = take_out(is_owned)
+    if above is None:
         raise UsageError(
             f"{what} was left where it is not active: left more often than entered, left on another "
             "thread, or popped by another context; the hooks that are active stay as they were"

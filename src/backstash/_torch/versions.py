@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -12,20 +13,31 @@ from torch import Tensor
 
 from ..errors import InplaceError
 
-__all__ = ["Held", "Routed", "changed_in_place", "running_node", "same_counter", "version_of"]
+__all__ = [
+    "Held",
+    "Routed",
+    "changed_in_place",
+    "inplace_error",
+    "running_node",
+    "same_counter",
+    "version_of",
+]
 
 _call = operator.methodcaller("__call__")
 
 _set_versions: Any = getattr(torch._C._autograd, "_unsafe_set_version_counter", None)
+_has_interpreter_lock: bool = getattr(sys, "_is_gil_enabled", lambda: True)()
 
 
 def same_counter(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors of equal version share one version counter (a view or ``detach``; not ``.data``).
 
     Sharing cannot be asked of torch, so it is tried: the first one's counter is raised for a moment and
-    put back. Where torch lacks the call the answer is no, which costs a copy and never a wrong value.
+    put back. That relies on the interpreter's lock, which keeps every other thread from looking in that
+    moment. On a Python without that lock, and where torch lacks the call, the answer is no, which costs a
+    copy and never a wrong value.
     """
-    if _set_versions is None:
+    if _set_versions is None or not _has_interpreter_lock:
         return False
     version = one._version
     # One call of C code after another, without a bytecode between them at which Python could go on with
@@ -53,14 +65,27 @@ def running_node() -> str:
     return f" for {node.name()}" if node is not None else ""
 
 
-def changed_in_place(tensor: Tensor, version: int | None) -> InplaceError:
-    """The error for a saved tensor whose value is no longer what was saved."""
+def inplace_error(what: str, found: int | None, saved: int | None, remedy: str) -> InplaceError:
+    """The error for a saved tensor that was modified in place, in PyTorch's words.
+
+    Args:
+        what: names the tensor.
+        found: the version it has now.
+        saved: the version it was saved at.
+        remedy: what the user can do.
+    """
     return InplaceError(
         "one of the variables needed for gradient computation has been modified by an inplace operation: "
-        f"a saved {str(tensor.dtype).removeprefix('torch.')} tensor of shape {tuple(tensor.shape)}"
-        f"{running_node()} is at version {version_of(tensor)}; expected version {version} instead. "
-        "Change a clone, or use allow_mutation_on_saved_tensors."
+        f"{what}{running_node()} is at version {found}; expected version {saved} instead. {remedy}"
     )
+
+
+def changed_in_place(tensor: Tensor, version: int | None) -> InplaceError:
+    """The error for a saved tensor whose value is no longer what was saved."""
+    kind = str(tensor.dtype).removeprefix("torch.")
+    what = f"a saved {kind} tensor of shape {tuple(tensor.shape)}"
+    remedy = "Change a clone, or use allow_mutation_on_saved_tensors."
+    return inplace_error(what, version_of(tensor), version, remedy)
 
 
 class Held:

@@ -3,84 +3,85 @@
 Ordinary CPU tensors are its memory. What computes runs at once, as CPU operations do, so its stream is
 always idle; the two side streams are queues. A copy runs when the test says so (:meth:`TwinDevice.run`),
 when the current stream is told to come after it, when a thread waits for it, or by chance. Until then its
-target is garbage, as memory is that nobody has filled. A source that is let go before its copy has run is
-a fault, kept in ``faults``, and its bytes are garbage from then on. So is whatever is asked of the device
-while ``capturing``.
+target is garbage, as memory is that nobody has filled. Whatever is asked of the device while ``capturing`` is
+a fault, kept in ``faults``.
 """
 
 from __future__ import annotations
 
 import random
 import threading
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from .._device.base import Copy, Device
+from .._device.base import Completion, Copy, Device
 
 __all__ = ["TwinDevice"]
 
 _GARBAGE = 0xDD
 
 
+class _TwinEvent(Completion):
+    def __init__(self, device: TwinDevice, queue: list[_TwinCopy]) -> None:
+        self._device = device
+        self._queue = queue
+        self.has_run = self._was_seen = False
+
+    def ended(self) -> bool:
+        if not self._device.capturing:
+            self._device.by_chance()
+            self._was_seen = self.has_run
+        return self._was_seen
+
+    def wait(self) -> None:
+        self._device.touched("waited for")
+        self._device.waits += 1
+        self.run_up_to_here()
+
+    def run_up_to_here(self) -> None:
+        with self._device.lock:
+            while not self.has_run:
+                self._queue[0].run()
+
+
 class _TwinCopy(Copy):
+    """The queue that it waits in owns it, so its source is alive until it has run, as an allocator sees to."""
+
+    completion: _TwinEvent
+
     def __init__(
         self,
         device: TwinDevice,
         queue: list[_TwinCopy],
         source: Tensor,
         memory: Tensor,
-        after: _TwinCopy | None,
+        after: _TwinEvent | None,
     ) -> None:
         self.memory = memory
+        self.completion = _TwinEvent(device, queue)
         self._device = device
         self._queue = queue
-        self._source: Tensor | None = source
+        self._source: Tensor = source
         self._after = after
-        self._has_run = self._was_seen = False
         queue.append(self)
 
     def done(self) -> bool:
         return self.ended()
 
-    def ended(self) -> bool:
-        if not self._device.capturing:
-            self._device.by_chance()
-            self._was_seen = self._has_run
-        return self._was_seen
-
     def order(self) -> None:
         self._device.touched("ordered")
         self._device.orders += 1
-        self._run_up_to_here()
-
-    def wait(self) -> None:
-        self._device.touched("waited for")
-        self._device.waits += 1
-        self._run_up_to_here()
-
-    def release(self) -> None:
-        with self._device.lock:
-            if not self._has_run:
-                self._device.faults.append("a source was let go before its copy had run")
-            self._source = None
-
-    def _run_up_to_here(self) -> None:
-        with self._device.lock:
-            while not self._has_run:
-                self._queue[0].run()
+        self.completion.run_up_to_here()
 
     def run(self) -> None:
         """Copy. Everything before it in its queue has run."""
         if self._after is not None:
-            self._after._run_up_to_here()
+            self._after.run_up_to_here()
         assert self._queue[0] is self
-        if self._source is None:
-            self.memory.data.fill_(_GARBAGE)
-        else:
-            self.memory.data.copy_(self._source)
-        self._has_run, self._after = True, None
+        self.memory.data.copy_(self._source)
+        self.completion.has_run, self._after = True, None
         self._queue.pop(0)  # last, so that an interrupt leaves it to be run anew
 
 
@@ -153,16 +154,14 @@ class TwinDevice(Device):
             target.fill_(_GARBAGE)
             return _TwinCopy(self, self.downs, source, target, None)
 
-    def up(self, source: Tensor, after: Copy | None) -> Copy:
+    def up(self, source: Tensor, after: Completion | None) -> Copy:
         """See :meth:`Device.up`."""
         self.touched("begun")
         if source.numel() > self.free:
             raise torch.OutOfMemoryError(f"the twin has {self.free} bytes")
         with self.lock:
             memory = torch.full((source.numel(),), _GARBAGE, dtype=torch.uint8)
-            return _TwinCopy(
-                self, self.ups, source, memory, after if isinstance(after, _TwinCopy) else None
-            )
+            return _TwinCopy(self, self.ups, source, memory, cast("_TwinEvent | None", after))
 
     def pin(self, memory: Tensor) -> str:
         """See :meth:`Device.pin`."""

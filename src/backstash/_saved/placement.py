@@ -1,0 +1,156 @@
+"""Where a block's bytes are: in place, on their way down, below, or lost.
+
+A block has one *placement* and changes it by one assignment, so an interrupt finds either the old one or the
+new one. All counts and queues follow from the placements of the blocks that are alive.
+
+Below, the bytes are in a *backing*: a slot of a store, a buffer of host memory, or part of a segment. They
+come back by a *load*. Both are abstract here, since a block must name them; the tiers have the concrete ones.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Protocol
+
+from torch import Tensor
+
+from .._runtime.reclaim import Cleanup
+from .._runtime.transfer import Transfer
+
+__all__ = ["Arrival", "Backing", "Load", "Lost", "Placement", "Resident", "Stored", "Writing"]
+
+
+class Arrival(Protocol):
+    """A copy to an accelerator that may not have ended."""
+
+    def order(self) -> None:
+        """Let what the current stream does from now on come after it."""
+
+
+class Load(ABC):
+    """A backing's bytes on their way back to memory."""
+
+    __slots__ = ()
+
+    memory: Tensor
+    """What they are read to, as bytes; to be looked at once :meth:`exception` has answered ``None``."""
+    arrival: Arrival | None
+    """The copy that each user of the memory has to be ordered after, on an accelerator."""
+    needs_worker: bool
+    """Whether somebody has to :meth:`run` it."""
+
+    @abstractmethod
+    def run(self) -> bool:
+        """Read, on the thread that comes first; whether it was this one."""
+
+    @abstractmethod
+    def exception(self) -> BaseException | None:
+        """Wait for the end; the error, if there was one. May raise ``torch.OutOfMemoryError``."""
+
+
+class Backing(ABC):
+    """The place of one or several blocks' bytes below, and the memory they were read back to, while needed."""
+
+    __slots__ = ()
+
+    cleanup: Cleanup
+    """What it leaves when it dies."""
+    nbytes: int
+    """The bytes of all its blocks."""
+    skew: int
+    """How many bytes of a load's memory come before its first one."""
+    load: Load | None
+    """While what was read is wanted."""
+    ahead: bool
+    """Whether the load was begun before any block was needed."""
+    blocks: int
+    """How many blocks it carries."""
+    wanted: int
+    """How many of them have not come for what was read."""
+
+    buffer: Tensor | None = None
+    """The bytes in memory, where the backing has them beside its slot."""
+    is_shared = False
+    """Whether it carries several blocks."""
+
+    @property
+    @abstractmethod
+    def tier(self) -> str:
+        """The tier that has the bytes: ``"host"`` or ``"disk"``."""
+
+    @abstractmethod
+    def storage_for(
+        self, offset: int, address: int, nbytes: int, memory: Tensor
+    ) -> tuple[Tensor, int]:
+        """A storage for all views of one block, from ``memory`` as it was read; and where the block begins.
+
+        Args:
+            offset: of the block's first byte in this backing.
+            address: the block had when it was saved.
+            nbytes: of the block.
+            memory: of a load, or ``buffer``.
+        """
+
+    def let_go(self) -> None:
+        """Drop the memory that was read back; the bytes below stay."""
+        self.load = None
+        self.ahead = False
+
+
+class Placement:
+    """Where a block is. Abstract: one of the four classes below."""
+
+    __slots__ = ()
+
+    alias: Tensor | None = None
+    """The tensor's own memory, while the block owns it."""
+    backing: Backing | None = None
+    """The place below, once its write has begun."""
+    transfer: Transfer | None = None
+    """The write, until it has completed."""
+    is_kept = False
+    """Whether it is in place, and not on its way down."""
+    is_unordered = False
+    """Whether its memory was let go while the copy of it still ran."""
+    lost_at: int | None = None
+    """The version that was found in place of the saved one."""
+
+
+class Resident(Placement):
+    """In place: the block owns an alias of the tensor's memory."""
+
+    __slots__ = ("alias",)
+    is_kept = True
+
+    def __init__(self, alias: Tensor) -> None:
+        self.alias: Tensor | None = alias
+
+
+class Writing(Placement):
+    """On its way down: still in place, while ``transfer`` copies the bytes to the backing."""
+
+    __slots__ = ("alias", "backing", "transfer")
+
+    def __init__(self, alias: Tensor | None, backing: Backing, transfer: Transfer) -> None:
+        self.alias = alias
+        self.backing: Backing | None = backing
+        self.transfer: Transfer | None = transfer
+
+
+class Stored(Placement):
+    """Below: only the backing has the bytes."""
+
+    __slots__ = ("backing", "is_unordered")
+
+    def __init__(self, backing: Backing | None, *, is_unordered: bool = False) -> None:
+        self.backing = backing
+        self.is_unordered = is_unordered
+
+
+class Lost(Placement):
+    """Modified in place before a whole copy was known to exist: backward raises if it asks for the block."""
+
+    __slots__ = ("lost_at",)
+
+    def __init__(self, lost_at: int) -> None:
+        self.lost_at: int | None = lost_at
