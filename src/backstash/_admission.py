@@ -88,7 +88,8 @@ class Admission:
                 session.settle(thread_state)
         if type(tensor) is not Tensor:
             return self._pack_other(tensor, thread_state)
-        tiers = session.tiers_of(tensor.device)
+        device = tensor.device
+        tiers = session.known_tiers.get(device) or session.tiers_of(device)
         if isinstance(tiers, str):
             return self._stay(tensor, tiers)
         reason = reason_to_stay(tensor) or (_FORKED if forked else "")
@@ -113,7 +114,8 @@ class Admission:
         tiers: DeviceTiers,
     ) -> tuple[str, str]:
         """Why it stays (``""``: it does not), and the tier that the policy names for it (or ``""``)."""
-        is_parameter = _is_parameter(tensor)
+        base = tensor._base
+        is_parameter = _gets_gradient(tensor) or (base is not None and _gets_gradient(base))
         if self._policy is not None:
             action = self._policy(
                 SavedTensor(
@@ -137,7 +139,7 @@ class Admission:
             return _PARAMETER, ""
         if tensor.untyped_storage().nbytes() < self._min_bytes:
             return SMALL, ""
-        if is_buffer(tensor.untyped_storage()._cdata, modules):
+        if modules and is_buffer(tensor.untyped_storage()._cdata, modules):
             return "a module's buffer, or a view of one", ""
         return "", ""
 
@@ -167,7 +169,10 @@ class Admission:
                 )
                 if entry is not None:
                     return entry
-            block = self._block_of(storage_version, raw_alias(tensor), tiers)
+            alias = raw_alias(tensor)
+            block = Block(storage_version, alias, self._session.reclaim_queue, tiers.number)
+            if tiers.device is not None:
+                block.stream = tiers.device.stream()
             block.saved_regions = None if region is None else [region]
             self._admit(block, tensor, thread_state, modules, tiers, tier)
             storage_version.block = weakref.ref(block)
@@ -201,7 +206,10 @@ class Admission:
                 copy = region.copy(tensor)
             except torch.OutOfMemoryError:
                 return None  # the whole of it needs no memory to be saved
-            block = self._block_of(StorageVersion(copy, copy.untyped_storage()), copy, tiers)
+            version = StorageVersion(copy, copy.untyped_storage())
+            block = Block(version, copy, self._session.reclaim_queue, tiers.number)
+            if tiers.device is not None:
+                block.stream = tiers.device.stream()
             block.origin = origin
             if region.nbytes >= self._min_bytes or tier:
                 self._admit(block, tensor, thread_state, modules, tiers, tier)
@@ -220,18 +228,12 @@ class Admission:
         return Entry(block, tensor, skipped, None if region.is_dense else region)
 
     def _identify(self, tensor: Tensor, storage: torch.UntypedStorage) -> StorageVersion:
-        storage_version = self._storage_versions.get(storage._cdata)
+        ref = self._storage_versions.refs.get(storage._cdata)
+        storage_version = ref() if ref is not None else None
         if storage_version is None or not storage_version.is_of(tensor):
             storage_version = StorageVersion(tensor, storage)
             self._storage_versions[storage_version.cdata] = storage_version
         return storage_version
-
-    def _block_of(
-        self, storage_version: StorageVersion, alias: Tensor, tiers: DeviceTiers
-    ) -> Block:
-        device = tiers.device
-        stream = device.stream() if device is not None else None
-        return Block(storage_version, alias, self._session.reclaim_queue, tiers.number, stream)
 
     def _admit(
         self,

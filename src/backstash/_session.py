@@ -63,7 +63,8 @@ class Session:
         self._followed = 0  # passes that had begun when "auto" last followed the free memory
         self.thread_states: list[ThreadState] = []
         self._ended = Counts()  # of the threads that have ended
-        self._tiers_of: dict[torch.device, DeviceTiers | str] = {}
+        self.known_tiers: dict[torch.device, DeviceTiers | str] = {}
+        """By device; or the reason why a device has none."""
         self._make_of = make_of
         self.reclaim_queue = reclaim_queue
         self.predictor: AccessPredictor[Block] = AccessPredictor()
@@ -89,19 +90,19 @@ class Session:
 
     def tiers_of(self, device: torch.device) -> DeviceTiers | str:
         """The tiers of a device, or the reason why it has none. Takes the lock itself."""
-        tiers = self._tiers_of.get(device)
+        tiers = self.known_tiers.get(device)
         if tiers is None:
             with self.section.lock:
-                if device not in self._tiers_of:
-                    made = self._tiers_of[device] = self._make_of(device, len(self.device_tiers))
+                if device not in self.known_tiers:
+                    made = self.known_tiers[device] = self._make_of(device, len(self.device_tiers))
                     if not isinstance(made, str):
                         self._begin(made)
-                tiers = self._tiers_of[device]
+                tiers = self.known_tiers[device]
         return tiers
 
     def put(self, device: torch.device, tiers: DeviceTiers) -> None:
         """From now on, tensors of ``device`` go to ``tiers``."""
-        self._tiers_of[device] = tiers
+        self.known_tiers[device] = tiers
         self._begin(tiers)
 
     def _begin(self, tiers: DeviceTiers) -> None:
@@ -231,7 +232,7 @@ class Session:
         for tiers in self.device_tiers:
             number = tiers.number
             mine = [block for block in blocks if block.number == number]
-            cleanups = {
+            cleanups: dict[type, list[Any]] = {
                 kind: [each for each in found[kind] if each.number == number] for kind in _CLEANUPS
             }
             tiers.restore(mine, waiting, cleanups)

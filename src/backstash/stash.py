@@ -128,7 +128,7 @@ class Stash:
         section, reclaim_queue = CriticalSection(), ReclaimQueue()
         self._pool = BufferPool(idle_bytes=_IDLE_BYTES)
         self._event_log = EventLog(functools.partial(_levels_of, weakref.ref(self)))
-        config = TierConfig(
+        self._config = TierConfig(
             self._store,
             self._workers.begin,
             reclaim_queue,
@@ -145,8 +145,8 @@ class Stash:
             reclaim_queue,
             section,
             self._event_log,
-            config.tiers,
-            config.tiers_of,
+            self._config.tiers,
+            self._config.tiers_of,
             keep=keep_limit,
         )
         self._admission = Admission(self._session, policy=policy, min_bytes=min_nbytes)
@@ -318,12 +318,14 @@ class Stash:
             session.is_forked()
         if tiers.device is not None and tiers.device.is_capturing():
             return self._unpack_captured(entry)
-        thread_state = self._thread_state()
-        section = session.section
+        thread_state = getattr(self._local, "thread_state", None) or self._thread_state()
+        section, prefetcher = session.section, tiers.prefetcher
         with section.lock, section:
             if session.reclaim_queue:
                 session.drain()
-            session.complete(thread_state)
+            for each in session.device_tiers:
+                if each.evictor.inflight.writes:
+                    each.evictor.inflight.complete(thread_state)
             placement, source = block.placement, block.storage_version
             if placement.alias is not None or placement.is_unordered:
                 if source.changed:  # in the second case perhaps while it was copied
@@ -338,12 +340,13 @@ class Stash:
             if placement.alias is not None:
                 view: Tensor | None = entry.view_of(placement.alias, 0)
             else:
-                view = tiers.prefetcher.at_hand(entry)
+                view = prefetcher.at_hand(entry)
             if view is not None:
-                tiers.prefetcher.ahead(block)
+                prefetcher.ahead(block)
                 return view
+            load, mine = prefetcher.load(block)
         try:
-            return tiers.prefetcher.view(entry)
+            return prefetcher.view(entry, load, mine=mine)
         except StashIOError as error:
             raise _unreadable(entry, error) from error
 

@@ -64,6 +64,7 @@ class _Event(Completion):
 class _StreamCopy(Copy):
     __slots__ = ("__del__", "_device", "_is_safe", "_owner", "_side", "completion", "memory")
     __del__: Callable[[], Any]  # filled with a call of C: see _runtime/reclaim
+    completion: _Event
 
     def __init__(
         self, device: Accelerator, side: Any, owner: Any, mine: Tensor, memory: Tensor

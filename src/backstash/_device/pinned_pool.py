@@ -15,7 +15,8 @@ from typing import Protocol
 
 from torch import Tensor
 
-from ..stores._buffer_pool import PAGE_BYTES, mapped
+from ..stores._base import PAGE_BYTES
+from ..stores._buffer_pool import mapped
 from ..stores._leases import Leases
 
 __all__ = ["PinnedBuffer", "PinnedPool", "Pins"]
@@ -52,7 +53,7 @@ class _Slab:
     def take(self, nbytes: int) -> PinnedBuffer | None:
         buffer = PinnedBuffer(self)
         offset = self.leases.take(buffer, nbytes)
-        if self.leases.end_bytes <= self.memory.numel():
+        if self.leases.extents.end_bytes <= self.memory.numel():
             buffer.offset, buffer.memory = offset, self.memory[offset : offset + nbytes]
             return buffer
         self.leases.free(offset)
@@ -97,7 +98,7 @@ class PinnedPool:
     @property
     def used_bytes(self) -> int:
         """Bytes of all rooms, in whole pages."""
-        return sum(slab.leases.used_bytes for slab in self._slabs)
+        return sum(slab.leases.extents.used_bytes for slab in self._slabs)
 
     def could_hold(self, nbytes: int) -> bool:
         """Whether ``nbytes`` are no more than the budget."""
@@ -111,7 +112,7 @@ class PinnedPool:
         ``may_grow=False`` takes what is pinned already, or nothing.
         """
         for slab in self._slabs:
-            if slab.memory.numel() - slab.leases.used_bytes < nbytes:
+            if slab.memory.numel() - slab.leases.extents.used_bytes < nbytes:
                 continue
             buffer = slab.take(nbytes)
             if buffer is not None:
@@ -130,7 +131,7 @@ class PinnedPool:
 
     def trim(self) -> None:
         """Unpin and let go of every slab without rooms."""
-        for slab in [slab for slab in self._slabs if not slab.leases.used_bytes]:
+        for slab in [slab for slab in self._slabs if not slab.leases.extents.used_bytes]:
             self._slabs.remove(slab)
             slab.let_go()
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Hashable
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
-__all__ = ["KeyedRef", "WeakQueue", "WeakTable"]
+from ..stores._leases import KeyedRef
+
+__all__ = ["WeakQueue", "WeakTable"]
 
 _T = TypeVar("_T")
 _LEAST = 64  # entries below which nobody looks
@@ -24,65 +26,54 @@ class WeakQueue(Generic[_T]):
         wanted: whether a living item still belongs here.
     """
 
-    __slots__ = ("_refs", "_sweep_at", "_wanted")
+    __slots__ = ("_sweep_at", "_wanted", "refs")
 
     def __init__(self, wanted: Callable[[_T], object]) -> None:
-        self._refs: deque[weakref.ref[_T]] = deque()
+        self.refs: deque[weakref.ref[_T]] = deque()  # empty where nothing waits
         self._sweep_at = _LEAST
         self._wanted = wanted
 
     def __len__(self) -> int:
-        return len(self._refs)
+        return len(self.refs)
 
     def append(self, item: _T) -> None:
         """Put ``item`` at the end."""
-        if len(self._refs) >= self._sweep_at:
+        if len(self.refs) >= self._sweep_at:
             self._sweep()
-        self._refs.append(weakref.ref(item))
+        self.refs.append(weakref.ref(item))
 
     def appendleft(self, item: _T) -> None:
         """Put ``item`` before all others."""
-        self._refs.appendleft(weakref.ref(item))
+        self.refs.appendleft(weakref.ref(item))
 
     def popleft(self) -> _T | None:
         """Take out the oldest; ``None`` if it is dead or no longer wanted. ``IndexError``: there is none."""
-        item = self._refs.popleft()()
+        item = self.refs.popleft()()
         return item if item is not None and self._wanted(item) else None
 
     def clear(self) -> None:
         """Nothing is left that could wait here."""
-        if self._refs:
-            self._refs = deque()
+        if self.refs:
+            self.refs = deque()
             self._sweep_at = _LEAST
 
     def take_before(self, other: WeakQueue[_T]) -> None:
         """Put all that waits in ``other`` before what waits here, and leave that empty."""
-        refs, other._refs = other._refs, deque()
-        self._refs.extendleft(reversed(refs))
+        refs, other.refs = other.refs, deque()
+        self.refs.extendleft(reversed(refs))
 
     def _sweep(self) -> None:
         wanted = self._wanted
         # Set aside first: a finalizer that the collector runs meanwhile may append.
-        refs, self._refs = self._refs, deque()
+        refs, self.refs = self.refs, deque()
         alive = deque(ref for ref in refs if (item := ref()) is not None and wanted(item))
-        alive.extend(self._refs)
-        self._refs = alive
-        self._sweep_at = max(_LEAST, 2 * len(self._refs))
+        alive.extend(self.refs)
+        self.refs = alive
+        self._sweep_at = max(_LEAST, 2 * len(self.refs))
 
 
 _K = TypeVar("_K", bound=Hashable)
 _V = TypeVar("_V")
-
-
-class KeyedRef(weakref.ref[_T]):
-    """A weak reference with a ``key``, set by its maker.
-
-    Unlike ``weakref.KeyedRef`` it is made without a call in Python, which counts where each saved tensor
-    makes several.
-    """
-
-    __slots__ = ("key",)
-    key: Any
 
 
 class WeakTable(Generic[_K, _V]):
@@ -93,23 +84,23 @@ class WeakTable(Generic[_K, _V]):
     is a deque's own ``append``.
     """
 
-    __slots__ = ("_gone", "_is_gone", "_refs")
+    __slots__ = ("_gone", "_is_gone", "refs")
 
     def __init__(self) -> None:
-        self._refs: dict[_K, KeyedRef[_V]] = {}
+        self.refs: dict[_K, KeyedRef[_V]] = {}
         self._gone: deque[KeyedRef[_V]] = deque()
         self._is_gone = self._gone.append  # bound once, not for each entry
 
     def get(self, key: _K) -> _V | None:
         """The value, if it is alive."""
-        ref = self._refs.get(key)
+        ref = self.refs.get(key)
         return ref() if ref is not None else None
 
     def __setitem__(self, key: _K, value: _V) -> None:
         while self._gone:
             ref = self._gone.popleft()
-            if self._refs.get(ref.key) is ref:
-                del self._refs[ref.key]
+            if self.refs.get(ref.key) is ref:
+                del self.refs[ref.key]
         ref = KeyedRef(value, self._is_gone)
         ref.key = key
-        self._refs[key] = ref
+        self.refs[key] = ref

@@ -58,15 +58,7 @@ class ForwardPass(Generic[_B]):
         self.seen = bytearray()
         self.learned: AccessHistory | None = None
 
-    def add(self, block: _B) -> None:
-        """A new block, the youngest."""
-        if len(self.blocks) >= self.sweep_at:
-            self._forget_dead()
-        block.forward_pass = self
-        block.index = len(self.blocks)
-        self.blocks.append(weakref.ref(block))
-
-    def _forget_dead(self) -> None:
+    def forget_dead(self) -> None:
         """Number the living anew: without a backward a pass never ends, whatever dies meanwhile."""
         # Set aside first: a finalizer that the collector runs meanwhile may add.
         blocks, self.blocks = self.blocks, []
@@ -115,11 +107,16 @@ class AccessPredictor(Generic[_B]):
         if self._current.seen:
             self._conclude(self._current)
             self._current = ForwardPass(self._current)
-        if not self._current.blocks:
+        current = self._current
+        if not current.blocks:
             self.passes += 1
         block.cleanup.serial = self._blocks
         self._blocks += 1
-        self._current.add(block)
+        if len(current.blocks) >= current.sweep_at:
+            current.forget_dead()
+        block.forward_pass = current
+        block.index = len(current.blocks)
+        current.blocks.append(weakref.ref(block))
 
     def forget(self) -> None:
         """No block is alive any more."""

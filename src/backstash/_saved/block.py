@@ -127,7 +127,6 @@ class Block:
         alias: a tensor with the memory and the version counter, without a graph.
         reclaim_queue: gets the block's cleanup when it dies.
         number: of the device whose tiers count it.
-        stream: that the bytes were made on, on an accelerator.
     """
 
     __slots__ = (
@@ -160,7 +159,6 @@ class Block:
         alias: Tensor,
         reclaim_queue: ReclaimQueue,
         number: int,
-        stream: Any = None,
     ) -> None:
         storage = alias.untyped_storage()
         self.nbytes = storage.nbytes()
@@ -172,7 +170,7 @@ class Block:
         self.origin = storage_version  # whose bytes these are: differs for a copy of a region
         self.address = storage.data_ptr()  # while in place; its residue matters ever after
         self.number = number
-        self.stream = stream
+        self.stream: Any = None  # that its bytes were made on, on an accelerator
         self.thread_state: ThreadState
         self.forward_pass: ForwardPass[Block]
         self.index = 0  # in its forward pass

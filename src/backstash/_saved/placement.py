@@ -16,6 +16,7 @@ from torch import Tensor
 
 from .._runtime.reclaim import Cleanup
 from .._runtime.transfer import Transfer
+from .._runtime.workers import Work
 
 __all__ = ["Arrival", "Backing", "Load", "Lost", "Placement", "Resident", "Stored", "Writing"]
 
@@ -36,12 +37,16 @@ class Load(ABC):
     """What they are read to, as bytes; to be looked at once :meth:`exception` has answered ``None``."""
     arrival: Arrival | None
     """The copy that each user of the memory has to be ordered after, on an accelerator."""
-    needs_worker: bool
-    """Whether somebody has to :meth:`run` it."""
 
+    @property
     @abstractmethod
-    def run(self) -> bool:
-        """Read, on the thread that comes first; whether it was this one."""
+    def work(self) -> Work | None:
+        """The read that a worker makes, or the thread that waits; ``None`` where the device does all of it."""
+
+    @property
+    @abstractmethod
+    def is_ready(self) -> bool:
+        """Whether the memory may be used at once."""
 
     @abstractmethod
     def exception(self) -> BaseException | None:
@@ -51,7 +56,7 @@ class Load(ABC):
 class Backing(ABC):
     """The place of one or several blocks' bytes below, and the memory they were read back to, while needed."""
 
-    __slots__ = ()
+    __slots__ = ("__weakref__", "ahead", "blocks", "load", "nbytes", "skew", "wanted")
 
     cleanup: Cleanup
     """What it leaves when it dies."""

@@ -186,7 +186,9 @@ def reason_to_stay(tensor: Tensor) -> str:
     storage = tensor.untyped_storage()
     if tensor.numel() == 0 or storage.data_ptr() == 0:
         return "no bytes"
-    if extent_bytes(tensor)[1] > storage.nbytes():
+    nbytes = storage.nbytes()
+    is_whole = tensor.nbytes == nbytes and tensor.is_contiguous()
+    if not is_whole and extent_bytes(tensor)[1] > nbytes:
         return "its storage is smaller than the view"
     if storage.data_ptr() % 16:
         return "its memory is not aligned"

@@ -27,24 +27,25 @@ __all__ = ["DiskBacking", "DiskCleanup", "DiskLoad", "SegmentBacking"]
 class DiskLoad(Load):
     """A read from a store to memory; done when :meth:`exception` answers."""
 
-    __slots__ = ("_work", "memory")
+    __slots__ = ("memory", "work")
 
     arrival = None
-    needs_worker = True
+    work: Work
 
     def __init__(self, backing: DiskBacking, memory: Tensor) -> None:
         self.memory = memory
         # Not the backing itself, which owns this.
         address = memory.data_ptr() + backing.skew
-        self._work = Work(_read, backing.store, backing.slot, address, memory)
+        self.work = Work(_read, backing.store, backing.slot, address, memory)
 
-    def run(self) -> bool:
-        """See :meth:`Load.run`."""
-        return self._work.run()
+    @property
+    def is_ready(self) -> bool:
+        """See :attr:`Load.is_ready`."""
+        return self.work.finished and self.work.error is None
 
     def exception(self) -> BaseException | None:
         """See :meth:`Load.exception`."""
-        return self._work.exception()
+        return self.work.exception()
 
 
 def _read(store: Store, slot: Slot, address: int, owner: Tensor) -> None:
@@ -84,19 +85,7 @@ class DiskCleanup(Cleanup):
 class DiskBacking(Backing):
     """A slot in a store, the write that fills it and, while needed, the memory it was read back to."""
 
-    __slots__ = (
-        "__del__",
-        "__weakref__",
-        "ahead",
-        "blocks",
-        "cleanup",
-        "load",
-        "nbytes",
-        "skew",
-        "slot",
-        "store",
-        "wanted",
-    )
+    __slots__ = ("__del__", "cleanup", "slot", "store")
     __del__: Callable[[], None]
 
     tier = "disk"

@@ -18,7 +18,8 @@ from .._saved.block import Block
 from .._saved.placement import Load
 from ..errors import StashFullError
 from ..stores import Slot, Store
-from ..stores._buffer_pool import PAGE_BYTES, BufferPool
+from ..stores._base import PAGE_BYTES
+from ..stores._buffer_pool import BufferPool
 from .backing import DiskBacking, DiskCleanup, DiskLoad
 from .base import LowerTier
 

@@ -75,8 +75,9 @@ class Evictor:
             inflight.complete(thread_state)
         if not (at_once and self._send(block, thread_state)):
             resident.queue.append(block)
-            if resident.limit is not None or resident.asks_device:
+            if resident.limit is not None or resident.memory is not None:
                 self._press(thread_state, block)
+        # Between operations: while one runs, its tensors are the caller's.
         if resident.nbytes > resident.peak_bytes:
             resident.peak_bytes = resident.nbytes
         if inflight.nbytes > inflight.peak_bytes:
@@ -85,7 +86,7 @@ class Evictor:
     def _press(self, thread_state: ThreadState, newest: Block) -> None:
         resident = self.resident
         most = resident.most(newest.nbytes, self.inflight.nbytes)
-        while most is not None and resident.nbytes > most and resident.queue:
+        while most is not None and resident.nbytes > most and resident.queue.refs:
             block = resident.queue.popleft()
             if block is None:
                 continue
@@ -101,8 +102,8 @@ class Evictor:
                 self.health.deferred.append(block)  # a smaller one may find room
         if resident.short_bytes:
             self.inflight.let_go(resident.short_bytes, thread_state)
-        if resident.asks_device and resident.ran_out():  # in backward, say, which calls no stash
-            self.ease()
+        if resident.memory is not None and resident.memory.failed:
+            self.ease()  # it ran out of memory in backward, say, which calls no stash
 
     def _may_leave_unseen(self, block: Block) -> bool:
         """Whether another thread's block may go: it is written, not copied, and need not be waited for."""
@@ -113,9 +114,12 @@ class Evictor:
     def _send(self, block: Block, thread_state: ThreadState) -> bool:
         """Move ``block`` down; whether it left. Raises ``StashFullError`` with ``on_full="raise"``."""
         tier, segments, nbytes = self._tier, self._segments, block.nbytes
-        if tier is None or self.health.refuses(nbytes) or self.resident.is_capturing():
+        if tier is None or (not self.health.is_well and self.health.refuses(nbytes)):
             return False
-        if block.storage_version.changed:
+        memory, source = self.resident.memory, block.storage_version
+        if memory is not None and memory.device.is_capturing():
+            return False
+        if source.probe._version != source.version:
             self.resident.lose(block)
             return True
         if block.has_moved:
@@ -124,7 +128,9 @@ class Evictor:
             if segments is not None and nbytes < _segments.SMALL_BYTES:
                 segments.gather(block, thread_state)
             else:
-                self.inflight.make_room(nbytes, thread_state)
+                inflight = self.inflight
+                if inflight.nbytes + nbytes > inflight.window_bytes:
+                    inflight.make_room(nbytes, thread_state)
                 self._begin_write(block, tier, thread_state)
         except StashFullError as error:
             self.health.full(error, nbytes)

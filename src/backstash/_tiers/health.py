@@ -40,6 +40,8 @@ class TierHealth:
         self._tier = tier
         self._raises = raises
         self.deferred = WeakQueue[Block](is_resident)  # found no room; oldest first
+        self.is_well = True
+        """Whether nothing was refused, so that :meth:`refuses` need not be asked."""
         # Bytes used when the tier last had no room, and the size of the smallest block that it refused.
         self._full_at: tuple[int, int] | None = None
         self._broken: Callable[[], StashError] | None = None  # after a failed write nothing goes
@@ -64,12 +66,14 @@ class TierHealth:
         """There may be room again: a step has ended, and somebody else may have made it."""
         if self._full_at is not None:
             self._full_at = None
+            self.is_well = self._broken is None
             self._resident.queue.take_before(self.deferred)
 
     def full(self, error: StashFullError, nbytes: int) -> None:
         """There was no room for ``nbytes``. Raises ``error`` with ``on_full="raise"``."""
         assert self._tier is not None
         self._full_at = self._tier.used_bytes, nbytes
+        self.is_well = False
         self._emit(error)
 
     def broke(self, failure: BaseException) -> None:
@@ -78,6 +82,7 @@ class TierHealth:
         kind = StashFullError if number == errno.ENOSPC else StashIOError
         text = str(failure)
         # Made anew each time: a kept exception would keep the frames that it passed through.
+        self.is_well = False
         self._broken = lambda: kind(number, f"{text}; nothing more is sent there")
         if not self._raises:
             self._emit(self._broken())
@@ -95,6 +100,7 @@ class TierHealth:
         """Forget what was stuck: see ``_session``. All that is in place is asked again."""
         self.deferred = WeakQueue[Block](is_resident)
         self._full_at = None
+        self.is_well = self._broken is None
 
 
 def _level() -> int:

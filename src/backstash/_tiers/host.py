@@ -117,7 +117,7 @@ class HostTier(LowerTier):
         below: HostCleanup = backing.cleanup
         if below.buffer is not None:
             load = self._load(None, below.buffer.memory, None, ahead=ahead)
-            load.run()
+            load.read.run()
             load.send(after=below.written)
             below.brought = load.cleanup.brought
             return load
@@ -143,7 +143,7 @@ class HostTier(LowerTier):
             HostCleanup(self._reclaim_queue, self._number, buffer),
             Work(_read_up, self.writeback.disk, slot, staged),
             staged,
-            needs_worker=slot is not None,
+            from_disk=slot is not None,
             ahead=ahead,
         )
 

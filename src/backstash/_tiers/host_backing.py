@@ -69,17 +69,7 @@ class HostBacking(Backing):
     will when ``cleanup.work`` has ended: the write, until its end has been looked at.
     """
 
-    __slots__ = (
-        "__del__",
-        "__weakref__",
-        "ahead",
-        "blocks",
-        "cleanup",
-        "load",
-        "nbytes",
-        "skew",
-        "wanted",
-    )
+    __slots__ = ("__del__", "cleanup")
     __del__: Callable[[], None]
 
     def __init__(
@@ -123,7 +113,7 @@ class HostLoad(Load):
         cleanup: with that buffer; it gets the read and the copy.
         read: brings the bytes to ``staged``.
         staged: host memory.
-        needs_worker: whether ``read`` has something to do.
+        from_disk: whether ``read`` has something to do.
         ahead: whether a worker makes it.
     """
 
@@ -133,13 +123,14 @@ class HostLoad(Load):
         "_ahead",
         "_copy",
         "_device",
-        "_read",
         "_section",
         "_staged",
         "cleanup",
-        "needs_worker",
+        "read",
+        "work",
     )
     __del__: Callable[[], None]
+    work: Work | None
 
     def __init__(
         self,
@@ -150,19 +141,19 @@ class HostLoad(Load):
         read: Work,
         staged: Tensor,
         *,
-        needs_worker: bool,
+        from_disk: bool,
         ahead: bool,
     ) -> None:
         self.cleanup = cleanup
         self.__del__ = functools.partial(reclaim_queue.append, cleanup)
         cleanup.work = read
-        self._read = read
+        self.read = read
         self._device = device
         self._section = section
         self._ahead = ahead
         self._staged = staged
         self._copy: Copy | None = None
-        self.needs_worker = needs_worker
+        self.work = read if from_disk else None
 
     @property
     def arrival(self) -> Copy | None:  # type: ignore[override]
@@ -175,9 +166,10 @@ class HostLoad(Load):
         assert self._copy is not None
         return self._copy.memory
 
-    def run(self) -> bool:
-        """See :meth:`Load.run`: from disk, where they are there."""
-        return self._read.run()
+    @property
+    def is_ready(self) -> bool:
+        """See :attr:`Load.is_ready`: the device orders whatever uses the memory after the copy."""
+        return self._copy is not None
 
     def send(self, after: Completion | None = None) -> None:
         """Begin the copy to the device, if it has not begun. The caller holds the lock."""
@@ -192,7 +184,7 @@ class HostLoad(Load):
         Not for a read that another thread makes itself, which may be waiting for the caller.
         """
         if self._copy is None:
-            if not self._ahead or self._read.exception() is not None:
+            if not self._ahead or self.read.exception() is not None:
                 return False
             try:
                 self.send()
@@ -211,11 +203,11 @@ class HostLoad(Load):
 
     def has_come(self) -> bool:
         """Whether the disk has been read, without an error."""
-        return self._read.finished and self._read.error is None
+        return self.read.finished and self.read.error is None
 
     def exception(self) -> BaseException | None:
         """See :meth:`Load.exception`. Begins the copy; the host waits for no copy."""
-        error = self._read.exception()
+        error = self.read.exception()
         if error is None and self._copy is None:
             with self._section.lock:
                 self.send()

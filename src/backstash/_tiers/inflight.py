@@ -71,17 +71,19 @@ class _BlockWrite(_Write):
         self, target: Block, transfer: Transfer, resident: ResidentSet, health: TierHealth
     ) -> None:
         failure = transfer.error
-        if failure is not None or target.has_moved:  # then it matters not what was written
-            failure = None if target.has_moved else failure
+        if target.has_moved:  # then it matters not what was written
             resident.take_back(target)
-            if failure is not None:
-                health.broke(failure)
+        elif failure is not None:
+            resident.take_back(target)
+            health.broke(failure)
         elif target.storage_version.changed:
             resident.lose(target)
         else:
             # A copy that still runs is safe from the streams that wait for it, not from any other.
-            target.placement = Stored(target.placement.backing, is_unordered=not transfer.ended())
-            resident.wrote(target)
+            running = self.by_device and not transfer.ended()
+            target.placement = Stored(target.placement.backing, is_unordered=running)
+            if resident.event_log.on:
+                resident.event_log.emit("land", *target.facts)
 
 
 class _SegmentWrite(_Write):
@@ -149,22 +151,20 @@ class InflightWrites:
     def add(self, block: Block, backing: Backing, transfer: Transfer) -> None:
         """The write from a block's own memory has begun."""
         block.placement = Writing(block.placement.alias, backing, transfer)
-        self._append(_BlockWrite(block, transfer, self._dies))
+        thread_state, counts = block.thread_state, self._count_of
+        self.writes.append(_BlockWrite(block, transfer, self._dies))
+        counts[thread_state] = counts.get(thread_state, 0) + 1
         self.written_bytes += block.nbytes
         self.nbytes += block.nbytes
 
     def add_segment(self, segment: SegmentBacking, transfer: Transfer) -> None:
         """The write of a segment, whose bytes are counted, begins."""
-        self._append(_SegmentWrite(segment, transfer))
-
-    def _append(self, write: _Write) -> None:
-        self.writes.append(write)
-        self._count_of[write.thread_state] = self._count_of.get(write.thread_state, 0) + 1
+        self.writes.append(_SegmentWrite(segment, transfer))
+        self._count_of[None] = self._count_of.get(None, 0) + 1
 
     def make_room(self, nbytes: int, thread_state: ThreadState) -> None:
         """Wait until ``nbytes`` more fit into the window, or nothing in it can be waited for."""
-        if self.nbytes + nbytes > self.window_bytes:
-            self._empty_to(self.window_bytes - nbytes, thread_state)
+        self._empty_to(self.window_bytes - nbytes, thread_state)
 
     def let_go(self, nbytes: int, thread_state: ThreadState) -> None:
         """Let the memory of so many bytes go now, as far as that can be waited for."""
@@ -210,6 +210,8 @@ class InflightWrites:
         still in place when backward comes need not be brought back.
         """
         writes, passed = self.writes, deque[_Write]()
+        resident = self._resident
+        asks_device = resident.memory is not None
         looks_at_all = 2 * len(self._dead) >= len(writes)
         if looks_at_all:
             self._dead.clear()
@@ -223,8 +225,14 @@ class InflightWrites:
                         self._end(passed.pop())
                     continue
                 its_thread = write.thread_state
-                is_mine = its_thread is None or thread_state.may_judge(its_thread)
-                lingers = not all_that_ended and not self._resident.wants_room(self.nbytes)
+                is_mine = (
+                    its_thread is thread_state
+                    or its_thread is None
+                    or thread_state.may_judge(its_thread)
+                )
+                lingers = (
+                    asks_device and not all_that_ended and not resident.wants_room(self.nbytes)
+                )
                 if is_mine and not lingers:
                     transfer = write.running(target)
                     if transfer is None:  # it was found to be changed, and has left
@@ -232,7 +240,7 @@ class InflightWrites:
                             self._end(passed.pop())
                         continue
                     if transfer.done():
-                        write.complete(target, transfer, self._resident, self._health)
+                        write.complete(target, transfer, resident, self._health)
                         self._end(passed.pop())
                         continue
                 # A device's copies end in order: after one that has not ended, none has. Nor need a thread
@@ -255,11 +263,6 @@ class InflightWrites:
         else:
             del self._count_of[write.thread_state]
         self._freed(write.nbytes)
-
-    def measure(self) -> None:
-        """Between operations: while one runs, its tensors are the caller's."""
-        if self.nbytes > self.peak_bytes:
-            self.peak_bytes = self.nbytes
 
     def restore(
         self, blocks: list[Block], segments: list[SegmentBacking], cleanups: list[DiskCleanup]

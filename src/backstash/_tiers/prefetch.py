@@ -19,12 +19,13 @@ from torch import Tensor
 
 from .._device.memory import DeviceMemory
 from .._runtime.critical_section import CriticalSection
+from .._runtime.reclaim import Cleanup
 from .._runtime.trace import EventLog, profiled
 from .._runtime.weak import WeakQueue
 from .._runtime.workers import Work
 from .._saved.block import Block, Loaded
 from .._saved.entry import Entry
-from .._saved.placement import Arrival, Backing, Load
+from .._saved.placement import Backing, Load
 from .base import LowerTier
 
 __all__ = ["Prefetcher"]
@@ -78,48 +79,74 @@ class Prefetcher:
         if loaded is not None:
             if loaded.root._version == loaded.version:
                 return self._serve(entry, block, loaded)
-            self._drop(
-                block
-            )  # a custom backward changed what it was given: the next gets fresh bytes
+            self._drop_block(block)  # a custom backward changed what it was given: read again
         backing = block.placement.backing
         if backing is not None and backing.buffer is not None:
-            return self._serve(entry, block, self._take(block, backing, backing.buffer, None))
+            return self._take(entry, block, backing, backing.buffer, None)
         return None
 
-    def view(self, entry: Entry) -> Tensor:
-        """The saved view from below. Outside the section: it waits for the disk.
+    def load(self, block: Block) -> tuple[Load, bool]:
+        """The load that brings a block's bytes, begun if it was not; and whether it was begun here."""
+        backing = block.placement.backing
+        assert backing is not None
+        load = backing.load
+        if load is None:
+            self.misses += 1
+            self._used_bytes = self._prefetch  # it is high time to look ahead
+            return self._begin_now(backing), True
+        if backing.ahead:
+            backing.ahead = False
+            self.hits += 1
+        return load, False
+
+    def view(self, entry: Entry, load: Load, *, mine: bool) -> Tensor:
+        """The saved view from below. Outside the section: it waits for the load.
+
+        Args:
+            entry: whose view it is.
+            load: from :meth:`load`, as ``mine``.
 
         Raises ``StashIOError`` when the store cannot give the bytes; the entry stays whole.
         """
-        block = entry.block
+        block, section = entry.block, self._section
         backing = block.placement.backing
         assert backing is not None
-        section = self._section
         while True:
-            load = self._load_of(backing, block)
+            error = None if load.is_ready else self._wait(load, backing, block, mine)
+            if error is not None and mine:
+                raise error
             with section.lock, section:
-                ready = self.at_hand(entry)  # another thread may have served the block meanwhile
-                memory = load.memory
-                if ready is None and memory._version == 0:
-                    loaded = self._take(block, backing, memory, load.arrival)
-                    ready = self._serve(entry, block, loaded)
-                if ready is not None:  # else that thread's backward changed what it was given
+                if block.loaded is not None:  # another thread has served the block meanwhile
+                    ready = self.at_hand(entry)
+                    if ready is not None:
+                        self.ahead(block)
+                        return ready
+                # One ahead of need that failed is begun again, and so is one whose memory another
+                # thread's backward has changed.
+                if error is None and load.memory._version == 0:
+                    view = self._take(entry, block, backing, load.memory, load.arrival)
                     self.ahead(block)
-                    return ready
+                    return view
+                load, mine = self.load(block)
 
     def _take(
-        self, block: Block, backing: Backing, memory: Tensor, arrival: Arrival | None
-    ) -> Loaded:
-        """Make the one storage that all of the block's views share, and hold it for them."""
+        self, entry: Entry, block: Block, backing: Backing, memory: Tensor, arrival: Any
+    ) -> Tensor:
+        """Make the one storage that all of the block's views share, and serve the first of them."""
         root, low = backing.storage_for(block.offset, block.address, block.nbytes, memory)
         if backing.wanted <= 0:
-            self._drop(backing)
+            self._drop_backing(backing)
         block.turn += 1
+        if block.entries == 1:  # nothing to hold: the next use reads again
+            entry.turn, block.served = block.turn, 1
+            if arrival is not None:
+                arrival.order()
+            return entry.view_of(root, low)
         block.served = 0
         # One assignment: an interrupt finds all of it or nothing.
         loaded = block.loaded = Loaded(root, low, arrival)
         self._hold(block)
-        return loaded
+        return self._serve(entry, block, loaded)
 
     def _serve(self, entry: Entry, block: Block, loaded: Loaded) -> Tensor:
         if loaded.arrival is not None:
@@ -129,7 +156,7 @@ class Prefetcher:
             entry.turn = block.turn
             block.served += 1
         if block.served >= block.entries:  # every entry has had its use: the next one reads again
-            self._drop(block)
+            self._drop_block(block)
         return view
 
     # Memory that is held: by a backing until its blocks have come for it, then by each block.
@@ -139,14 +166,21 @@ class Prefetcher:
         self.ahead_bytes += holder.nbytes
         self._window.append(holder)
 
-    def _drop(self, holder: Any) -> None:
-        holder.let_go()
-        cleanup = holder.cleanup
+    def _drop_block(self, block: Block) -> None:
+        block.loaded = None
+        self._forget_bytes(block.cleanup)
+
+    def _drop_backing(self, backing: Backing) -> None:
+        backing.load = None
+        backing.ahead = False
+        if backing.cleanup.loaded_bytes:
+            self._forget_bytes(backing.cleanup)
+
+    def _forget_bytes(self, cleanup: Cleanup) -> None:
         nbytes = cleanup.loaded_bytes
-        if nbytes:
-            self.ahead_bytes -= nbytes
-            cleanup.loaded_bytes = 0
-            self._freed(nbytes)
+        self.ahead_bytes -= nbytes
+        cleanup.loaded_bytes = 0
+        self._freed(nbytes)
 
     def _begin(self, backing: Backing, *, ahead: bool) -> Load:
         assert self._tier is not None
@@ -157,37 +191,23 @@ class Prefetcher:
         self.read_bytes += backing.nbytes
         return load
 
-    def _load_of(self, backing: Backing, block: Block) -> Load:
-        """The backing's bytes in memory, read by this thread unless they are there or coming."""
-        section = self._section
-        with section.lock, section:
-            load = backing.load
-            mine = load is None
-            if load is None:
-                self.misses += 1
-                self._used_bytes = self._prefetch  # it is high time to look ahead
-                load = self._begin_now(backing)
-            elif backing.ahead:
-                backing.ahead = False
-                self.hits += 1
+    def _wait(self, load: Load, backing: Backing, block: Block, mine: bool) -> BaseException | None:
+        """Wait for a load, made by this thread where no worker has begun it; the error, if there was one."""
         began = time.perf_counter()
         try:
             with profiled("stall on the way up", block.cleanup.module):
-                if load.needs_worker:  # where no worker has begun, it is made here
-                    self._runner(load, backing, block, "demand" if mine else "ahead")()
+                if load.work is not None:
+                    self._runner(load.work, backing, block, "demand" if mine else "ahead")()
                 error = self._end_of(load)
         finally:
             self.stall_seconds += time.perf_counter() - began
             if self._event_log.on:
                 self._event_log.emit("stall", 0, *block.facts[1:], cause="unpack", began=began)
-        if error is None:
-            return load
-        with section.lock, section:
-            if backing.load is load:
-                self._drop(backing)
-        if mine:
-            raise error
-        return self._load_of(backing, block)  # one ahead of need failed: ask again, and be told
+        if error is not None:
+            with self._section.lock, self._section:
+                if backing.load is load:
+                    self._drop_backing(backing)
+        return error
 
     def _begin_now(self, backing: Backing) -> Load:
         try:
@@ -210,7 +230,8 @@ class Prefetcher:
             self._shrink(to_bytes=self._prefetch, using=block)
         if self._tier is None:
             return
-        self._tier.poll()
+        if self._tier.runs_ahead:
+            self._tier.poll()
         self._used_bytes += block.nbytes
         if self._used_bytes < self._prefetch // _LOOKS_IN_A_WINDOW:
             return  # small ones, and what comes next was asked for
@@ -245,19 +266,21 @@ class Prefetcher:
         backing.ahead = True
         if goes_beyond:
             self._beyond = weakref.ref(backing)
-        if load.needs_worker:
-            self._begin_work(Work(self._runner(load, backing, block, "ahead")))
-        elif self._event_log.on:
+        work, is_recorded = load.work, self._event_log.on
+        if work is not None:
+            runner = self._runner(work, backing, block, "ahead") if is_recorded else None
+            self._begin_work(work if runner is None else Work(runner))
+        elif is_recorded:
             self._event_log.emit("read", backing.nbytes, *_named(block), cause="ahead")
         return True
 
     def _runner(
-        self, load: Load, backing: Backing, block: Block, cause: str
+        self, work: Work, backing: Backing, block: Block, cause: str
     ) -> Callable[[], object]:
         if not self._event_log.on:
-            return load.run
+            return work.run
         facts = (backing.nbytes, *_named(block))
-        return functools.partial(_run_and_emit, self._event_log, load, facts, cause)
+        return functools.partial(_run_and_emit, self._event_log, work, facts, cause)
 
     def _may_go_beyond(self, nbytes: int) -> bool:
         """Whether a backing that is larger than the window may come ahead all the same: one at a time."""
@@ -270,14 +293,15 @@ class Prefetcher:
         """Bring what is held under ``to_bytes``, the longest held first; what is in use stays."""
         window, stay = self._window, []
         beyond = self._beyond() if self._beyond is not None and to_bytes else None
-        while len(window) > 1 and self.ahead_bytes > to_bytes:
+        while len(window.refs) > 1 and self.ahead_bytes > to_bytes:
             holder = window.popleft()
             if holder is None:
                 continue
             if holder is using or holder is beyond:
                 stay.append(holder)
             else:
-                self._drop(holder)
+                holder.let_go()
+                self._forget_bytes(holder.cleanup)
         for holder in reversed(stay):
             window.appendleft(holder)
 
@@ -304,10 +328,11 @@ class Prefetcher:
 
     def forked(self) -> None:
         """In a forked process: let go of what is held, since reads that had begun never end."""
-        while self._window:
+        while self._window.refs:
             holder = self._window.popleft()
             if holder is not None:
-                self._drop(holder)
+                holder.let_go()
+                self._forget_bytes(holder.cleanup)
 
 
 def _is_loaded(holder: Any) -> int:
@@ -319,8 +344,7 @@ def _named(block: Block) -> tuple[int, str]:
     return (-1, "") if backing is not None and backing.is_shared else block.facts[1:]
 
 
-def _run_and_emit(event_log: EventLog, load: Load, facts: tuple[int, int, str], cause: str) -> None:
+def _run_and_emit(event_log: EventLog, work: Work, facts: tuple[int, int, str], cause: str) -> None:
     began = time.perf_counter()
-    if not load.run():
-        return  # another thread has, and told
-    event_log.emit("read", *facts, cause=cause, began=began)
+    if work.run():  # else another thread has, and recorded it
+        event_log.emit("read", *facts, cause=cause, began=began)

@@ -36,11 +36,10 @@ class ResidentSet:
         early: int = 0,
         memory: DeviceMemory | None = None,
     ) -> None:
-        self._event_log = event_log
+        self.event_log = event_log
         self.limit = limit
         self._early = early
-        self._memory = memory
-        self.asks_device = memory is not None
+        self.memory = memory
         self._ceiling: int | None = (
             None  # of a limit that follows, since the device ran out of memory
         )
@@ -52,20 +51,15 @@ class ResidentSet:
         """A new block, in place."""
         block.cleanup.resident_bytes = block.nbytes
         self.nbytes += block.nbytes
-        if self._event_log.on:
+        if self.event_log.on:
             cause = "backward" if torch._C._current_autograd_node() is not None else ""
-            self._event_log.emit("save", *block.facts, cause=cause)
+            self.event_log.emit("save", *block.facts, cause=cause)
 
     def leave(self, block: Block) -> None:
         """It is on its way down, or lost, and no longer counted."""
         cleanup = block.cleanup
         self.nbytes -= cleanup.resident_bytes
         cleanup.resident_bytes = 0
-
-    def wrote(self, block: Block) -> None:
-        """Its write has completed, and its memory was let go."""
-        if self._event_log.on:
-            self._event_log.emit("land", *block.facts)
 
     def take_back(self, block: Block) -> None:
         """It could not be moved, and stays where it was."""
@@ -75,22 +69,22 @@ class ResidentSet:
         cleanup = block.cleanup
         self.nbytes += block.nbytes - cleanup.resident_bytes
         cleanup.resident_bytes = block.nbytes
-        if self._event_log.on:
-            self._event_log.emit("return", *block.facts)
+        if self.event_log.on:
+            self.event_log.emit("return", *block.facts)
 
     def lose(self, block: Block) -> None:
         """Its bytes were changed before a whole copy was known to exist: backward will raise."""
         block.placement = Lost(block.storage_version.probe._version)
         self.leave(block)
-        if self._event_log.on:
-            self._event_log.emit("lose", *block.facts)
+        if self.event_log.on:
+            self.event_log.emit("lose", *block.facts)
 
     def most(self, nbytes: int, leaving: int) -> int | None:
         """Target resident bytes after admitting ``nbytes``, with ``leaving`` bytes in flight.
 
         ``None``: unlimited.
         """
-        memory = self._memory
+        memory = self.memory
         if memory is None:
             return self.limit
         if memory.device.is_capturing():
@@ -103,13 +97,9 @@ class ResidentSet:
                 most = left if most is None else min(most, left)
         return most
 
-    def is_capturing(self) -> bool:
-        """Whether a graph of the device is being captured, so that nothing may move."""
-        return self._memory is not None and self._memory.device.is_capturing()
-
     def wants_room(self, leaving: int) -> bool:
         """Whether completed copies should release their source memory now, with ``leaving`` bytes in flight."""
-        if self._memory is None or self.short_bytes:
+        if self.memory is None or self.short_bytes:
             return True
         return self.limit is not None and self.nbytes + leaving > self.limit
 
@@ -122,28 +112,19 @@ class ResidentSet:
         half = (self.nbytes + free_bytes) // 2
         self.limit = half if self._ceiling is None else min(half, self._ceiling)
 
-    def ran_out(self) -> bool:
-        """Whether the device, when last asked, had had no memory for something."""
-        return self._memory is not None and self._memory.failed
-
     def halve(self) -> int | None:
         """The device ran out of memory: keep half of what was kept from now on, at most.
 
         Returns the new limit; ``None`` where nothing was kept, or there is no device.
         """
-        if self._memory is None:
+        if self.memory is None:
             return None
-        self._memory.forget_failures()
+        self.memory.forget_failures()
         kept = self.peak_bytes if self.limit is None else min(self.limit, self.peak_bytes)
         if not kept:
             return None
         self.limit = self._ceiling = kept // 2
         return self.limit
-
-    def measure(self) -> None:
-        """Between operations: while one runs, its tensors are the caller's."""
-        if self.nbytes > self.peak_bytes:
-            self.peak_bytes = self.nbytes
 
     def restore(self, blocks: list[Block], waiting: set[int], cleanups: list[BlockCleanup]) -> None:
         """Rebuild what follows from what there is: see ``_session``.

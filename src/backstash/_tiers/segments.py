@@ -15,7 +15,8 @@ from .._saved.block import Block
 from .._saved.placement import Stored
 from .._saved.thread_state import ThreadState
 from .._saved.view import ALIGNMENT_BYTES
-from ..stores._buffer_pool import PAGE_BYTES, BufferPool
+from ..stores._base import PAGE_BYTES
+from ..stores._buffer_pool import BufferPool
 from .backing import SegmentBacking
 from .disk import DiskTier
 from .inflight import InflightWrites
@@ -66,7 +67,8 @@ class Segments:
             at = segment.place(block.address, block.nbytes)
             assert at is not None
         inflight = self._inflight
-        inflight.make_room(block.nbytes, thread_state)
+        if inflight.nbytes + block.nbytes > inflight.window_bytes:
+            inflight.make_room(block.nbytes, thread_state)
         ctypes.memmove(segment.address + at, block.address, block.nbytes)
         segment.filled = at + block.nbytes
         segment.cleanup.inflight_bytes += block.nbytes

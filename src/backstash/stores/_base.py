@@ -5,7 +5,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
-__all__ = ["Slot", "Store"]
+__all__ = ["PAGE_BYTES", "Slot", "Store"]
+
+PAGE_BYTES = 4096
+"""A page of memory: a source and a target of one slot have the same address modulo this."""
 
 
 class _Weak:
@@ -37,7 +40,8 @@ class Store(ABC):
     ``read`` are called on any thread, several at a time on different slots, and release the GIL while
     they wait. A store never interprets bytes: it gets an address and a length.
 
-    A source for ``write`` and a target for ``read`` of the same slot have the same address modulo 4096.
+    A source for ``write`` and a target for ``read`` of the same slot have the same address modulo 4096, a
+    page.
     """
 
     name: str

@@ -18,9 +18,10 @@ from collections import deque
 
 import torch
 
-__all__ = ["PAGE_BYTES", "BufferPool", "mapped", "preloaded_allocator"]
+from ._base import PAGE_BYTES
 
-PAGE_BYTES = 4096
+__all__ = ["BufferPool", "mapped", "preloaded_allocator"]
+
 _HUGE_BYTES = 2 << 20
 _HEAP_BYTES = 256 << 10  # tcmalloc gives whole pages from here on
 _ALLOCATORS = ("tcmalloc", "jemalloc", "mimalloc")

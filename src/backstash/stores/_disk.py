@@ -13,13 +13,13 @@ from pathlib import Path
 
 from ..errors import StashClosedError, StashCorruptError, StashFullError, StashIOError, UsageError
 from ..units import format_bytes, parse_limit
-from ._base import Slot, Store
+from ._base import PAGE_BYTES, Slot, Store
 from ._file import UnnamedFile
 from ._leases import Leases
 
 __all__ = ["Disk"]
 
-_UNIT_BYTES = 4096
+_UNIT_BYTES = PAGE_BYTES
 _GROW_BYTES = 256 << 20
 _CHECKSUM_CALL_BYTES = 64 << 20
 _CHECKSUM_READ_BYTES = 1 << 20
@@ -81,6 +81,7 @@ class Disk(Store):
                 error.errno,
                 f"{self.name} cannot hold a file ({error.strerror}): {_remedy(error)}",
             ) from error
+        self._is_closed = False
         self._closer = weakref.finalize(self, self._file.close)
         # At the interpreter's end the system closes it: until then somebody may still go backward.
         self._closer.atexit = False
@@ -97,10 +98,11 @@ class Disk(Store):
     @property
     def used_bytes(self) -> int:
         """Bytes reserved at present, each slot rounded up to 4096."""
-        if not self._leases.in_order:
+        leases = self._leases
+        if leases.dropped or not leases.in_order:
             with self._lock:
-                self._leases.settle()
-        return self._leases.used_bytes
+                leases.settle()
+        return leases.extents.used_bytes
 
     @property
     def file_bytes(self) -> int:
@@ -115,24 +117,24 @@ class Disk(Store):
             StashClosedError: after :meth:`close`.
             UsageError: in a process forked from the one that made this store.
         """
-        self._check_usable()
+        if self._is_closed:
+            self._check_usable()
         if os.getpid() != self._pid:
             raise UsageError(
                 f"{self.name} was made in another process: make a Stash in the forked one"
             )
-        slot = Slot(nbytes)
+        slot, leases = Slot(nbytes), self._leases
         with self._lock:
-            slot.offset = self._leases.take(slot, nbytes)
+            slot.offset = leases.take(slot, nbytes)
             try:
-                self._grow_to(self._leases.end_bytes)
+                if leases.extents.end_bytes > self._allocated:
+                    self._grow_to(leases.extents.end_bytes)
             except OSError as error:
                 self._leases.free(slot.offset)
                 raise self._full(nbytes, error) from error
         return slot
 
     def _grow_to(self, end: int) -> None:
-        if end <= self._allocated:
-            return
         limit = self.max_bytes
         if limit is not None and end > limit:
             raise OSError(errno.ENOSPC, f"max_bytes is {format_bytes(limit)}")
@@ -149,7 +151,9 @@ class Disk(Store):
             return
 
     def _full(self, nbytes: int, error: OSError) -> StashFullError:
-        held = self._leases.used_bytes  # not ours, which may take the lock that the caller has
+        held = (
+            self._leases.extents.used_bytes
+        )  # not ours, which may take the lock that the caller has
         return StashFullError(
             errno.ENOSPC,
             f"{self.name} has no room for {format_bytes(nbytes)} beside the {format_bytes(held)} "
@@ -159,8 +163,10 @@ class Disk(Store):
     def stage(self, slot: Slot, address: int) -> None:
         """Copy the ends of a slot's bytes, which do not fill aligned units and stay in memory."""
         start, middle = self._middle(slot, address)
-        slot.head = ctypes.string_at(address, start - address)
-        slot.tail = ctypes.string_at(start + middle, address + slot.nbytes - start - middle)
+        # As ctypes.string_at, which is a call in Python.
+        slot.head = (ctypes.c_char * (start - address)).from_address(address).raw
+        after = start + middle
+        slot.tail = (ctypes.c_char * (address + slot.nbytes - after)).from_address(after).raw
         slot.staged = True
 
     def write(self, slot: Slot, address: int) -> None:
@@ -205,6 +211,7 @@ class Disk(Store):
 
     def close(self) -> None:
         """Close the file, and so free its space. What it held is gone."""
+        self._is_closed = True
         self._closer()
 
     def _check_usable(self) -> None:

@@ -51,22 +51,14 @@ class Extents:
 
     def __init__(self, *, unit_bytes: int) -> None:
         self._unit = unit_bytes
-        self._end = 0
-        self._used = 0
+        self.end_bytes = 0
+        """Where the last taken extent ends: what the file's size must be at least."""
+        self.used_bytes = 0
+        """The bytes taken, each extent rounded up to the unit."""
         self._size_at: dict[int, int] = {}  # first unit of a free extent -> its length
         self._start_before: dict[int, int] = {}  # one past a free extent -> its first unit
         self._bins: dict[int, dict[int, None]] = {}  # bin -> first units, in order of freeing
         self._occupied = 0  # bit b is set when bin b has an extent
-
-    @property
-    def end_bytes(self) -> int:
-        """Where the last taken extent ends: what the file's size must be at least."""
-        return self._end * self._unit
-
-    @property
-    def used_bytes(self) -> int:
-        """The bytes taken, each extent rounded up to the unit."""
-        return self._used * self._unit
 
     @property
     def free_count(self) -> int:
@@ -75,46 +67,46 @@ class Extents:
 
     def take(self, nbytes: int) -> int:
         """Take ``nbytes`` (rounded up to the unit) and return the offset in bytes."""
-        nunits = self._units(nbytes)
-        start = self._find(nunits)
+        unit = self._unit
+        nunits = -(-nbytes // unit) or 1
+        self.used_bytes += nunits * unit
+        start = self._find(nunits) if self._occupied else None
         if start is None:
-            start, self._end = self._end, self._end + nunits
-        else:
-            size = self._remove(start)
-            if size > nunits:
-                self._insert(start + nunits, size - nunits)
-        self._used += nunits
-        return start * self._unit
+            offset_bytes = self.end_bytes
+            self.end_bytes += nunits * unit
+            return offset_bytes
+        size = self._remove(start)
+        if size > nunits:
+            self._insert(start + nunits, size - nunits)
+        return start * unit
 
     def free(self, offset_bytes: int, nbytes: int) -> None:
         """Give back what :meth:`take` returned for ``nbytes``."""
-        start, size = offset_bytes // self._unit, self._units(nbytes)
-        self._used -= size
+        start, size = offset_bytes // self._unit, -(-nbytes // self._unit) or 1
+        self.used_bytes -= size * self._unit
         before = self._start_before.get(start)
         if before is not None:
             size += self._remove(before)
             start = before
         if start + size in self._size_at:
             size += self._remove(start + size)
-        if start + size == self._end:
-            self._end = start
+        if (start + size) * self._unit == self.end_bytes:
+            self.end_bytes = start * self._unit
         else:
             self._insert(start, size)
 
     def restore(self, taken: Iterable[tuple[int, int]]) -> None:
         """Begin anew with these extents taken: pairs of an offset and ``nbytes``."""
-        self._end = self._used = self._occupied = 0
+        self.used_bytes = self._occupied = end = 0
         for each in (self._size_at, self._start_before, self._bins):
             each.clear()
         for offset_bytes, nbytes in sorted(taken):
-            start, size = offset_bytes // self._unit, self._units(nbytes)
-            if start > self._end:
-                self._insert(self._end, start - self._end)
-            self._end = start + size
-            self._used += size
-
-    def _units(self, nbytes: int) -> int:
-        return max(1, -(-nbytes // self._unit))
+            start, size = offset_bytes // self._unit, -(-nbytes // self._unit) or 1
+            if start > end:
+                self._insert(end, start - end)
+            end = start + size
+            self.used_bytes += size * self._unit
+        self.end_bytes = end * self._unit
 
     def _find(self, nunits: int) -> int | None:
         for start in islice(self._bins.get(_bin_of(nunits), ()), _LOOKED_AT):

@@ -4,11 +4,24 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from typing import Any
+from typing import Any, TypeVar
 
 from ._extents import Extents
 
-__all__ = ["Leases"]
+__all__ = ["KeyedRef", "Leases"]
+
+_T = TypeVar("_T")
+
+
+class KeyedRef(weakref.ref[_T]):
+    """A weak reference with a ``key``, set by its maker.
+
+    Unlike ``weakref.KeyedRef`` it is made without a call in Python, which counts where each saved tensor
+    makes several.
+    """
+
+    __slots__ = ("key",)
+    key: Any
 
 
 class Leases:
@@ -19,36 +32,30 @@ class Leases:
     done are made anew from the owners that are alive.
     """
 
-    __slots__ = ("_dirty", "_dropped", "_extents", "_lent")
+    __slots__ = ("_dirty", "_drops", "_lent", "dropped", "extents")
 
     def __init__(self, *, unit_bytes: int) -> None:
-        self._extents = Extents(unit_bytes=unit_bytes)
-        self._lent: dict[int, weakref.KeyedRef[tuple[int, int], Any]] = {}  # by offset
-        self._dropped: deque[weakref.KeyedRef[tuple[int, int], Any]] = deque()
+        self.extents = Extents(unit_bytes=unit_bytes)
+        self._lent: dict[int, KeyedRef[Any]] = {}  # by offset
+        self.dropped: deque[KeyedRef[Any]] = deque()  # whose owners have died, to be settled
+        self._drops = self.dropped.append  # bound once, not for each owner
         self._dirty = False
-
-    @property
-    def end_bytes(self) -> int:
-        """See :attr:`Extents.end_bytes`."""
-        return self._extents.end_bytes
-
-    @property
-    def used_bytes(self) -> int:
-        """See :attr:`Extents.used_bytes`."""
-        return self._extents.used_bytes
 
     @property
     def in_order(self) -> bool:
         """Whether :meth:`settle` has nothing to do."""
-        return not (self._dirty or self._dropped)
+        return not (self._dirty or self.dropped)
 
     def take(self, owner: object, nbytes: int) -> int:
         """Take ``nbytes`` for ``owner`` and return the offset."""
-        self.settle()
+        if self._dirty or self.dropped:
+            self.settle()
         self._dirty = True
-        offset = self._extents.take(nbytes)
+        offset = self.extents.take(nbytes)
         # The callback is the deque's own: it may come on any thread in the middle of anything.
-        self._lent[offset] = weakref.KeyedRef(owner, self._dropped.append, (offset, nbytes))
+        ref: KeyedRef[Any] = KeyedRef(owner, self._drops)
+        ref.key = offset, nbytes
+        self._lent[offset] = ref
         self._dirty = False
         return offset
 
@@ -59,20 +66,20 @@ class Leases:
         if ref is not None:
             self._free(ref)
 
-    def _free(self, ref: weakref.KeyedRef[tuple[int, int], Any]) -> None:
+    def _free(self, ref: KeyedRef[Any]) -> None:
         offset, nbytes = ref.key
         self._dirty = True
         del self._lent[offset]
-        self._extents.free(offset, nbytes)
+        self.extents.free(offset, nbytes)
         self._dirty = False
 
     def settle(self) -> None:
         """Mend what was left half done, and take back what the dead had."""
         if self._dirty:
-            self._extents.restore(ref.key for ref in self._lent.values())
+            self.extents.restore(ref.key for ref in self._lent.values())
             self._dirty = False
-        while self._dropped:
-            ref = self._dropped[0]
+        while self.dropped:
+            ref = self.dropped[0]
             if self._lent.get(ref.key[0]) is ref:
                 self._free(ref)
-            self._dropped.popleft()
+            self.dropped.popleft()

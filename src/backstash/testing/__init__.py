@@ -180,7 +180,7 @@ def stash_on(device: TwinDevice, **options: Any) -> Stash:
     >>> y.backward()
     """
     stash = Stash(**options)
-    stash._session.put(torch.device("cpu"), stash._plan.accelerator(device, 1))
+    stash._session.put(torch.device("cpu"), stash._config.tiers(device, 1))
     return stash
 
 
