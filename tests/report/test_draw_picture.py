@@ -17,7 +17,7 @@ from torch import Tensor
 
 from backstash.graph import label_modules
 from backstash.report import Drawing, draw
-from backstash.report._draw import _style
+from backstash.report._draw import _colors
 from backstash.report._draw._boxes import BoxText, text_width
 from backstash.report._draw._layout import Rectangle
 from backstash.report._draw._svg import placed
@@ -251,14 +251,14 @@ def contrast(one: str, other: str) -> float:
     return (light + 0.05) / (dark + 0.05)
 
 
-@pytest.mark.parametrize("colors", [_style.LIGHT, _style.DARK])
+@pytest.mark.parametrize("colors", [_colors.LIGHT, _colors.DARK])
 def test_text_can_be_read_on_every_colour(colors: tuple[str, ...]) -> None:
-    color = dict(zip(_style.NAMES, colors, strict=True))
+    color = dict(zip(_colors.NAMES, colors, strict=True))
     grounds = ["paper", "frame", "op", "module", "parameter", "leaf", "output"]
     for ground in grounds + [f"c{number}" for number in range(8)]:
         assert contrast(color["ink"], color[ground]) >= 7, ground
         assert contrast(color["muted"], color[ground]) >= 4.5, ground
-    for ground in ["saved"] + [f"s{number}" for number in range(_style.SHADES)]:
+    for ground in ["saved"] + [f"s{number}" for number in range(_colors.SHADES)]:
         assert contrast(color["saved-ink"], color[ground]) >= 4.5, ground
 
 

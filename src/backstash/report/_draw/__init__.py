@@ -3,20 +3,20 @@
 A drawing is made in steps, each a file that knows nothing of those after it:
 
 ====================================  =====================================================================
-``_names``, ``_held``, ``_facts``     the graph, read once into plain facts
-``_tree``, ``_repeats``, ``_fold``    runs of nodes: by module, repeated, folded to what can be read
-``_drafts``, ``_leaves``, ``_edges``  boxes, each knowing which nodes it stands for
-``_tensors``, ``_notes``              what is written in them, and below them
-``_assemble``, ``_records``           the records of a :class:`Drawing`
-``_dot``                              as DOT
-``_boxes``, ``_layout``, ``_layers``  what is written in each box, and where it goes, by ``_cells``,
-                                      ``_order`` and ``_columns``
-``_style``, ``_svg``, ``_page``       as SVG and HTML
+``_held``, ``_facts``                 the graph, read once into plain facts
+``_tree``, ``_repeats``               runs of nodes: by module, repeated, folded to what can be read
+``_drafts``                           boxes and frames, each knowing which nodes and leaves it stands for
+``_tensors``                          what is written in boxes of saved tensors, and below them
+``_records``, ``_assemble``           the records of a drawing
+``_text``, ``_boxes``                 what is written in each box, and how large that makes it
+``_layers``, ``_layout``              where boxes, frames and edges go
+``_colors``                           which colours, and what they stand for
+``_dot``, ``_svg``                    the drawing as DOT; as SVG and HTML
+``_drawing``                          ``draw`` and :class:`Drawing`
 ====================================  =====================================================================
 """
 
-from ._drawing import Drawing
-from ._face import draw
+from ._drawing import Drawing, draw
 from ._records import DrawnEdge, DrawnGroup, DrawnLeaf, DrawnNode, DrawnTensor, Place
 
 __all__ = [

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ._records import SAVED_ABOVE, DrawnLeaf, DrawnNode, DrawnTensor
-from ._text import cells, joined_shape, shortened
-from ._words import bytes_of, places_of
+from ._text import bytes_of, cells, joined_shape, places_of, shortened
 
 __all__ = ["BoxText", "Row", "Text", "measure", "text_width"]
 

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from ._colors import Colors
+from ._colors import LIGHT, NAMES, Colors
 from ._records import DrawnNode, DrawnTensor
-from ._style import LIGHT, NAMES
-from ._text import dot_quoted, joined_shape, shortened
-from ._words import bytes_of, headline, places_of, same_words
+from ._text import bytes_of, dot_quoted, headline, joined_shape, places_of, same_words, shortened
 
 if TYPE_CHECKING:
     from ._drawing import Drawing

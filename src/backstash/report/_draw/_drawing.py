@@ -1,19 +1,113 @@
-"""A drawing: records, and the texts that show them."""
+"""``draw`` and the :class:`Drawing` that it returns: a graph's picture, made without unpacking anything."""
 
 from __future__ import annotations
 
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
+from ..._nodes import Outputs
 from ...errors import UsageError
+from ._assemble import assemble
 from ._dot import to_dot
-from ._page import to_page
+from ._drafts import draft
+from ._facts import Names, Params, read
 from ._records import DrawnEdge, DrawnGroup, DrawnNode, Place
-from ._svg import to_svg
-from ._words import headline
+from ._repeats import find_repeats
+from ._svg import to_page, to_svg
+from ._tensors import notes_on, sum_up
+from ._text import clean, headline
+from ._tree import choose, grow, inferred_paths
 
-__all__ = ["Drawing"]
+__all__ = ["Drawing", "draw"]
+
+_COLORS = ("where", "module", "dtype", "bytes")
+
+
+def draw(
+    outputs: Outputs,
+    params: Params | None = None,
+    *,
+    show_saved: bool = True,
+    depth: int | None = None,
+    collapse_repeated: bool = True,
+    color_by: Literal["where", "module", "dtype", "bytes"] = "where",
+) -> Drawing:
+    """Draw the autograd graph that backward from ``outputs`` would run, and what it saved.
+
+    Boxes are operations, in the direction of forward; leaves are blue (parameters) and violet (others),
+    outputs green, saved tensors orange, each with its shape, its bytes and where they live. Nothing is
+    unpacked and no hook is called: a tensor on disk is drawn from its description. Operations are framed by
+    the modules that made them, when forward ran under ``backstash.graph.label_modules(model)``; without
+    labels, modules are inferred from the names in ``params``, and the drawing says so.
+
+    A graph of any size is read in linear time and without recursion, and folded to what can be read: modules
+    are opened as deep as there is room, blocks that repeat are drawn once, and the middle of what is still
+    too long becomes one box ("… 99,990 nodes …"). What was folded stands in ``notes``.
+
+    Args:
+        outputs: what backward would start from: a tensor, a node (``grad_fn``), a ``GradientEdge``, or
+            several of them.
+        params: names for leaves: a module (its parameters' names; also its modules' classes), a dict of name
+            to tensor, or (name, tensor) pairs as ``named_parameters()`` gives them.
+        show_saved: draw what is saved (default).
+        depth: how many names of a module's path are opened; at ``depth=2`` ``blocks.0`` is one box. 0 is one
+            box for everything. Default: as deep as the drawing stays below 80 boxes; a depth that is asked
+            for may have 240.
+        collapse_repeated: draw runs that do the same to the same shapes once, "12 x Block" (default).
+        color_by: what the colours of saved tensors tell: ``"where"`` they live (default), their ``"dtype"``,
+            or their ``"bytes"`` as shades; ``"module"`` colours boxes by the module that made them.
+
+    Returns:
+        A frozen :class:`Drawing`, with ``to_svg()``, ``to_dot()``, ``to_html()``, ``save(path)``; a notebook
+        shows it.
+
+    Raises:
+        UsageError: something else in ``outputs`` or ``params``, or an unknown ``color_by``.
+
+    >>> import torch
+    >>> a, b = (torch.ones(5, requires_grad=True) for _ in range(2))
+    >>> drawing = draw(a * b, {"a": a, "b": b})
+    >>> [(node.kind, node.label) for node in drawing.nodes]
+    [('operation', 'Mul'), ('leaf', 'a'), ('leaf', 'b'), ('output', 'output')]
+    >>> [(saved.name, saved.shape, saved.nbytes, saved.same_as) for saved in drawing.nodes[0].tensors]
+    [('other', ('5',), 20, 'b'), ('self', ('5',), 20, 'a')]
+    """
+    if color_by not in _COLORS:
+        allowed = ", ".join(f'"{each}"' for each in _COLORS)
+        raise UsageError(f"color_by={color_by!r}: allowed are {allowed}")
+    if depth is not None and (type(depth) is not int or depth < 0):
+        raise UsageError(f"depth={depth!r}: allowed is an int from 0 on, or None")
+    facts = read(outputs, Names(params))
+    paths = [op.path for op in facts.ops]
+    inferred = False
+    if not facts.labelled:
+        paths = inferred_paths(facts)
+        inferred = any(paths)
+    root = grow(paths)
+    if collapse_repeated:
+        find_repeats(root, facts)
+    choice = choose(root, facts, depth)
+    drafts = draft(choice.root, facts.names.classes)
+    nodes, edges, groups = assemble(
+        facts, drafts, show_saved=show_saved, by_dtype=color_by == "dtype"
+    )
+    sums = sum_up(facts)
+    ordered = sorted(sums.places.items(), key=lambda pair: -pair[1][1])
+    return Drawing(
+        nodes=tuple(nodes),
+        edges=tuple(edges),
+        groups=tuple(groups),
+        notes=notes_on(facts, choice, sums, inferred=inferred),
+        color_by=color_by,
+        graph_nodes=len(facts.ops) + len(facts.leaves),
+        saved=sums.count,
+        saved_bytes=sums.nbytes,
+        unique_bytes=sums.unique_bytes,
+        leaf_bytes=sums.leaf_bytes,
+        places=tuple(Place(clean(where), *counts) for where, counts in ordered),
+    )
 
 
 @dataclass(frozen=True, slots=True, repr=False)

@@ -2,21 +2,87 @@
 
 The steps are those of Sugiyama, Tagawa and Toda (1981): each cell gets a rank below all it uses; a link over
 several ranks gets a bend in each; the cells of a rank are ordered so that few links cross; then they are
-moved below and above what they are linked to.
+moved below and above what they are linked to, as far as their neighbours let them. In that last step each
+rank by itself is solved exactly, as an isotonic regression (weighted least squares under the order and the
+distances), by pooling adjacent violators; ranks take turns, down and up.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right, insort
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
+from math import inf
 
-from ._cells import Cell, Link, Step
-from ._columns import place_x, shift, straighten
-from ._order import ordered
-
-__all__ = ["arrange"]
+__all__ = [
+    "Cell",
+    "Link",
+    "Step",
+    "arrange",
+    "neighbours",
+    "ordered",
+    "place_x",
+    "shift",
+    "straighten",
+]
 
 _RANK_GAP = 34.0
 _PORT_GAP = 20.0
+_SWEEPS = 12
+_MOVES = 40
+_CELL_GAP = 22.0
+_BEND_GAP = 13.0
+_STRAIGHT = 6.0  # how much a bend wants to be in line, against a box
+
+
+@dataclass(slots=True)
+class Cell:
+    """A box, a frame, or a port where links come in or go out."""
+
+    width: float
+    height: float
+    kind: str = "box"
+    """``"box"``, ``"top"`` for a port in the first rank, ``"bottom"`` for one in the last, ``"bend"``."""
+    rank: int = 0
+    x: float = 0.0
+    """Its left edge, when arranged."""
+    y: float = 0.0
+    """Its top edge."""
+
+
+@dataclass(slots=True)
+class Link:
+    """From the bottom of one cell to the top of another."""
+
+    source: int
+    target: int
+    leaves: float | None = None
+    """Where it leaves, from the source's left edge; ``None``: the middle."""
+    enters: float | None = None
+    """Where it enters, from the target's left edge; ``None``: links share the edge evenly."""
+    route: list[tuple[float, float]] = field(default_factory=list)
+    """Its points, when arranged: vertical through ranks, to be curved between them."""
+
+
+@dataclass(slots=True)
+class Step:
+    """A part of a link, from one rank to the next."""
+
+    upper: int
+    lower: int
+    leaves: float
+    enters: float
+
+
+def neighbours(cells: list[Cell], steps: list[Step]) -> tuple[list[list[Step]], list[list[Step]]]:
+    """For each cell, the steps that come to it from above, and those that go on below."""
+    above: list[list[Step]] = [[] for _ in cells]
+    below: list[list[Step]] = [[] for _ in cells]
+    for step in steps:
+        above[step.lower].append(step)
+        below[step.upper].append(step)
+    return above, below
 
 
 def arrange(
@@ -148,3 +214,175 @@ def _route(
             link = links[number]
             enters = cell.width * (place + 1) / (len(arriving) + 1)
             link.route.append((cell.x + (enters if link.enters is None else link.enters), cell.y))
+
+
+def ordered(cells: list[Cell], steps: list[Step]) -> list[list[int]]:
+    """The cells of each rank from left to right, with few crossings."""
+    ranks: list[list[int]] = [[] for _ in range(max(cell.rank for cell in cells) + 1)]
+    for index, cell in enumerate(cells):
+        ranks[cell.rank].append(index)
+    above, below = neighbours(cells, steps)
+    best, fewest = [list(rank) for rank in ranks], _crossings(cells, ranks, steps)
+    for sweep in range(_SWEEPS):
+        if not fewest:
+            break
+        down = sweep % 2 == 0
+        for rank in ranks[1:] if down else ranks[-2::-1]:
+            _by_neighbours(rank, ranks, cells, above if down else below)
+        crossings = _crossings(cells, ranks, steps)
+        if crossings < fewest:
+            best, fewest = [list(rank) for rank in ranks], crossings
+    return best
+
+
+def _by_neighbours(
+    rank: list[int], ranks: list[list[int]], cells: list[Cell], steps_of: list[list[Step]]
+) -> None:
+    place = {cell: index for row in ranks for index, cell in enumerate(row)}
+
+    def center(index: int) -> float:
+        ends = []
+        for step in steps_of[index]:
+            other = step.upper if step.lower == index else step.lower
+            offset = step.leaves if other == step.upper else step.enters
+            ends.append(place[other] + offset / (cells[other].width + 1))
+        return sum(ends) / len(ends) if ends else place[index] + 0.5
+
+    rank.sort(key=center)
+
+
+def _crossings(cells: list[Cell], ranks: list[list[int]], steps: list[Step]) -> int:
+    place = {cell: index for row in ranks for index, cell in enumerate(row)}
+    of_rank: dict[int, list[tuple[float, float]]] = {}
+    for step in steps:
+        upper = place[step.upper] + step.leaves / (cells[step.upper].width + 1)
+        lower = place[step.lower] + step.enters / (cells[step.lower].width + 1)
+        of_rank.setdefault(cells[step.upper].rank, []).append((upper, lower))
+    count = 0
+    for ends in of_rank.values():
+        seen: list[float] = []
+        for _, lower in sorted(ends):
+            count += len(seen) - bisect_right(seen, lower)
+            insort(seen, lower)
+    return count
+
+
+def _gap(cells: list[Cell], left: int, right: int) -> float:
+    """The least distance between the left edges of two neighbours."""
+    both = cells[left].kind != "box" and cells[right].kind != "box"
+    return cells[left].width + (_BEND_GAP if both else _CELL_GAP)
+
+
+def place_x(cells: list[Cell], ranks: list[list[int]], steps: list[Step]) -> None:
+    """Give every cell its left edge."""
+    above, below = neighbours(cells, steps)
+    for rank in ranks:
+        x = 0.0
+        for left, index in zip([None, *rank], rank, strict=False):
+            x += _gap(cells, left, index) if left is not None else 0.0
+            cells[index].x = x
+    for move in range(_MOVES):
+        down = move % 2 == 0
+        both = move >= _MOVES - 2
+        for rank in ranks if down else reversed(ranks):
+            _align(
+                cells, rank, above if down or both else None, below if not down or both else None
+            )
+
+
+def _align(
+    cells: list[Cell],
+    rank: list[int],
+    above: list[list[Step]] | None,
+    below: list[list[Step]] | None,
+) -> None:
+    """Move a rank's cells to where their links are straight, as far as their order lets them."""
+    wanted, weights = [], []
+    for index in rank:
+        pulls = [(0.001, cells[index].x)]
+        for step in above[index] if above is not None else ():
+            pull = _pull(cells, step)
+            pulls.append((pull, cells[step.upper].x + step.leaves - step.enters))
+        for step in below[index] if below is not None else ():
+            pull = _pull(cells, step)
+            pulls.append((pull, cells[step.lower].x + step.enters - step.leaves))
+        weight = sum(each for each, _ in pulls)
+        wanted.append(sum(each * x for each, x in pulls) / weight)
+        weights.append(weight)
+    gaps = [_gap(cells, left, right) for left, right in pairwise(rank)]
+    for index, x in zip(rank, _spread(wanted, weights, gaps), strict=True):
+        cells[index].x = x
+
+
+def _pull(cells: list[Cell], step: Step) -> float:
+    bends = (cells[step.upper].kind == "bend") + (cells[step.lower].kind == "bend")
+    return (1.0, _STRAIGHT / 2, _STRAIGHT)[bends]
+
+
+def _spread(
+    wanted: Sequence[float], weights: Sequence[float], gaps: Sequence[float]
+) -> list[float]:
+    """The places nearest to ``wanted`` that keep the order and the gaps (pool adjacent violators)."""
+    offsets = [0.0]
+    for gap in gaps:
+        offsets.append(offsets[-1] + gap)
+    blocks: list[tuple[float, float, int]] = []  # mean, weight, members
+    for want, weight, offset in zip(wanted, weights, offsets, strict=True):
+        block = (want - offset, weight, 1)
+        while blocks and blocks[-1][0] > block[0]:
+            mean, heavy, members = blocks.pop()
+            total = heavy + block[1]
+            block = ((mean * heavy + block[0] * block[1]) / total, total, members + block[2])
+        blocks.append(block)
+    means = [mean for mean, _, members in blocks for _ in range(members)]
+    return [mean + offset for mean, offset in zip(means, offsets, strict=True)]
+
+
+def straighten(
+    cells: list[Cell], ranks: list[list[int]], links: list[Link], chains: list[list[int]]
+) -> None:
+    """Put as many bends of a link as there is room for on one vertical line."""
+    left: dict[int, int | None] = {}
+    right: dict[int, int | None] = {}
+    for rank in ranks:
+        for before, index, after in zip([None, *rank], rank, [*rank[1:], None], strict=False):
+            left[index], right[index] = before, after
+    done: set[int] = set()
+    for link, chain in sorted(zip(links, chains, strict=True), key=lambda pair: -len(pair[1])):
+        run: list[int] = []
+        low, high = -inf, inf
+        for index in chain:
+            if index in done:
+                continue
+            done.add(index)
+            before, after = left[index], right[index]
+            least = cells[before].x + _gap(cells, before, index) if before is not None else -inf
+            most = cells[after].x - _gap(cells, index, after) if after is not None else inf
+            if max(low, least) > min(high, most):
+                _settle(cells, run, low, high, link)
+                run, low, high = [], -inf, inf
+            run.append(index)
+            low, high = max(low, least), min(high, most)
+        _settle(cells, run, low, high, link)
+
+
+def _settle(cells: list[Cell], run: list[int], low: float, high: float, link: Link) -> None:
+    if run:
+        target = cells[link.target]
+        end = target.x + (target.width / 2 if link.enters is None else link.enters)
+        wanted = sorted([*(cells[index].x for index in run), end])[len(run) // 2]
+        for index in run:
+            cells[index].x = min(max(wanted, low), high)
+
+
+def shift(cells: list[Cell], ranks: list[list[int]], title: float) -> float:
+    """Move all to begin at 0, and ports out of the title's way. Returns the width."""
+    least = min(cell.x for cell in cells)
+    for cell in cells:
+        cell.x -= least
+    x = title
+    for index in ranks[0]:
+        if cells[index].kind == "top":
+            cells[index].x = x = max(x, cells[index].x)
+            x += _BEND_GAP
+    return max(title, *(cell.x + cell.width for cell in cells))

@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from ._cells import Cell, Link
-from ._layers import arrange
+from ._layers import Cell, Link, arrange
 from ._records import DrawnEdge, DrawnGroup
 
 __all__ = ["Layout", "Rectangle", "Wire", "lay_out"]

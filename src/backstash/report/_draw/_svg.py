@@ -1,4 +1,4 @@
-"""A drawing as SVG: one element, with its own style sheet, that refers to nothing outside."""
+"""A drawing as SVG: one element, with its own style sheet, that refers to nothing outside; and as a page."""
 
 from __future__ import annotations
 
@@ -6,18 +6,15 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from ._boxes import BoxText, Text, measure, text_width
-from ._colors import Colors
+from ._colors import CSS, Colors, Legend, legend_of
 from ._layout import Layout, Rectangle, Wire, lay_out
-from ._legend import Legend, legend_of
 from ._records import DrawnGroup, DrawnLeaf, DrawnNode, DrawnTensor
-from ._style import CSS
-from ._text import joined_shape, shortened, wrapped, xml
-from ._words import bytes_of, headline, places_of, same_words
+from ._text import bytes_of, headline, joined_shape, places_of, same_words, shortened, wrapped, xml
 
 if TYPE_CHECKING:
     from ._drawing import Drawing
 
-__all__ = ["placed", "to_svg"]
+__all__ = ["placed", "to_page", "to_svg"]
 
 _MARGIN = 20.0
 _LEAST_WIDTH = 460.0
@@ -60,6 +57,31 @@ def to_svg(drawing: Drawing) -> str:
             "",
         ]
     )
+
+
+def to_page(drawing: Drawing) -> str:
+    """The text of one HTML file without scripts and without requests."""
+    return f"""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<title>{xml(headline(drawing)[0])}</title>
+<style>
+body{{margin:0;background:#eef1f5}}
+main{{padding:16px;overflow:auto}}
+svg{{display:block;margin:0 auto}}
+@media (prefers-color-scheme:dark){{body{{background:#0b0e12}}}}
+</style>
+</head>
+<body>
+<main>
+{to_svg(drawing)}</main>
+</body>
+</html>
+"""
 
 
 def placed(drawing: Drawing) -> tuple[list[BoxText], Layout]:
