@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from ...units import format_bytes
 from ._boxes import SMALL_PX, text_width
-from ._records import DrawnNode, DrawnTensor
+from ._records import DrawnGraph, DrawnNode, DrawnTensor
 from ._text import place_name, shortened
-
-if TYPE_CHECKING:
-    from ._drawing import Drawing
 
 __all__ = [
     "CSS",
@@ -66,7 +62,7 @@ class Share:
 class Colors:
     """The colours of one drawing."""
 
-    def __init__(self, drawing: Drawing) -> None:
+    def __init__(self, drawing: DrawnGraph) -> None:
         self._by = drawing.color_by
         tensors = [tensor for node in drawing.nodes for tensor in node.tensors]
         self._most = max((tensor.nbytes for tensor in tensors), default=0)
@@ -178,7 +174,7 @@ class Legend:
     height: float
 
 
-def legend_of(drawing: Drawing, colors: Colors, width: float) -> Legend:
+def legend_of(drawing: DrawnGraph, colors: Colors, width: float) -> Legend:
     """The kinds of boxes that there are, then, on rows of their own, what colours tell."""
     kinds = {node.kind for node in drawing.nodes}
     inside = [leaf for node in drawing.nodes for leaf in node.leaves]

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from ._colors import LIGHT, NAMES, Colors
-from ._records import DrawnNode, DrawnTensor
+from ._records import DrawnGraph, DrawnNode, DrawnTensor
 from ._text import bytes_of, dot_quoted, headline, joined_shape, places_of, same_words, shortened
-
-if TYPE_CHECKING:
-    from ._drawing import Drawing
 
 __all__ = ["to_dot"]
 
@@ -26,7 +22,7 @@ _MOST = 60
 _PALETTE = dict(zip(NAMES, LIGHT, strict=True))
 
 
-def to_dot(drawing: Drawing) -> str:
+def to_dot(drawing: DrawnGraph) -> str:
     """The text of one ``digraph``."""
     colors = Colors(drawing)
     caption = dot_quoted(*headline(drawing), *drawing.notes)
@@ -43,7 +39,7 @@ def to_dot(drawing: Drawing) -> str:
     return "\n".join([*lines, "}", ""])
 
 
-def _group_lines(drawing: Drawing, colors: Colors) -> Iterator[str]:
+def _group_lines(drawing: DrawnGraph, colors: Colors) -> Iterator[str]:
     """Frames as clusters, each in the one around it, with their boxes; then the boxes in no frame."""
     inside: dict[int | None, list[int]] = {}
     for index, group in enumerate(drawing.groups):

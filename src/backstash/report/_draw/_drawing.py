@@ -13,7 +13,7 @@ from ._assemble import assemble
 from ._dot import to_dot
 from ._drafts import draft
 from ._facts import Names, Params, read
-from ._records import DrawnEdge, DrawnGroup, DrawnNode, Place
+from ._records import DrawnGraph, Place
 from ._repeats import find_repeats
 from ._svg import to_page, to_svg
 from ._tensors import notes_on, sum_up
@@ -111,34 +111,11 @@ def draw(
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class Drawing:
+class Drawing(DrawnGraph):
     """A graph as it is drawn. It holds no tensor and no node, so it keeps no memory of the graph alive.
 
     A notebook shows it as a picture.
     """
-
-    nodes: tuple[DrawnNode, ...]
-    """The boxes: those of nodes in the order of forward, then leaves, then outputs."""
-    edges: tuple[DrawnEdge, ...]
-    """From what makes something to what uses it."""
-    groups: tuple[DrawnGroup, ...]
-    """The frames, outer ones first."""
-    notes: tuple[str, ...]
-    """What was folded, inferred, or cannot be known, in sentences."""
-    color_by: str
-    """What colours tell: ``"where"``, ``"module"``, ``"dtype"`` or ``"bytes"``."""
-    graph_nodes: int
-    """How many nodes the graph has, leaves included."""
-    saved: int
-    """How many tensors are saved in it."""
-    saved_bytes: int
-    """Bytes of their elements, as often as they are saved, where they are known."""
-    unique_bytes: int
-    """The same with shared memory counted once and leaves' memory left out."""
-    leaf_bytes: int
-    """Memory of leaves that is saved: it would be there without a graph too."""
-    places: tuple[Place, ...]
-    """Where the saved tensors live now, most bytes first."""
 
     def to_dot(self) -> str:
         """The drawing in the DOT language, saved tensors as boxes of their own; for ``dot -Tpdf``."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 __all__ = [
     "SAVED_ABOVE",
     "DrawnEdge",
+    "DrawnGraph",
     "DrawnGroup",
     "DrawnLeaf",
     "DrawnNode",
@@ -134,3 +135,31 @@ class DrawnGroup:
     """How many times what is inside is there."""
     chained: bool
     """Whether each time uses what the one before made; else they stand side by side."""
+
+
+@dataclass(frozen=True, slots=True)
+class DrawnGraph:
+    """A graph as it is drawn: what SVG and DOT are made from."""
+
+    nodes: tuple[DrawnNode, ...]
+    """The boxes: those of nodes in the order of forward, then leaves, then outputs."""
+    edges: tuple[DrawnEdge, ...]
+    """From what makes something to what uses it."""
+    groups: tuple[DrawnGroup, ...]
+    """The frames, outer ones first."""
+    notes: tuple[str, ...]
+    """What was folded, inferred, or cannot be known, in sentences."""
+    color_by: str
+    """What colours tell: ``"where"``, ``"module"``, ``"dtype"`` or ``"bytes"``."""
+    graph_nodes: int
+    """How many nodes the graph has, leaves included."""
+    saved: int
+    """How many tensors are saved in it."""
+    saved_bytes: int
+    """Bytes of their elements, as often as they are saved, where they are known."""
+    unique_bytes: int
+    """The same with shared memory counted once and leaves' memory left out."""
+    leaf_bytes: int
+    """Memory of leaves that is saved: it would be there without a graph too."""
+    places: tuple[Place, ...]
+    """Where the saved tensors live now, most bytes first."""

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
 from ._boxes import BoxText, Text, measure, text_width
 from ._colors import CSS, Colors, Legend, legend_of
 from ._layout import Layout, Rectangle, Wire, lay_out
-from ._records import DrawnGroup, DrawnLeaf, DrawnNode, DrawnTensor
+from ._records import DrawnGraph, DrawnGroup, DrawnLeaf, DrawnNode, DrawnTensor
 from ._text import bytes_of, headline, joined_shape, places_of, same_words, shortened, wrapped, xml
-
-if TYPE_CHECKING:
-    from ._drawing import Drawing
 
 __all__ = ["placed", "to_page", "to_svg"]
 
@@ -25,7 +21,7 @@ _NOTE_LINE = 16.0
 _MOST_TITLE = 60
 
 
-def to_svg(drawing: Drawing) -> str:
+def to_svg(drawing: DrawnGraph) -> str:
     """The text of one ``<svg>`` element."""
     texts, layout = placed(drawing)
     colors = Colors(drawing)
@@ -59,7 +55,7 @@ def to_svg(drawing: Drawing) -> str:
     )
 
 
-def to_page(drawing: Drawing) -> str:
+def to_page(drawing: DrawnGraph) -> str:
     """The text of one HTML file without scripts and without requests."""
     return f"""<!doctype html>
 <html lang="en">
@@ -84,7 +80,7 @@ svg{{display:block;margin:0 auto}}
 """
 
 
-def placed(drawing: Drawing) -> tuple[list[BoxText], Layout]:
+def placed(drawing: DrawnGraph) -> tuple[list[BoxText], Layout]:
     """What is written in each box, and where everything is."""
     paths = _frame_paths(drawing)
     show_dtype = drawing.color_by == "dtype"
@@ -97,7 +93,7 @@ def placed(drawing: Drawing) -> tuple[list[BoxText], Layout]:
     return texts, lay_out(sizes, drawing.edges, drawing.groups, titles)
 
 
-def _frame_paths(drawing: Drawing) -> list[str]:
+def _frame_paths(drawing: DrawnGraph) -> list[str]:
     """For each box, the module of the innermost frame around it that has one."""
     found = [""] * len(drawing.nodes)
     paths: list[str] = []
@@ -119,7 +115,7 @@ def _n(value: float) -> str:
     return f"{value:.1f}".removesuffix(".0")
 
 
-def _head(drawing: Drawing, width: float) -> list[tuple[str, str]]:
+def _head(drawing: DrawnGraph, width: float) -> list[tuple[str, str]]:
     first, *rest = headline(drawing)
     columns = int(width / text_width("m", _HEAD_PX))
     lines = [("head", line) for line in wrapped(first, columns)]
@@ -140,7 +136,7 @@ def _legend_lines(legend: Legend, top: float) -> Iterator[str]:
         yield f'<text class="small" x="{_n(x + 18)}" y="{_n(y + 10)}">{xml(entry.text)}</text>'
 
 
-def _notes(drawing: Drawing, width: float) -> list[str]:
+def _notes(drawing: DrawnGraph, width: float) -> list[str]:
     columns = int(width / text_width("m", _TITLE_PX))
     return [line for note in drawing.notes for line in wrapped(note, columns)]
 

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import unicodedata
-from typing import TYPE_CHECKING
 
 from ..._text import clean as whole
 from ...units import format_bytes
-from ._records import SAVED_ABOVE, DrawnTensor
-
-if TYPE_CHECKING:
-    from ._drawing import Drawing
+from ._records import SAVED_ABOVE, DrawnGraph, DrawnTensor
 
 __all__ = [
     "bytes_of",
@@ -179,7 +175,7 @@ def same_words(tensor: DrawnTensor) -> str:
     return f"memory of {shortened(tensor.same_as, 60)}" if tensor.same_as else ""
 
 
-def headline(drawing: Drawing) -> list[str]:
+def headline(drawing: DrawnGraph) -> list[str]:
     """What the graph is, and what it holds, in a few lines."""
     nodes = f"{drawing.graph_nodes:,} node{'s' if drawing.graph_nodes != 1 else ''}"
     if not drawing.saved:
