@@ -11,7 +11,7 @@ from ._records import DrawnEdge, DrawnGroup, DrawnNode
 from ._tensors import same_memory, tensors_of
 from ._text import clean, short_name
 
-__all__ = ["Edges", "assemble"]
+__all__ = ["assemble"]
 
 _MOST_OUTPUTS = 4
 
@@ -27,7 +27,7 @@ def assemble(
         tensors = tensors_of(box, facts, same, by_dtype) if show_saved else ()
         leaves = [facts.leaves[leaf] for leaf in inside.get(index, ())]
         nodes.append(replace(_node(box, facts, leaves), tensors=tensors))
-    edges = Edges(facts, drafts)
+    edges = _Edges(facts, drafts)
     groups_of: list[int | None] = [box.group for box in drafts.boxes]
     box_of_leaf = {}
     for leaf_box in leaf_boxes:
@@ -192,7 +192,7 @@ class _Edge:
     outputs: set[int] = field(default_factory=set)
 
 
-class Edges:
+class _Edges:
     """Collects edges by their ends."""
 
     def __init__(self, facts: Facts, drafts: Drafts) -> None:

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from ._records import SAVED_ABOVE, DrawnLeaf, DrawnNode, DrawnTensor
 from ._text import bytes_of, cells, joined_shape, places_of, shortened
 
-__all__ = ["BoxText", "Row", "Text", "measure", "text_width"]
+__all__ = ["SMALL_PX", "BoxText", "Row", "Text", "measure", "text_width"]
 
 _COLUMN = 0.61  # of a monospaced font, in em: the widest of the common ones has 0.602
-LABEL_PX = 12.5
+_LABEL_PX = 12.5
 SMALL_PX = 10.5
 _PAD = 10.0
 _LINE = 16.0
@@ -42,7 +42,7 @@ class Text:
     @property
     def px(self) -> float:
         """The size of its font."""
-        return LABEL_PX if self.style == "label" else SMALL_PX
+        return _LABEL_PX if self.style == "label" else SMALL_PX
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +106,7 @@ def _size(shape: tuple[str, ...] | None, dtype: str, show_dtype: bool) -> str:
 def _stacked(found: BoxText, label: str, details: list[str]) -> None:
     """The label, and each detail on a line below it."""
     found.texts.append(Text(_PAD, 17.0, label, "label"))
-    width = text_width(label, LABEL_PX)
+    width = text_width(label, _LABEL_PX)
     found.height = 25.0
     for detail in details:
         found.texts.append(Text(_PAD, found.height + 7.0, detail, "small"))
@@ -119,7 +119,7 @@ def _beside(found: BoxText, label: str, size: str, details: list[str]) -> None:
     """The label with the size at the right end of its line; details below."""
     _stacked(found, label, details)
     if size:
-        needed = text_width(label, LABEL_PX) + text_width(size, SMALL_PX) + 2 * _GAP
+        needed = text_width(label, _LABEL_PX) + text_width(size, SMALL_PX) + 2 * _GAP
         found.width = max(found.width, needed + 2 * _PAD)
         found.texts.append(Text(0.0, 17.0, size, "size"))
 

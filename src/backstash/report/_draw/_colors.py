@@ -15,14 +15,12 @@ __all__ = [
     "DARK",
     "LIGHT",
     "NAMES",
-    "PLACES",
     "SHADES",
     "Colors",
     "Entry",
     "Legend",
     "Share",
     "legend_of",
-    "place_class",
 ]
 
 _CATEGORIES = 8
@@ -35,7 +33,7 @@ _KINDS = {
     "output": ("box output", "output"),
 }
 _LINE = 20.0
-PLACES = {
+_PLACES = {
     "in place": "keep",
     "keep": "keep",
     "host": "host",
@@ -94,7 +92,7 @@ class Colors:
         known = total > 0
         return [
             Share(
-                place_class(place.where),
+                _place_class(place.where),
                 place.nbytes / total if known else place.count / tensor.count,
             )
             for place in tensor.places
@@ -142,7 +140,7 @@ class Colors:
     def _by_class(self) -> dict[str, list[str]]:
         found: dict[str, list[str]] = {}
         for where in self._places:
-            found.setdefault(place_class(where), []).append(where)
+            found.setdefault(_place_class(where), []).append(where)
         return found
 
 
@@ -198,11 +196,11 @@ def legend_of(drawing: DrawnGraph, colors: Colors, width: float) -> Legend:
     return Legend(tuple(entries), y)
 
 
-def place_class(where: str) -> str:
+def _place_class(where: str) -> str:
     """The colour's class for a place; of a place that nobody told us of, that of hooks."""
-    for name in ("compressed", *PLACES):
+    for name in ("compressed", *_PLACES):
         if name in where:
-            return PLACES[name]
+            return _PLACES[name]
     return "hooks"
 
 
@@ -277,7 +275,7 @@ _RULES = """
 
 
 def _chip_rules() -> str:
-    plain = [*dict.fromkeys(PLACES.values())]
+    plain = [*dict.fromkeys(_PLACES.values())]
     chips = "".join(f".bs-graph .{name}{{fill:var(--g-{name})}}\n" for name in plain)
     numbered = [f"c{number}" for number in range(8)] + [f"s{number}" for number in range(SHADES)]
     # More specific than .box, whose colour they replace.

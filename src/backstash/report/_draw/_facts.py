@@ -169,11 +169,11 @@ def _op(node: Any, given: str, reader: Reader) -> Op:
     if made and not getattr(made[0], "is_cpp_nested_tensor", False):
         shape = tuple(str(size) for size in made[0].shape)
         dtype = str(made[0].dtype).removeprefix("torch.")
-    path = split_path(module_of(node))
+    path = _split_path(module_of(node))
     return Op(node.name(), path, given, shape, dtype, reader.read(node))
 
 
-def split_path(path: str) -> tuple[str, ...]:
+def _split_path(path: str) -> tuple[str, ...]:
     """``"blocks.0.mlp"`` as its names; the names beyond the 40th are one."""
     return tuple(path.split(".", _MOST_PARTS - 1)) if path else ()
 

@@ -18,13 +18,7 @@ from math import inf
 __all__ = [
     "Cell",
     "Link",
-    "Step",
     "arrange",
-    "neighbours",
-    "ordered",
-    "place_x",
-    "shift",
-    "straighten",
 ]
 
 _RANK_GAP = 34.0
@@ -66,7 +60,7 @@ class Link:
 
 
 @dataclass(slots=True)
-class Step:
+class _Step:
     """A part of a link, from one rank to the next."""
 
     upper: int
@@ -75,10 +69,12 @@ class Step:
     enters: float
 
 
-def neighbours(cells: list[Cell], steps: list[Step]) -> tuple[list[list[Step]], list[list[Step]]]:
+def _neighbours(
+    cells: list[Cell], steps: list[_Step]
+) -> tuple[list[list[_Step]], list[list[_Step]]]:
     """For each cell, the steps that come to it from above, and those that go on below."""
-    above: list[list[Step]] = [[] for _ in cells]
-    below: list[list[Step]] = [[] for _ in cells]
+    above: list[list[_Step]] = [[] for _ in cells]
+    below: list[list[_Step]] = [[] for _ in cells]
     for step in steps:
         above[step.lower].append(step)
         below[step.upper].append(step)
@@ -101,10 +97,10 @@ def arrange(
     _rank(cells, links)
     chains = _bend(cells, links)
     steps = _steps(cells, links, chains)
-    ranks = ordered(cells, steps)
-    place_x(cells, ranks, steps)
-    straighten(cells, ranks, links, chains)
-    width = shift(cells, ranks, title)
+    ranks = _ordered(cells, steps)
+    _place_x(cells, ranks, steps)
+    _straighten(cells, ranks, links, chains)
+    width = _shift(cells, ranks, title)
     height = _place_y(cells, ranks, links, header)
     _route(cells, ranks, links, chains, header)
     return width, height
@@ -155,14 +151,14 @@ def _bend(cells: list[Cell], links: list[Link]) -> list[list[int]]:
     return chains
 
 
-def _steps(cells: list[Cell], links: list[Link], chains: list[list[int]]) -> list[Step]:
-    found: dict[tuple[int, int, float], Step] = {}
+def _steps(cells: list[Cell], links: list[Link], chains: list[list[int]]) -> list[_Step]:
+    found: dict[tuple[int, int, float], _Step] = {}
     for link, chain in zip(links, chains, strict=True):
         path = [link.source, *chain, link.target]
         for upper, lower in pairwise(path):
             leaves = link.leaves if upper == link.source else None
             enters = link.enters if lower == link.target else None
-            step = Step(
+            step = _Step(
                 upper,
                 lower,
                 cells[upper].width / 2 if leaves is None else leaves,
@@ -216,12 +212,12 @@ def _route(
             link.route.append((cell.x + (enters if link.enters is None else link.enters), cell.y))
 
 
-def ordered(cells: list[Cell], steps: list[Step]) -> list[list[int]]:
+def _ordered(cells: list[Cell], steps: list[_Step]) -> list[list[int]]:
     """The cells of each rank from left to right, with few crossings."""
     ranks: list[list[int]] = [[] for _ in range(max(cell.rank for cell in cells) + 1)]
     for index, cell in enumerate(cells):
         ranks[cell.rank].append(index)
-    above, below = neighbours(cells, steps)
+    above, below = _neighbours(cells, steps)
     best, fewest = [list(rank) for rank in ranks], _crossings(cells, ranks, steps)
     for sweep in range(_SWEEPS):
         if not fewest:
@@ -236,7 +232,7 @@ def ordered(cells: list[Cell], steps: list[Step]) -> list[list[int]]:
 
 
 def _by_neighbours(
-    rank: list[int], ranks: list[list[int]], cells: list[Cell], steps_of: list[list[Step]]
+    rank: list[int], ranks: list[list[int]], cells: list[Cell], steps_of: list[list[_Step]]
 ) -> None:
     place = {cell: index for row in ranks for index, cell in enumerate(row)}
 
@@ -251,7 +247,7 @@ def _by_neighbours(
     rank.sort(key=center)
 
 
-def _crossings(cells: list[Cell], ranks: list[list[int]], steps: list[Step]) -> int:
+def _crossings(cells: list[Cell], ranks: list[list[int]], steps: list[_Step]) -> int:
     place = {cell: index for row in ranks for index, cell in enumerate(row)}
     of_rank: dict[int, list[tuple[float, float]]] = {}
     for step in steps:
@@ -273,9 +269,9 @@ def _gap(cells: list[Cell], left: int, right: int) -> float:
     return cells[left].width + (_BEND_GAP if both else _CELL_GAP)
 
 
-def place_x(cells: list[Cell], ranks: list[list[int]], steps: list[Step]) -> None:
+def _place_x(cells: list[Cell], ranks: list[list[int]], steps: list[_Step]) -> None:
     """Give every cell its left edge."""
-    above, below = neighbours(cells, steps)
+    above, below = _neighbours(cells, steps)
     for rank in ranks:
         x = 0.0
         for left, index in zip([None, *rank], rank, strict=False):
@@ -293,8 +289,8 @@ def place_x(cells: list[Cell], ranks: list[list[int]], steps: list[Step]) -> Non
 def _align(
     cells: list[Cell],
     rank: list[int],
-    above: list[list[Step]] | None,
-    below: list[list[Step]] | None,
+    above: list[list[_Step]] | None,
+    below: list[list[_Step]] | None,
 ) -> None:
     """Move a rank's cells to where their links are straight, as far as their order lets them."""
     wanted, weights = [], []
@@ -314,7 +310,7 @@ def _align(
         cells[index].x = x
 
 
-def _pull(cells: list[Cell], step: Step) -> float:
+def _pull(cells: list[Cell], step: _Step) -> float:
     bends = (cells[step.upper].kind == "bend") + (cells[step.lower].kind == "bend")
     return (1.0, _STRAIGHT / 2, _STRAIGHT)[bends]
 
@@ -338,7 +334,7 @@ def _spread(
     return [mean + offset for mean, offset in zip(means, offsets, strict=True)]
 
 
-def straighten(
+def _straighten(
     cells: list[Cell], ranks: list[list[int]], links: list[Link], chains: list[list[int]]
 ) -> None:
     """Put as many bends of a link as there is room for on one vertical line."""
@@ -375,7 +371,7 @@ def _settle(cells: list[Cell], run: list[int], low: float, high: float, link: Li
             cells[index].x = min(max(wanted, low), high)
 
 
-def shift(cells: list[Cell], ranks: list[list[int]], title: float) -> float:
+def _shift(cells: list[Cell], ranks: list[list[int]], title: float) -> float:
     """Move all to begin at 0, and ports out of the title's way. Returns the width."""
     least = min(cell.x for cell in cells)
     for cell in cells:

@@ -15,8 +15,6 @@ from dataclasses import dataclass, field, replace
 from ._facts import Facts
 
 __all__ = [
-    "MOST_ASKED",
-    "MOST_BOXES",
     "Choice",
     "Item",
     "choose",
@@ -26,9 +24,9 @@ __all__ = [
     "walk",
 ]
 
-MOST_BOXES = 60
+_MOST_BOXES = 60
 """Boxes that a person reads without help: what ``depth=None`` opens modules to."""
-MOST_ASKED = 240
+_MOST_ASKED = 240
 """Boxes that are drawn at most, however deep was asked for."""
 _LENGTHS = (40, 24, 16, 12, 8, 6, 4)
 _VERY_LONG, _LENGTH_OF_VERY_LONG = 400, 12  # more of so many would not tell more
@@ -169,10 +167,10 @@ def choose(root: Item, facts: Facts, depth: int | None) -> Choice:
     costs = _costs(root, facts)
     deepest = len(costs) - 1
     if depth is None:
-        readable = [each for each in range(1, deepest + 1) if costs[each] <= MOST_BOXES]
-        chosen, most = max(readable, default=min(1, deepest)), MOST_BOXES
+        readable = [each for each in range(1, deepest + 1) if costs[each] <= _MOST_BOXES]
+        chosen, most = max(readable, default=min(1, deepest)), _MOST_BOXES
     else:
-        chosen, most = min(depth, deepest), MOST_ASKED
+        chosen, most = min(depth, deepest), _MOST_ASKED
     drawn = _opened(root, chosen)
     left_out = 0
     for length in _LENGTHS:
