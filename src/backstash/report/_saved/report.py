@@ -13,13 +13,12 @@ from torch import nn
 from ...errors import UsageError
 from ...units import format_bytes
 from .._page import render_page
-from .advice import PLACE, Advice, Budget, advise, budgets
-from .ops import find_ops
+from .advice import PLACE, Advice, Budget, advise, budgets, peak_bytes
 from .page import as_page, as_values
 from .recorder import Recorder
-from .replay import peak_bytes
 from .rows import Row, SavedTensorRow, Waste, add_up, describe, pattern, wasted
 from .save import Found, Save
+from .storages import find_ops
 from .text import as_rich, as_text
 
 __all__ = ["SavedReport", "saved_report"]

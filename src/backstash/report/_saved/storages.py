@@ -1,4 +1,8 @@
-"""Which storage a saved tensor looks into: of a parameter, a buffer, an input, or made by forward."""
+"""Which storage a saved tensor looks into, and which operation saved it.
+
+A storage is of a parameter, a buffer or an input, or was made by forward. Operations are found in the graph,
+while there is one, without unpacking.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from .pieces import pieces
-from .save import Stored
+from ..._nodes import iter_graph, packed_of
+from .save import Packed, Save, Stored, pieces
 
-__all__ = ["Storages", "existing_tensors"]
+__all__ = ["Storages", "existing_tensors", "find_ops"]
 
 _RANK = {"input": 0, "buffer": 1, "parameter": 2}
 
@@ -101,3 +105,33 @@ def existing_tensors() -> list[Tensor]:
         ahead += [kind for kind in below if kind not in kinds]
         kinds.update(below)
     return [each for each in gc.get_objects() if type(each) in kinds]
+
+
+def find_ops(saves: Iterable[Save]) -> None:
+    """Name the operation and the argument of each save that is alive and not named yet.
+
+    A node is a save's own if it holds the very object that was packed, so nothing is guessed. The graphs of all
+    tensors that Python knows are walked: an operation is above what it saved, where only its result leads.
+    """
+    if not any(not save.name and save.held is not None and save.held() for save in saves):
+        return
+    with torch._C.DisableTorchFunctionSubclass():
+        for node in iter_graph(_with_history(existing_tensors())):
+            for name, packed in packed_of(node):
+                while not isinstance(packed, Packed) and hasattr(packed, "packed_inside"):
+                    packed = packed.packed_inside
+                if isinstance(packed, Packed) and packed.save is not None:
+                    packed.save.op, packed.save.name = node.name(), name
+
+
+def _with_history(tensors: list[Tensor]) -> list[Tensor]:
+    found = []
+    for tensor in tensors:
+        try:
+            if tensor.requires_grad and not tensor.is_leaf:
+                found.append(tensor)
+        except (
+            Exception
+        ):  # objects of any class, perhaps half made: what fails has no graph to look at
+            continue
+    return found
