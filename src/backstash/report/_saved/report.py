@@ -16,10 +16,11 @@ from .._page import render_page
 from .advice import PLACE, Advice, Budget, advise, budgets, peak_bytes
 from .page import as_page, as_values
 from .recorder import Recorder
-from .rows import Row, SavedTensorRow, Waste, add_up, describe, pattern, wasted
+from .rows import Row, SavedTensorRow, add_up, describe, pattern
 from .save import Found, Save
 from .storages import find_ops
 from .text import as_rich, as_text
+from .waste import Waste, wasted
 
 __all__ = ["SavedReport", "saved_report"]
 

@@ -9,10 +9,7 @@ import torch
 
 from .save import OWNED, Save
 
-__all__ = ["PART", "Row", "SavedTensorRow", "Waste", "add_up", "describe", "pattern", "wasted"]
-
-PART = "a small part holds a large storage: a copy would do"
-_LEAST_BYTES = 64 << 10  # smaller storages are not worth a word
+__all__ = ["Row", "SavedTensorRow", "add_up", "describe", "pattern"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,22 +75,6 @@ class SavedTensorRow:
     """The place, as in :class:`Row`; ``"recomputed"`` for what is let go, to be computed again."""
 
 
-@dataclass(frozen=True, slots=True)
-class Waste:
-    """Tensors that hold less than their bytes could."""
-
-    what: str
-    """What was found."""
-    name: str
-    """The module's path; where many modules have the same, with ``*`` for their numbers."""
-    tensors: int
-    """How many."""
-    nbytes: int
-    """Their bytes."""
-    could_be_bytes: int
-    """The bytes that would hold the same exactly."""
-
-
 def add_up(
     saves: Iterable[Save], key: Callable[[Save], str], calls: Mapping[str, int] | None
 ) -> tuple[Row, ...]:
@@ -147,37 +128,6 @@ def describe(save: Save) -> SavedTensorRow:
         tuple(each.index for each in save.stored),
         save.where,
     )
-
-
-def wasted(saves: Iterable[Save]) -> tuple[Waste, ...]:
-    """What could be smaller, that with the most bytes to gain first."""
-    found: dict[tuple[str, str], list[int]] = {}
-    paths: dict[tuple[str, str], set[str]] = {}
-    for save in saves:
-        for what, nbytes, could_be in _wastes(save):
-            key = what, pattern(save.module)
-            paths.setdefault(key, set()).add(save.module)
-            counts = found.setdefault(key, [0, 0, 0])
-            counts[0] += 1
-            counts[1] += nbytes
-            counts[2] += could_be
-    rows = [
-        Waste(key[0], key[1] if len(paths[key]) > 1 else paths[key].pop(), *counts)
-        for key, counts in found.items()
-    ]
-    return tuple(sorted(rows, key=lambda each: each.could_be_bytes - each.nbytes))
-
-
-def _wastes(save: Save) -> Iterable[tuple[str, int, int]]:
-    if not save.is_saved:
-        return
-    if save.waste is not None:
-        what, could_be = save.waste
-        yield what, save.nbytes, could_be
-    for each in save.first:
-        if each.kind == "activation" and save.where == "in place" and each.nbytes >= _LEAST_BYTES:
-            if each.saved_bytes * 2 <= each.nbytes:
-                yield PART, each.nbytes, each.saved_bytes
 
 
 def pattern(module: str) -> str:

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from ..._text import clean
 from ...units import format_bytes
-from .rows import Row, Waste
+from .rows import Row
+from .waste import Waste
 
 if TYPE_CHECKING:
     from .report import SavedReport

@@ -1,4 +1,4 @@
-"""Looking at a tensor's values, once, for what a smaller form of them would hold exactly.
+"""What takes more bytes than it needs: seen in a tensor's values, once, and added up over a report.
 
 Only large CPU tensors are looked at. A few thousand elements tell at once that most tensors hold nothing
 special; only of the others every element is read, and only that counts. Nothing is computed where a dispatch
@@ -7,20 +7,43 @@ mode would see it.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
-__all__ = ["LEAST_BYTES", "MASK", "ZEROS", "find_waste"]
+from .rows import pattern
+from .save import Save
+
+__all__ = ["LEAST_BYTES", "MASK", "ZEROS", "Waste", "find_waste", "wasted"]
 
 MASK = "two values: one bit each would do"
 ZEROS = "zeros: a bitmap and the others would do"
+_PART = "a small part holds a large storage: a copy would do"
 _FEW_ZEROS = 0.25  # below, a bitmap and the other values save too little
 LEAST_BYTES = 64 << 10
-"""Smaller tensors are not looked at."""
+"""Smaller tensors are not looked at, and smaller storages not named."""
 _SAMPLE = 128
 _CHUNK = 1 << 20
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32)
+
+
+@dataclass(frozen=True, slots=True)
+class Waste:
+    """Tensors that hold less than their bytes could."""
+
+    what: str
+    """What was found."""
+    name: str
+    """The module's path; where many modules have the same, with ``*`` for their numbers."""
+    tensors: int
+    """How many."""
+    nbytes: int
+    """Their bytes."""
+    could_be_bytes: int
+    """The bytes that would hold the same exactly."""
 
 
 def find_waste(tensor: Tensor) -> tuple[str, int] | None:
@@ -122,3 +145,34 @@ def _flat(values: Tensor) -> Tensor | None:
             return None
         expected *= size
     return values.as_strided((values.numel(),), (1,))
+
+
+def wasted(saves: Iterable[Save]) -> tuple[Waste, ...]:
+    """What could be smaller, that with the most bytes to gain first."""
+    found: dict[tuple[str, str], list[int]] = {}
+    paths: dict[tuple[str, str], set[str]] = {}
+    for save in saves:
+        for what, nbytes, could_be in _wastes(save):
+            key = what, pattern(save.module)
+            paths.setdefault(key, set()).add(save.module)
+            counts = found.setdefault(key, [0, 0, 0])
+            counts[0] += 1
+            counts[1] += nbytes
+            counts[2] += could_be
+    rows = [
+        Waste(key[0], key[1] if len(paths[key]) > 1 else paths[key].pop(), *counts)
+        for key, counts in found.items()
+    ]
+    return tuple(sorted(rows, key=lambda each: each.could_be_bytes - each.nbytes))
+
+
+def _wastes(save: Save) -> Iterable[tuple[str, int, int]]:
+    if not save.is_saved:
+        return
+    if save.waste is not None:
+        what, could_be = save.waste
+        yield what, save.nbytes, could_be
+    for each in save.first:
+        if each.kind == "activation" and save.where == "in place" and each.nbytes >= LEAST_BYTES:
+            if each.saved_bytes * 2 <= each.nbytes:
+                yield _PART, each.nbytes, each.saved_bytes
