@@ -19,6 +19,7 @@ from .recorder import Recorder
 from .rows import Row, SavedTensorRow, add_up, describe, pattern
 from .save import Found, Save
 from .storages import find_ops
+from .summary import Details, Summary
 from .text import as_rich, as_text
 from .waste import Waste, wasted
 
@@ -250,6 +251,21 @@ class SavedReport:
 
     # Where it goes.
 
+    def _summary(self, *, advice: bool = True) -> Summary:
+        return Summary(
+            total_bytes=self.total_bytes,
+            unique_bytes=self.unique_bytes,
+            peak_bytes=self.peak_bytes,
+            activation_bytes=self.activation_bytes,
+            recomputed_bytes=self.recomputed_bytes,
+            rows=self.rows,
+            folded_rows=self.folded_rows(),
+            by_kind=self.by_kind(),
+            waste=self.waste,
+            advice=self.advice if advice else (),
+            notes=self.notes,
+        )
+
     def __repr__(self) -> str:
         size, saves = format_bytes(self.unique_bytes), len(self._found.saves)
         return f"SavedReport({size} held for backward, {saves:,} saves; print it for the table)"
@@ -262,7 +278,7 @@ class SavedReport:
 
     def text(self, *, advice: bool = True) -> str:
         """The table in plain text, as ``print`` shows it; ``advice=False`` leaves the advice out."""
-        return as_text(self, advice=advice)
+        return as_text(self._summary(advice=advice))
 
     def rich(self, *, advice: bool = True) -> Any:
         """The same for ``rich.print``.
@@ -271,13 +287,14 @@ class SavedReport:
             ImportError: rich is not installed; the message has the line that installs it.
         """
         try:
-            return as_rich(self, advice=advice)
+            return as_rich(self._summary(advice=advice))
         except ImportError as error:
             raise ImportError("a rich table needs rich: pip install rich") from error
 
     def as_dict(self) -> dict[str, Any]:
         """Everything as dicts, lists, numbers and strings."""
-        return as_values(self)
+        details = Details(self.by_op(), self.by_dtype(), self.budgets(), self.tensors)
+        return as_values(self._summary(), details)
 
     def to_json(self, path: str | os.PathLike[str]) -> None:
         """Write everything to ``path`` as JSON; an existing file is replaced."""
@@ -288,7 +305,7 @@ class SavedReport:
     def to_html(self, path: str | os.PathLike[str], *, title: str = "Saved for backward") -> None:
         """Write the page to ``path``: one file, for a browser; an existing file is replaced."""
         with open(path, "w", encoding="utf-8") as file:
-            file.write(render_page(as_page(self, title)))
+            file.write(render_page(as_page(self._summary(), title)))
 
     def to_pandas(self, *, tensors: bool = False) -> Any:
         """``rows`` as a ``pandas.DataFrame``; ``tensors=True`` has a line for each saved tensor instead.
@@ -301,4 +318,4 @@ class SavedReport:
         except ImportError as error:
             raise ImportError("to_pandas() needs pandas: pip install pandas") from error
         kind, name = (SavedTensorRow, "tensors") if tensors else (Row, "rows")
-        return pandas.DataFrame(as_values(self)[name], columns=kind.__slots__)
+        return pandas.DataFrame(self.as_dict()[name], columns=kind.__slots__)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..._text import clean
 from ...units import format_bytes
 from .rows import Row
+from .summary import Summary
 from .waste import Waste
-
-if TYPE_CHECKING:
-    from .report import SavedReport
 
 __all__ = ["HEAD", "as_rich", "as_text", "shown_rows"]
 
@@ -27,8 +25,8 @@ _KINDS = (
 _NO_MODULE = "(outside any module)"
 
 
-def as_text(report: SavedReport, *, advice: bool) -> str:
-    """The whole report, or without its advice; without a newline at the end."""
+def as_text(report: Summary) -> str:
+    """The whole report, without a newline at the end."""
     rows, rest = shown_rows(report)
     body = [_cells(row) for row in rows]
     if rest:
@@ -37,13 +35,13 @@ def as_text(report: SavedReport, *, advice: bool) -> str:
     widths = [max(map(len, column)) for column in zip(HEAD, *body, total, strict=True)]
     rule = "  ".join("-" * width for width in widths)
     table = [_line(HEAD, widths), rule, *(_line(cells, widths) for cells in body), rule]
-    return "\n".join([*headline(report), "", *table, _line(total, widths), *_below(report, advice)])
+    return "\n".join([*headline(report), "", *table, _line(total, widths), *_below(report)])
 
 
-def headline(report: SavedReport) -> list[str]:
+def headline(report: Summary) -> list[str]:
     """What matters most, in two lines."""
     size = format_bytes
-    kinds = {row.name: row for row in report.by_kind()}
+    kinds = {row.name: row for row in report.by_kind}
     parts = [
         f"{size(kinds[kind].saved_bytes)} {words}"
         for kind, words in _KINDS
@@ -57,11 +55,11 @@ def headline(report: SavedReport) -> list[str]:
     return [first, f"{second}: {', '.join(parts)}" if parts else second]
 
 
-def shown_rows(report: SavedReport) -> tuple[tuple[Row, ...], str]:
+def shown_rows(report: Summary) -> tuple[tuple[Row, ...], str]:
     """The rows to print, and what is said of those left out. Alike ones are folded if there are many."""
     rows = report.rows
     if len(rows) > _MOST_ROWS:
-        rows = report.folded_rows()
+        rows = report.folded_rows
     rest = rows[_MOST_ROWS:]
     unique = sum(row.unique_bytes for row in rest)
     words = f"... {len(rest)} more with {format_bytes(unique)} in all" if rest else ""
@@ -92,7 +90,7 @@ def where_of(row: Row) -> str:
     return ", ".join(words)
 
 
-def _total(report: SavedReport) -> tuple[str, ...]:
+def _total(report: Summary) -> tuple[str, ...]:
     saved, unique = format_bytes(report.total_bytes), format_bytes(report.unique_bytes)
     return "total", "", saved, unique, "100.0%" if report.unique_bytes else "", ""
 
@@ -105,14 +103,14 @@ def _line(cells: tuple[str, ...], widths: list[int]) -> str:
     return "  ".join([name, *numbers, where]).rstrip()
 
 
-def _below(report: SavedReport, advice: bool) -> list[str]:
+def _below(report: Summary) -> list[str]:
     lines: list[str] = []
     if report.waste:
         lines += ["", "could be smaller, exactly:"]
         lines += [f"  {line}" for line in waste_lines(report.waste)]
-    if advice:
+    if report.advice:
         lines += ["", "advice:"]
-    for each in report.advice if advice else ():
+    for each in report.advice:
         lines += [f"  {each.code}", f"      {each.text}"] if each.code else [f"  {each.text}"]
     if report.notes:
         lines += ["", *(f"note: {note}" for note in report.notes)]
@@ -138,7 +136,7 @@ def waste_lines(waste: tuple[Waste, ...]) -> list[str]:
     return lines
 
 
-def as_rich(report: SavedReport, *, advice: bool) -> Any:
+def as_rich(report: Summary) -> Any:
     """The same as something that rich prints."""
     from rich.console import Group
     from rich.table import Table
@@ -159,7 +157,7 @@ def as_rich(report: SavedReport, *, advice: bool) -> Any:
         table.add_row(Text(rest), style="dim")
     first, *others = headline(report)
     head = [Text(first, style="bold"), *(Text(line) for line in others), Text("")]
-    return Group(*head, table, *(_rich_line(line) for line in _below(report, advice)))
+    return Group(*head, table, *(_rich_line(line) for line in _below(report)))
 
 
 def _rich_line(line: str) -> Any:
