@@ -16,17 +16,12 @@ from ...units import format_bytes
 from .save import ADDED, Found, Save, Stored
 
 __all__ = [
-    "MIN_BYTES",
     "PLACE",
     "Advice",
     "Budget",
-    "Replay",
     "advise",
     "budgets",
-    "movable_devices",
-    "movable_peak_bytes",
     "peak_bytes",
-    "replay",
 ]
 
 _WINDOW_BYTES = 128 << 20  # of Stash(inflight=...)
@@ -35,9 +30,9 @@ _SHARES = (("everything", 1.0), ("half", 0.5), ("a tenth", 0.1), ("nothing", 0.0
 _TIERS = {"keep": "in place", "host": "in host memory", "disk": "on disk"}
 PLACE = "/path/on/a/fast/disk"
 """What stands in a line to paste for a directory that is not known."""
-MIN_BYTES = 64 << 10
+_MIN_BYTES = 64 << 10
 """The default of ``Stash(min_bytes=...)``."""
-Lives = Sequence[tuple[Save, bool]]
+_Lives = Sequence[tuple[Save, bool]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,12 +64,12 @@ class Budget:
 
 def budgets(found: Found, disk: str = PLACE) -> tuple[Budget, ...]:
     """What it would cost to keep everything, half, a tenth and nothing of what can move."""
-    movable, peak = movable_peak_bytes(found.lives), peak_bytes(found.lives)
-    devices = movable_devices(found.lives)
+    movable, peak = _movable_peak_bytes(found.lives), peak_bytes(found.lives)
+    devices = _movable_devices(found.lives)
     rows = []
     for name, share in _SHARES:
         keep = _rounded(int(movable * share))
-        would = replay(found.lives, keep)
+        would = _replay(found.lives, keep)
         on_the_way = min(would.moved_bytes, _WINDOW_BYTES)
         memory = min(peak, would.memory_peak_bytes + on_the_way)
         code = _line(keep, disk, devices) if share < 1 else ""
@@ -133,7 +128,7 @@ def _why_nothing(found: Found, movable: int, peak: int) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Replay:
+class _Replay:
     """What a stash would have done."""
 
     moved_bytes: int
@@ -142,7 +137,7 @@ class Replay:
     """The most bytes of saved tensors in memory at once, those on their way down left out."""
 
 
-def _changes(lives: Lives) -> Iterator[tuple[Stored, bool]]:
+def _changes(lives: _Lives) -> Iterator[tuple[Stored, bool]]:
     """When each storage begins and ceases to be held, whichever saves hold it."""
     holders: dict[Stored, int] = {}
     for save, begins in list(lives):
@@ -155,7 +150,7 @@ def _changes(lives: Lives) -> Iterator[tuple[Stored, bool]]:
                 yield stored, begins
 
 
-def peak_bytes(lives: Lives) -> int:
+def peak_bytes(lives: _Lives) -> int:
     """The most bytes of storages that were held at once; parameters and buffers left out."""
     held = peak = 0
     for stored, begins in _changes(lives):
@@ -168,14 +163,14 @@ def _can_move(stored: Stored) -> bool:
     """Whether a stash would move it: large enough, in place, and nothing that gets a gradient."""
     return (
         not stored.stays
-        and stored.nbytes >= MIN_BYTES
+        and stored.nbytes >= _MIN_BYTES
         and stored.device.type != "meta"
         and stored.holder is not None
         and stored.holder.where == "in place"
     )
 
 
-def movable_peak_bytes(lives: Lives) -> int:
+def _movable_peak_bytes(lives: _Lives) -> int:
     """The most bytes held at once that a stash would move."""
     held = peak = 0
     for stored, begins in _changes(lives):
@@ -185,7 +180,7 @@ def movable_peak_bytes(lives: Lives) -> int:
     return peak
 
 
-def replay(lives: Lives, keep_bytes: int) -> Replay:
+def _replay(lives: _Lives, keep_bytes: int) -> _Replay:
     """Keep at most ``keep_bytes`` on each device of what can move, the newest, as ``Stash(keep=...)`` does.
 
     An input moves too, and yet stays in memory: the program has it.
@@ -212,9 +207,9 @@ def replay(lives: Lives, keep_bytes: int) -> Replay:
         elif stored.kind == "input":
             others -= stored.nbytes
         peak = max(peak, in_place.total() + others)
-    return Replay(moved, peak)
+    return _Replay(moved, peak)
 
 
-def movable_devices(lives: Lives) -> frozenset[str]:
+def _movable_devices(lives: _Lives) -> frozenset[str]:
     """The types of the devices that have what a stash would move."""
     return frozenset(stored.device.type for stored, _ in _changes(lives) if _can_move(stored))

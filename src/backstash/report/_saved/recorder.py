@@ -35,7 +35,7 @@ from .save import Found, Packed, Save, identities
 from .storages import Storages, existing_tensors
 from .waste import LEAST_BYTES, find_waste
 
-__all__ = ["Calls", "Recorder", "is_recomputing"]
+__all__ = ["Recorder"]
 
 _CACHING = "_CachingTorchDispatchMode"
 _task_id: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", lambda: -1)
@@ -62,7 +62,7 @@ class Recorder:
         self._base: _Base | None = None
         self._stand_in = self._stand_in_for  # one object, to be found again
         self.found = Found()
-        self._calls = Calls(model, self._met, self._given, self.found)
+        self._calls = _Calls(model, self._met, self._given, self.found)
 
     # The context.
 
@@ -161,7 +161,7 @@ class Recorder:
             return self._described(tensor, pack, frame)
 
     def _described(self, tensor: Tensor, pack: Pack | None, frame: FrameType) -> Save | None:
-        if _task_id() != -1 and is_recomputing(frame):
+        if _task_id() != -1 and _is_recomputing(frame):
             return None
         module, boundary = self._calls.running(frame)
         stored, nbytes = self._storages.of(tensor)
@@ -237,13 +237,13 @@ class _Mark:
     __slots__ = ("prefixes",)
 
     def __init__(self) -> None:
-        self.prefixes: dict[int, tuple[str, nn.Module]] = {}  # by the serial of a Calls
+        self.prefixes: dict[int, tuple[str, nn.Module]] = {}  # by the serial of a _Calls
 
     def __call__(self, frame: FrameType, event: str, argument: object) -> None:
         return None
 
 
-class Calls:
+class _Calls:
     """The module calls that saved something, for one report.
 
     Args:
@@ -361,7 +361,7 @@ def _checkpoint_that_saves(frame: FrameType | None) -> str:
     return kind
 
 
-def is_recomputing(frame: FrameType | None) -> bool:
+def _is_recomputing(frame: FrameType | None) -> bool:
     """Whether a checkpoint runs its function again, within backward, in a frame above ``frame``."""
     while frame is not None:
         again = frame.f_code.co_name in _AGAIN

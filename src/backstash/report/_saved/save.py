@@ -199,13 +199,13 @@ class Packed:
         save = self.save
         if save is None or not self.storages or where not in ("in place", "hooks"):
             return where
-        tensors = [described] if isinstance(described, Tensor) else tensors_in(self.value)
+        tensors = [described] if isinstance(described, Tensor) else _tensors_in(self.value)
         if not tensors:
             return where
         return _place_of(tensors, self.storages, save)
 
 
-def tensors_in(packed: Any) -> list[Tensor]:
+def _tensors_in(packed: Any) -> list[Tensor]:
     """The tensors that are seen in what a pair packed."""
     while hasattr(packed, "packed_inside"):
         packed = packed.packed_inside

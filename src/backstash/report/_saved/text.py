@@ -10,9 +10,9 @@ from .rows import Row
 from .summary import Summary
 from .waste import Waste
 
-__all__ = ["HEAD", "as_rich", "as_text", "shown_rows"]
+__all__ = ["as_rich", "as_text", "where_of"]
 
-HEAD = ("module", "calls", "saved", "unique", "share", "where")
+_HEAD = ("module", "calls", "saved", "unique", "share", "where")
 _MOST_ROWS = 30
 _MOST_WASTES = 6
 _KINDS = (
@@ -27,18 +27,18 @@ _NO_MODULE = "(outside any module)"
 
 def as_text(report: Summary) -> str:
     """The whole report, without a newline at the end."""
-    rows, rest = shown_rows(report)
+    rows, rest = _shown_rows(report)
     body = [_cells(row) for row in rows]
     if rest:
         body.append((rest, "", "", "", "", ""))
     total = _total(report)
-    widths = [max(map(len, column)) for column in zip(HEAD, *body, total, strict=True)]
+    widths = [max(map(len, column)) for column in zip(_HEAD, *body, total, strict=True)]
     rule = "  ".join("-" * width for width in widths)
-    table = [_line(HEAD, widths), rule, *(_line(cells, widths) for cells in body), rule]
-    return "\n".join([*headline(report), "", *table, _line(total, widths), *_below(report)])
+    table = [_line(_HEAD, widths), rule, *(_line(cells, widths) for cells in body), rule]
+    return "\n".join([*_headline(report), "", *table, _line(total, widths), *_below(report)])
 
 
-def headline(report: Summary) -> list[str]:
+def _headline(report: Summary) -> list[str]:
     """What matters most, in two lines."""
     size = format_bytes
     kinds = {row.name: row for row in report.by_kind}
@@ -55,7 +55,7 @@ def headline(report: Summary) -> list[str]:
     return [first, f"{second}: {', '.join(parts)}" if parts else second]
 
 
-def shown_rows(report: Summary) -> tuple[tuple[Row, ...], str]:
+def _shown_rows(report: Summary) -> tuple[tuple[Row, ...], str]:
     """The rows to print, and what is said of those left out. Alike ones are folded if there are many."""
     rows = report.rows
     if len(rows) > _MOST_ROWS:
@@ -107,7 +107,7 @@ def _below(report: Summary) -> list[str]:
     lines: list[str] = []
     if report.waste:
         lines += ["", "could be smaller, exactly:"]
-        lines += [f"  {line}" for line in waste_lines(report.waste)]
+        lines += [f"  {line}" for line in _waste_lines(report.waste)]
     if report.advice:
         lines += ["", "advice:"]
     for each in report.advice:
@@ -117,7 +117,7 @@ def _below(report: Summary) -> list[str]:
     return list(map(clean, lines))
 
 
-def waste_lines(waste: tuple[Waste, ...]) -> list[str]:
+def _waste_lines(waste: tuple[Waste, ...]) -> list[str]:
     """The largest, a line each, in columns."""
     cells = [
         (
@@ -142,9 +142,9 @@ def as_rich(report: Summary) -> Any:
     from rich.table import Table
     from rich.text import Text
 
-    rows, rest = shown_rows(report)
+    rows, rest = _shown_rows(report)
     table = Table(show_footer=True, header_style="bold", pad_edge=False, box=None)
-    for at, (name, foot) in enumerate(zip(HEAD, _total(report), strict=True)):
+    for at, (name, foot) in enumerate(zip(_HEAD, _total(report), strict=True)):
         justify: Any = "left" if at in (0, 5) else "right"
         table.add_column(
             name, footer=foot, justify=justify, overflow="fold", no_wrap=at not in (0, 5)
@@ -155,7 +155,7 @@ def as_rich(report: Summary) -> Any:
         )
     if rest:
         table.add_row(Text(rest), style="dim")
-    first, *others = headline(report)
+    first, *others = _headline(report)
     head = [Text(first, style="bold"), *(Text(line) for line in others), Text("")]
     return Group(*head, table, *(_rich_line(line) for line in _below(report)))
 
