@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import os
 import time
-from functools import cached_property
 from types import TracebackType
 from typing import Any
 
 from ..errors import UsageError
 from ._chrome_trace import write_chrome_trace
-from ._levels import Level, Phase, Step, levels_of, phases_of, steps_of
-from ._lives import Lives, ModuleUse, lives_of
+from ._levels import Level, Phase, Step
+from ._lives import Lives, ModuleUse
 from ._page import render_page
 from ._steps import StepMarks
 from ._timeline_page import facts_of, sections_of
-from ._timeline_text import notes, table
+from ._timeline_snapshot import Snapshot
+from ._timeline_text import table
 
 __all__ = ["Timeline", "timeline"]
 
@@ -113,7 +113,7 @@ class Timeline:
     @property
     def modules(self) -> tuple[ModuleUse, ...]:
         """What each module saved; the one that saved most is first."""
-        return self._read.lives.modules
+        return self._read.modules
 
     @property
     def lives(self) -> Lives:
@@ -123,51 +123,49 @@ class Timeline:
     @property
     def stalls(self) -> tuple[Any, ...]:
         """The events in which a computing thread waited, the longest first."""
-        found = [event for event in self.events if event.kind == "stall"]
-        return tuple(sorted(found, key=lambda event: -event.duration_seconds))
+        return self._read.stalls
 
     @property
     def began_seconds(self) -> float:
         """When it began, or its first event where that is earlier."""
-        first: float = min([self._began, *(event.seconds for event in self.events)])
-        return first
+        return self._read.began_seconds
 
     @property
     def memory_peak_bytes(self) -> int:
         """The most that the stash held in the tensors' own memory."""
-        return max((level.memory_bytes for level in self.levels), default=0)
+        return self._read.memory_peak_bytes
 
     @property
     def saved_peak_bytes(self) -> int:
         """The most that was saved and still needed at once, wherever it was."""
-        return self._read.lives.peak_bytes
+        return self._read.saved_peak_bytes
 
     @property
     def reads_ahead(self) -> int:
         """Reads that were asked for before backward needed them."""
-        return sum(event.kind == "read" and event.cause == "ahead" for event in self.events)
+        return self._read.reads_ahead
 
     @property
     def reads_on_demand(self) -> int:
         """Reads that backward had to ask for itself."""
-        return sum(event.kind == "read" and event.cause == "demand" for event in self.events)
+        return self._read.reads_on_demand
 
     @property
     def notes(self) -> tuple[str, ...]:
         """What could not be known, in sentences."""
-        return tuple(notes(self))
+        return self._read.notes
 
     @property
     def full(self) -> bool:
         """Whether the recording ended by itself, at its limit."""
-        return bool(getattr(self._recording, "full", False))
+        return self._read.full
 
     @property
-    def _read(self) -> _Reading:
+    def _read(self) -> Snapshot:
         return self._last if self._ended else self._at_present()
 
-    def _at_present(self) -> _Reading:
-        return _Reading(self._recording, self._marks.moments, self._began)
+    def _at_present(self) -> Snapshot:
+        return Snapshot(self._recording, tuple(self._marks.moments), self._began)
 
     # What is made of it.
 
@@ -177,7 +175,7 @@ class Timeline:
         It has a counter for each tier, a track of steps and one of phases, and a track for each thread: stalls
         on the computing ones, writes and reads where they ran. Times are microseconds from the beginning.
         """
-        write_chrome_trace(self, path)
+        write_chrome_trace(self._read, path)
 
     def plot(self) -> Any:
         """One picture, as a ``matplotlib.figure.Figure``. In a notebook it shows itself.
@@ -186,7 +184,7 @@ class Timeline:
         """
         from ._timeline_plot import plot
 
-        return plot(self)
+        return plot(self._read)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write :meth:`plot`'s picture to ``path``, whose name ends in ``.png``, ``.svg`` or ``.pdf``.
@@ -205,7 +203,7 @@ class Timeline:
 
     def sections(self) -> dict[str, Any]:
         """``curve``, ``modules``, ``stalls`` and ``notes``, as plain values for :func:`render_page`."""
-        return sections_of(self)
+        return sections_of(self._read)
 
     def to_html(
         self, path: str | os.PathLike[str], *, title: str = "timeline", graph: str | None = None
@@ -216,46 +214,13 @@ class Timeline:
             title: the page's heading.
             graph: SVG text to show too, such as ``draw(loss).to_svg()``.
         """
-        parts = {"title": title, "facts": facts_of(self), "graph": graph}
+        read = self._read
+        parts = {"title": title, "facts": facts_of(read), "graph": graph}
         with open(path, "w", encoding="utf-8") as file:
-            file.write(render_page(parts | self.sections()))
+            file.write(render_page(parts | sections_of(read)))
 
     def __str__(self) -> str:
-        return table(self)
+        return table(self._read)
 
     def __repr__(self) -> str:
         return f"Timeline({len(self.events)} events, {len(self.steps)} steps)"
-
-
-class _Reading:
-    """A recording as it was at one moment, and what follows from it."""
-
-    def __init__(self, recording: Any, moments: list[tuple[float, str]], began: float) -> None:
-        self._recording = recording
-        self._moments = list(moments)
-        self._began = began
-
-    @cached_property
-    def events(self) -> tuple[Any, ...]:
-        events = self._recording.events
-        return tuple(sorted(events, key=lambda event: event.seconds + event.duration_seconds))
-
-    @cached_property
-    def levels(self) -> tuple[Level, ...]:
-        return levels_of(self.events)
-
-    @cached_property
-    def lives(self) -> Lives:
-        return lives_of(self.events)
-
-    @cached_property
-    def phases(self) -> tuple[Phase, ...]:
-        return phases_of(self.events)
-
-    @cached_property
-    def steps(self) -> tuple[Step, ...]:
-        moments = self._moments
-        if getattr(self._recording, "full", False) and self.events:
-            last = self.events[-1].seconds + self.events[-1].duration_seconds
-            moments = [moment for moment in moments if moment[0] <= last]
-        return steps_of(moments, self._began, self.events)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..units import format_bytes
 from ._levels import TIERS
-
-if TYPE_CHECKING:
-    from ._timeline import Timeline
+from ._timeline_snapshot import Snapshot
 
 __all__ = ["plot"]
 
@@ -28,7 +26,7 @@ _ROWS = {
 _SEEN = 1 / 2000  # a bar narrower than this part of the picture is drawn that wide
 
 
-def plot(line: Timeline) -> Any:
+def plot(line: Snapshot) -> Any:
     """The picture, as a figure that belongs to no window."""
     try:
         from matplotlib.figure import Figure
@@ -52,7 +50,7 @@ def plot(line: Timeline) -> Any:
     return figure
 
 
-def _draw_levels(axes: Any, line: Timeline) -> None:
+def _draw_levels(axes: Any, line: Snapshot) -> None:
     began = line.began_seconds
     seconds = [level.seconds - began for level in line.levels]
     above, below = [0] * len(seconds), [0] * len(seconds)
@@ -85,7 +83,7 @@ def _binary_ticks(most: int) -> Any:
     return MultipleLocator(2 ** max(0, (most // 3).bit_length() - 1))
 
 
-def _draw_moves(axes: Any, line: Timeline) -> None:
+def _draw_moves(axes: Any, line: Snapshot) -> None:
     began = line.began_seconds
     last = max((event.seconds + event.duration_seconds for event in line.events), default=began)
     least = (last - began) * _SEEN
@@ -103,7 +101,7 @@ def _draw_moves(axes: Any, line: Timeline) -> None:
         axes.spines[side].set_visible(False)
 
 
-def _draw_phases(axes: Any, line: Timeline) -> None:
+def _draw_phases(axes: Any, line: Snapshot) -> None:
     """A shade behind backward, where forward and backward take turns by the step."""
     if len(line.phases) > 4 * max(1, len(line.steps)):
         return
@@ -116,7 +114,7 @@ def _draw_phases(axes: Any, line: Timeline) -> None:
             label = ""
 
 
-def _draw_steps(axes: Any, line: Timeline) -> None:
+def _draw_steps(axes: Any, line: Snapshot) -> None:
     began = line.began_seconds
     many = len(line.steps) > 12
     for step in line.steps:
