@@ -1,4 +1,4 @@
-"""A timeline as a Chrome trace: the JSON that Perfetto and ``chrome://tracing`` open."""
+"""A timeline as a Chrome trace: JSON that Perfetto and ``chrome://tracing`` open."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _microseconds(seconds: float) -> float:
 
 
 def _numbers(line: Snapshot) -> dict[int, int]:
-    """Threads, by small numbers in the order in which they were first seen."""
+    """The track of each thread, numbered in the order in which threads first appear."""
     return {
         thread: _THREADS + at
         for at, thread in enumerate(dict.fromkeys(event.thread for event in line.events))

@@ -1,4 +1,4 @@
-"""A timeline as sections of a page: its curve, its modules, its stalls and what it does not know."""
+"""A timeline as sections of a page: its curve, its modules, its stalls and its notes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _LEAST_STALL_SECONDS = 1e-3
 
 
 def facts_of(line: Snapshot) -> list[dict[str, Any]]:
-    """The headline of a page that has nothing but the timeline."""
+    """The headline of a page that shows only the timeline."""
     waited = sum(event.duration_seconds for event in line.stalls)
     return [
         _fact("Saved at once, at most", line.saved_peak_bytes, "bytes", "wherever it was"),

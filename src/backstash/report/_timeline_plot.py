@@ -1,4 +1,4 @@
-"""A timeline as one picture: memory above the line, what went down below it, moves and stalls under both."""
+"""A timeline as one picture: bytes in memory above the line, evicted bytes below it, moves and stalls last."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _ROWS = {
     "write": ("went down", "#e3a02e"),
     "stall": ("waited", "#c8453b"),
 }
-_SEEN = 1 / 2000  # a bar narrower than this part of the picture is drawn that wide
+_SEEN = 1 / 2000  # the least width of a bar, as a part of the picture
 
 
 def plot(line: Snapshot) -> Any:
-    """The picture, as a figure that belongs to no window."""
+    """The picture as a figure, which belongs to no window."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -102,7 +102,7 @@ def _draw_moves(axes: Any, line: Snapshot) -> None:
 
 
 def _draw_phases(axes: Any, line: Snapshot) -> None:
-    """A shade behind backward, where forward and backward take turns by the step."""
+    """A shade behind backward, if forward and backward alternate about once a step."""
     if len(line.phases) > 4 * max(1, len(line.steps)):
         return
     began = line.began_seconds

@@ -1,4 +1,4 @@
-"""A recording at one moment, and what follows from it: what a timeline's pictures, pages and tables show."""
+"""A recording at one moment, and what follows from it: the record that a timeline's renderers get."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Snapshot:
     """
 
     recording: Any
-    """An object with ``events``, and perhaps ``full``."""
+    """An object with ``events``; it may have ``full`` too."""
     moments: tuple[tuple[float, str], ...]
     """The end of each step, as ``time.perf_counter()`` gives it, and the step's label."""
     began: float
@@ -94,7 +94,7 @@ class Snapshot:
 
 
 def _notes(line: Snapshot) -> list[str]:
-    """What could not be known, in sentences."""
+    """Sentences on what is not known."""
     found = []
     if not line.events:
         found.append("Nothing was recorded: no tensor that may move was saved meanwhile.")

@@ -12,7 +12,7 @@ _LONGEST = 10
 
 
 def table(line: Snapshot) -> str:
-    """The steps, and the modules that saved most."""
+    """The first steps, and the modules that saved most, a line each."""
     size = format_bytes
     lines = [
         f"timeline: {len(line.events):,} events; saved at once at most {size(line.saved_peak_bytes)}, "

@@ -1,4 +1,4 @@
-"""A saved report at one moment, as plain records: what its table and its page are made from."""
+"""A saved report at one moment: the plain records from which its table, page and JSON are made."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["Details", "Summary"]
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """What the table shows; each field is the report's property of that name."""
+    """What the table and the page show; each field is the property of ``SavedReport`` with that name."""
 
     total_bytes: int
     unique_bytes: int
@@ -25,13 +25,13 @@ class Summary:
     by_kind: tuple[Row, ...]
     waste: tuple[Waste, ...]
     advice: tuple[Advice, ...]
-    """Empty where the table is to be without."""
+    """Empty for a table without advice."""
     notes: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Details:
-    """What the values have besides. To know the operations, the graphs of all tensors are walked."""
+    """What the JSON has besides. Naming the operations walks the graphs of all tensors, which takes a while."""
 
     by_op: tuple[Row, ...]
     by_dtype: tuple[Row, ...]

@@ -39,7 +39,7 @@ def as_text(report: Summary) -> str:
 
 
 def _headline(report: Summary) -> list[str]:
-    """What matters most, in two lines."""
+    """The totals, in two lines."""
     size = format_bytes
     kinds = {row.name: row for row in report.by_kind}
     parts = [
@@ -56,7 +56,7 @@ def _headline(report: Summary) -> list[str]:
 
 
 def _shown_rows(report: Summary) -> tuple[tuple[Row, ...], str]:
-    """The rows to print, and what is said of those left out. Alike ones are folded if there are many."""
+    """The rows to print, folded if there are many, and a line on those left out."""
     rows = report.rows
     if len(rows) > _MOST_ROWS:
         rows = report.folded_rows
@@ -118,7 +118,7 @@ def _below(report: Summary) -> list[str]:
 
 
 def _waste_lines(waste: tuple[Waste, ...]) -> list[str]:
-    """The largest, a line each, in columns."""
+    """A line for each of the largest, in columns."""
     cells = [
         (
             f"{format_bytes(each.nbytes)} -> {format_bytes(each.could_be_bytes)}",
@@ -137,7 +137,7 @@ def _waste_lines(waste: tuple[Waste, ...]) -> list[str]:
 
 
 def as_rich(report: Summary) -> Any:
-    """The same as something that rich prints."""
+    """The whole report as an object that rich prints."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
