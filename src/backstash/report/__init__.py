@@ -1,6 +1,7 @@
-"""What backward holds, who saved it, where it lives: as table, picture, timeline and page.
+"""Reports on saved tensors: what backward holds, which module saved it, and where it is stored.
 
-It imports nothing of the stash: it reads descriptions and events by their attributes.
+A report is a table, a picture of the graph, a timeline, or an HTML page. This package imports nothing of the
+stash: it reads packed objects and events by their attributes.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""What a page can hold: long tables are cut and long curves thinned, and the page says so.
+"""The limits of a page: long tables are cut and long curves thinned, and the page says so.
 
-The bounds keep the file below about 10 MB and the browser quick. What is cut is added up in one row, so that
-sums stay right; a curve keeps, of each interval, the moment of the most memory, that of the most below and the
-last one, so that peaks stay right.
+The limits keep the file below about 10 MB and the browser fast. The rows that are cut are added up in one row,
+so that sums stay right. Of each interval of a curve, the moments of most bytes in memory and of most bytes
+below it stay, and the last moment, so that peaks stay right.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _SUMMED = ("bytes", "count", "seconds", "share")
 
 
 def bounded(report: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of ``report`` with its tables, curves and lists cut to their bounds, and notes that say so."""
+    """A copy of ``report`` with its tables, curves and lists cut to the limits, and notes that say so."""
     cut = {key: value for key, value in report.items() if value}
     notes = list(cut.get("notes", ()))
     if "curve" in cut:
@@ -106,7 +106,7 @@ def _short(value: Any) -> Any:
 def _gathered(
     lives: Mapping[str, Any], seconds: Sequence[float], notes: list[str]
 ) -> dict[str, Any]:
-    """Moves added up by path and point of the curve; deep paths by their parents where there are many."""
+    """Moves added up by path and point of the curve; if they are too many, deep paths by their parents."""
     points = [max(0, bisect_right(seconds, each) - 1) for each in lives["seconds"]]
     paths = [_short(path) for path in lives["paths"]]
     depth = max((path.count(".") for path in paths), default=0) + 1
@@ -132,7 +132,7 @@ def _gathered(
 def _sums_of(
     paths: Sequence[str], points: Sequence[int], lives: Mapping[str, Any], depth: int
 ) -> dict[tuple[str, int], tuple[int, int]]:
-    """Bytes more in memory and below, by path down to ``depth`` and by point."""
+    """Changes of bytes in memory and below it, by path down to ``depth`` and by point."""
     sums: dict[tuple[str, int], tuple[int, int]] = {}
     for path, point, memory, down in zip(
         paths, points, lives["memory"], lives["down"], strict=True

@@ -1,4 +1,4 @@
-"""A timeline as a Chrome trace: the JSON that Perfetto and ``chrome://tracing`` open."""
+"""A timeline as a Chrome trace: JSON that Perfetto and ``chrome://tracing`` open."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 
 from ..units import format_bytes
 from ._levels import TIERS
+from ._timeline_snapshot import Snapshot
 
 __all__ = ["write_chrome_trace"]
 
@@ -26,7 +27,7 @@ _WORDS = {
 }
 
 
-def write_chrome_trace(line: Any, path: str | os.PathLike[str]) -> None:
+def write_chrome_trace(line: Snapshot, path: str | os.PathLike[str]) -> None:
     """Write the timeline ``line`` to ``path``; an existing file is replaced."""
     pid = os.getpid()
     began = line.began_seconds
@@ -45,15 +46,15 @@ def _microseconds(seconds: float) -> float:
     return round(seconds * 1e6, 3)
 
 
-def _numbers(line: Any) -> dict[int, int]:
-    """Threads, by small numbers in the order in which they were first seen."""
+def _numbers(line: Snapshot) -> dict[int, int]:
+    """The track of each thread, numbered in the order in which threads first appear."""
     return {
         thread: _THREADS + at
         for at, thread in enumerate(dict.fromkeys(event.thread for event in line.events))
     }
 
 
-def _tracks(line: Any, pid: int) -> Iterator[dict[str, Any]]:
+def _tracks(line: Snapshot, pid: int) -> Iterator[dict[str, Any]]:
     """The names of the process and of its tracks."""
     names = {_STEPS: "steps", _PHASES: "forward and backward"}
     known = {thread.ident: thread.name for thread in threading.enumerate()}
@@ -69,7 +70,7 @@ def _tracks(line: Any, pid: int) -> Iterator[dict[str, Any]]:
         yield head | {"name": "thread_sort_index", "args": {"sort_index": number}}
 
 
-def _counters(line: Any, pid: int, began: float) -> Iterator[dict[str, Any]]:
+def _counters(line: Snapshot, pid: int, began: float) -> Iterator[dict[str, Any]]:
     last: dict[str, int] = {}
     for level in line.levels:
         for field, name in TIERS.items():
@@ -86,9 +87,9 @@ def _counters(line: Any, pid: int, began: float) -> Iterator[dict[str, Any]]:
                 }
 
 
-def _spans(line: Any, pid: int, began: float) -> Iterator[dict[str, Any]]:
+def _spans(line: Snapshot, pid: int, began: float) -> Iterator[dict[str, Any]]:
     for step in line.steps:
-        args = {"stall_seconds": step.stall_seconds, "peak_bytes": step.peak_bytes}
+        args: dict[str, Any] = {"stall_seconds": step.stall_seconds, "peak_bytes": step.peak_bytes}
         yield _span(pid, _STEPS, f"step {step.label}", "step", _from(step, began), args)
     for phase in line.phases:
         yield _span(pid, _PHASES, phase.name, "phase", _from(phase, began), {})

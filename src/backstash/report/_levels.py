@@ -1,4 +1,4 @@
-"""What the tiers held over time, and the steps and phases of a recording."""
+"""The bytes in each tier over time, and the steps and phases of a recording."""
 
 from __future__ import annotations
 
@@ -15,42 +15,42 @@ TIERS = {
     "host_bytes": "in host memory",
     "disk_bytes": "on disk",
 }
-"""The tiers by the name of their field, from the tensors' own memory down."""
+"""The words for the tiers by the name of their field, from the tensors' own memory down."""
 
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """What the tiers held at one moment."""
+    """The bytes in each tier at one moment."""
 
     seconds: float
-    """When."""
+    """The moment, by ``time.perf_counter()``."""
     keep_bytes: int
-    """In place."""
+    """Bytes in place."""
     inflight_bytes: int
-    """On the way down, their memory not yet let go."""
+    """Bytes that are being written, whose memory is not released yet."""
     ahead_bytes: int
-    """Read back, and held for a use."""
+    """Bytes that were read back, and are held until backward uses them."""
     host_bytes: int
-    """In host memory, for accelerators."""
+    """Bytes of an accelerator's tensors in host memory."""
     disk_bytes: int
-    """On disk."""
+    """Bytes on disk."""
 
     @property
     def memory_bytes(self) -> int:
-        """In the memory that the tensors themselves are in."""
+        """Bytes in the memory of the tensors' own device."""
         return self.keep_bytes + self.inflight_bytes + self.ahead_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """A time in which nothing but saves, or nothing but uses, was seen."""
+    """A period in which there were only saves, or only uses."""
 
     name: str
     """``"forward"`` or ``"backward"``."""
     begin_seconds: float
-    """Its first save or use."""
+    """The time of its first save or use."""
     end_seconds: float
-    """The next phase's beginning, or the last event."""
+    """The beginning of the next phase, or the end of the last event."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,28 +58,28 @@ class Step:
     """One training step."""
 
     label: str
-    """Its number from 1, or what ``mark`` was given."""
+    """Its number from 1, or the label given to ``mark``."""
     begin_seconds: float
-    """The end of the one before, or the recording's beginning."""
+    """The end of the step before, or the beginning of the recording."""
     end_seconds: float
     """When the optimizer had stepped, or ``mark`` was called."""
     peak_bytes: int
-    """The most that the stash held in the tensors' own memory."""
+    """The most bytes that the stash held in the memory of the tensors' own device."""
     stall_seconds: float
-    """How long computing threads waited for the stash; two that waited at once count twice."""
+    """How long computing threads waited for the stash; two threads that wait at the same time count twice."""
     down_bytes: int
-    """Bytes whose memory was let go because they had gone down."""
+    """Bytes whose memory was released after they were written to a lower tier."""
     read_bytes: int
-    """Bytes that came back."""
+    """Bytes that were read back."""
 
     @property
     def seconds(self) -> float:
-        """How long it took."""
+        """The length of the step."""
         return self.end_seconds - self.begin_seconds
 
 
 def levels_of(events: Sequence[Any]) -> tuple[Level, ...]:
-    """What the tiers held after each of ``events``, where that changed."""
+    """The bytes in each tier after each of ``events`` that changed them."""
     found: list[Level] = []
     last: tuple[int, ...] = ()
     for event in events:
@@ -91,7 +91,7 @@ def levels_of(events: Sequence[Any]) -> tuple[Level, ...]:
 
 
 def phases_of(events: Sequence[Any]) -> tuple[Phase, ...]:
-    """Forward and backward. Saves made while backward runs are backward's."""
+    """Forward and backward phases. Saves while backward runs are part of backward."""
     turns: list[tuple[float, str]] = []
     for event in events:
         name = {"save": "forward", "use": "backward"}.get(event.kind)
@@ -109,7 +109,7 @@ def phases_of(events: Sequence[Any]) -> tuple[Phase, ...]:
 def steps_of(
     moments: Sequence[tuple[float, str]], began: float, events: Sequence[Any]
 ) -> tuple[Step, ...]:
-    """The steps that end at ``moments``, in order; an event belongs to the step in which it began."""
+    """The steps that end at ``moments``, in order; an event belongs to the step in which it ended."""
     found = []
     at = 0
     for end, label in moments:

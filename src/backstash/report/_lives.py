@@ -1,4 +1,4 @@
-"""The life of each block in a recording: who saved it, when its memory was let go, and when it ended."""
+"""The life of each block in a recording: which module saved it, and where its bytes were until it was freed."""
 
 from __future__ import annotations
 
@@ -14,50 +14,50 @@ RECOMPUTED = "(in backward) "
 
 @dataclass(frozen=True, slots=True)
 class ModuleUse:
-    """What one module's own operations saved, over all of a recording."""
+    """What one module's own operations saved, in the whole recording."""
 
     path: str
-    """The module's path; ``"(no module known)"`` where nothing said. ``"(in backward) "`` stands before what a
-    recomputation saved: there the path begins at the recomputed part and not at the model."""
+    """The module's path, or ``"(no module known)"``. ``"(in backward) "`` precedes the path of what was saved
+    while backward ran, as by a recomputation; that path begins at the recomputed part, not at the model."""
     blocks: int
-    """Blocks saved."""
+    """How many blocks were saved."""
     saved_bytes: int
-    """Their bytes."""
+    """Bytes of the blocks."""
     down_bytes: int
-    """Of these, the bytes whose memory was let go because they had gone down."""
+    """Bytes of the blocks whose memory was released after they were written to a lower tier."""
     uses: int
-    """How often backward was given a view of them."""
+    """How often backward used one of the blocks."""
     stall_seconds: float
-    """How long backward waited for them. Waits of forward belong to no module: it waits for room."""
+    """How long backward waited for the blocks. Waits of forward are for room and belong to no module."""
 
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """A block's bytes begin or cease to be somewhere."""
+    """A change of where the bytes of one block are."""
 
     seconds: float
-    """When."""
+    """When it changed, by ``time.perf_counter()``."""
     path: str
-    """The module that saved it."""
+    """The path of the module that saved the block."""
     memory_bytes: int
-    """Bytes more, or fewer, in the tensors' own memory."""
+    """The change of bytes in the memory of the tensors' own device."""
     down_bytes: int
-    """Bytes more, or fewer, that are below only."""
+    """The change of bytes that are in a lower tier only."""
 
 
 @dataclass(frozen=True, slots=True)
 class Lives:
-    """All blocks of a recording, added up."""
+    """Where the blocks of a recording were, and sums over them."""
 
     modules: tuple[ModuleUse, ...]
-    """The module that saved most is first."""
+    """Sums by module, the module that saved most first."""
     moves: tuple[Move, ...]
-    """In the order of time."""
+    """All changes, in the order of time."""
     paths: dict[int, str]
-    """The path of each block, by its number."""
+    """The path of the module that saved each block, by the block's number."""
     peak_bytes: int
-    """The most that was saved and still needed at once, wherever it was: without a stash, all of it would have
-    been in memory. Copies that were read back are not counted again."""
+    """The most bytes that were saved and not yet freed at the same time, on whichever tier: without a stash,
+    all of them would have been in memory. Copies that were read back are not counted again."""
     recomputed_bytes: int
     """Bytes saved while backward ran."""
 
@@ -71,7 +71,7 @@ class _Block:
 
 
 def lives_of(events: Iterable[Any]) -> Lives:
-    """Follow each block that was saved while ``events`` were recorded. Blocks from before are not known."""
+    """Follow each block that was saved during the recording; blocks saved before it are left out."""
     alive: dict[int, _Block] = {}
     paths: dict[int, str] = {}
     uses: dict[str, list[Any]] = {}
@@ -113,7 +113,7 @@ def _path_of(event: Any) -> str:
 
 
 def _move(event: Any, block: _Block) -> Move | None:
-    """What ``event`` means for where the bytes of ``block`` are."""
+    """How ``event`` changes where the bytes of ``block`` are; ``None`` if it does not."""
     nbytes, path, at = block.nbytes, block.path, event.seconds
     if event.kind == "land" and not block.down:
         block.down = True

@@ -1,4 +1,4 @@
-"""A report as one HTML file that needs nothing else: no network, no library, no server."""
+"""A report as one HTML file, which needs no network, no library and no server."""
 
 from __future__ import annotations
 
@@ -13,42 +13,43 @@ from ._bounds import bounded
 
 __all__ = ["render_page"]
 
-# What could end the element that the data is in, or break a line of JavaScript.
 _SCRIPTS = ("format.js", "chart.js", "table.js", "page.js")
+# What could end the element that holds the data, or break a line of JavaScript.
 _ESCAPES = str.maketrans(
     {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "\u2029": "\\u2029"}
 )
 
 
 def render_page(report: Mapping[str, Any]) -> str:
-    """The page for ``report``, a mapping of plain values; text for one self-contained ``.html`` file.
+    """Render ``report``, a mapping of plain values, as the text of one self-contained HTML file.
 
-    Every name and number is embedded as JSON and shown as text, never as markup, and the page's policy
-    refuses any script but its own and any request. Long tables are cut and long curves thinned first, and
-    the page says so, so that the file stays below about 10 MB.
+    Every name and number is embedded as JSON and shown as text, never as markup. The page's policy allows no
+    script but its own and no request. To keep the file below about 10 MB, long tables are cut and long curves
+    thinned, and the page says so.
 
     Args:
-        report: ``title``, and any of these, each left out where it is not known:
+        report: ``title``, and any of the following; leave out what is not known:
 
-            - ``subtitle``: a line under the title; ``command``: what to type, with a button to copy it;
-              ``made``: where and when.
+            - ``subtitle``: a line under the title; ``command``: a command line, with a button to copy it;
+              ``made``: where and when the report was made.
             - ``facts``: the headline, a list of ``{"label", "value", "unit", "note", "how"}``. ``unit`` is
               ``"bytes"``, ``"seconds"``, ``"ratio"``, ``"share"`` (1.0 is all), ``"count"`` or ``"text"``.
-              A ``value`` of ``None`` shows "not measured", and ``how`` (a command) is how to get it.
-            - ``split``: where the bytes went, ``{"label", "parts": [{"name", "bytes", "key"}]}``; ``key`` is a
+              A ``value`` of ``None`` shows "not measured", and ``how`` is a command that measures it.
+            - ``split``: where the bytes are, ``{"label", "parts": [{"name", "bytes", "key"}]}``; ``key`` is a
               tier's (``"keep"``, ``"inflight"``, ``"ahead"``, ``"host"``, ``"disk"``) or ``"left"``.
-            - ``curve``: what was held over time, ``{"seconds": [...], "tiers": [{"key", "name", "below",
-              "bytes": [...]}], "marks": [{"label", "begin", "end"}], "phases": [...]}``: each tier's bytes are
-              as many as ``seconds``; one that is ``below`` is drawn under the line.
+            - ``curve``: the bytes held over time, ``{"seconds": [...], "tiers": [{"key", "name", "below",
+              "bytes": [...]}], "marks": [{"label", "begin", "end"}], "phases": [...]}``: ``bytes`` has
+              a value for each of ``seconds``; a tier that is ``below`` is drawn under the line.
             - ``modules``: ``{"columns": [{"label", "unit"}], "rows": [[path, ...], ...], "note"}``; the first
-              column is a module's path, the second is what rows are sorted by and have bars of. ``"lives"``,
-              from :meth:`Timeline.sections`, lets a row filter the curve.
+              column is a module's path; rows are sorted by the second, which has bars. With ``"lives"``, from
+              :meth:`Timeline.sections`, a row filters the curve.
             - ``stalls``: ``[{"seconds", "duration", "module", "what"}]``, the longest first.
-            - ``advice``: ``[{"text", "code"}]``, ``code`` to copy; ``notes``: sentences.
-            - ``graph``: SVG text, shown as an image, so that nothing in it can run.
+            - ``advice``: ``[{"text", "code"}]``, with a button to copy ``code``; ``notes``: sentences.
+            - ``graph``: SVG text, shown as an image, so that no script in it can run.
 
     Raises:
-        ValueError: the report holds something that is no plain value.
+        ValueError: a number in the report is not finite.
+        TypeError: a value in the report is not a plain one.
 
     >>> page = render_page({"title": "<b>train.py</b>", "facts": [
     ...     {"label": "Peak", "value": 1 << 30, "unit": "bytes"}]})

@@ -1,4 +1,4 @@
-"""Where training steps end: where an optimizer stepped, or where the user says."""
+"""Where training steps end: when an optimizer has stepped, or when the user calls ``mark``."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ __all__ = ["StepMarks"]
 
 
 class StepMarks:
-    """Moments that end a step, each with its label, until :meth:`remove`.
+    """The moments at which training steps end, each with a label, until :meth:`remove`.
 
-    Where several optimizers step (one for each network, or one for each parameter), the first one that was
-    seen to step ends the steps and the others do not.
+    If several optimizers step (one for each network, or one for each parameter), steps end at those of the
+    optimizer that is the first to step.
 
     Args:
-        optimizers: listen to every optimizer's ``step()``. Marks of the user's own are taken either way.
-        then: is called after each mark.
+        optimizers: whether optimizers end steps; :meth:`mark` does either way. Default ``True``.
+        then: a function that is called after the end of each step. Default ``None``.
 
     >>> import torch
     >>> weight = torch.zeros(3, requires_grad=True)
@@ -37,7 +37,7 @@ class StepMarks:
 
     def __init__(self, *, optimizers: bool = True, then: Callable[[], None] | None = None) -> None:
         self.moments: list[tuple[float, str]] = []
-        """``time.perf_counter()`` and label of each."""
+        """(``time.perf_counter()``, label) of the end of each step."""
         self._then = then
         self._leader: weakref.ref[Any] | None = None
         self._handle: Any = None
@@ -46,20 +46,20 @@ class StepMarks:
             self._handle = torch_optimizer.register_optimizer_step_post_hook(heard)
 
     def mark(self, label: str = "") -> None:
-        """A step ends now."""
+        """End a step now. ``label`` is its name; the default is its number, from 1."""
         self.moments.append((time.perf_counter(), label or str(len(self.moments) + 1)))
         if self._then is not None:
             self._then()
 
     def heard(self, optimizer: Any) -> None:
-        """An optimizer has stepped."""
+        """End a step, if ``optimizer``, which has stepped, is the one that was the first to step."""
         if self._leader is None or self._leader() is None:
             self._leader = weakref.ref(optimizer)
         if self._leader() is optimizer:
             self.mark()
 
     def remove(self) -> None:
-        """Listen to no optimizer any more. A second call does nothing."""
+        """Remove the hook on optimizers. A second call does nothing."""
         if self._handle is not None:
             self._handle.remove()
             self._handle = None

@@ -1,35 +1,36 @@
-"""What a stash did over time: bytes per tier, moves and stalls, by step and by module."""
+"""``timeline``, and the :class:`Timeline` that it returns: what a stash does over time."""
 
 from __future__ import annotations
 
 import os
 import time
-from functools import cached_property
 from types import TracebackType
 from typing import Any
 
 from ..errors import UsageError
 from ._chrome_trace import write_chrome_trace
-from ._levels import Level, Phase, Step, levels_of, phases_of, steps_of
-from ._lives import Lives, ModuleUse, lives_of
+from ._levels import Level, Phase, Step
+from ._lives import Lives, ModuleUse
 from ._page import render_page
 from ._steps import StepMarks
 from ._timeline_page import facts_of, sections_of
-from ._timeline_text import notes, table
+from ._timeline_snapshot import Snapshot
+from ._timeline_text import table
 
 __all__ = ["Timeline", "timeline"]
 
 
 def timeline(source: Any, *, steps: StepMarks | None = None) -> Timeline:
-    """Follow what a stash does: a handle that records until ``remove()``, or the end of its context.
+    """Record what a stash does over time, until ``remove()`` or the end of the context.
 
     Args:
-        source: a stash, or what its ``record()`` returned, also one that has ended: anything with ``events``.
-        steps: where steps end. ``None``: where an optimizer has stepped (the first that is seen, where there
-            are several), and where ``mark()`` says so. Marks that are given here stay the caller's to remove.
+        source: a stash; or the recording that its ``record()`` returned, which may have ended; or any object
+            with ``events``.
+        steps: marks of where training steps end, which stay the caller's to remove. Default ``None``: a step
+            ends when an optimizer has stepped (if there are several, the one seen first) and at ``mark()``.
 
-    Recording costs some hundred bytes of memory an event; see ``benchmarks/recording_overhead.py`` for its
-    time. While ``torch.profiler`` runs, stalls and moves are in its trace too, with a timeline or without.
+    Recording takes a few hundred bytes of memory for each event; ``benchmarks/recording_overhead.py`` measures
+    its time. While ``torch.profiler`` runs, its trace shows stalls and moves too, with or without a timeline.
 
     Raises:
         UsageError: ``source`` has neither ``record()`` nor ``events``.
@@ -53,7 +54,7 @@ def timeline(source: Any, *, steps: StepMarks | None = None) -> Timeline:
 
 
 class Timeline:
-    """What :func:`timeline` returns; it can be read while it records, and is cheapest after its end."""
+    """The handle that :func:`timeline` returns; it can be read while it records, and faster after its end."""
 
     def __init__(self, recording: Any, marks: StepMarks, *, owns_marks: bool) -> None:
         self._recording = recording
@@ -63,7 +64,7 @@ class Timeline:
         self._ended = False
 
     def mark(self, label: str = "") -> None:
-        """A step ends now; ``label`` names it, and its number does where there is none."""
+        """End a step now. ``label`` is its name; the default is its number."""
         self._marks.mark(label)
 
     def remove(self) -> None:
@@ -92,108 +93,108 @@ class Timeline:
 
     @property
     def events(self) -> tuple[Any, ...]:
-        """Every event, in the order in which they ended; ``seconds`` are those of ``time.perf_counter()``."""
+        """All events, in the order in which they ended; times are those of ``time.perf_counter()``."""
         return self._read.events
 
     @property
     def levels(self) -> tuple[Level, ...]:
-        """What the tiers held, whenever that changed."""
+        """The bytes in each tier, after every change of them."""
         return self._read.levels
 
     @property
     def steps(self) -> tuple[Step, ...]:
-        """The steps whose end is known."""
+        """The training steps whose end is known."""
         return self._read.steps
 
     @property
     def phases(self) -> tuple[Phase, ...]:
-        """Forward and backward, as saves and uses tell them apart."""
+        """Forward and backward, inferred from saves and uses."""
         return self._read.phases
 
     @property
     def modules(self) -> tuple[ModuleUse, ...]:
-        """What each module saved; the one that saved most is first."""
-        return self._read.lives.modules
+        """What the operations of each module saved, the module that saved most first."""
+        return self._read.modules
 
     @property
     def lives(self) -> Lives:
-        """The life of each block."""
+        """Where the bytes of each block were over time, and sums by module."""
         return self._read.lives
 
     @property
     def stalls(self) -> tuple[Any, ...]:
-        """The events in which a computing thread waited, the longest first."""
-        found = [event for event in self.events if event.kind == "stall"]
-        return tuple(sorted(found, key=lambda event: -event.duration_seconds))
+        """The events in which a computing thread waited for the stash, the longest first."""
+        return self._read.stalls
 
     @property
     def began_seconds(self) -> float:
-        """When it began, or its first event where that is earlier."""
-        first: float = min([self._began, *(event.seconds for event in self.events)])
-        return first
+        """When the timeline began, or its first event if that is earlier; of ``time.perf_counter()``."""
+        return self._read.began_seconds
 
     @property
     def memory_peak_bytes(self) -> int:
-        """The most that the stash held in the tensors' own memory."""
-        return max((level.memory_bytes for level in self.levels), default=0)
+        """The most bytes that the stash held in the memory of the tensors' own device."""
+        return self._read.memory_peak_bytes
 
     @property
     def saved_peak_bytes(self) -> int:
-        """The most that was saved and still needed at once, wherever it was."""
-        return self._read.lives.peak_bytes
+        """The most bytes that were saved and not yet freed at the same time, on whichever tier."""
+        return self._read.saved_peak_bytes
 
     @property
     def reads_ahead(self) -> int:
-        """Reads that were asked for before backward needed them."""
-        return sum(event.kind == "read" and event.cause == "ahead" for event in self.events)
+        """How many reads the stash began before backward needed them."""
+        return self._read.reads_ahead
 
     @property
     def reads_on_demand(self) -> int:
-        """Reads that backward had to ask for itself."""
-        return sum(event.kind == "read" and event.cause == "demand" for event in self.events)
+        """How many reads began only when backward needed them."""
+        return self._read.reads_on_demand
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What could not be known, in sentences."""
-        return tuple(notes(self))
+        """Sentences on what is not known."""
+        return self._read.notes
 
     @property
     def full(self) -> bool:
-        """Whether the recording ended by itself, at its limit."""
-        return bool(getattr(self._recording, "full", False))
+        """Whether the recording has ended because it reached its limit of events."""
+        return self._read.full
 
     @property
-    def _read(self) -> _Reading:
+    def _read(self) -> Snapshot:
         return self._last if self._ended else self._at_present()
 
-    def _at_present(self) -> _Reading:
-        return _Reading(self._recording, self._marks.moments, self._began)
+    def _at_present(self) -> Snapshot:
+        return Snapshot(self._recording, tuple(self._marks.moments), self._began)
 
     # What is made of it.
 
     def to_chrome_trace(self, path: str | os.PathLike[str]) -> None:
-        """Write a Chrome trace, JSON that Perfetto and ``chrome://tracing`` open.
+        """Write a Chrome trace to ``path``: JSON that Perfetto and ``chrome://tracing`` open.
 
-        It has a counter for each tier, a track of steps and one of phases, and a track for each thread: stalls
-        on the computing ones, writes and reads where they ran. Times are microseconds from the beginning.
+        It has a counter for each tier, a track of steps, one of phases, and one for each thread, with stalls on
+        the threads that compute, and writes and reads on the threads that made them. Times are microseconds
+        since the timeline began. An existing file is replaced.
         """
-        write_chrome_trace(self, path)
+        write_chrome_trace(self._read, path)
 
     def plot(self) -> Any:
-        """One picture, as a ``matplotlib.figure.Figure``. In a notebook it shows itself.
+        """The timeline as a ``matplotlib.figure.Figure``, which a notebook shows.
 
-        Raises ``ImportError`` with the line that installs matplotlib, where there is none.
+        Raises:
+            ImportError: matplotlib is not installed; the message has the line that installs it.
         """
         from ._timeline_plot import plot
 
-        return plot(self)
+        return plot(self._read)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write :meth:`plot`'s picture to ``path``, whose name ends in ``.png``, ``.svg`` or ``.pdf``.
+        """Write the picture of :meth:`plot` to ``path``, whose suffix is ``.png``, ``.svg`` or ``.pdf``.
 
         Raises:
-            UsageError: the name ends otherwise.
-            ImportError: matplotlib is not installed; the message says how.
+            UsageError: the suffix is another one; nothing was written.
+            ImportError: matplotlib is not installed; the message has the line that installs it.
         """
         suffix = os.path.splitext(path)[1].lower()
         if suffix not in (".png", ".svg", ".pdf"):
@@ -204,58 +205,26 @@ class Timeline:
         self.plot().savefig(path, format=suffix[1:], dpi=150)
 
     def sections(self) -> dict[str, Any]:
-        """``curve``, ``modules``, ``stalls`` and ``notes``, as plain values for :func:`render_page`."""
-        return sections_of(self)
+        """The ``curve``, ``modules``, ``stalls`` and ``notes`` that :func:`render_page` takes."""
+        return sections_of(self._read)
 
     def to_html(
         self, path: str | os.PathLike[str], *, title: str = "timeline", graph: str | None = None
     ) -> None:
-        """Write the page of this timeline: one HTML file that needs nothing else. See :func:`render_page`.
+        """Write the timeline to ``path`` as one HTML file; see :func:`render_page`.
 
         Args:
-            title: the page's heading.
-            graph: SVG text to show too, such as ``draw(loss).to_svg()``.
+            path: an existing file is replaced.
+            title: the heading of the page.
+            graph: SVG text that the page shows too, such as ``draw(loss).to_svg()``.
         """
-        parts = {"title": title, "facts": facts_of(self), "graph": graph}
+        read = self._read
+        parts = {"title": title, "facts": facts_of(read), "graph": graph}
         with open(path, "w", encoding="utf-8") as file:
-            file.write(render_page(parts | self.sections()))
+            file.write(render_page(parts | sections_of(read)))
 
     def __str__(self) -> str:
-        return table(self)
+        return table(self._read)
 
     def __repr__(self) -> str:
         return f"Timeline({len(self.events)} events, {len(self.steps)} steps)"
-
-
-class _Reading:
-    """A recording as it was at one moment, and what follows from it."""
-
-    def __init__(self, recording: Any, moments: list[tuple[float, str]], began: float) -> None:
-        self._recording = recording
-        self._moments = list(moments)
-        self._began = began
-
-    @cached_property
-    def events(self) -> tuple[Any, ...]:
-        events = self._recording.events
-        return tuple(sorted(events, key=lambda event: event.seconds + event.duration_seconds))
-
-    @cached_property
-    def levels(self) -> tuple[Level, ...]:
-        return levels_of(self.events)
-
-    @cached_property
-    def lives(self) -> Lives:
-        return lives_of(self.events)
-
-    @cached_property
-    def phases(self) -> tuple[Phase, ...]:
-        return phases_of(self.events)
-
-    @cached_property
-    def steps(self) -> tuple[Step, ...]:
-        moments = self._moments
-        if getattr(self._recording, "full", False) and self.events:
-            last = self.events[-1].seconds + self.events[-1].duration_seconds
-            moments = [moment for moment in moments if moment[0] <= last]
-        return steps_of(moments, self._began, self.events)

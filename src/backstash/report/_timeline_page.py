@@ -1,13 +1,11 @@
-"""A timeline as sections of a page: its curve, its modules, its stalls and what it does not know."""
+"""A timeline as sections of a page: its curve, its modules, its stalls and its notes."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ._levels import TIERS
-
-if TYPE_CHECKING:
-    from ._timeline import Timeline
+from ._timeline_snapshot import Snapshot
 
 __all__ = ["facts_of", "sections_of"]
 
@@ -16,8 +14,8 @@ _STALLS = 50
 _LEAST_STALL_SECONDS = 1e-3
 
 
-def facts_of(line: Timeline) -> list[dict[str, Any]]:
-    """The headline of a page that has nothing but the timeline."""
+def facts_of(line: Snapshot) -> list[dict[str, Any]]:
+    """The headline of a page that shows only the timeline."""
     waited = sum(event.duration_seconds for event in line.stalls)
     return [
         _fact("Saved at once, at most", line.saved_peak_bytes, "bytes", "wherever it was"),
@@ -33,7 +31,7 @@ def _fact(label: str, value: Any, unit: str, note: str) -> dict[str, Any]:
     return {"label": label, "value": value, "unit": unit, "note": note}
 
 
-def sections_of(line: Timeline) -> dict[str, Any]:
+def sections_of(line: Snapshot) -> dict[str, Any]:
     """``curve``, ``modules``, ``stalls`` and ``notes`` for :func:`render_page`."""
     began = line.began_seconds
     stalls = _stalls(line, began)
@@ -46,7 +44,7 @@ def sections_of(line: Timeline) -> dict[str, Any]:
     }
 
 
-def _curve(line: Timeline, began: float) -> dict[str, Any]:
+def _curve(line: Snapshot, began: float) -> dict[str, Any]:
     levels = line.levels
     tiers: list[dict[str, Any]] = [
         {
@@ -71,7 +69,7 @@ def _span(label: str, span: Any, began: float) -> dict[str, Any]:
     return {"label": label, "begin": round(begin, 6), "end": round(end, 6)}
 
 
-def _modules(line: Timeline, began: float) -> dict[str, Any]:
+def _modules(line: Snapshot, began: float) -> dict[str, Any]:
     columns = [
         {"label": "module", "unit": "text"},
         {"label": "saved", "unit": "bytes"},
@@ -104,7 +102,7 @@ def _modules(line: Timeline, began: float) -> dict[str, Any]:
     return {"columns": columns, "rows": rows, "lives": lives, "note": note}
 
 
-def _stalls(line: Timeline, began: float) -> list[dict[str, Any]]:
+def _stalls(line: Snapshot, began: float) -> list[dict[str, Any]]:
     return [
         {
             "seconds": round(event.seconds - began, 6),

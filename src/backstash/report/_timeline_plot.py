@@ -1,14 +1,12 @@
-"""A timeline as one picture: memory above the line, what went down below it, moves and stalls under both."""
+"""A timeline as one picture: bytes in memory above the line, evicted bytes below it, moves and stalls last."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..units import format_bytes
 from ._levels import TIERS
-
-if TYPE_CHECKING:
-    from ._timeline import Timeline
+from ._timeline_snapshot import Snapshot
 
 __all__ = ["plot"]
 
@@ -25,11 +23,11 @@ _ROWS = {
     "write": ("went down", "#e3a02e"),
     "stall": ("waited", "#c8453b"),
 }
-_SEEN = 1 / 2000  # a bar narrower than this part of the picture is drawn that wide
+_SEEN = 1 / 2000  # the least width of a bar, as a part of the picture
 
 
-def plot(line: Timeline) -> Any:
-    """The picture, as a figure that belongs to no window."""
+def plot(line: Snapshot) -> Any:
+    """The picture as a figure, which belongs to no window."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -52,7 +50,7 @@ def plot(line: Timeline) -> Any:
     return figure
 
 
-def _draw_levels(axes: Any, line: Timeline) -> None:
+def _draw_levels(axes: Any, line: Snapshot) -> None:
     began = line.began_seconds
     seconds = [level.seconds - began for level in line.levels]
     above, below = [0] * len(seconds), [0] * len(seconds)
@@ -85,7 +83,7 @@ def _binary_ticks(most: int) -> Any:
     return MultipleLocator(2 ** max(0, (most // 3).bit_length() - 1))
 
 
-def _draw_moves(axes: Any, line: Timeline) -> None:
+def _draw_moves(axes: Any, line: Snapshot) -> None:
     began = line.began_seconds
     last = max((event.seconds + event.duration_seconds for event in line.events), default=began)
     least = (last - began) * _SEEN
@@ -103,8 +101,8 @@ def _draw_moves(axes: Any, line: Timeline) -> None:
         axes.spines[side].set_visible(False)
 
 
-def _draw_phases(axes: Any, line: Timeline) -> None:
-    """A shade behind backward, where forward and backward take turns by the step."""
+def _draw_phases(axes: Any, line: Snapshot) -> None:
+    """A shade behind backward, if forward and backward alternate about once a step."""
     if len(line.phases) > 4 * max(1, len(line.steps)):
         return
     began = line.began_seconds
@@ -116,7 +114,7 @@ def _draw_phases(axes: Any, line: Timeline) -> None:
             label = ""
 
 
-def _draw_steps(axes: Any, line: Timeline) -> None:
+def _draw_steps(axes: Any, line: Snapshot) -> None:
     began = line.began_seconds
     many = len(line.steps) > 12
     for step in line.steps:

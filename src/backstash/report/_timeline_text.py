@@ -1,55 +1,18 @@
-"""A timeline in words: its table, and what could not be known."""
+"""A timeline as a table in plain text."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from .._text import clean
 from ..units import format_bytes
-from ._lives import RECOMPUTED, UNKNOWN
+from ._timeline_snapshot import Snapshot
 
-if TYPE_CHECKING:
-    from ._timeline import Timeline
-
-__all__ = ["notes", "table"]
+__all__ = ["table"]
 
 _LONGEST = 10
 
 
-def notes(line: Timeline) -> list[str]:
-    """What could not be known, in sentences."""
-    found = []
-    if not line.events:
-        found.append("Nothing was recorded: no tensor that may move was saved meanwhile.")
-    elif not line.steps:
-        found.append(
-            "Where a step ends is not known: no optimizer stepped and mark() was not called."
-        )
-    if line.full:
-        found.append(
-            f"The recording ended by itself at its limit of {len(line.events):,} events; "
-            "what came after is not in it."
-        )
-    lives = line.lives
-    if lives.recomputed_bytes:
-        found.append(
-            f"{format_bytes(lives.recomputed_bytes)} were saved while backward ran (recomputed, or for a "
-            f"second backward), marked {RECOMPUTED.strip()}: their path begins at the recomputed part, not at "
-            "the model."
-        )
-    unknown = sum(
-        use.saved_bytes for use in lives.modules if use.path.removeprefix(RECOMPUTED) == UNKNOWN
-    )
-    if unknown:
-        found.append(
-            f"{format_bytes(unknown)} belong to no known module: they were saved outside any module's "
-            "forward, or on a thread that runs none."
-        )
-    return found
-
-
-def table(line: Timeline) -> str:
-    """The steps, and the modules that saved most."""
+def table(line: Snapshot) -> str:
+    """The first steps, and the modules that saved most, a line each."""
     size = format_bytes
     lines = [
         f"timeline: {len(line.events):,} events; saved at once at most {size(line.saved_peak_bytes)}, "

@@ -1,9 +1,9 @@
-"""The autograd graph, drawn.
+"""The autograd graph as a picture.
 
 A drawing is made in steps, each a file that knows nothing of those after it:
 
 ====================================  =====================================================================
-``_records``, ``_text``               what a drawing consists of, and the words for it
+``_records``, ``_text``               what a drawing consists of, and its words
 ``_held``, ``_facts``                 the graph, read once into plain facts
 ``_tree``, ``_repeats``               runs of nodes: by module, repeated, folded to what can be read
 ``_drafts``                           boxes and frames, each knowing which nodes and leaves it stands for

@@ -19,7 +19,7 @@ _MOST_OUTPUTS = 4
 def assemble(
     facts: Facts, drafts: Drafts, *, show_saved: bool, by_dtype: bool
 ) -> tuple[list[DrawnNode], list[DrawnEdge], list[DrawnGroup]]:
-    """Boxes for nodes, then for leaves, then for outputs; edges; frames that know their boxes."""
+    """The boxes (operations, then leaves, then outputs), the edges, and the frames with their boxes."""
     leaf_boxes, inside = place_leaves(facts, drafts)
     same = same_memory(facts)
     nodes = []
@@ -85,11 +85,11 @@ def _node(box: Draft, facts: Facts, leaves: list[Leaf]) -> DrawnNode:
 
 
 def _counted(ops: list[Op], runs: int) -> str:
-    """The commonest kinds of ``ops``, those that save something first, each with how often it is there."""
+    """The commonest kinds of ``ops`` with their counts, kinds that save something first."""
     counts = Counter(op.name for op in ops)
     saving = {op.name for op in ops if op.held}
     if any(count % runs for count in counts.values()):
-        runs = 1  # else all runs are alike, and one of them is told
+        runs = 1  # else all runs are alike, and the counts are of one
     kinds = sorted(counts, key=lambda name: (name not in saving, -counts[name]))
     parts = []
     for name in kinds[:3]:
@@ -129,7 +129,7 @@ def _leaf_node(box: LeafBox, facts: Facts, path: str) -> DrawnNode:
 def _outputs(
     facts: Facts, drafts: Drafts, box_of_leaf: dict[int, int]
 ) -> dict[int, list[tuple[int, Root]]]:
-    """For each box, the outputs that are of it, with their numbers among all outputs."""
+    """For each box, the outputs that it made, with their numbers among all outputs."""
     found: dict[int, list[tuple[int, Root]]] = {}
     for index, root in enumerate(facts.roots):
         if root.op is not None:
@@ -193,7 +193,7 @@ class _Edge:
 
 
 class _Edges:
-    """Collects edges by their ends."""
+    """The edges between boxes: those of the graph, merged, without those between copies of a repeat."""
 
     def __init__(self, facts: Facts, drafts: Drafts) -> None:
         self._drafts = drafts
@@ -208,13 +208,13 @@ class _Edges:
                     self.add(drafts.box_of[source], target, output)
 
     def add(self, source: int, target: int, output: int = 0, count: int = 1) -> None:
-        """One more edge, or several, from box to box."""
+        """Add one edge, or several, from box to box."""
         edge = self._edges.setdefault((source, target), _Edge())
         edge.count += count
         edge.outputs.add(output)
 
     def add_output(self, source: int, target: int, output: int) -> None:
-        """From the box of a node to the box of what ``draw`` was given."""
+        """Add an edge from a box to the box of an output that ``draw`` was given."""
         self._outputs.setdefault(source, set()).add(output)
         self.add(source, target, output)
 
@@ -233,7 +233,7 @@ class _Edges:
         return drafts.copies_of[source][:common] == drafts.copies_of[target][:common]
 
     def drawn(self) -> list[DrawnEdge]:
-        """All of them, by their ends."""
+        """The records of all edges, in the order of their ends."""
         return [self._record(*ends, edge) for ends, edge in sorted(self._edges.items())]
 
     def _record(self, source: int, target: int, edge: _Edge) -> DrawnEdge:

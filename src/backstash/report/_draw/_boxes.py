@@ -1,4 +1,4 @@
-"""What is written in a box, where, and how large that makes it."""
+"""The text in each box, its position, and the size of the box."""
 
 from __future__ import annotations
 

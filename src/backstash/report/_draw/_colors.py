@@ -1,4 +1,4 @@
-"""Colours: which one each box and saved tensor gets, the legend that says so, and the style sheet."""
+"""The colours of boxes and saved tensors, the legend that explains them, and the style sheet."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ class Colors:
         return shade
 
     def legend(self) -> list[list[tuple[str, str]]]:
-        """Classes and words for what the colours tell, in rows."""
+        """Classes and words for what the colours show, in rows."""
         places = [
             (style, ", ".join(dict.fromkeys(map(place_name, wheres))))
             for style, wheres in self._by_class().items()
@@ -145,7 +145,7 @@ class Colors:
 
 
 def _telling_length(nodes: Sequence[DrawnNode]) -> int:
-    """How many names of a path tell modules apart: as many as there are colours for."""
+    """To how many names paths are cut, so that there are no more modules than colours."""
     paths = [node.module.split(".") for node in nodes if node.module]
     longest = max((len(path) for path in paths), default=1)
     for length in range(longest, 1, -1):
@@ -173,7 +173,7 @@ class Legend:
 
 
 def legend_of(drawing: DrawnGraph, colors: Colors, width: float) -> Legend:
-    """The kinds of boxes that there are, then, on rows of their own, what colours tell."""
+    """The legend: the kinds of boxes in the drawing, then, on rows of their own, what colours show."""
     kinds = {node.kind for node in drawing.nodes}
     inside = [leaf for node in drawing.nodes for leaf in node.leaves]
     kinds |= {"parameter" if leaf.is_parameter else "leaf" for leaf in inside}
@@ -197,7 +197,7 @@ def legend_of(drawing: DrawnGraph, colors: Colors, width: float) -> Legend:
 
 
 def _place_class(where: str) -> str:
-    """The colour's class for a place; of a place that nobody told us of, that of hooks."""
+    """The class of the colour for a place; an unknown place has that of hooks."""
     for name in ("compressed", *_PLACES):
         if name in where:
             return _PLACES[name]

@@ -19,13 +19,13 @@ _MOST_INSIDE = 4
 
 @dataclass(slots=True)
 class Draft:
-    """A box to be: the run of nodes that it shows, and where that run is repeated."""
+    """A box: the run of nodes that it shows, and the copies of that run."""
 
     item: Item
     group: int | None
     repeats: int
     offsets: list[int]
-    """From the shown run to every run that it stands for; the first is 0."""
+    """The distance, in nodes, from the shown run to every copy that the box stands for; the first is 0."""
 
     def runs(self) -> Iterator[tuple[int, int]]:
         """The first node and the end of every run."""
@@ -44,7 +44,7 @@ class Drafts:
     start_of: list[int] = field(default_factory=list)
     """For each node of the graph, the first node of the run that it is in."""
     copies_of: list[tuple[int, ...]] = field(default_factory=list)
-    """For each node, which time it is of each repeat that it is in, the outermost first."""
+    """For each node, the number of its copy in each repeat that it is in, the outermost repeat first."""
     repeats_of: list[tuple[int, ...]] = field(default_factory=list)
     """For each box, the repeats that it is in, the outermost first."""
 
@@ -57,11 +57,11 @@ class _Visit:
     offsets: list[int]
     copies: list[tuple[int, ...]]
     times: Item | None = None
-    """The repeat whose only child this is: it gets the repeat's title instead of a frame of its own."""
+    """The repeat whose only child this is; the two have one frame together."""
 
 
 def draft(root: Item, classes: dict[str, str]) -> Drafts:
-    """Boxes and frames for ``root``; ``classes`` are of modules, by path."""
+    """Boxes and frames for ``root``; ``classes`` has the class of each module by its path."""
     found = Drafts([], [], [0] * root.end, [0] * root.end, [()] * root.end)
     repeats = 0
     ahead = [_Visit(root, None, (), [0], [()])] if root.end else []
@@ -106,7 +106,7 @@ def _add_box(found: Drafts, visit: _Visit) -> None:
 
 
 def _has_frame(item: Item, times: Item | None) -> bool:
-    """A frame around one thing alone would say nothing; unless it says how often the thing is there."""
+    """Whether a frame is drawn: around several items, or to show how often one item repeats."""
     if item.kind == "repeat":
         return len(item.children) > 1
     if times is not None:
@@ -115,7 +115,7 @@ def _has_frame(item: Item, times: Item | None) -> bool:
 
 
 def _contents(item: Item, classes: dict[str, str]) -> str:
-    """What a repeated run consists of: modules by class, the number of nodes beside them."""
+    """What a repeated run consists of: the classes of its modules, and the number of other nodes."""
     names = [
         classes.get(".".join(child.path)) or child.path[-1]
         for child in item.children
@@ -160,17 +160,17 @@ def _frame(visit: _Visit, classes: dict[str, str], around: str) -> DrawnGroup:
 
 @dataclass(slots=True)
 class LeafBox:
-    """Leaves that are one box: the same one of every repeat, or many of one user."""
+    """Leaves that are one box: corresponding leaves of all copies of a repeat, or many leaves of one box."""
 
     leaves: list[int]
     uses: dict[int, int] = field(default_factory=dict)
-    """For each box that uses them, how often."""
+    """For each box that uses them, how often it does."""
     merged: bool = False
-    """Whether they are there together only because they were too many."""
+    """Whether they share a box only because they were too many."""
 
 
 def place_leaves(facts: Facts, drafts: Drafts) -> tuple[list[LeafBox], dict[int, list[int]]]:
-    """Boxes for leaves; and for each folded box, the leaves that nothing else uses."""
+    """Boxes for leaves; and for each folded box, the leaves that no other box uses."""
     roots = {root.leaf for root in facts.roots if root.leaf is not None}
     uses: list[dict[int, int]] = [{} for _ in facts.leaves]
     slots: list[list[object]] = [[("leaf", leaf)] for leaf in range(len(facts.leaves))]
@@ -178,7 +178,7 @@ def place_leaves(facts: Facts, drafts: Drafts) -> tuple[list[LeafBox], dict[int,
         box = drafts.box_of[index]
         for slot, leaf in enumerate(op.leaves):
             uses[leaf][box] = uses[leaf].get(box, 0) + 1
-            # The same for each time of a repeated run: what is used there is one box.
+            # The same slot for each copy of a repeated run: the leaves used there are one box.
             slots[leaf].append((box, index - drafts.start_of[index], slot))
     inside: dict[int, list[int]] = {}
     classes = _Classes()
@@ -216,7 +216,7 @@ def _merged(boxes: list[LeafBox]) -> list[LeafBox]:
 
 
 class _Classes:
-    """Leaves that share a slot, directly or through others, are of one class."""
+    """Classes of leaves: leaves that share a slot, directly or through others, are in one class."""
 
     def __init__(self) -> None:
         self._leaf_of: dict[object, int] = {}
@@ -245,12 +245,12 @@ class _Classes:
 
 
 def leaves_inside(leaves: list[Leaf], box: Draft) -> tuple[DrawnLeaf, ...]:
-    """Rows for the leaves in a box: each by itself while they are few, those of one name together."""
+    """Rows for the leaves in a box: one for each name, or one for all if there are many names."""
     named: dict[str, list[Leaf]] = {}
     depth = len(box.item.path)
     for leaf in leaves:
         parts = leaf.name.split(".")
-        # Each time that a module is repeated, it has another path before the same name.
+        # Each copy of a repeated module has another path before the same name.
         inside = len(parts) > depth and (len(box.offsets) > 1 or parts[:depth] == [*box.item.path])
         short = ".".join(parts[depth:]) if inside and " = " not in leaf.name else leaf.name
         named.setdefault(short or ("parameter" if leaf.is_parameter else "leaf"), []).append(leaf)

@@ -1,4 +1,4 @@
-"""``draw`` and the :class:`Drawing` that it returns: a graph's picture, made without unpacking anything."""
+"""``draw``, and the :class:`Drawing` that it returns."""
 
 from __future__ import annotations
 
@@ -34,37 +34,39 @@ def draw(
     collapse_repeated: bool = True,
     color_by: Literal["where", "module", "dtype", "bytes"] = "where",
 ) -> Drawing:
-    """Draw the autograd graph that backward from ``outputs`` would run, and what it saved.
+    """Draw the autograd graph that backward from ``outputs`` would run, with the tensors saved in it.
 
-    Boxes are operations, in the direction of forward; leaves are blue (parameters) and violet (others),
-    outputs green, saved tensors orange, each with its shape, its bytes and where they live. Nothing is
-    unpacked and no hook is called: a tensor on disk is drawn from its description. Operations are framed by
-    the modules that made them, when forward ran under ``backstash.graph.label_modules(model)``; without
-    labels, modules are inferred from the names in ``params``, and the drawing says so.
+    Boxes are operations, from top to bottom in the order of forward. Leaves are blue (parameters) or violet
+    (others), outputs green, and saved tensors orange, each with its shape, its bytes and the place where it
+    is stored. ``draw`` unpacks nothing and calls no hook: a tensor on disk is drawn from its description. If
+    forward ran under ``backstash.graph.label_modules(model)``, a frame around operations shows the module
+    that ran them. Without labels, modules are inferred from the names in ``params``, and ``notes`` says so.
 
-    A graph of any size is read in linear time and without recursion, and folded to what can be read: modules
-    are opened as deep as there is room, blocks that repeat are drawn once, and the middle of what is still
-    too long becomes one box ("… 99,990 nodes …"). What was folded stands in ``notes``.
+    The graph is read in linear time and without recursion, so it may have any size. It is then folded until
+    a person can read it: modules are opened as deep as there is room, blocks that repeat are drawn once, and
+    the middle of a stretch that is still too long becomes one box ("… 99,990 nodes …"). ``notes`` says what
+    was folded.
 
     Args:
-        outputs: what backward would start from: a tensor, a node (``grad_fn``), a ``GradientEdge``, or
-            several of them.
-        params: names for leaves: a module (its parameters' names; also its modules' classes), a dict of name
-            to tensor, or (name, tensor) pairs as ``named_parameters()`` gives them.
-        show_saved: draw what is saved (default).
-        depth: how many names of a module's path are opened; at ``depth=2`` ``blocks.0`` is one box. 0 is one
-            box for everything. Default: as deep as the drawing stays below 80 boxes; a depth that is asked
-            for may have 240.
-        collapse_repeated: draw runs that do the same to the same shapes once, "12 x Block" (default).
-        color_by: what the colours of saved tensors tell: ``"where"`` they live (default), their ``"dtype"``,
-            or their ``"bytes"`` as shades; ``"module"`` colours boxes by the module that made them.
+        outputs: where backward would start: a tensor, a node (``grad_fn``), a ``GradientEdge``, or several of
+            them.
+        params: names for leaves: a module (for the names of its parameters and the classes of its modules), a
+            dict of name to tensor, or (name, tensor) pairs as ``named_parameters()`` gives them.
+        show_saved: draw the saved tensors. Default ``True``.
+        depth: how many names of a module's path to open. With 2, ``blocks.0`` is one box; with 0, the whole
+            graph is. A drawing has at most about 240 boxes. Default ``None``: as deep as about 60 boxes allow.
+        collapse_repeated: draw runs of operations that do the same to the same shapes once, as "12 x Block".
+            Default ``True``.
+        color_by: what the colours of saved tensors show: ``"where"`` each is stored (default), its
+            ``"dtype"``, or its ``"bytes"`` as shades. ``"module"`` colours the boxes by module instead.
 
     Returns:
-        A frozen :class:`Drawing`, with ``to_svg()``, ``to_dot()``, ``to_html()``, ``save(path)``; a notebook
-        shows it.
+        A frozen :class:`Drawing`, with ``to_svg()``, ``to_dot()``, ``to_html()`` and ``save(path)``. A
+        notebook shows it as a picture.
 
     Raises:
-        UsageError: something else in ``outputs`` or ``params``, or an unknown ``color_by``.
+        UsageError: ``outputs`` or ``params`` is of another type, ``depth`` is negative or no int, or
+            ``color_by`` is unknown.
 
     >>> import torch
     >>> a, b = (torch.ones(5, requires_grad=True) for _ in range(2))
@@ -112,31 +114,33 @@ def draw(
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Drawing(DrawnGraph):
-    """A graph as it is drawn. It holds no tensor and no node, so it keeps no memory of the graph alive.
+    """An autograd graph as boxes, edges and frames, which can be written as SVG, HTML or DOT.
 
-    A notebook shows it as a picture.
+    It holds no tensor and no node, so it keeps no memory of the graph alive. A notebook shows it as a picture.
     """
 
     def to_dot(self) -> str:
-        """The drawing in the DOT language, saved tensors as boxes of their own; for ``dot -Tpdf``."""
+        """The drawing in the DOT language, with a box for each saved tensor; ``dot -Tpdf`` renders it."""
         return to_dot(self)
 
     def to_svg(self) -> str:
-        """The drawing as SVG text that needs nothing else: no font, no network, no ``dot``."""
+        """The drawing as SVG text, which refers to no font, style sheet or address outside it."""
         return to_svg(self)
 
     def to_html(self) -> str:
-        """The drawing as a page of HTML that needs nothing else."""
+        """The drawing as the text of one HTML page, without scripts and without requests."""
         return to_page(self)
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write the drawing to a file, as what its name ends in says: ``.svg``, ``.html`` or ``.dot``.
+        """Write the drawing to ``path`` in the format of its suffix: ``.svg``, ``.html`` or ``.dot``.
+
+        An existing file is replaced. ``.htm`` and ``.gv`` mean HTML and DOT too.
 
         Returns:
             The path.
 
         Raises:
-            UsageError: the name ends in something else; nothing was written.
+            UsageError: the suffix is another one; nothing was written.
         """
         file = Path(path)
         make = {".svg": self.to_svg, ".html": self.to_html, ".htm": self.to_html}

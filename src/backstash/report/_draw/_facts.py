@@ -1,7 +1,4 @@
-"""A graph, read once into lists of plain facts, in the order in which forward ran.
-
-What the caller calls its tensors and modules is read with it.
-"""
+"""A graph, read once into lists of plain facts in the order in which forward ran, with the caller's names."""
 
 from __future__ import annotations
 
@@ -32,14 +29,14 @@ class Op:
     name: str
     path: tuple[str, ...]
     given: str
-    """What the caller calls its result, or ``""``."""
+    """The caller's name for its result, or ``""``."""
     shape: tuple[str, ...] | None
     dtype: str
     held: list[Held]
     inputs: list[tuple[int, int]] = field(default_factory=list)
-    """Places in ``Facts.ops``, each before this one's, and which output of theirs."""
+    """(index in ``Facts.ops``, which is below this one's; which of its outputs)."""
     leaves: list[int] = field(default_factory=list)
-    """Places in ``Facts.leaves``."""
+    """Indices in ``Facts.leaves``."""
 
 
 @dataclass(slots=True)
@@ -56,7 +53,7 @@ class Leaf:
 
 @dataclass(slots=True)
 class Root:
-    """What ``draw`` was given: one output, and the node or the leaf that it is of."""
+    """One of the outputs given to ``draw``, and the node or the leaf that made it."""
 
     op: int | None
     leaf: int | None
@@ -75,7 +72,7 @@ class Facts:
     without_graph: int
     """How many of the outputs need no gradient."""
     labelled: int
-    """How many nodes have a module's path of their own."""
+    """How many nodes are labelled with the path of a module."""
     names: Names
 
 
@@ -120,7 +117,7 @@ def _is_edge(value: Any) -> bool:
 
 
 def _forward_order(nodes: list[Any]) -> list[Any]:
-    """``nodes``, which come consumers first, so that producers come first: as they were made, if it fits."""
+    """``nodes``, given consumers first, with producers first; among those that may be next, the oldest."""
     place = {node: index for index, node in enumerate(nodes)}
     uses: list[list[int]] = [[] for _ in nodes]
     waiting = [0] * len(nodes)
@@ -143,7 +140,7 @@ def _forward_order(nodes: list[Any]) -> list[Any]:
 
 
 def _by_first_use(leaves: list[Any], order: list[Any]) -> dict[Any, int]:
-    """Leaves with their numbers: the one that forward used first has the first."""
+    """Leaves with their numbers, in the order in which forward first used them."""
     found = dict.fromkeys(leaves, -1)
     count = 0
     for node in order:
@@ -164,7 +161,8 @@ def _made(node: Any) -> int:
 
 
 def _op(node: Any, given: str, reader: Reader) -> Op:
-    made = getattr(node, "_input_metadata", None)  # of the gradient that comes in: the output's own
+    # Of the incoming gradient, which has the shape and the type of the output.
+    made = getattr(node, "_input_metadata", None)
     shape, dtype = None, ""
     if made and not getattr(made[0], "is_cpp_nested_tensor", False):
         shape = tuple(str(size) for size in made[0].shape)
@@ -216,7 +214,7 @@ def _root(given: Any, place: dict[Any, int], leaves: dict[Any, int]) -> Root:
 
 
 class Names:
-    """Names of tensors, by identity, while a graph is read."""
+    """The caller's names for tensors and classes of modules; holds the tensors while the graph is read."""
 
     def __init__(self, params: Params | None) -> None:
         self.classes: dict[str, str] = {}
@@ -250,7 +248,7 @@ class Names:
                 yield name, tensor
 
     def let_go(self) -> None:
-        """Hold no tensor any longer. Fills ``not_reached`` and ``frozen`` with the names that were not used."""
+        """Drop the tensors, and fill ``not_reached`` and ``frozen`` with the names that were not used."""
         for key, (name, tensor) in self._owned.items():
             if key not in self._used and tensor.is_leaf:
                 (self.not_reached if tensor.requires_grad else self.frozen).append(name)

@@ -1,4 +1,4 @@
-"""What one node holds, as plain facts: saved tensors, and what a custom Function keeps on its ``ctx``.
+"""The tensors that one node holds, as plain facts: saved ones, and those that a Function keeps on ``ctx``.
 
 Only attributes are read. Nothing is unpacked, and no hook is called.
 """
@@ -29,17 +29,17 @@ class Held:
     nbytes: int | None
     where: str
     storage: tuple[object, int] | None
-    """An identity that two of the same memory share, and that memory's bytes; ``None``: not known."""
+    """(an identity that tensors in the same memory share, the bytes of that memory); ``None``: not known."""
 
 
 class Reader:
-    """Reads nodes one by one; keeps what many of them share."""
+    """Reads nodes one by one; caches what many of them share."""
 
     def __init__(self) -> None:
         self._recomputed: dict[int, dict[int, Any]] = {}
 
     def read(self, node: Any) -> list[Held]:
-        """What ``node`` holds, in its own order."""
+        """The tensors that ``node`` holds, in the node's own order."""
         lists: dict[str, Any] = {}
         found = [self._describe(node, value, lists) for value in saved(node)]
         if isinstance(node, torch.autograd.function.BackwardCFunction):
@@ -98,7 +98,7 @@ def _quietly(owner: Any, name: str) -> Any:
 
 
 def _on_ctx(node: Any) -> list[Held]:
-    """Tensors that a Function put on its ``ctx`` by itself: no hook sees them."""
+    """Tensors that a Function set as attributes of its ``ctx``, which no hook sees."""
     found = []
     for key, value in list(vars(node).items()):
         several = value if isinstance(value, (list, tuple)) else (value,)
@@ -142,7 +142,7 @@ def _storage_below(packed: Any) -> tuple[object, int] | None:
 def storage_of(tensor: Tensor) -> tuple[object, int] | None:
     """The identity and the bytes of a tensor's memory; ``None`` where it has no one storage."""
     if type(tensor) not in (Tensor, torch.nn.Parameter):
-        return None  # a subclass may say anything of its storage
+        return None  # a subclass may return any storage as its own
     try:
         storage = tensor.untyped_storage()
         return storage._cdata, storage.nbytes()
@@ -151,7 +151,7 @@ def storage_of(tensor: Tensor) -> tuple[object, int] | None:
 
 
 def sizes_of(tensor: Any) -> tuple[str, ...] | None:
-    """A tensor's sizes as text; some are symbols (``"j1"``), and some tensors have none to tell."""
+    """A tensor's sizes as text; some are symbols (``"j1"``). ``None`` if it has no shape."""
     try:
         return _strings(tensor.shape)
     except (AttributeError, RuntimeError):

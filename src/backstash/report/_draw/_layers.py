@@ -1,4 +1,4 @@
-"""A layered layout of boxes: what is made above, what uses it below.
+"""A layered layout: each box below those whose results it uses.
 
 The steps are those of Sugiyama, Tagawa and Toda (1981): each cell gets a rank below all it uses; a link over
 several ranks gets a bend in each; the cells of a rank are ordered so that few links cross; then they are
@@ -27,12 +27,12 @@ _SWEEPS = 12
 _MOVES = 40
 _CELL_GAP = 22.0
 _BEND_GAP = 13.0
-_STRAIGHT = 6.0  # how much a bend wants to be in line, against a box
+_STRAIGHT = 6.0  # the weight of a straight line through bends; that between boxes is 1
 
 
 @dataclass(slots=True)
 class Cell:
-    """A box, a frame, or a port where links come in or go out."""
+    """A box, a frame, a port where links enter or leave a frame, or a bend of a link."""
 
     width: float
     height: float
@@ -47,7 +47,7 @@ class Cell:
 
 @dataclass(slots=True)
 class Link:
-    """From the bottom of one cell to the top of another."""
+    """A link from the bottom of one cell to the top of another."""
 
     source: int
     target: int
@@ -114,9 +114,8 @@ def _rank(cells: list[Cell], links: list[Link]) -> None:
         waiting[link.target] += 1
     first = int(any(cell.kind == "top" for cell in cells))
     order = [index for index, count in enumerate(waiting) if not count]
-    free = [
-        cell.kind == "box" for cell in cells
-    ]  # made of leaves only, which come when they are used
+    # Whether a cell uses nothing but leaves: it may go down to just above what uses it.
+    free = [cell.kind == "box" for cell in cells]
     for index in order:
         if cells[index].kind != "top":
             cells[index].rank = max(cells[index].rank, first)

@@ -1,4 +1,4 @@
-"""Where everything goes: frames are arranged from the inside out, each as one cell of the frame around it.
+"""The positions of boxes, frames and edges: each frame is arranged, then is one cell of the frame around it.
 
 So no box can lie on another, and no frame on a box that is not in it. An edge that leaves its frame goes
 through a port in the frame's lower border, and enters another through one in the upper border.
@@ -32,7 +32,7 @@ class Rectangle:
 
 @dataclass(frozen=True, slots=True)
 class Wire:
-    """A stretch of one or several edges, within one frame."""
+    """The part of one or several edges that lies within one frame."""
 
     points: tuple[tuple[float, float], ...]
     arrow: bool
@@ -42,7 +42,7 @@ class Wire:
 
 @dataclass(slots=True)
 class Layout:
-    """A whole drawing, placed."""
+    """The positions of everything in a drawing."""
 
     boxes: list[Rectangle]
     frames: list[Rectangle]

@@ -1,4 +1,4 @@
-"""What a drawing is made of: plain facts, which hold no tensor and no node of the graph."""
+"""The records that a drawing consists of; they hold no tensor and no node of the graph."""
 
 from __future__ import annotations
 
@@ -16,150 +16,151 @@ __all__ = [
 ]
 
 SAVED_ABOVE = "saved above"
-"""What a saved tensor is the same as, whose memory an earlier node saved already."""
+"""``DrawnTensor.same_as`` where an earlier operation saved the same memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A place, and how much of something is there."""
+    """A place where saved tensors are stored, how many are there, and how many bytes."""
 
     where: str
-    """``"in place"``, ``"keep"``, ``"host"``, ``"disk"``, ``"compressed"``, ``"recomputed"``, ``"freed"``,
-    ``"hooks"`` for what only its hooks can read, or what whoever packed it calls it."""
+    """``"in place"``, ``"keep"``, ``"host"``, ``"disk"``, ``"compressed"``, ``"recomputed"``, ``"freed"``, or
+    ``"hooks"`` if only the hooks that packed the tensor can read it. A packed object may name another place in
+    its attribute ``where``."""
     count: int
     """How many tensors."""
     nbytes: int
-    """Bytes of their elements, where they are known."""
+    """Bytes of their elements, as far as they are known."""
 
 
 @dataclass(frozen=True, slots=True)
 class DrawnTensor:
-    """A saved tensor of a node; or several alike, where nodes were folded."""
+    """A saved tensor of an operation, or several in one row because operations were folded."""
 
     name: str
-    """The operation's own name for it, ``"result"``; of several unlike ones, how many there are."""
+    """The operation's own name for it, such as ``"result"``; of several unlike tensors, their number."""
     shape: tuple[str, ...] | None
-    """Its sizes; ``None`` where it is not known, or not the same for all."""
+    """Its sizes; ``None`` if they are not known, or not the same for all."""
     dtype: str
-    """``"float32"``; ``""`` where it is not known."""
+    """Its element type, such as ``"float32"``; ``""`` if it is not known, or not the same for all."""
     count: int
-    """How many saved tensors this stands for."""
+    """How many saved tensors this row stands for."""
     nbytes: int
-    """Bytes of their elements, where they are known."""
+    """Bytes of their elements, as far as they are known."""
     unknown: int
-    """How many of them have bytes that are not known."""
+    """For how many of them the bytes are not known."""
     places: tuple[Place, ...]
-    """Where they live now, most bytes first."""
+    """Where they are stored now, the place with the most bytes first."""
     same_as: str
-    """The leaf whose memory it is, or ``"saved above"`` where that memory was counted before; else ``""``."""
+    """The leaf whose memory it is; ``"saved above"`` if an earlier operation saved that memory; else ``""``."""
 
 
 @dataclass(frozen=True, slots=True)
 class DrawnLeaf:
-    """A leaf inside the box of a module that is not opened; or several."""
+    """A leaf inside the box of a module that is not opened, or several in one row."""
 
     name: str
-    """Its name from the module on, ``"weight"``; or how many there are."""
+    """Its name within the module, such as ``"weight"``; or how many leaves there are."""
     shape: tuple[str, ...] | None
-    """Its sizes; ``None`` where they are not the same for all."""
+    """Its sizes; ``None`` if they are not known, or not the same for all."""
     dtype: str
-    """Its element type."""
+    """Its element type; ``""`` if it is not the same for all."""
     count: int
-    """How many leaves this stands for."""
+    """How many leaves this row stands for."""
     nbytes: int
-    """Their bytes."""
+    """Bytes of their elements."""
     is_parameter: bool
-    """Whether all are ``nn.Parameter``."""
+    """Whether all of them are ``nn.Parameter``."""
 
 
 @dataclass(frozen=True, slots=True)
 class DrawnNode:
-    """A box."""
+    """A box of the drawing."""
 
     kind: str
-    """``"operation"``, ``"parameter"``, ``"leaf"``, ``"output"``; ``"module"`` for a module that is drawn as
-    one box, ``"folded"`` for nodes that were left out."""
+    """``"operation"``, ``"parameter"``, ``"leaf"`` or ``"output"``; ``"module"`` for a module that is drawn as
+    one box; ``"folded"`` for nodes that were left out."""
     label: str
-    """What is written large: the operation without ``Backward0``, a leaf's name, a module's path."""
+    """The heading: an operation's name without ``Backward0``, a leaf's name, or a module's path."""
     name: str
-    """The node's own name, ``"MulBackward0"``; ``""`` where the box is not one operation."""
+    """The node's own name, such as ``"MulBackward0"``, or the leaf's; ``""`` if the box is of several."""
     module: str
-    """The path of the module that made it, or ``""``."""
+    """The path of the module that ran the operation, or ``""``."""
     shape: tuple[str, ...] | None
-    """The sizes of the (first) tensor it made; ``None`` where that is not known or not the same for all."""
+    """The sizes of its first output; ``None`` if they are not known, or not the same for all."""
     dtype: str
-    """The element type of that tensor, or ``""``."""
+    """The element type of that output, or ``""``."""
     detail: str
-    """What else is written in the box: how many nodes, of which kinds."""
+    """The line below the heading: the caller's name for the result, or how many nodes of which kinds."""
     nodes: int
-    """How many nodes of the graph this box stands for, its leaves included."""
+    """How many nodes of the graph this box stands for, leaves included."""
     leaves: tuple[DrawnLeaf, ...]
-    """The leaves in it, which nothing else uses; none where it is one operation or a leaf itself."""
+    """The leaves in the box, which nothing outside uses; empty for one operation and for a leaf itself."""
     repeats: int
-    """How many times the same thing is there: 1, unless it was folded by itself."""
+    """How many copies the box stands for; 1 unless it was folded by itself."""
     tensors: tuple[DrawnTensor, ...]
-    """What it saved."""
+    """The tensors that it saved."""
     nbytes: int
-    """A leaf's bytes, or those of all the leaves in the box."""
+    """Bytes of the leaf, or of all leaves in the box."""
 
 
 @dataclass(frozen=True, slots=True)
 class DrawnEdge:
-    """What one box made and another used, in the direction of forward."""
+    """An edge from the box that made a tensor to a box that used it, in the direction of forward."""
 
     source: int
-    """The place of a box in ``Drawing.nodes``."""
+    """The index in ``Drawing.nodes`` of the box that made the tensor."""
     target: int
-    """The place of the box that used it."""
+    """The index of the box that used it."""
     output: int | None
-    """Which output of ``source`` it is, where ``source`` has several that are used."""
+    """Which output of ``source`` it is, if several of its outputs are used; else ``None``."""
     count: int
     """How many edges of the graph this one stands for."""
     label: str
-    """What is written beside it, or ``""``."""
+    """The text beside the edge, or ``""``."""
 
 
 @dataclass(frozen=True, slots=True)
 class DrawnGroup:
-    """A frame around boxes, and around smaller frames."""
+    """A frame around boxes and inner frames."""
 
     title: str
-    """The module's path and class, or how many times what is inside is repeated."""
+    """The module's path and class, or how many times the content repeats."""
     module: str
-    """The path, of the first one where it is repeated; ``""`` without a module."""
+    """The module's path, of a repeated one that of the first copy; ``""`` without a module."""
     parent: int | None
-    """The place of the frame around it in ``Drawing.groups``; it comes before this one."""
+    """The index in ``Drawing.groups`` of the frame around this one, which comes first; ``None``: no frame."""
     nodes: tuple[int, ...]
-    """The boxes that lie directly in it, by place in ``Drawing.nodes``."""
+    """The indices in ``Drawing.nodes`` of the boxes directly inside."""
     repeats: int
-    """How many times what is inside is there."""
+    """How many copies of the content this frame stands for."""
     chained: bool
-    """Whether each time uses what the one before made; else they stand side by side."""
+    """Whether each copy uses what the copy before made; if not, the copies are independent."""
 
 
 @dataclass(frozen=True, slots=True)
 class DrawnGraph:
-    """A graph as it is drawn: what SVG and DOT are made from."""
+    """A drawing without its formats: the record that is rendered as SVG, HTML and DOT."""
 
     nodes: tuple[DrawnNode, ...]
-    """The boxes: those of nodes in the order of forward, then leaves, then outputs."""
+    """The boxes: operations in the order of forward, then leaves, then outputs."""
     edges: tuple[DrawnEdge, ...]
-    """From what makes something to what uses it."""
+    """The edges, each from the box that made a tensor to a box that used it."""
     groups: tuple[DrawnGroup, ...]
     """The frames, outer ones first."""
     notes: tuple[str, ...]
-    """What was folded, inferred, or cannot be known, in sentences."""
+    """Sentences on what was folded, what was inferred, and what is not known."""
     color_by: str
-    """What colours tell: ``"where"``, ``"module"``, ``"dtype"`` or ``"bytes"``."""
+    """What the colours show: ``"where"``, ``"module"``, ``"dtype"`` or ``"bytes"``."""
     graph_nodes: int
     """How many nodes the graph has, leaves included."""
     saved: int
-    """How many tensors are saved in it."""
+    """How many tensors are saved in the graph."""
     saved_bytes: int
-    """Bytes of their elements, as often as they are saved, where they are known."""
+    """Bytes of their elements, each counted as often as it is saved, as far as they are known."""
     unique_bytes: int
-    """The same with shared memory counted once and leaves' memory left out."""
+    """Bytes of the memory of saved tensors: shared memory counted once, memory of leaves not at all."""
     leaf_bytes: int
-    """Memory of leaves that is saved: it would be there without a graph too."""
+    """Bytes of leaves' memory that are saved; the leaves hold them without a graph too."""
     places: tuple[Place, ...]
-    """Where the saved tensors live now, most bytes first."""
+    """Where the saved tensors are stored now, the place with the most bytes first."""

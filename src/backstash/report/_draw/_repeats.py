@@ -1,8 +1,8 @@
 """Finding what is repeated: runs of nodes that do the same to the same shapes, wired the same way.
 
-The k-th time of a run may differ from the first only in which leaves it uses, and in that it uses what the
-time before made. Where the bytes of its saved tensors live does not count: half of the blocks on disk is
-still "12 x Block".
+The k-th copy of a run may differ from the first only in which leaves it uses, and in that it uses what the
+copy before made. The places of its saved tensors do not count: with half of the blocks on disk it is still
+"12 x Block".
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _FEWEST_MODULES_OPS = 8  # of a module that is there twice
 
 
 def find_repeats(root: Item, facts: Facts) -> None:
-    """Put ``"repeat"`` items into the tree, for what stands there several times in a row."""
+    """Replace runs of children that repeat by ``"repeat"`` items, everywhere in the tree."""
     kinds = _Kinds(facts)
     for item in reversed(list(walk(root))):
         if item.kind == "module":
@@ -30,7 +30,7 @@ def find_repeats(root: Item, facts: Facts) -> None:
 
 
 class _Kinds:
-    """A number for each item: equal where two do the same to the same shapes, by themselves."""
+    """A number for each item, equal for items that do the same to the same shapes, whatever they use."""
 
     def __init__(self, facts: Facts) -> None:
         self.facts = facts
@@ -72,7 +72,7 @@ def _same_source(
     source, output = mine
     other, other_output = theirs
     if other == source < start:
-        return True  # both use one thing from before; which of its outputs may differ
+        return True  # both use one node from before; which of its outputs may differ
     if other - source == other_start - start and output == other_output:
         return True
     return source < start <= other < other_start  # the other uses what this one made
@@ -101,7 +101,7 @@ def _folded(children: list[Item], kinds: _Kinds) -> list[Item]:
 
 
 def _periods(numbers: list[int]) -> list[int]:
-    """How many children one time may have: small counts, and the distances at which things come again."""
+    """How many children one copy may have: small numbers, and the distances at which children recur."""
     last: dict[int, int] = {}
     gaps: Counter[int] = Counter()
     for place, number in enumerate(numbers):
@@ -114,7 +114,7 @@ def _periods(numbers: list[int]) -> list[int]:
 
 
 def _runs(children: list[Item], numbers: list[int], k: int, kinds: _Kinds) -> list[int]:
-    """For each place, how many children from there on are like the one ``k`` further."""
+    """For each place, how many children from there on equal the child ``k`` places further."""
     lengths = [0] * (len(children) + 1)
     for place in range(len(children) - k - 1, -1, -1):
         if numbers[place] == numbers[place + k]:
@@ -133,7 +133,7 @@ def _is_worth(children: list[Item], place: int, k: int, copies: int) -> bool:
 
 
 def _starts_better_later(children: list[Item], place: int, k: int, lengths: list[int]) -> bool:
-    """Whether the run is as long from the next child on, and that one is a module as this one is not."""
+    """Whether the next child is a module, unlike this one, and the run from it has as many copies."""
     if children[place].kind == "module" or children[place + 1].kind != "module":
         return False
     return lengths[place + 1] // k == lengths[place] // k

@@ -1,4 +1,4 @@
-"""A drawing as SVG: one element, with its own style sheet, that refers to nothing outside; and as a page."""
+"""A drawing as SVG, one element with a style sheet of its own that refers to nothing outside; and as a page."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ svg{{display:block;margin:0 auto}}
 
 
 def placed(drawing: DrawnGraph) -> tuple[list[BoxText], Layout]:
-    """What is written in each box, and where everything is."""
+    """The text in each box, and the positions of everything."""
     paths = _frame_paths(drawing)
     show_dtype = drawing.color_by == "dtype"
     texts = [

@@ -28,25 +28,25 @@ _INSIDE = {
 
 @dataclass(slots=True)
 class Sums:
-    """Saved tensors of the whole graph."""
+    """Sums over the saved tensors of the whole graph."""
 
     count: int = 0
     nbytes: int = 0
-    """Bytes of their elements, as often as they are saved."""
+    """Bytes of their elements, each counted as often as it is saved."""
     unique_bytes: int = 0
-    """The same memory counted once, and no more than there is of it; leaves' memory left out."""
+    """Bytes of their memory: shared memory counted once, and at most its size; memory of leaves not at all."""
     leaf_bytes: int = 0
-    """Memory of leaves that is saved: it would be there without a graph as well."""
+    """Bytes of leaves' memory that are saved; the leaves hold them without a graph too."""
     unknown: int = 0
-    """How many have bytes that are not known."""
+    """For how many of them the bytes are not known."""
     silent: int = 0
-    """How many of those are with hooks that do not tell."""
+    """How many of those were packed by hooks into objects that do not describe themselves."""
     places: dict[str, list[int]] = field(default_factory=dict)
-    """For each place, how many tensors and bytes."""
+    """For each place, how many tensors and how many bytes are there."""
 
 
 def sum_up(facts: Facts) -> Sums:
-    """Add up what all nodes hold."""
+    """Add up the tensors that all nodes hold."""
     sums = Sums()
     leaves = {leaf.storage for leaf in facts.leaves if leaf.storage is not None}
     memory: dict[tuple[object, int], int] = {}
@@ -61,7 +61,7 @@ def sum_up(facts: Facts) -> Sums:
             place[0] += 1
             place[1] += nbytes
             if held.where == RECOMPUTED:
-                continue  # there is no memory of it now
+                continue  # it takes no memory now
             if held.storage is None:
                 sums.unique_bytes += nbytes
             else:
@@ -76,7 +76,7 @@ def sum_up(facts: Facts) -> Sums:
 
 
 def same_memory(facts: Facts) -> dict[int, str]:
-    """For saved tensors (by ``id``) whose memory was counted elsewhere: the leaf's name, or where."""
+    """For each saved tensor (by ``id``) in memory that is counted elsewhere: ``DrawnTensor.same_as``."""
     leaves = {
         leaf.storage: leaf.name or ("a parameter" if leaf.is_parameter else "a leaf")
         for leaf in facts.leaves
@@ -113,7 +113,7 @@ def tensors_of(
 
 
 def _one_by_one(runs: list[list[Held]], same: dict[int, str]) -> tuple[DrawnTensor, ...]:
-    """A row for each thing that one operation saves, every time that it is there."""
+    """A row for each tensor that one operation saves, over all copies of the operation."""
     columns = [list(column) for column in zip(*runs, strict=True)]
     rows = [_row(column[0].name, column, same) for column in columns[:_MOST_ROWS]]
     if len(columns) > _MOST_ROWS:
@@ -153,7 +153,7 @@ def _agreed(again: set[str]) -> str:
 
 
 def notes_on(facts: Facts, choice: Choice, sums: Sums, *, inferred: bool) -> tuple[str, ...]:
-    """Sentences, the most important first."""
+    """The notes of a drawing: sentences, the most important first."""
     return tuple(
         [
             *_on_outputs(facts),

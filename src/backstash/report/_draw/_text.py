@@ -1,4 +1,4 @@
-"""Text that is safe to show, how wide it is, and the words for bytes and places in every form of a drawing."""
+"""Text that is safe to show, its width, and the words for bytes and places in all formats of a drawing."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _NAMES = {"recomputed": "will be recomputed", "hooks": "known to hooks only"}
 
 
 def clean(text: str, most: int = 400) -> str:
-    r"""``text`` on one line, at most ``most`` of its characters, with nothing in it that is not seen.
+    r"""``text`` on one line, at most ``most`` of its characters, with invisible characters escaped.
 
     >>> clean("a\nb\u202ec")
     'a\\nb\\u202ec'
@@ -149,7 +149,7 @@ def place_name(where: str) -> str:
 
 
 def bytes_of(nbytes: int, unknown: int, count: int) -> str:
-    """Bytes, or that some or all of them are not known.
+    """Bytes in words, with a question mark if some or all of them are not known.
 
     >>> bytes_of(2048, 0, 2), bytes_of(2048, 1, 2), bytes_of(0, 2, 2)
     ('2.00 KiB', '2.00 KiB + ?', '? B')
@@ -160,14 +160,14 @@ def bytes_of(nbytes: int, unknown: int, count: int) -> str:
 
 
 def places_of(tensor: DrawnTensor) -> str:
-    """Where a saved tensor is; of several, how many are where."""
+    """The place of a saved tensor; of several, how many are at which place."""
     if len(tensor.places) == 1:
         return place_name(tensor.places[0].where)
     return ", ".join(f"{place.count:,} {place_name(place.where)}" for place in tensor.places)
 
 
 def same_words(tensor: DrawnTensor) -> str:
-    """Whose memory a saved tensor is, where it is not its own."""
+    """Whose memory a saved tensor is in, if not its own; else ``""``."""
     if tensor.same_as == SAVED_ABOVE:
         return "memory that is saved above too"
     if tensor.same_as == "leaves'":
@@ -176,7 +176,7 @@ def same_words(tensor: DrawnTensor) -> str:
 
 
 def headline(drawing: DrawnGraph) -> list[str]:
-    """What the graph is, and what it holds, in a few lines."""
+    """The size of the graph and the bytes that it holds, in at most three lines."""
     nodes = f"{drawing.graph_nodes:,} node{'s' if drawing.graph_nodes != 1 else ''}"
     if not drawing.saved:
         return [f"Autograd graph: {nodes}, nothing saved"]

@@ -1,10 +1,10 @@
 """The nodes of a graph, in the order in which forward ran, as a tree of modules, folded to what can be read.
 
 Everything that is drawn as one box is a run of consecutive nodes in that order. Merging such runs cannot
-make a cycle, whatever calls whatever; that is why a module that is called twice is two runs and not one.
+make a cycle, in whatever order modules call each other. A module that is called twice is therefore two runs.
 
 :func:`grow` makes the tree from the paths of modules. :func:`choose` decides how deep modules are opened, and
-which stretches are left out. Between the two, ``_repeats`` puts runs together that are alike.
+which stretches are left out. Between the two, ``_repeats`` joins runs that are alike.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ __all__ = [
 ]
 
 _MOST_BOXES = 60
-"""Boxes that a person reads without help: what ``depth=None`` opens modules to."""
+"""How many boxes a person can read: with ``depth=None``, modules are opened as long as there are no more."""
 _MOST_ASKED = 240
-"""Boxes that are drawn at most, however deep was asked for."""
+"""The most boxes that are drawn with a ``depth``."""
 _LENGTHS = (40, 24, 16, 12, 8, 6, 4)
-_VERY_LONG, _LENGTH_OF_VERY_LONG = 400, 12  # more of so many would not tell more
+_VERY_LONG, _LENGTH_OF_VERY_LONG = 400, 12  # of so many, more would show no more
 
 
 @dataclass(slots=True)
 class Item:
-    """A run of nodes: one, a module's, a repeated one (its children are the first time), or a folded one."""
+    """A run of nodes: one node, a module, a repeated run (its children are the first copy), or a folded one."""
 
     kind: str
     """``"op"``, ``"module"``, ``"repeat"`` or ``"fold"``."""
@@ -43,19 +43,19 @@ class Item:
     path: tuple[str, ...] = ()
     children: list[Item] = field(default_factory=list)
     count: int = 1
-    """How many times a repeated run is there."""
+    """How many copies a repeated run consists of."""
     chained: bool = False
-    """Whether each time uses what the one before made."""
+    """Whether each copy uses what the copy before made."""
     last_path: tuple[str, ...] = ()
-    """Of a repeated module: the path of the last one."""
+    """Of a repeated module: the path of the last copy."""
     is_small: bool = False
-    """Of a module: at most one of its nodes saves anything, and no other module is in it."""
+    """Of a module: whether at most one of its nodes saves anything, and no other module is in it."""
     left_out: bool = False
-    """Of a folded run: it was left out for room, and is not just a module that is not opened."""
+    """Of a folded run: whether it was left out for room; if not, it is a module that is not opened."""
 
     @property
     def period(self) -> int:
-        """How many nodes one of the repeated runs has."""
+        """How many nodes one copy of a repeated run has."""
         return (self.end - self.first) // self.count
 
 
@@ -97,11 +97,11 @@ def _shared(one: tuple[str, ...], other: tuple[str, ...]) -> int:
 
 
 def inferred_paths(facts: Facts) -> list[tuple[str, ...]]:
-    """Where nodes have no labels: the paths that the names of their parameters tell.
+    """The paths of nodes without labels, inferred from the names of their parameters.
 
     A node that uses a named leaf, directly or through nodes that save nothing (a transposed weight), is of
-    the module whose leaf it is. What ran between two such nodes is of the innermost module that has both.
-    This is a guess, and the drawing says so.
+    the module whose leaf it is. A node that ran between two such nodes is of the innermost module that has
+    both. This is a guess, and the notes say so.
     """
     own: list[tuple[str, ...] | None] = []
     from_leaves: list[bool] = []
@@ -151,17 +151,17 @@ class Choice:
 
     root: Item
     depth: int
-    """Modules whose path has as many names are one box."""
+    """Modules whose path has this many names are one box."""
     deepest: int
     """The depth that would open all of them."""
     left_out: int
-    """How many nodes are in stretches that were left out, the first times of repeats only."""
+    """How many nodes are in stretches that were left out; of repeats, only the first copy counts."""
     closed: int
-    """How many modules are one box because there is little in them."""
+    """How many modules are one box because they are small."""
 
 
 def choose(root: Item, facts: Facts, depth: int | None) -> Choice:
-    """The tree to draw: opened to ``depth``, or as far as it stays readable."""
+    """The tree to draw, opened to ``depth`` or as far as it stays readable."""
     if depth is None:
         _mark_small(root, facts)
     costs = _costs(root, facts)
@@ -183,7 +183,7 @@ def choose(root: Item, facts: Facts, depth: int | None) -> Choice:
 
 
 def _mark_small(root: Item, facts: Facts) -> None:
-    """A Linear is a transposition, a product and some views: as one box it says the same."""
+    """Mark small modules. A Linear is a transposition, a product and some views: one box shows as much."""
     for item in walk(root):
         if item.kind == "module" and item.path and all(c.kind == "op" for c in item.children):
             saving = sum(bool(facts.ops[child.first].held) for child in item.children)
@@ -191,10 +191,10 @@ def _mark_small(root: Item, facts: Facts) -> None:
 
 
 def _costs(root: Item, facts: Facts) -> list[int]:
-    """How many boxes each depth would draw, from 0 to the one that opens everything."""
+    """How many boxes there would be at each depth, from 0 to the one that opens everything."""
     deepest = max((len(item.path) for item in walk(root)), default=0) + 1
-    opened = [0] * (deepest + 1)  # boxes that there are from this depth on
-    folded = [0] * (deepest + 1)  # boxes that there are at this depth only
+    opened = [0] * (deepest + 1)  # boxes that exist from this depth on
+    folded = [0] * (deepest + 1)  # boxes that exist at this depth only
     ahead = [root]
     while ahead:
         item = ahead.pop()

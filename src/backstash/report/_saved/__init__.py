@@ -1,4 +1,4 @@
-"""What a forward saved for backward: seen at each save, deduplicated by storage, told by module."""
+"""What forward saved for backward: recorded at each save, each storage counted once, added up by module."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""What a stash would do with what was saved: reckoned from the sizes, and said as the line to paste.
+"""What a stash would do with what was saved: computed from the recorded sizes, as a line to paste.
 
-The saves and their ends are gone through in order, once for each budget.
+For each budget the begins and ends of all saves are replayed in order, as a stash with that budget would see
+them.
 """
 
 from __future__ import annotations
@@ -16,17 +17,12 @@ from ...units import format_bytes
 from .save import ADDED, Found, Save, Stored
 
 __all__ = [
-    "MIN_BYTES",
     "PLACE",
     "Advice",
     "Budget",
-    "Replay",
     "advise",
     "budgets",
-    "movable_devices",
-    "movable_peak_bytes",
     "peak_bytes",
-    "replay",
 ]
 
 _WINDOW_BYTES = 128 << 20  # of Stash(inflight=...)
@@ -34,47 +30,47 @@ _WORTH_BYTES = 16 << 20
 _SHARES = (("everything", 1.0), ("half", 0.5), ("a tenth", 0.1), ("nothing", 0.0))
 _TIERS = {"keep": "in place", "host": "in host memory", "disk": "on disk"}
 PLACE = "/path/on/a/fast/disk"
-"""What stands in a line to paste for a directory that is not known."""
-MIN_BYTES = 64 << 10
+"""The directory that a line to paste names where none is known."""
+_MIN_BYTES = 64 << 10
 """The default of ``Stash(min_bytes=...)``."""
-Lives = Sequence[tuple[Save, bool]]
+_Lives = Sequence[tuple[Save, bool]]
 
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """One thing to do."""
+    """A stash to use, with the reason; or the reason to use none."""
 
     text: str
-    """Why, and what it would change."""
+    """The reason, and what would change."""
     code: str
-    """The line to paste; ``""`` where there is none."""
+    """The line to paste; ``""`` if there is none."""
 
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """What a ``keep`` budget would cost; reckoned, not measured."""
+    """What a stash with one ``keep`` budget would move and hold; computed, not measured."""
 
     name: str
-    """How much would be kept, in words: ``"half"``."""
+    """How much would be kept: ``"everything"``, ``"half"``, ``"a tenth"`` or ``"nothing"``."""
     keep_bytes: int
-    """The budget, for each device."""
+    """The ``keep`` budget of each device."""
     moved_bytes: int
-    """Bytes that would move down in forward and, if backward uses them, up again."""
+    """Bytes that would be evicted in forward and, if backward uses them, loaded again."""
     memory_bytes: int
-    """The most bytes of saved tensors in memory at once, with those still on their way down."""
+    """The most bytes of saved tensors in memory at the same time, with those still being written."""
     code: str
-    """The line to paste; ``""`` for everything, which needs no stash. An accelerator's tensors go to host
-    memory (``host=``), the CPU's to the disk."""
+    """The line to paste; ``""`` for everything, which needs no stash. It sends an accelerator's tensors to host
+    memory (``host=``) and those of the CPU to the disk."""
 
 
 def budgets(found: Found, disk: str = PLACE) -> tuple[Budget, ...]:
-    """What it would cost to keep everything, half, a tenth and nothing of what can move."""
-    movable, peak = movable_peak_bytes(found.lives), peak_bytes(found.lives)
-    devices = movable_devices(found.lives)
+    """What would be moved and held if everything, half, a tenth or nothing of what can move were kept."""
+    movable, peak = _movable_peak_bytes(found.lives), peak_bytes(found.lives)
+    devices = _movable_devices(found.lives)
     rows = []
     for name, share in _SHARES:
         keep = _rounded(int(movable * share))
-        would = replay(found.lives, keep)
+        would = _replay(found.lives, keep)
         on_the_way = min(would.moved_bytes, _WINDOW_BYTES)
         memory = min(peak, would.memory_peak_bytes + on_the_way)
         code = _line(keep, disk, devices) if share < 1 else ""
@@ -83,7 +79,7 @@ def budgets(found: Found, disk: str = PLACE) -> tuple[Budget, ...]:
 
 
 def _rounded(nbytes: int) -> int:
-    """``nbytes``, up to a whole MiB, as a person would write it."""
+    """``nbytes`` rounded up to a whole MiB, if it is as much as that."""
     return -(-nbytes >> 20) << 20 if nbytes >= 1 << 20 else nbytes
 
 
@@ -99,7 +95,7 @@ def _line(keep: int, disk: str, devices: frozenset[str]) -> str:
 
 
 def advise(found: Found) -> tuple[Advice, ...]:
-    """What to put where; the first is what saves most."""
+    """The stashes to use, the one that saves most memory first; or the reason to use none."""
     peak = peak_bytes(found.lives)
     rows = {row.name: row for row in budgets(found)}
     movable = rows["everything"].keep_bytes
@@ -133,17 +129,17 @@ def _why_nothing(found: Found, movable: int, peak: int) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Replay:
+class _Replay:
     """What a stash would have done."""
 
     moved_bytes: int
-    """Bytes that would have gone down."""
+    """Bytes that would have been evicted."""
     memory_peak_bytes: int
-    """The most bytes of saved tensors in memory at once, those on their way down left out."""
+    """The most bytes of saved tensors in memory at the same time, without those still being written."""
 
 
-def _changes(lives: Lives) -> Iterator[tuple[Stored, bool]]:
-    """When each storage begins and ceases to be held, whichever saves hold it."""
+def _changes(lives: _Lives) -> Iterator[tuple[Stored, bool]]:
+    """Each storage with True when a first save holds it, and with False when the last one is gone."""
     holders: dict[Stored, int] = {}
     for save, begins in list(lives):
         for stored in save.stored:
@@ -155,8 +151,8 @@ def _changes(lives: Lives) -> Iterator[tuple[Stored, bool]]:
                 yield stored, begins
 
 
-def peak_bytes(lives: Lives) -> int:
-    """The most bytes of storages that were held at once; parameters and buffers left out."""
+def peak_bytes(lives: _Lives) -> int:
+    """The most bytes of storages held at the same time, without those of parameters and buffers."""
     held = peak = 0
     for stored, begins in _changes(lives):
         held += stored.nbytes if begins else -stored.nbytes
@@ -165,18 +161,18 @@ def peak_bytes(lives: Lives) -> int:
 
 
 def _can_move(stored: Stored) -> bool:
-    """Whether a stash would move it: large enough, in place, and nothing that gets a gradient."""
+    """Whether a stash would move it: it is large enough, in place, and gets no gradient."""
     return (
         not stored.stays
-        and stored.nbytes >= MIN_BYTES
+        and stored.nbytes >= _MIN_BYTES
         and stored.device.type != "meta"
         and stored.holder is not None
         and stored.holder.where == "in place"
     )
 
 
-def movable_peak_bytes(lives: Lives) -> int:
-    """The most bytes held at once that a stash would move."""
+def _movable_peak_bytes(lives: _Lives) -> int:
+    """The most bytes held at the same time that a stash would move."""
     held = peak = 0
     for stored, begins in _changes(lives):
         if _can_move(stored):
@@ -185,10 +181,10 @@ def movable_peak_bytes(lives: Lives) -> int:
     return peak
 
 
-def replay(lives: Lives, keep_bytes: int) -> Replay:
-    """Keep at most ``keep_bytes`` on each device of what can move, the newest, as ``Stash(keep=...)`` does.
+def _replay(lives: _Lives, keep_bytes: int) -> _Replay:
+    """Keep the newest ``keep_bytes`` on each device of what can move, as ``Stash(keep=...)`` does.
 
-    An input moves too, and yet stays in memory: the program has it.
+    An input is moved too, but stays in memory, because the program holds it.
     """
     kept: dict[torch.device, OrderedDict[Stored, None]] = {}
     in_place: Counter[torch.device] = Counter()
@@ -212,9 +208,9 @@ def replay(lives: Lives, keep_bytes: int) -> Replay:
         elif stored.kind == "input":
             others -= stored.nbytes
         peak = max(peak, in_place.total() + others)
-    return Replay(moved, peak)
+    return _Replay(moved, peak)
 
 
-def movable_devices(lives: Lives) -> frozenset[str]:
-    """The types of the devices that have what a stash would move."""
+def _movable_devices(lives: _Lives) -> frozenset[str]:
+    """The types of the devices that hold something which a stash would move."""
     return frozenset(stored.device.type for stored, _ in _changes(lives) if _can_move(stored))

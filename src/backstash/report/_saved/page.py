@@ -1,21 +1,20 @@
-"""A report as what the page shows, and as plain values."""
+"""A saved report as the values that its page shows, and as the values of its JSON."""
 
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from ...units import format_bytes
 from .rows import Row, SavedTensorRow
+from .summary import Details, Summary
 from .text import where_of
-
-if TYPE_CHECKING:
-    from .report import SavedReport
 
 __all__ = ["as_page", "as_values"]
 
 
-def as_values(report: SavedReport) -> dict[str, Any]:
-    """Everything a report says, as dicts, lists, numbers and strings."""
+def as_values(report: Summary, details: Details) -> dict[str, Any]:
+    """The whole report as dicts, lists, numbers and strings."""
     return {
         "what": "backstash saved report",
         "total_bytes": report.total_bytes,
@@ -24,14 +23,14 @@ def as_values(report: SavedReport) -> dict[str, Any]:
         "activation_bytes": report.activation_bytes,
         "recomputed_bytes": report.recomputed_bytes,
         "rows": [_row(row) for row in report.rows],
-        "by_op": [_row(row) for row in report.by_op()],
-        "by_dtype": [_row(row) for row in report.by_dtype()],
-        "by_kind": [_row(row) for row in report.by_kind()],
+        "by_op": [_row(row) for row in details.by_op],
+        "by_dtype": [_row(row) for row in details.by_dtype],
+        "by_kind": [_row(row) for row in report.by_kind],
         "waste": [asdict(each) for each in report.waste],
         "advice": [asdict(each) for each in report.advice],
-        "budgets": [asdict(each) for each in report.budgets()],
+        "budgets": [asdict(each) for each in details.budgets],
         "notes": list(report.notes),
-        "tensors": [_tensor(each) for each in report.tensors],
+        "tensors": [_tensor(each) for each in details.tensors],
     }
 
 
@@ -49,8 +48,8 @@ def _tensor(row: SavedTensorRow) -> dict[str, Any]:
     }
 
 
-def as_page(report: SavedReport, title: str) -> dict[str, Any]:
-    """What :func:`~backstash.report.render_page` takes."""
+def as_page(report: Summary, title: str) -> dict[str, Any]:
+    """The report as the mapping that :func:`~backstash.report.render_page` takes."""
     return {
         "title": title,
         "subtitle": "What forward saved for backward",
@@ -83,13 +82,11 @@ def as_page(report: SavedReport, title: str) -> dict[str, Any]:
 
 
 def _waste_note(each: Any) -> str:
-    from ...units import format_bytes
-
     sizes = f"{format_bytes(each.nbytes)} could be {format_bytes(each.could_be_bytes)}"
     return f"{sizes}, exactly: {each.what} ({each.tensors} in {each.name or 'no module'})."
 
 
-def _facts(report: SavedReport) -> list[dict[str, Any]]:
+def _facts(report: Summary) -> list[dict[str, Any]]:
     facts = [
         ("Held for backward", report.unique_bytes, "each storage once, parameters not"),
         ("Made by forward", report.activation_bytes, "of it, what was not there before"),

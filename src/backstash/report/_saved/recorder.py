@@ -1,13 +1,14 @@
-"""Writing down what is saved, under whichever hook pair is active, and changing nothing of what that pair does.
+"""Recording saves under any saved-tensors hooks, without changing what those hooks do.
 
-At the bottom, the recorder's own pair hands each tensor to the pair around the context, or holds it in place
-with the version check that autograd leaves out under hooks. A pair that is entered inside the context is stood
-in for. A save that one pair hands to another is written down once, where it was made.
+Only the innermost hook pair sees a save. The recorder pushes a pair of its own, which hands each tensor to the
+pair around the context, or holds it in place with the version check that autograd omits under hooks. Each pair
+that is pushed inside the context is replaced by one that records and then calls it. If one pair hands a tensor
+to another, the save is recorded once, by the first.
 
-Which module call made it is read from the call stack. A call is recognised by its frame. The frame is not
-kept (that would keep the tensors in its local variables): it is marked, by the one attribute of a frame that
-can be set, ``f_trace``, and the mark goes with the frame. A debugger uses that attribute for itself; where it
-is taken, paths are still found and calls are not counted.
+The module call that makes a save is found on the call stack, by the call's frame. To count calls, the recorder
+marks the frame in ``f_trace``, the one attribute of a frame that can be set, and the mark ends with the frame;
+a reference to the frame would keep the tensors in its local variables alive. A debugger uses ``f_trace`` too:
+if it is taken, paths are still found, but calls are not counted.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from .save import Found, Packed, Save, identities
 from .storages import Storages, existing_tensors
 from .waste import LEAST_BYTES, find_waste
 
-__all__ = ["Calls", "Recorder", "is_recomputing"]
+__all__ = ["Recorder"]
 
 _CACHING = "_CachingTorchDispatchMode"
 _task_id: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", lambda: -1)
@@ -49,11 +50,11 @@ _serials = itertools.count()
 
 
 class Recorder:
-    """What a thread saves from :meth:`start` to :meth:`stop`.
+    """Records what the thread that calls :meth:`start` saves until :meth:`stop`.
 
     Args:
-        model: for the paths of modules, and to know parameters and buffers.
-        look: look at the values of large CPU tensors, once each, for what they would allow.
+        model: gives modules their paths, and identifies parameters and buffers.
+        look: read the values of large CPU tensors, once each, to find smaller forms of them.
     """
 
     def __init__(self, model: nn.Module | None, *, look: bool) -> None:
@@ -64,12 +65,12 @@ class Recorder:
         self._base: _Base | None = None
         self._stand_in = self._stand_in_for  # one object, to be found again
         self.found = Found()
-        self._calls = Calls(model, self._met, self._given, self.found)
+        self._calls = _Calls(model, self._met, self._given, self.found)
 
     # The context.
 
     def start(self) -> None:
-        """Begin, on this thread. Raises ``RuntimeError`` where hooks are disabled."""
+        """Begin, on this thread. Raises ``RuntimeError`` if saved-tensors hooks are disabled."""
         outer = current_pair()
         base = _Base(self, outer)
         push_unseen(base.pack, base.unpack)
@@ -81,9 +82,9 @@ class Recorder:
         listen(self._stand_in)
 
     def stop(self) -> None:
-        """End. Raises ``UsageError`` where contexts are left in the wrong order; it has ended all the same.
+        """End. Raises ``UsageError`` if contexts are left in the wrong order; the recording has ended even so.
 
-        On another thread than it began, the same error, and it goes on.
+        On another thread than that of :meth:`start` it raises the same error, and the recording goes on.
         """
         if not is_listening(self._stand_in):
             raise UsageError("a saved report is left on the thread that entered it")
@@ -97,7 +98,7 @@ class Recorder:
             self._model = None
 
     def take(self) -> Found:
-        """What was found since the start or the last call; what follows is found apart from it."""
+        """Return what was recorded since the start or the last call, and begin a new record."""
         taken, self.found = self.found, Found()
         self._calls.found = self.found
         self._storages.forget()
@@ -105,7 +106,7 @@ class Recorder:
 
     @property
     def is_on(self) -> bool:
-        """Whether it is between start and stop."""
+        """Whether it is between :meth:`start` and :meth:`stop`."""
         return self._base is not None
 
     def _met(self, module: nn.Module) -> None:
@@ -129,7 +130,7 @@ class Recorder:
         def stand_in(tensor: Tensor) -> Any:
             return self.pack(tensor, pack, unpack)
 
-        # What is found by attributes of the pair's own pack is found by ours too.
+        # Readers of attributes of the pair's own pack hook find them on this one too.
         functools.update_wrapper(stand_in, pack, assigned=())
         marked: Any = stand_in
         marked.__wrapped__ = _own(pack)
@@ -137,7 +138,7 @@ class Recorder:
         return stand_in, Packed.get
 
     def pack(self, tensor: Tensor, pack: Pack | None, unpack: Unpack) -> Packed:
-        """Write a save down, and hand it to ``pack``; without one, hold the tensor in place."""
+        """Record a save and hand the tensor to ``pack``; without one, hold it in place."""
         if not self.is_on or getattr(self._local, "is_packing", False):
             return Packed(Held(tensor) if pack is None else pack(tensor), unpack)
         self._local.is_packing = True
@@ -159,11 +160,11 @@ class Recorder:
             self._local.is_packing = False
 
     def _save(self, tensor: Tensor, pack: Pack | None, frame: FrameType) -> Save | None:
-        with torch._C.DisableTorchFunction():  # modes are for what the program does
+        with torch._C.DisableTorchFunction():  # a function mode must see only what the program does
             return self._described(tensor, pack, frame)
 
     def _described(self, tensor: Tensor, pack: Pack | None, frame: FrameType) -> Save | None:
-        if _task_id() != -1 and is_recomputing(frame):
+        if _task_id() != -1 and _is_recomputing(frame):
             return None
         module, boundary = self._calls.running(frame)
         stored, nbytes = self._storages.of(tensor)
@@ -206,12 +207,12 @@ class _Base:
 
 
 def _is_caching() -> bool:
-    """Whether a selective checkpoint keeps outputs, past all hooks."""
+    """Whether a selective checkpoint is keeping outputs, which no hook sees."""
     return any(type(mode).__name__ == _CACHING for mode in _get_current_dispatch_mode_stack())
 
 
 def _own(pack: Any) -> Any:
-    """The pack hook that a context pushed, also when a wrapper stands in for it."""
+    """The pack hook that a context pushed, also behind the wrapper that replaces it."""
     return getattr(pack, "__wrapped__", pack)
 
 
@@ -234,25 +235,26 @@ def _name_of(pack: Any) -> str:
 
 
 class _Mark:
-    """One running call, on its frame. Also a trace function that does nothing, should tracing begin."""
+    """The mark of a running call on its frame. It can be called, and does nothing, in case tracing begins."""
 
     __slots__ = ("prefixes",)
 
     def __init__(self) -> None:
-        self.prefixes: dict[int, tuple[str, nn.Module]] = {}  # by the serial of a Calls
+        self.prefixes: dict[int, tuple[str, nn.Module]] = {}  # by the serial of a _Calls
 
     def __call__(self, frame: FrameType, event: str, argument: object) -> None:
         return None
 
 
-class Calls:
-    """The module calls that saved something, for one report.
+class _Calls:
+    """The module calls during which something was saved, for one report.
 
     Args:
-        model: its modules are called what ``named_modules()`` calls them; others by the module that runs them.
-        met: called with each module that is not the model's, when it is first met running.
-        given: called with the tensors that an outermost call was given.
-        found: where calls are counted.
+        model: its modules have the paths of ``named_modules()``; the path of any other module is that of the
+            module that calls it, extended.
+        met: called with each module outside the model, when it is first seen running.
+        given: called with the arguments of each outermost call, flattened.
+        found: the record in which calls are counted.
     """
 
     def __init__(
@@ -276,7 +278,7 @@ class Calls:
         self.found = found
 
     def running(self, frame: FrameType | None) -> tuple[str, str]:
-        """(the path of the innermost module that runs; the kind of checkpoint that itself saves, or "")."""
+        """(the path of the innermost running module, the kind of checkpoint that makes the save or ``""``)."""
         new: list[FrameType] = []
         found: tuple[str, nn.Module] | None = None
         boundary = _checkpoint_that_saves(frame)
@@ -326,7 +328,7 @@ class Calls:
         return f"{above[0]}.{name}" if above[0] else name
 
     def _root(self, module: nn.Module) -> str:
-        """What paths below an outermost module begin with: nothing for the first, or its class."""
+        """The start of paths below an outermost module: ``""`` for the first one, the class for others."""
         known = self._roots.get(id(module))
         if known is None:
             kind = type(module).__name__
@@ -341,7 +343,7 @@ class Calls:
         return prefix or f"({type(module).__name__})"
 
     def end(self) -> None:
-        """Let the modules go."""
+        """Drop the references to modules."""
         self._modules.clear()
         self._names.clear()
         self._below.clear()
@@ -349,7 +351,10 @@ class Calls:
 
 
 def _checkpoint_that_saves(frame: FrameType | None) -> str:
-    """Which kind of checkpoint calls, with nothing but us and ``Function.apply`` in between; or ``""``."""
+    """The kind of checkpoint whose own code makes the save, or ``""``.
+
+    Only this package and ``Function.apply`` may be between the save and the checkpoint.
+    """
     kind = ""
     while frame is not None:
         name = frame.f_globals.get("__name__", "")
@@ -363,8 +368,8 @@ def _checkpoint_that_saves(frame: FrameType | None) -> str:
     return kind
 
 
-def is_recomputing(frame: FrameType | None) -> bool:
-    """Whether a checkpoint runs its function again, within backward, in a frame above ``frame``."""
+def _is_recomputing(frame: FrameType | None) -> bool:
+    """Whether a frame above ``frame`` is a checkpoint that recomputes in backward."""
     while frame is not None:
         again = frame.f_code.co_name in _AGAIN
         if again and frame.f_globals.get("__name__") == _CHECKPOINT:

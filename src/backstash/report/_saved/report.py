@@ -1,4 +1,4 @@
-"""``saved_report``: what a forward saves for backward, by module, operation, element type and kind."""
+"""``saved_report``, and the :class:`SavedReport` that it returns."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from .recorder import Recorder
 from .rows import Row, SavedTensorRow, add_up, describe, pattern
 from .save import Found, Save
 from .storages import find_ops
+from .summary import Details, Summary
 from .text import as_rich, as_text
 from .waste import Waste, wasted
 
@@ -26,27 +27,27 @@ __all__ = ["SavedReport", "saved_report"]
 
 
 def saved_report(model: nn.Module | None = None, *, look: bool = True) -> SavedReport:
-    """A context that writes down every tensor saved for backward on this thread, and moves nothing by itself.
+    """Return a context that records every tensor saved for backward on this thread, and moves none.
 
-    Works inside and around a stash, any other saved-tensors hooks and ``torch.utils.checkpoint``: what they do
-    with a tensor, they still do, and the report says where it is. Entered once. After it, nothing of it is
-    left but what live graphs hold.
+    It works inside and around a stash, other saved-tensors hooks and ``torch.utils.checkpoint``: they handle
+    each tensor as they do without a report, and the report says where the tensor is stored. A report is
+    entered once. After the context, only what live graphs hold is left of it.
 
     Args:
-        model: modules are called by their paths in it, and its parameters and buffers are known as such.
-            Without one, paths begin at the module that is called first.
-        look: look at the values of CPU tensors of at least 64 KiB, each storage once as it is saved, for masks,
-            indices and zeros that take more bytes than they need. Default ``True``.
+        model: the model whose modules are named by their paths, and whose parameters and buffers the report
+            recognises. Without one, paths begin at the module that is called first.
+        look: read the values of CPU tensors of at least 64 KiB, each storage once when it is saved, to find
+            masks, indices and zeros that take more bytes than they need. Default ``True``.
 
-    What it cannot see: saves on other threads; what a custom function keeps other than by
-    ``save_for_backward``; what ``torch.compile`` keeps inside its graphs is told by the compiled call's module.
-    As under any hooks, ``torch.func.grad`` and the like refuse to run.
+    Saves on other threads are not recorded, nor is what a custom function keeps without ``save_for_backward``.
+    What ``torch.compile`` keeps inside its graphs is counted for the module whose call was compiled. As under
+    any hooks, ``torch.func.grad`` and the like refuse to run.
 
     Raises:
-        UsageError: from ``__enter__``, when it was entered before; from ``__exit__``, when contexts are left in
-            the wrong order.
+        UsageError: from ``__enter__``, if the report was entered before; from ``__exit__``, if contexts are
+            left in the wrong order.
         InplaceError: from backward, where plain PyTorch raises too: a saved tensor was changed in place.
-        RuntimeError: from ``__enter__``, where hooks are disabled.
+        RuntimeError: from ``__enter__``, if saved-tensors hooks are disabled.
 
     >>> import torch
     >>> model = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
@@ -62,10 +63,10 @@ def saved_report(model: nn.Module | None = None, *, look: bool = True) -> SavedR
 
 
 class SavedReport:
-    """What :func:`saved_report` returns. It may be read within its context and at any time after.
+    """The report that :func:`saved_report` returns; it can be read inside its context and at any time after.
 
-    Where a tensor is, is said as of now; of what backward has freed, as of its save or of the end of the
-    context. ``print`` it for the table.
+    The place of a tensor is where it is stored when the report is read; once backward has freed the tensor,
+    it is the place that was last seen. ``print`` the report for the table.
     """
 
     def __init__(self, recorder: Recorder | None, found: Found) -> None:
@@ -94,9 +95,9 @@ class SavedReport:
             self._saves()
 
     def take(self) -> SavedReport:
-        """What was saved so far, as a report of its own, which this one then forgets: for step after step.
+        """Return what was recorded so far as a report of its own, and begin anew: for one report a step.
 
-        A storage that is saved again after it counts again.
+        A storage that is saved again later counts again.
         """
         found = self._found
         if self._recorder is not None:
@@ -116,32 +117,32 @@ class SavedReport:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of the elements of all saved tensors, as often as they were saved, parameters too."""
+        """Bytes of the elements of all saved tensors, each counted as often as it was saved; parameters too."""
         return sum(save.nbytes for save in self._found.saves if save.is_saved)
 
     @property
     def unique_bytes(self) -> int:
-        """Bytes of the storages that saved tensors look into, each counted once.
+        """Bytes of the storages of all saved tensors, each storage counted once.
 
-        Those of parameters and buffers are left out: they are there without backward too.
+        Storages of parameters and buffers are not counted: the model holds them without backward too.
         """
         return sum(save.unique_bytes for save in self._found.saves)
 
     @property
     def peak_bytes(self) -> int:
-        """The most of ``unique_bytes`` that were held at once: less, if backward ran in between."""
+        """The most of ``unique_bytes`` that were held at the same time; less if backward ran in between."""
         return peak_bytes(self._found.lives)
 
     @property
     def activation_bytes(self) -> int:
-        """Of ``unique_bytes``, those that forward made: without the inputs, which were there before."""
+        """The part of ``unique_bytes`` that forward allocated; inputs existed before and are not counted."""
         return sum(row.unique_bytes for row in self.by_kind() if row.name in ("activation", "view"))
 
     @property
     def recomputed_bytes(self) -> int:
-        """Bytes that ``torch.utils.checkpoint`` let go and backward will compute again; in no other figure.
+        """Bytes that ``torch.utils.checkpoint`` dropped and backward will recompute; in no other figure.
 
-        Those of reentrant checkpointing are not known, since it saves nothing while it runs.
+        What reentrant checkpointing drops is not known, since it saves nothing while it runs.
         """
         return sum(save.recomputed_bytes for save in self._found.saves)
 
@@ -149,7 +150,7 @@ class SavedReport:
 
     @property
     def rows(self) -> tuple[Row, ...]:
-        """A row for each module that saved something itself, that with the most unique bytes first."""
+        """A row for each module whose own operations saved something, the one with most unique bytes first."""
         return self.by_module()
 
     @property
@@ -160,7 +161,11 @@ class SavedReport:
         return tuple(describe(save) for save in saves)
 
     def by_module(self, depth: int | None = None) -> tuple[Row, ...]:
-        """A row for each module, or for each path cut to ``depth`` names, with all that is below it."""
+        """A row for each module; with ``depth``, for each path of that many names, submodules included.
+
+        Raises:
+            UsageError: ``depth`` is below 1.
+        """
         if depth is not None and depth < 1:
             raise UsageError(f"by_module(depth={depth!r}): allowed are 1 and more, or None for all")
         return add_up(
@@ -170,7 +175,7 @@ class SavedReport:
         )
 
     def folded_rows(self) -> tuple[Row, ...]:
-        """As ``rows``, with modules whose paths differ in the first number only as one: ``"blocks.*.norm"``."""
+        """``rows``, with modules whose paths differ only in the first number as one: ``"blocks.*.norm"``."""
         counts: Counter[str] = Counter()
         for path, count in self._found.calls.items():
             counts[pattern(path)] += count
@@ -178,22 +183,23 @@ class SavedReport:
         return add_up(self._saves(), lambda save: pattern(save.module), known)
 
     def by_op(self) -> tuple[Row, ...]:
-        """A row for each kind of operation that tensors were saved for, by its node's name.
+        """A row for each kind of operation that saved tensors, under the name of its autograd node.
 
-        Names are found in the graph, while it is alive, or as backward runs; ``""`` where there was neither.
+        The name is read from the graph while the graph is alive, or when backward runs the node. The row of
+        operations whose name was read in neither way is ``""``.
         """
         saves = self._saves()
         find_ops(saves)
         return add_up(saves, lambda save: save.op, None)
 
     def by_dtype(self) -> tuple[Row, ...]:
-        """A row for each element type: ``"float32"``."""
+        """A row for each element type, such as ``"float32"``."""
         return add_up(self._saves(), lambda save: str(save.dtype).removeprefix("torch."), None)
 
     def by_kind(self) -> tuple[Row, ...]:
         """A row for each of ``"parameter"``, ``"buffer"``, ``"input"``, ``"activation"`` and ``"view"``.
 
-        A ``"view"`` is a tensor in an activation's storage that was saved before, and holds nothing more.
+        A ``"view"`` is a tensor in an activation's storage that was saved before; it holds no further memory.
         """
         return add_up(self._saves(), lambda save: save.kind, None)
 
@@ -201,27 +207,29 @@ class SavedReport:
 
     @property
     def waste(self) -> tuple[Waste, ...]:
-        """Masks, indices, zeros and parts of storages that could be held in fewer bytes, exactly."""
+        """Masks, indices, zeros and parts of storages that fewer bytes would hold exactly, most gain first."""
         return wasted(self._saves())
 
     @property
     def advice(self) -> tuple[Advice, ...]:
-        """What to put where, and what that would save: reckoned from the sizes."""
+        """Which stash to use and how much memory it would save, computed from the recorded sizes."""
         self._saves()
         return advise(self._found)
 
     def budgets(self, disk: str = PLACE) -> tuple[Budget, ...]:
-        """What keeping everything, half, a tenth and nothing in place would cost: reckoned from the sizes.
+        """What a stash would move if it kept everything, half, a tenth or nothing of what can move.
+
+        Computed from the recorded sizes, not measured.
 
         Args:
-            disk: the directory in the lines to paste.
+            disk: the directory that the lines to paste name.
         """
         self._saves()
         return budgets(self._found, disk)
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What the figures do not say, and what could not be known."""
+        """Sentences on what the figures leave out, and on what is not known."""
         found = self._found
         size = format_bytes
         notes = [
@@ -250,6 +258,21 @@ class SavedReport:
 
     # Where it goes.
 
+    def _summary(self, *, advice: bool = True) -> Summary:
+        return Summary(
+            total_bytes=self.total_bytes,
+            unique_bytes=self.unique_bytes,
+            peak_bytes=self.peak_bytes,
+            activation_bytes=self.activation_bytes,
+            recomputed_bytes=self.recomputed_bytes,
+            rows=self.rows,
+            folded_rows=self.folded_rows(),
+            by_kind=self.by_kind(),
+            waste=self.waste,
+            advice=self.advice if advice else (),
+            notes=self.notes,
+        )
+
     def __repr__(self) -> str:
         size, saves = format_bytes(self.unique_bytes), len(self._found.saves)
         return f"SavedReport({size} held for backward, {saves:,} saves; print it for the table)"
@@ -262,36 +285,37 @@ class SavedReport:
 
     def text(self, *, advice: bool = True) -> str:
         """The table in plain text, as ``print`` shows it; ``advice=False`` leaves the advice out."""
-        return as_text(self, advice=advice)
+        return as_text(self._summary(advice=advice))
 
     def rich(self, *, advice: bool = True) -> Any:
-        """The same for ``rich.print``.
+        """The same table as an object for ``rich.print``.
 
         Raises:
             ImportError: rich is not installed; the message has the line that installs it.
         """
         try:
-            return as_rich(self, advice=advice)
+            return as_rich(self._summary(advice=advice))
         except ImportError as error:
             raise ImportError("a rich table needs rich: pip install rich") from error
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything as dicts, lists, numbers and strings."""
-        return as_values(self)
+        """The whole report as dicts, lists, numbers and strings."""
+        details = Details(self.by_op(), self.by_dtype(), self.budgets(), self.tensors)
+        return as_values(self._summary(), details)
 
     def to_json(self, path: str | os.PathLike[str]) -> None:
-        """Write everything to ``path`` as JSON; an existing file is replaced."""
+        """Write ``as_dict()`` to ``path`` as JSON; an existing file is replaced."""
         with open(path, "w", encoding="utf-8") as file:
             json.dump(self.as_dict(), file, indent=1, allow_nan=False)
             file.write("\n")
 
     def to_html(self, path: str | os.PathLike[str], *, title: str = "Saved for backward") -> None:
-        """Write the page to ``path``: one file, for a browser; an existing file is replaced."""
+        """Write the report to ``path`` as one HTML file for a browser; an existing file is replaced."""
         with open(path, "w", encoding="utf-8") as file:
-            file.write(render_page(as_page(self, title)))
+            file.write(render_page(as_page(self._summary(), title)))
 
     def to_pandas(self, *, tensors: bool = False) -> Any:
-        """``rows`` as a ``pandas.DataFrame``; ``tensors=True`` has a line for each saved tensor instead.
+        """``rows`` as a ``pandas.DataFrame``; with ``tensors=True``, the rows of ``tensors`` instead.
 
         Raises:
             ImportError: pandas is not installed; the message has the line that installs it.
@@ -301,4 +325,4 @@ class SavedReport:
         except ImportError as error:
             raise ImportError("to_pandas() needs pandas: pip install pandas") from error
         kind, name = (SavedTensorRow, "tensors") if tensors else (Row, "rows")
-        return pandas.DataFrame(as_values(self)[name], columns=kind.__slots__)
+        return pandas.DataFrame(self.as_dict()[name], columns=kind.__slots__)

@@ -1,4 +1,4 @@
-"""Saved tensors, added up by whatever they have in common."""
+"""Saved tensors, added up by module, operation, element type or kind."""
 
 from __future__ import annotations
 
@@ -14,33 +14,33 @@ __all__ = ["Row", "SavedTensorRow", "add_up", "describe", "pattern"]
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Saved tensors that have a module, an operation, an element type or a kind in common."""
+    """Sums over saved tensors that share a module, an operation, an element type or a kind."""
 
     name: str
-    """The module's path, the operation, the element type or the kind. A module that is nobody's child is its
-    class in parentheses; ``""`` is what no module saved, or what is not known."""
+    """The module's path, the operation, the element type or the kind. A module that no other module contains is
+    named by its class in parentheses. ``""`` if no module was running, or if the name is not known."""
     calls: int | None
-    """How often the module was called and something was saved meanwhile; 0 for one that is never called itself
-    (a list of modules); ``None`` where that was not counted, and in rows that are no module's."""
+    """The number of calls of the module during which something was saved; 0 for a module that is never called
+    itself (a list of modules); ``None`` if calls were not counted, and in rows that are not of modules."""
     saves: int
     """How many tensors were saved."""
     saved_bytes: int
-    """Bytes of their elements, as often as they were saved."""
+    """Bytes of their elements, each counted as often as it was saved."""
     unique_bytes: int
-    """Bytes of the storages that are held because of them. A storage counts once, where it was first saved;
-    those of parameters and buffers, which are there without backward too, do not count."""
+    """Bytes of the storages that are held because of them. A storage counts once, for the first save of it.
+    Storages of parameters and buffers do not count: the model holds them without backward too."""
     share: float
-    """``unique_bytes`` of the report's, from 0 to 1."""
+    """This row's part of the report's ``unique_bytes``, from 0 to 1."""
     recomputed_bytes: int
-    """Bytes of storages that ``torch.utils.checkpoint`` let go, to compute them again. In no other figure."""
+    """Bytes of storages that ``torch.utils.checkpoint`` dropped and will recompute; in no other figure."""
     where: Mapping[str, int] = field(hash=False)
-    """``saved_bytes`` without those of parameters and buffers, by place, most first: ``"in place"``; a stash's
-    ``"keep"`` or ``"disk"``; ``"host"``, ``"copied"`` or ``"compressed"`` by other hooks; ``"hooks"`` for what
-    only its hooks can read."""
+    """``saved_bytes`` by place, most first, without those of parameters and buffers. ``"in place"``; ``"keep"``
+    or ``"disk"`` of a stash; ``"host"``, ``"copied"`` or ``"compressed"`` by other hooks; ``"hooks"`` if only
+    the hooks that packed a tensor can read it."""
 
     @property
     def module(self) -> str:
-        """``name``, as rows of modules are told apart by."""
+        """``name``, in rows of modules."""
         return self.name
 
 
@@ -51,39 +51,40 @@ class SavedTensorRow:
     module: str
     """The path of the module that saved it."""
     op: str
-    """The node that it was saved for, ``"AddmmBackward0"``; ``""`` where the graph was gone before that could
-    be seen."""
+    """The autograd node that it was saved for, such as ``"AddmmBackward0"``; ``""`` if the graph was freed
+    before the node was found."""
     name: str
-    """The operation's name for it, ``"self"`` or ``"result"``; ``""`` likewise."""
+    """The node's name for it, such as ``"self"`` or ``"result"``; ``""`` likewise."""
     kind: str
-    """``"parameter"``, ``"buffer"``, ``"input"`` (there before the forward, or given to it), ``"activation"``
-    (made by it), or ``"view"`` for an activation's storage that was saved before."""
+    """``"parameter"``, ``"buffer"``, ``"input"`` (it existed before forward, or was given to it),
+    ``"activation"`` (forward made it), or ``"view"`` for an activation's storage that was saved before."""
     shape: tuple[int, ...] | None
     """Its sizes; ``None`` for nested tensors."""
     dtype: torch.dtype
     """Its element type."""
     device: torch.device
-    """Where it was when it was saved."""
+    """The device it was on when it was saved."""
     nbytes: int
     """Bytes of its elements."""
     unique_bytes: int
-    """Bytes of storages that are held because of it, and because of none before it."""
+    """Bytes of storages that are held because of this save and of none before it."""
     storages: tuple[int, ...]
-    """Which storages it looks into, numbered in the order of their first saves; several for a tensor that is
-    made of others, none where that cannot be seen."""
+    """The storages of its elements, numbered in the order of their first saves; several for a tensor that is
+    made of other tensors, none if its storage cannot be seen."""
     where: str
-    """The place, as in :class:`Row`; ``"recomputed"`` for what is let go, to be computed again."""
+    """The place, as in :class:`Row`; ``"recomputed"`` if a checkpoint dropped it and will recompute it."""
 
 
 def add_up(
     saves: Iterable[Save], key: Callable[[Save], str], calls: Mapping[str, int] | None
 ) -> tuple[Row, ...]:
-    """A row for each key, that with the most unique bytes first.
+    """A row for each key, the one with most unique bytes first.
 
     Args:
-        saves: all of a report's.
-        key: what a row's tensors have in common.
-        calls: by name; ``None`` where calls mean nothing, or were not counted.
+        saves: all saves of a report.
+        key: the name of the row that a save belongs to.
+        calls: the number of calls by name; ``None`` for rows that are not of modules, or if calls were not
+            counted.
     """
     groups: dict[str, list[Save]] = {}
     total = 0
@@ -131,7 +132,7 @@ def describe(save: Save) -> SavedTensorRow:
 
 
 def pattern(module: str) -> str:
-    """A path with ``*`` for its first number: the same for all blocks of a stack."""
+    """``module`` with ``*`` for its first number, which makes the paths of all blocks of a stack equal."""
     parts = module.split(".")
     at = next((at for at, part in enumerate(parts) if part.isdigit()), None)
     return module if at is None else ".".join([*parts[:at], "*", *parts[at + 1 :]])

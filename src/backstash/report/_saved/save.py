@@ -1,4 +1,4 @@
-"""What is written down at a save, and what autograd holds meanwhile."""
+"""What a report records of a save, and what autograd holds in place of the tensor meanwhile."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from ..._torch.versions import running_node
 __all__ = ["ADDED", "OWNED", "Found", "Packed", "Save", "Stored", "identities", "pieces"]
 
 ADDED = ("input", "activation")
-"""The kinds of storage that a report counts: what is there for backward's sake, or is held by it."""
+"""The kinds of storage that a report counts as held for backward."""
 OWNED = ("parameter", "buffer")
-"""The kinds that are there without backward too."""
+"""The kinds of storage that the model holds without backward too."""
 
 
 class Stored:
-    """One storage that saved tensors look into."""
+    """One storage that has elements of saved tensors."""
 
     __slots__ = ("device", "dropper", "holder", "index", "kind", "nbytes", "saved_bytes", "stays")
 
@@ -33,14 +33,14 @@ class Stored:
         self.nbytes = nbytes
         self.kind = kind
         self.device = device
-        self.saved_bytes = 0  # of all tensors saved that look into it
+        self.saved_bytes = 0  # of the elements of all tensors saved in it
         self.stays = False  # a leaf that gets a gradient, or a view of one: no stash moves it
         self.holder: Save | None = None  # the first save that holds it
         self.dropper: Save | None = None  # the first that would compute it again
 
 
 class Save:
-    """One saved tensor. It holds no tensor; what autograd holds is known weakly."""
+    """The record of one saved tensor. It holds no tensor, and what autograd holds only by a weak reference."""
 
     __slots__ = (
         "boundary",
@@ -69,16 +69,14 @@ class Save:
         self.nbytes = nbytes
         self.stored: tuple[Stored, ...] = ()
         self.where = "in place"
-        self.boundary = (
-            ""  # "checkpoint" or "reentrant checkpoint": saved to compute the rest again
-        )
-        self.waste: tuple[str, int] | None = (
-            None  # what the values would allow, bytes it would take
-        )
+        # "checkpoint" or "reentrant checkpoint" for what one saved to recompute the rest from.
+        self.boundary = ""
+        # What the values are, and the bytes that would hold them.
+        self.waste: tuple[str, int] | None = None
         self.held: weakref.ref[Packed] | None = None
 
     def looks_into(self, stored: tuple[Stored, ...]) -> None:
-        """These are the storages that hold the elements."""
+        """Set the storages that have the elements."""
         self.stored = stored
         for each in stored:
             if not self.is_saved:
@@ -88,56 +86,56 @@ class Save:
 
     @property
     def first(self) -> list[Stored]:
-        """The storages that no save before held, or dropped."""
+        """The storages that this save is the first to hold, or to drop."""
         if self.is_saved:
             return [each for each in self.stored if each.holder is self]
         return [each for each in self.stored if each.dropper is self]
 
     @property
     def kind(self) -> str:
-        """``"parameter"``, ``"buffer"``, ``"input"``, ``"activation"``; ``"view"`` for an activation's storage
-        that was saved before."""
+        """The kind of its storage; ``"view"`` for an activation's storage that was saved before."""
         kind = self.stored[0].kind if self.stored else "activation"
         return "view" if kind == "activation" and self.stored and not self.first else kind
 
     @property
     def is_saved(self) -> bool:
-        """Whether something is held for it: not so where it will be computed again."""
+        """Whether something is held for it; False if a checkpoint dropped it and will recompute it."""
         return self.where != RECOMPUTED
 
     @property
     def unique_bytes(self) -> int:
-        """Bytes that are held because of this save and of none before; parameters and buffers left out."""
+        """Bytes that are held because of this save and of none before it, without parameters and buffers."""
         return sum(each.nbytes for each in self.first if each.kind in ADDED) if self.is_saved else 0
 
     @property
     def recomputed_bytes(self) -> int:
-        """Bytes that were let go here and that no save holds; what forward did not make is not let go."""
+        """Bytes of activations that a checkpoint dropped here and that no other save holds."""
         if self.is_saved:
             return 0
         gone = (each for each in self.first if each.kind == "activation" and each.holder is None)
         return sum(each.nbytes for each in gone)
 
     def update(self) -> None:
-        """Where it is now; where it was, if backward has freed it."""
+        """Set ``where`` to the place where it is stored now; once backward has freed it, leave it as it was."""
         packed = self.held() if self.held is not None else None
         if packed is not None and packed.storages:  # without any, no pair has it
             self.where = packed.where()
 
 
 class Found:
-    """What was written down, to be read."""
+    """Everything that a report has recorded."""
 
     __slots__ = ("calls", "foreign", "has_calls", "is_selective", "lives", "not_looked", "saves")
 
     def __init__(self) -> None:
         self.saves: list[Save] = []
-        self.lives: list[tuple[Save, bool]] = []  # of each save that holds something: begins, ends
-        self.calls: Counter[str] = Counter()  # by module, those in which something was saved
+        # Each save that holds something, with True when it begins and False when it ends, in order.
+        self.lives: list[tuple[Save, bool]] = []
+        self.calls: Counter[str] = Counter()  # by module, those during which something was saved
         self.has_calls = True  # False where calls could not be told apart
-        self.foreign: dict[str, int] = {}  # bytes that pairs of others took, by the pair's name
+        self.foreign: dict[str, int] = {}  # bytes that went to foreign pack hooks, by name
         self.is_selective = False  # a checkpoint keeps outputs that no hook sees
-        self.not_looked = 0  # tensors whose values could not be looked at
+        self.not_looked = 0  # large tensors whose values could not be read
 
 
 class Packed:
@@ -169,7 +167,7 @@ class Packed:
 
     @property
     def packed_inside(self) -> Any:
-        """What the pair packed, for whoever looks without unpacking."""
+        """What the pair packed, for readers that do not unpack."""
         return self.value
 
     @property
@@ -188,26 +186,26 @@ class Packed:
         return self.save.device if self.save is not None else None
 
     def get(self) -> Tensor:
-        """The tensor; its operation is known now, since it runs."""
+        """Unpack the tensor. The node that unpacks runs now, so its name is recorded."""
         save = self.save
         if save is not None and not save.op:
             save.op = running_node().removeprefix(" for ")
         return self.unpack(self.value)
 
     def where(self) -> str:
-        """Where the bytes are, as far as what the pair packed tells."""
+        """The place of the bytes, as far as the object that the pair packed describes it."""
         described, where = look(self.value)
         save = self.save
         if save is None or not self.storages or where not in ("in place", "hooks"):
             return where
-        tensors = [described] if isinstance(described, Tensor) else tensors_in(self.value)
+        tensors = [described] if isinstance(described, Tensor) else _tensors_in(self.value)
         if not tensors:
             return where
         return _place_of(tensors, self.storages, save)
 
 
-def tensors_in(packed: Any) -> list[Tensor]:
-    """The tensors that are seen in what a pair packed."""
+def _tensors_in(packed: Any) -> list[Tensor]:
+    """The tensors inside an object that a pair packed."""
     while hasattr(packed, "packed_inside"):
         packed = packed.packed_inside
     return [leaf for leaf in tree_leaves(packed) if isinstance(leaf, Tensor)]
@@ -223,10 +221,9 @@ def _place_of(tensors: list[Tensor], storages: frozenset[int], save: Save) -> st
 
 
 def pieces(tensor: Tensor) -> Iterator[tuple[torch.UntypedStorage, int]]:
-    """The storages that a tensor is made of, each with the bytes of the elements in it.
+    """The storages that a tensor is made of, each with the bytes of the tensor's elements in it.
 
-    Several for sparse tensors and for subclasses that are made of others; none for what has no storage that
-    can be seen.
+    Several for sparse tensors and for subclasses that wrap other tensors; none if the storage cannot be seen.
     """
     try:
         if is_traceable_wrapper_subclass(tensor):
@@ -252,5 +249,5 @@ def pieces(tensor: Tensor) -> Iterator[tuple[torch.UntypedStorage, int]]:
 
 
 def identities(tensor: Tensor) -> frozenset[int]:
-    """What tells a tensor's storages from all others that are alive."""
+    """The addresses of a tensor's storages, which no other storage has while they are alive."""
     return frozenset(storage._cdata for storage, _ in pieces(tensor))

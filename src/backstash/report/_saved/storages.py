@@ -1,7 +1,7 @@
-"""Which storage a saved tensor looks into, and which operation saved it.
+"""Which storage the elements of a saved tensor are in, and which operation saved it.
 
-A storage is of a parameter, a buffer or an input, or was made by forward. Operations are found in the graph,
-while there is one, without unpacking.
+A storage belongs to a parameter, a buffer or an input, or forward made it. Operations are found in the graph
+while it is alive, and nothing is unpacked for it.
 """
 
 from __future__ import annotations
@@ -24,10 +24,9 @@ _RANK = {"input": 0, "buffer": 1, "parameter": 2}
 
 
 class Storages:
-    """Storages by identity, each told from another that was given the same identity later.
+    """Storages by their address, which is unique for as long as this object is open.
 
-    An identity is not given out again while a weak reference to its storage is owned, so one is owned for
-    each. That holds no bytes.
+    An owned weak reference keeps a storage's address from being given to another storage. It holds no bytes.
     """
 
     def __init__(self) -> None:
@@ -36,22 +35,22 @@ class Storages:
         self.count = 0
 
     def own(self, tensor: Tensor | None, kind: str) -> None:
-        """Remember that ``tensor``'s storage is a ``"parameter"``, ``"buffer"`` or ``"input"``."""
+        """Remember the storage of ``tensor`` as that of a ``"parameter"``, ``"buffer"`` or ``"input"``."""
         for storage, _ in pieces(tensor) if tensor is not None else ():
             found = self._owned.get(storage._cdata)
             if found is None or _RANK[found[1]] < _RANK[kind]:
                 self._owned[storage._cdata] = (_weak(storage), kind)
 
     def own_all(self, tensors: Iterable[Tensor]) -> None:
-        """Remember tensors that were there before the forward: parameters by their class, else inputs."""
+        """Remember tensors that exist before forward: as parameters by their class, else as inputs."""
         for tensor in tensors:
             try:
                 self.own(tensor, "parameter" if isinstance(tensor, nn.Parameter) else "input")
-            except Exception:  # objects of any class, perhaps half made: what fails is not known
+            except Exception:  # objects of any class, perhaps half constructed: these stay unknown
                 continue
 
     def of(self, tensor: Tensor) -> tuple[tuple[Stored, ...], int]:
-        """The storages that ``tensor`` looks into, and its elements' bytes."""
+        """The storages of the elements of ``tensor``, and the bytes of the elements."""
         stored, total = [], 0
         for storage, nbytes in pieces(tensor):
             found = self._known.get(storage._cdata)
@@ -79,7 +78,7 @@ class Storages:
         return "input" if _gets_gradient(tensor) else "activation"
 
     def forget(self) -> None:
-        """Know no storage as saved any more; what was found stays with the saves."""
+        """Forget which storages were saved; the records of the saves keep theirs."""
         self._known.clear()
 
     def close(self) -> None:
@@ -98,7 +97,7 @@ def _weak(storage: torch.UntypedStorage) -> Any:
 
 
 def existing_tensors() -> list[Tensor]:
-    """Every tensor that Python's collector knows of now."""
+    """Every tensor that Python's garbage collector tracks now."""
     kinds: set[type] = {Tensor}
     ahead: list[type] = [Tensor]
     while ahead:
@@ -109,10 +108,10 @@ def existing_tensors() -> list[Tensor]:
 
 
 def find_ops(saves: Iterable[Save]) -> None:
-    """Name the operation and the argument of each save that is alive and not named yet.
+    """Set the operation and its name for the tensor in each save that is alive and has none yet.
 
-    A node is a save's own if it holds the very object that was packed, so nothing is guessed. The graphs of all
-    tensors that Python knows are walked: an operation is above what it saved, where only its result leads.
+    The node of a save is the one that holds the very object that was packed, so nothing is guessed. It is
+    reached only from the result of its operation, so the graphs of all tensors that exist are walked.
     """
     if not any(not save.name and save.held is not None and save.held() for save in saves):
         return
@@ -131,8 +130,6 @@ def _with_history(tensors: list[Tensor]) -> list[Tensor]:
         try:
             if tensor.requires_grad and not tensor.is_leaf:
                 found.append(tensor)
-        except (
-            Exception
-        ):  # objects of any class, perhaps half made: what fails has no graph to look at
+        except Exception:  # objects of any class, perhaps half constructed: no graph to walk
             continue
     return found

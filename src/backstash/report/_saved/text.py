@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..._text import clean
 from ...units import format_bytes
 from .rows import Row
+from .summary import Summary
 from .waste import Waste
 
-if TYPE_CHECKING:
-    from .report import SavedReport
+__all__ = ["as_rich", "as_text", "where_of"]
 
-__all__ = ["HEAD", "as_rich", "as_text", "shown_rows"]
-
-HEAD = ("module", "calls", "saved", "unique", "share", "where")
+_HEAD = ("module", "calls", "saved", "unique", "share", "where")
 _MOST_ROWS = 30
 _MOST_WASTES = 6
 _KINDS = (
@@ -27,23 +25,23 @@ _KINDS = (
 _NO_MODULE = "(outside any module)"
 
 
-def as_text(report: SavedReport, *, advice: bool) -> str:
-    """The whole report, or without its advice; without a newline at the end."""
-    rows, rest = shown_rows(report)
+def as_text(report: Summary) -> str:
+    """The whole report, without a newline at the end."""
+    rows, rest = _shown_rows(report)
     body = [_cells(row) for row in rows]
     if rest:
         body.append((rest, "", "", "", "", ""))
     total = _total(report)
-    widths = [max(map(len, column)) for column in zip(HEAD, *body, total, strict=True)]
+    widths = [max(map(len, column)) for column in zip(_HEAD, *body, total, strict=True)]
     rule = "  ".join("-" * width for width in widths)
-    table = [_line(HEAD, widths), rule, *(_line(cells, widths) for cells in body), rule]
-    return "\n".join([*headline(report), "", *table, _line(total, widths), *_below(report, advice)])
+    table = [_line(_HEAD, widths), rule, *(_line(cells, widths) for cells in body), rule]
+    return "\n".join([*_headline(report), "", *table, _line(total, widths), *_below(report)])
 
 
-def headline(report: SavedReport) -> list[str]:
-    """What matters most, in two lines."""
+def _headline(report: Summary) -> list[str]:
+    """The totals, in two lines."""
     size = format_bytes
-    kinds = {row.name: row for row in report.by_kind()}
+    kinds = {row.name: row for row in report.by_kind}
     parts = [
         f"{size(kinds[kind].saved_bytes)} {words}"
         for kind, words in _KINDS
@@ -57,11 +55,11 @@ def headline(report: SavedReport) -> list[str]:
     return [first, f"{second}: {', '.join(parts)}" if parts else second]
 
 
-def shown_rows(report: SavedReport) -> tuple[tuple[Row, ...], str]:
-    """The rows to print, and what is said of those left out. Alike ones are folded if there are many."""
+def _shown_rows(report: Summary) -> tuple[tuple[Row, ...], str]:
+    """The rows to print, folded if there are many, and a line on those left out."""
     rows = report.rows
     if len(rows) > _MOST_ROWS:
-        rows = report.folded_rows()
+        rows = report.folded_rows
     rest = rows[_MOST_ROWS:]
     unique = sum(row.unique_bytes for row in rest)
     words = f"... {len(rest)} more with {format_bytes(unique)} in all" if rest else ""
@@ -92,7 +90,7 @@ def where_of(row: Row) -> str:
     return ", ".join(words)
 
 
-def _total(report: SavedReport) -> tuple[str, ...]:
+def _total(report: Summary) -> tuple[str, ...]:
     saved, unique = format_bytes(report.total_bytes), format_bytes(report.unique_bytes)
     return "total", "", saved, unique, "100.0%" if report.unique_bytes else "", ""
 
@@ -105,22 +103,22 @@ def _line(cells: tuple[str, ...], widths: list[int]) -> str:
     return "  ".join([name, *numbers, where]).rstrip()
 
 
-def _below(report: SavedReport, advice: bool) -> list[str]:
+def _below(report: Summary) -> list[str]:
     lines: list[str] = []
     if report.waste:
         lines += ["", "could be smaller, exactly:"]
-        lines += [f"  {line}" for line in waste_lines(report.waste)]
-    if advice:
+        lines += [f"  {line}" for line in _waste_lines(report.waste)]
+    if report.advice:
         lines += ["", "advice:"]
-    for each in report.advice if advice else ():
+    for each in report.advice:
         lines += [f"  {each.code}", f"      {each.text}"] if each.code else [f"  {each.text}"]
     if report.notes:
         lines += ["", *(f"note: {note}" for note in report.notes)]
     return list(map(clean, lines))
 
 
-def waste_lines(waste: tuple[Waste, ...]) -> list[str]:
-    """The largest, a line each, in columns."""
+def _waste_lines(waste: tuple[Waste, ...]) -> list[str]:
+    """A line for each of the largest, in columns."""
     cells = [
         (
             f"{format_bytes(each.nbytes)} -> {format_bytes(each.could_be_bytes)}",
@@ -138,15 +136,15 @@ def waste_lines(waste: tuple[Waste, ...]) -> list[str]:
     return lines
 
 
-def as_rich(report: SavedReport, *, advice: bool) -> Any:
-    """The same as something that rich prints."""
+def as_rich(report: Summary) -> Any:
+    """The whole report as an object that rich prints."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
 
-    rows, rest = shown_rows(report)
+    rows, rest = _shown_rows(report)
     table = Table(show_footer=True, header_style="bold", pad_edge=False, box=None)
-    for at, (name, foot) in enumerate(zip(HEAD, _total(report), strict=True)):
+    for at, (name, foot) in enumerate(zip(_HEAD, _total(report), strict=True)):
         justify: Any = "left" if at in (0, 5) else "right"
         table.add_column(
             name, footer=foot, justify=justify, overflow="fold", no_wrap=at not in (0, 5)
@@ -157,9 +155,9 @@ def as_rich(report: SavedReport, *, advice: bool) -> Any:
         )
     if rest:
         table.add_row(Text(rest), style="dim")
-    first, *others = headline(report)
+    first, *others = _headline(report)
     head = [Text(first, style="bold"), *(Text(line) for line in others), Text("")]
-    return Group(*head, table, *(_rich_line(line) for line in _below(report, advice)))
+    return Group(*head, table, *(_rich_line(line) for line in _below(report)))
 
 
 def _rich_line(line: str) -> Any:

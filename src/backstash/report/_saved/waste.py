@@ -1,8 +1,8 @@
-"""What takes more bytes than it needs: seen in a tensor's values, once, and added up over a report.
+"""Saved tensors whose values would fit in fewer bytes: found when a tensor is saved, added up in a report.
 
-Only large CPU tensors are looked at. A few thousand elements tell at once that most tensors hold nothing
-special; only of the others every element is read, and only that counts. Nothing is computed where a dispatch
-mode would see it.
+Only large CPU tensors are read. For most of them a sample of the elements rules out every smaller form; the
+elements of the others are all read, and only that reading counts. Nothing is computed while a dispatch mode is
+active, which would see it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ZEROS = "zeros: a bitmap and the others would do"
 _PART = "a small part holds a large storage: a copy would do"
 _FEW_ZEROS = 0.25  # below, a bitmap and the other values save too little
 LEAST_BYTES = 64 << 10
-"""Smaller tensors are not looked at, and smaller storages not named."""
+"""Tensors and storages below this are not reported."""
 _SAMPLE = 128
 _CHUNK = 1 << 20
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -32,24 +32,24 @@ _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32)
 
 @dataclass(frozen=True, slots=True)
 class Waste:
-    """Tensors that hold less than their bytes could."""
+    """Saved tensors that take more bytes than their values need."""
 
     what: str
-    """What was found."""
+    """What the values are, or how little of a storage is used."""
     name: str
-    """The module's path; where many modules have the same, with ``*`` for their numbers."""
+    """The module's path; of several modules, with ``*`` for the first number in it."""
     tensors: int
-    """How many."""
+    """How many tensors."""
     nbytes: int
     """Their bytes."""
     could_be_bytes: int
-    """The bytes that would hold the same exactly."""
+    """The bytes that would hold the same values exactly."""
 
 
 def find_waste(tensor: Tensor) -> tuple[str, int] | None:
-    """(what the values are, the bytes that would hold them exactly); ``None`` where they were not looked at.
+    """(what the values are, the bytes that would hold them exactly); ``None`` if they could not be read.
 
-    The bytes are the tensor's own where nothing was found, and for tensors below 64 KiB.
+    If no smaller form was found, and for tensors below 64 KiB, the bytes are the tensor's own.
     """
     if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.is_nested:
         return None
@@ -105,7 +105,7 @@ def _floats(flat: Tensor, nbytes: int) -> tuple[str, int]:
 
 
 def _gaps(values: Tensor, nbytes: int) -> tuple[str, int] | None:
-    """For what has gaps in memory: a sample tells that nothing is special, or nothing is told."""
+    """For elements with gaps between them: a sample rules smaller forms out, or the answer is ``None``."""
     if not values.is_floating_point():
         return None
     for dim, size in enumerate(values.shape):
@@ -148,7 +148,7 @@ def _flat(values: Tensor) -> Tensor | None:
 
 
 def wasted(saves: Iterable[Save]) -> tuple[Waste, ...]:
-    """What could be smaller, that with the most bytes to gain first."""
+    """What could be smaller, the one with most bytes to gain first."""
     found: dict[tuple[str, str], list[int]] = {}
     paths: dict[tuple[str, str], set[str]] = {}
     for save in saves:

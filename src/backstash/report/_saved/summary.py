@@ -1,0 +1,39 @@
+"""A saved report at one moment: the plain records from which its table, page and JSON are made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .advice import Advice, Budget
+from .rows import Row, SavedTensorRow
+from .waste import Waste
+
+__all__ = ["Details", "Summary"]
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """What the table and the page show; each field is the property of ``SavedReport`` with that name."""
+
+    total_bytes: int
+    unique_bytes: int
+    peak_bytes: int
+    activation_bytes: int
+    recomputed_bytes: int
+    rows: tuple[Row, ...]
+    folded_rows: tuple[Row, ...]
+    by_kind: tuple[Row, ...]
+    waste: tuple[Waste, ...]
+    advice: tuple[Advice, ...]
+    """Empty for a table without advice."""
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Details:
+    """What the JSON has besides. Naming the operations walks the graphs of all tensors, which takes a while."""
+
+    by_op: tuple[Row, ...]
+    by_dtype: tuple[Row, ...]
+    budgets: tuple[Budget, ...]
+    tensors: tuple[SavedTensorRow, ...]
