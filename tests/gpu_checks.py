@@ -14,6 +14,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -504,11 +505,15 @@ def pinning_refused(place: Place) -> None:
 
 def llama_in_bf16(place: Place) -> None:
     """Grouped-query attention with torch's fused kernels, made deterministic."""
-    from backstash.cli.bench._checkout import device_module
+    # Beside these tests, wherever the package is: mutants are tried on a copy of `src` alone.
+    benchmarks = str(Path(__file__).resolve().parent.parent / "benchmarks")
+    if benchmarks not in sys.path:
+        sys.path.insert(0, benchmarks)
+    from device.models import llama
 
     torch.manual_seed(0)
     width, tokens = (256, 64) if place.is_small else (512, 1024)
-    workload = device_module("models").llama(2, width, tokens, place.device)
+    workload = llama(2, width, tokens, place.device)
     torch.use_deterministic_algorithms(True)
     try:
         x = workload.inputs[0]
