@@ -1,7 +1,7 @@
 """A custom autograd Function whose saved tensors go to disk, with double backward.
 
-Tensor-network programs decompose many matrices, and each decomposition saves its factors for
-backward, until the graph holds more than memory does. Here a chain of matrix square roots saves
+Tensor-network programs decompose many matrices. Each decomposition saves its factors for backward,
+until the graph needs more memory than there is. Here a chain of matrix square roots saves
 eigenvectors: ``stash(square_root)`` sends what the Function saves, and nothing else, to disk.
 
     python examples/custom_function.py [--tiny] [--disk DIR]
@@ -21,8 +21,8 @@ from backstash import Stash
 class SquareRoot(torch.autograd.Function):
     """The root of a symmetric positive matrix, by its eigenvalues and eigenvectors.
 
-    Those two are outputs also, because autograd can differentiate a backward that is made of
-    saved inputs and outputs: that is what double backward needs.
+    The eigenvalues and eigenvectors are outputs also: double backward needs a backward that computes
+    with saved inputs and outputs, since autograd can differentiate only that.
     """
 
     @staticmethod

@@ -21,7 +21,7 @@ from train_gpt import GPT
 
 
 def forward(model: nn.Module, seq: int, stash: Stash) -> Tensor:
-    """The loss on a text, under ``stash``; the graph's nodes know the modules that made them."""
+    """The loss on a text, under ``stash``; the graph's nodes are labelled with their modules."""
     text = torch.arange(4 * (seq + 1)).view(4, seq + 1) % 251
     with label_modules(model), stash:
         logits = model(text[:, :-1])
@@ -29,7 +29,7 @@ def forward(model: nn.Module, seq: int, stash: Stash) -> Tensor:
 
 
 def draw_product() -> Drawing:
-    """What the tutorial on saved tensors begins with: ``y = a * b`` saves both of them."""
+    """The first example of PyTorch's tutorial on saved tensors: ``y = a * b`` saves both of them."""
     a = torch.rand(5, requires_grad=True)
     b = torch.ones(5, requires_grad=True)
     return draw(a * b, {"a": a, "b": b})
@@ -54,7 +54,7 @@ def main() -> None:
         loss = forward(model, options.seq, stash)
         drawing = draw(loss, model)
         read_bytes = stash.stats().read_bytes
-        loss.backward()  # what was drawn is as good as before
+        loss.backward()  # drawing has changed nothing
         stash.close()
 
     print(drawing)

@@ -4,8 +4,8 @@ The partition function of the square lattice is a network of one small tensor at
 renormalization group (Levin and Nave, Phys. Rev. Lett. 99, 120601) contracts it: each step splits every
 tensor by a singular value decomposition and joins four halves, so that half as many tensors are left.
 Differentiating ln Z once gives the energy and twice the specific heat, through every decomposition
-(Liao, Liu, Wang and Xiang, "Differentiable Programming Tensor Networks", arXiv 1903.09650). What the
-decompositions and their derivatives save for backward is what fills memory; here it is on disk.
+(Liao, Liu, Wang and Xiang, "Differentiable Programming Tensor Networks", arXiv 1903.09650). The tensors that
+the decompositions and their derivatives save for backward fill the memory; here they are on disk.
 
     python examples/ising_trg.py [--tiny] [--disk DIR] [--json OUT.json] [--plot OUT.svg]
     python examples/ising_trg.py --compare --chi 30        # memory and time with and without the stash
@@ -29,11 +29,11 @@ from torch import Tensor
 from backstash import Stash
 
 BROADENING = 1e-12
-SMALLEST = 1e-9  # a singular value below this part of the largest is left out
+SMALLEST = 1e-9  # a singular value smaller than this times the largest is left out
 
 
 class Point(NamedTuple):
-    """What is computed at one inverse temperature, for each site of the lattice."""
+    """The results at one inverse temperature, for each site of the lattice."""
 
     beta: float
     log_z: float
@@ -42,7 +42,7 @@ class Point(NamedTuple):
 
 
 class StableSVD(torch.autograd.Function):
-    """The singular value decomposition of a square matrix, with a derivative that equal values do not spoil.
+    """The singular value decomposition of a square matrix, with a derivative that is finite for equal values.
 
     The derivative has 1 / (s_j - s_i) in it, which is broadened to x / (x^2 + 1e-12): nothing that
     depends on the physics changes, since rotations among equal singular values cancel in the network.

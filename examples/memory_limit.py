@@ -1,4 +1,4 @@
-"""Run a program under a memory limit: a control group where one can be made, else RLIMIT_DATA."""
+"""Run a program under a memory limit: by a control group, or by RLIMIT_DATA where none can be made."""
 
 import os
 import resource
@@ -32,7 +32,7 @@ class Outcome:
 
 def run_limited(command: list[str], limit_bytes: int) -> Outcome:
     """Run ``command`` to its end, with at most ``limit_bytes`` of memory and no swap."""
-    # A signal waits until there is something that it may interrupt, and all of it is cleaned up.
+    # SIGINT and SIGTERM are blocked except while the program runs, so that cleaning up is not cut off.
     with signals_raise(), signals_wait(True), control_group(limit_bytes) as group:
         with start(command, group, limit_bytes) as process:
             try:
@@ -79,7 +79,7 @@ def control_group(limit_bytes: int) -> Iterator[Path | None]:
 
 
 def memory_groups() -> Iterator[tuple[Path, str, str, str]]:
-    """Where a group may be made: directory, file of the limit, file of swap's limit, its value."""
+    """Places where a group may be made: directory, file of the limit, file of swap's limit, its value."""
     root = Path("/sys/fs/cgroup")
     with suppress(OSError):
         for line in Path("/proc/self/cgroup").read_text().splitlines():
@@ -101,7 +101,7 @@ def make_group(parent: Path, limit: str, swap: str, no_swap: str, limit_bytes: i
     except OSError:
         return None
     try:
-        with open(group / limit, "r+") as file:  # Never makes the file: it exists in a real group.
+        with open(group / limit, "r+") as file:  # "r+" makes no file: in a real group it exists.
             file.write(str(limit_bytes))
     except OSError:
         remove_group(group)
@@ -123,7 +123,7 @@ def remove_group(group: Path) -> None:
 
 @contextmanager
 def signals_raise() -> Iterator[None]:
-    """Within it SIGTERM raises, as SIGINT does, so that what was made is removed."""
+    """A context in which SIGTERM raises, as SIGINT does, so that what was made is removed."""
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         yield
@@ -133,7 +133,7 @@ def signals_raise() -> Iterator[None]:
 
 @contextmanager
 def signals_wait(wait: bool) -> Iterator[None]:
-    """Within it SIGINT and SIGTERM wait, or do not."""
+    """A context in which SIGINT and SIGTERM are blocked (``wait``) or not."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK if wait else signal.SIG_UNBLOCK, ENDING)
     try:
         yield

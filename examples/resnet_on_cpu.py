@@ -1,8 +1,8 @@
 """Train a ResNet-152 in less memory than it needs.
 
-The program gives itself a memory limit, and trains under it twice, each time in a process of its
-own: plainly, which ends when the saved tensors of the forward pass do not fit, and with the saved
-tensors on disk, which finishes.
+The program trains twice under a memory limit, each time in a process of its own. Without a stash
+the process ends when the saved tensors of the forward pass do not fit; with the saved tensors on
+disk it finishes.
 
     python examples/resnet_on_cpu.py [--tiny] [--disk DIR]
 """
@@ -62,7 +62,7 @@ def make_resnet(depths: tuple[int, ...]) -> nn.Sequential:
 def train(options: argparse.Namespace) -> None:
     """A few steps on one batch of noise, whose labels the network learns by heart."""
     torch.manual_seed(0)
-    torch.set_num_threads(min(4, torch.get_num_threads()))  # each has memory of its own
+    torch.set_num_threads(min(4, torch.get_num_threads()))  # each thread takes memory of its own
     model = make_resnet((6, 4, 1, 1) if options.tiny else (3, 8, 36, 3))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.003)
     images = torch.randn(options.batch, 3, options.size, options.size)

@@ -1,4 +1,4 @@
-"""Text that is safe to show: names are other people's, and may hold what a terminal obeys."""
+"""Text that is safe to show: names come from other programs, and may hold escapes that a terminal obeys."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _HIDDEN = {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}
 
 
 def clean(text: str) -> str:
-    r"""``text`` on one line: what has no glyph, ends a line or turns the direction is written as an escape.
+    r"""``text`` on one line: characters without a glyph, line ends and changes of direction become escapes.
 
     >>> clean("layer\x1b[2J\n\u202ebackstash: 0 B")
     'layer\\x1b[2J\\n\\u202ebackstash: 0 B'

@@ -8,11 +8,11 @@
     │   └── StashClosedError                 a closed stash or store was asked for more
     ├── InplaceError         (RuntimeError)  a saved tensor was changed in place before backward used it
     └── StashIOError         (OSError)       a store could not write or read
-        ├── StashFullError                   no room below, and ``on_full="raise"``
-        └── StashCorruptError                bytes came back that are not the bytes that were written
+        ├── StashFullError                   a tier has no space, and ``on_full="raise"``
+        └── StashCorruptError                a store read back other bytes than it wrote
 
-Each class also derives from the builtin that PyTorch or the operating system would raise for the same
-fault, so that code which already catches that one keeps working.
+Each class also derives from the builtin exception that PyTorch or the operating system would raise for the
+same fault, so code that catches the builtin one catches ours. A move that fails leaves the tensor where it was.
 """
 
 from __future__ import annotations
@@ -31,39 +31,49 @@ __all__ = [
 
 
 class StashError(Exception):
-    """The root of everything that backstash raises."""
+    """The base class of every exception that backstash raises."""
 
 
 class SizeError(StashError, ValueError):
-    """A size that is not a count of bytes; the message says what is allowed."""
+    """A size is neither an int of bytes nor a string such as ``"512MiB"``; the message says what is allowed."""
 
 
 class UsageError(StashError, RuntimeError):
-    """A stash was used in a way that cannot work; the message gives the remedy."""
+    """A call, or the order of calls, cannot work; the message gives the remedy."""
 
 
 class StashClosedError(UsageError):
-    """A closed stash or store was asked to hold or to give back something."""
+    """A closed stash was entered or given a tensor, or a closed store was used."""
 
 
 class InplaceError(StashError, RuntimeError):
-    """A saved tensor was modified by an in-place operation and its value can no longer be known.
+    """A saved tensor was modified by an in-place operation, and the value that was saved is gone.
 
-    Raised from backward, where plain PyTorch raises ``RuntimeError`` for the same program.
+    Backward raises it where plain PyTorch raises ``RuntimeError`` for the same program.
     """
 
 
 class StashIOError(StashError, OSError):
-    """A store failed to write or read. What was in memory before the failed move is still there."""
+    """A store failed to write or read.
+
+    ``errno`` is the operating system's error number. After a failed write the tensor is still in memory.
+    After a failed read the bytes are still in the store, and the same backward may be tried again.
+    """
 
 
 class StashFullError(StashIOError):
-    """A tier has no room for a block and the caller asked for an error; the block stays in place."""
+    """A store or a tier has no space for a block.
+
+    A stash raises it from the forward pass with ``on_full="raise"``; the block stays in place.
+    """
 
 
 class StashCorruptError(StashIOError):
-    """Bytes that were read back do not match the checksum taken when they were written."""
+    """Bytes that were read back do not match the checksum that was taken when they were written.
+
+    Only ``Disk(verify=True)`` takes checksums. The tensor's value is lost; other graphs are not affected.
+    """
 
 
 class StashWarning(UserWarning):
-    """A stated fallback: the result is still exact, and something is slower or held elsewhere."""
+    """A stash took a fallback: results are exact, but slower, or tensors are held elsewhere than asked."""

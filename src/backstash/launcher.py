@@ -1,4 +1,4 @@
-"""Which process of a job this is, where a launcher started several: launchers say it by the environment."""
+"""The ranks of this process, if a launcher started several: launchers set them in the environment."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from pathlib import Path
 
 __all__ = ["Job"]
 
-# The process's number among all and on this machine, how many there are, and how many on this machine. The
-# first that says the first three is believed, and the first that says all four: what is named later may
-# stand around what is named before, as Slurm around `torchrun`.
+# Variables with the process's number among all and on this machine, how many processes there are, and how many
+# on this machine. The ranks are those of the first launcher that sets the first three, and the last number that
+# of the first that sets all four: a launcher further down may have started one above it, as Slurm `torchrun`.
 _LAUNCHERS = (
     ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),  # torchrun, accelerate
     ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE"),  # deepspeed
@@ -33,50 +33,50 @@ _LAUNCHERS = (
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What the launcher says of this process.
+    """One process of a job, by the ranks that its launcher gave it.
 
     >>> Job(rank=3, local_rank=1, processes=4, local_processes=2).file("out.json")
     'out.rank3.json'
     """
 
     rank: int = 0
-    """Its number among all."""
+    """Its number among all processes of the job, from 0 on."""
     local_rank: int = 0
-    """Its number among those on this machine."""
+    """Its number among the processes on this machine, from 0 on."""
     processes: int = 1
-    """How many there are."""
+    """How many processes the job has."""
     local_processes: int = 1
-    """How many there are on this machine."""
+    """How many of them are on this machine."""
 
     @classmethod
     def now(cls) -> Job:
-        """By the environment as it is now; one process where that says nothing."""
-        ranks = next(filter(None, (_told(names[:3]) for names in _LAUNCHERS)), [0, 0, 1])
-        here = next(filter(None, map(_told, _LAUNCHERS)), [1])[-1]
+        """Return the job as the environment gives it now; without a launcher, a job of one process."""
+        ranks = next(filter(None, (_numbers(names[:3]) for names in _LAUNCHERS)), [0, 0, 1])
+        here = next(filter(None, map(_numbers, _LAUNCHERS)), [1])[-1]
         rank, local_rank, processes = ranks
         return cls(rank, local_rank, processes, here or 1)
 
     @property
     def label(self) -> str:
-        """What lines of this process begin with."""
+        """What the lines that this process prints begin with: ``"backstash"`` or ``"backstash rank 3"``."""
         return "backstash" if self.processes == 1 else f"backstash rank {self.rank}"
 
     def file(self, path: str) -> str:
-        """Where this process writes what is asked for at ``path``: rank 0 there, others beside it."""
+        """Return the path of this process's own file: ``path`` for rank 0, a name beside it for other ranks."""
         if self.rank == 0:
             return path
         own = Path(path)
         return str(own.with_name(f"{own.stem}.rank{self.rank}{own.suffix}"))
 
 
-def _told(names: tuple[str, ...]) -> list[int] | None:
-    """What the environment has at these names; ``None`` where it lacks one."""
+def _numbers(names: tuple[str, ...]) -> list[int] | None:
+    """The numbers in the variables ``names``; ``None`` if one of them is missing or no number."""
     numbers = [number for name in names if (number := _number(name)) is not None]
     return numbers if len(numbers) == len(names) else None
 
 
 def _number(name: str) -> int | None:
-    """The number at ``name``, if it is one. Slurm tells those of all machines: ``4(x2),1``."""
+    """The number in the variable ``name``, if it is one. Slurm lists those of all machines: ``4(x2),1``."""
     counts: list[int] = []
     for each in os.environ.get(name, "").split(","):
         found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", each)

@@ -1,6 +1,6 @@
-"""What memory there is to spare: the machine's, and the control group's that this process is in.
+"""How much memory this process can still take: of the machine, and of the control group that it is in.
 
-Linux, control groups of versions 1 and 2; elsewhere the machine's physical memory is all that is known.
+Linux, with control groups of version 1 or 2. Elsewhere only the size of the machine's memory is known.
 """
 
 from __future__ import annotations
@@ -19,40 +19,41 @@ _CACHE_FIELDS = {
     1: ("total_inactive_file", "total_active_file"),
     2: ("inactive_file", "active_file"),
 }
-_NO_LIMIT_BYTES = 1 << 60  # version 1 says "no limit" as a number near 2**63
+_NO_LIMIT_BYTES = 1 << 60  # for "no limit" version 1 has a number near 2**63
 
 
 @dataclass(frozen=True, slots=True)
 class ControlGroup:
-    """A memory control group."""
+    """A memory control group: its limit, and what it uses."""
 
     version: int
     """1 or 2."""
     path: Path
     """Its directory in the control-group file system."""
     limit_bytes: int | None
-    """The smallest limit of this group and those above it; ``None``: no limit."""
+    """The smallest limit in bytes of this group and of the groups above it; ``None``: no limit."""
     used_bytes: int
-    """What the group that has this limit uses, page cache included."""
+    """How many bytes the group that has this limit uses, page cache included."""
     cache_bytes: int = 0
-    """Page cache among it, which the system takes back where the limit is reached."""
+    """How many of these are page cache, which the system takes back when the limit is reached."""
 
     @property
     def spare_bytes(self) -> int | None:
-        """What is left under the limit, page cache taken back; ``None``: no limit."""
+        """How many bytes are left under the limit when page cache is taken back; ``None``: no limit."""
         if self.limit_bytes is None:
             return None
         return max(0, self.limit_bytes - self.used_bytes + self.cache_bytes)
 
 
 def spare_bytes(proc: Path = Path("/proc")) -> int:
-    """How many bytes the machine, or the control group this process is in, can still give it.
+    """Return how many bytes this process can still take from the machine or from its control group.
 
-    Where a launcher started several processes here and says so, as ``torchrun``, ``deepspeed``, ``srun``
-    and ``mpirun`` do, an equal share of it.
+    If a launcher started several processes on this machine, as ``torchrun``, ``deepspeed``, ``srun`` and
+    ``mpirun`` do, this is the equal share of one of them.
 
     Args:
-        proc: where the system's ``meminfo`` and the process's own files are.
+        proc: the directory with the system's ``meminfo`` and the processes' own files. Default ``/proc``.
+            Without that file the size of the machine's memory counts as free.
 
     >>> spare_bytes() > 0
     True
@@ -73,10 +74,10 @@ def _available_bytes(meminfo: Path) -> int:
 
 
 def memory_group(proc: Path = Path("/proc/self")) -> ControlGroup | None:
-    """Return this process's memory control group, or ``None`` where there is none.
+    """Return this process's memory control group, or ``None`` if it is in none that can be read.
 
     Args:
-        proc: where the process's ``cgroup`` and ``mountinfo`` files are.
+        proc: the directory with the process's ``cgroup`` and ``mountinfo`` files. Default ``/proc/self``.
     """
     try:
         membership = (proc / "cgroup").read_text().splitlines()
@@ -91,7 +92,7 @@ def memory_group(proc: Path = Path("/proc/self")) -> ControlGroup | None:
 
 
 def _memberships(lines: list[str]) -> list[tuple[int, str]]:
-    """(version, path) of each; version 1 first, since on a mixed system it has the memory."""
+    """The (version, path) of each; version 1 first, since on a mixed system that one limits memory."""
     groups = []
     for line in lines:
         hierarchy, controllers, path = line.split(":", 2)
@@ -103,7 +104,7 @@ def _memberships(lines: list[str]) -> list[tuple[int, str]]:
 
 
 def _mounted(version: int, group: str, mounts: list[str]) -> tuple[Path, Path] | None:
-    """(the group's directory, the mount point above it), as far as they are visible here."""
+    """(the group's directory, the mount point above it); ``None`` where this process cannot see them."""
     for line in mounts:
         fields, _, tail = line.partition(" - ")
         kind, _, options = tail.split(" ", 2)
@@ -137,7 +138,7 @@ def _limits(version: int, path: Path, top: Path) -> ControlGroup:
 
 
 def _cache_bytes(version: int, group: Path) -> int:
-    """What counts as available of the whole machine's memory, too: ``MemAvailable`` in ``meminfo``."""
+    """Bytes of page cache, which ``MemAvailable`` in ``meminfo`` counts for the whole machine too."""
     try:
         fields = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
     except (OSError, ValueError):

@@ -1,7 +1,8 @@
-"""What goes where: a policy looks at a saved tensor's description and names an action.
+"""Policies: which saved tensor goes to which tier.
 
-A policy is any ``callable(SavedTensor) -> Action | None``; ``None`` leaves the choice to the default. The
-combinators below are policies themselves, so they nest.
+A policy is any ``callable(SavedTensor) -> Action | None``. A stash calls it in forward for each saved tensor
+that can be moved; ``None`` leaves the choice to the stash's default. What a policy raises comes out of the
+forward pass, and the tensor is not saved. The functions below return policies, so they can be nested.
 """
 
 from __future__ import annotations
@@ -23,38 +24,41 @@ _TIERS = ("keep", "host", "disk")
 
 @dataclass(frozen=True, slots=True)
 class SavedTensor:
-    """A tensor that autograd is about to save, described."""
+    """The description of a tensor that autograd is about to save; it does not hold the tensor."""
 
     shape: tuple[int, ...]
-    """Its sizes."""
+    """Its size in each dimension, in elements."""
     dtype: torch.dtype
     """Its element type."""
     device: torch.device
-    """Where it is."""
+    """The device that has its memory."""
     nbytes: int
-    """Its elements' bytes; a view may need more or less of its storage."""
+    """The bytes of its elements; the storage of a view may be larger, that of an expanded tensor smaller."""
     is_parameter: bool
-    """Whether it is an ``nn.Parameter``, another leaf that requires a gradient, or a view of one."""
+    """Whether it is an ``nn.Parameter``, another leaf that requires a gradient, or a view of either."""
     is_leaf: bool
-    """Whether it is a leaf of the graph: a parameter, an input, a mask, an index."""
+    """Whether it is a leaf of the graph, as a parameter, an input, a mask or an index is."""
     module: str
-    """The path of the module whose forward saved it; ``""`` outside any module."""
+    """The path of the module whose forward saves it, ``"blocks.3.mlp"``; ``""`` outside any module."""
     index: int
-    """How many tensors this stash was given before it on this thread."""
+    """How many tensors autograd gave to the stash on this thread before this one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """What to do with a saved tensor.
+    """What a stash does with a saved tensor.
+
+    Raises:
+        UsageError: ``tier`` is no tier.
 
     >>> Action("disk")
     Action(tier='disk')
     """
 
     tier: Literal["keep", "host", "disk"]
-    """``"keep"``: leave it where it is, outside the budgets. ``"host"``: an
-    accelerator's tensor moves to host memory at once; for a CPU tensor the same as ``"keep"``, since it is
-    there already. ``"disk"``: move it down at once, all the way."""
+    """``"keep"``: the tensor stays where it is, and no budget counts it. ``"host"``: an accelerator's tensor
+    moves to host memory at once, also while ``keep`` has space; a CPU tensor is in host memory and stays.
+    ``"disk"``: the tensor moves to disk at once, an accelerator's through host memory."""
 
     def __post_init__(self) -> None:
         if self.tier not in _TIERS:
@@ -67,7 +71,7 @@ Policy = Callable[[SavedTensor], "Action | None"]
 
 
 def first(*policies: Policy) -> Policy:
-    """The action of the first policy that names one.
+    """A policy that returns the action of the first of ``policies`` that returns one, else ``None``.
 
     >>> policy = first(by_module({"head": Action("keep")}), larger_than("1MiB", Action("disk")))
     """
@@ -83,7 +87,14 @@ def first(*policies: Policy) -> Policy:
 
 
 def by_module(actions: Mapping[str, Action]) -> Policy:
-    """The action of the first glob that matches the module's path, as ``{"blocks.*.mlp": Action("disk")}``."""
+    """A policy that returns the action of the first glob that matches the module's path, else ``None``.
+
+    Args:
+        actions: globs and their actions, in the order in which they are tried. A ``*`` also matches dots, and
+            letters match in their own case only.
+
+    >>> policy = by_module({"blocks.*.mlp": Action("disk"), "head*": Action("keep")})
+    """
     rules = tuple(actions.items())
 
     def choose(saved: SavedTensor) -> Action | None:
@@ -93,7 +104,17 @@ def by_module(actions: Mapping[str, Action]) -> Policy:
 
 
 def larger_than(size: int | str, action: Action) -> Policy:
-    """``action`` for tensors of at least ``size``, and no choice for others."""
+    """A policy that returns ``action`` for tensors of at least ``size``, else ``None``.
+
+    Args:
+        size: an int of bytes, or a string such as ``"1MiB"``; compared with ``SavedTensor.nbytes``.
+        action: for those tensors.
+
+    Raises:
+        SizeError: ``size`` is no size.
+
+    >>> policy = larger_than("1MiB", Action("disk"))
+    """
     nbytes = parse_bytes(size, name="larger_than")
 
     def choose(saved: SavedTensor) -> Action | None:

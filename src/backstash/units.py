@@ -1,4 +1,4 @@
-"""Sizes: ``"8GiB"`` to bytes and back. The only place that parses them."""
+"""Sizes: strings such as ``"8GiB"`` to bytes and back. No other module parses them."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def parse_bytes(value: int | str, *, name: str = "size") -> int:
     """Return ``value`` as a count of bytes.
 
     Args:
-        value: an int of bytes, or a string: a number and one of B, KB, MB, GB, TB (powers of 1000) or
-            KiB, MiB, GiB, TiB (powers of 1024). A string of digits alone is bytes.
-        name: what the size is called in the error message.
+        value: an int of bytes, or a string of a number and one of B, KB, MB, GB, TB (powers of 1000) or
+            KiB, MiB, GiB, TiB (powers of 1024), in upper or lower case. A string of digits alone is bytes.
+        name: the argument's name, for the error message. Default ``"size"``.
 
     Raises:
-        SizeError: for anything else, with what is allowed.
+        SizeError: ``value`` is negative, has an unknown unit, or is no size; the message says what is allowed.
 
     >>> parse_bytes("64KiB"), parse_bytes("1.5 MB"), parse_bytes(4096)
     (65536, 1500000, 4096)
@@ -54,7 +54,14 @@ def parse_bytes(value: int | str, *, name: str = "size") -> int:
 
 
 def parse_limit(value: int | str | None, *, name: str = "budget") -> int | None:
-    """Like :func:`parse_bytes`, and ``None`` means that there is no limit.
+    """Return ``value`` as a count of bytes, or ``None`` for ``None``, which means no limit.
+
+    Args:
+        value: as for :func:`parse_bytes`, or ``None``.
+        name: the argument's name, for the error message. Default ``"budget"``.
+
+    Raises:
+        SizeError: as :func:`parse_bytes`.
 
     >>> parse_limit(None) is None, parse_limit("1KiB")
     (True, 1024)
@@ -63,7 +70,7 @@ def parse_limit(value: int | str | None, *, name: str = "budget") -> int | None:
 
 
 def format_bytes(nbytes: int) -> str:
-    """Return ``nbytes`` in the largest binary unit that leaves at least 1, to three digits.
+    """Return ``nbytes`` as text, in the largest unit of 1024 bytes that gives at least 1, with three digits.
 
     >>> format_bytes(0), format_bytes(1536), format_bytes(128 * 2**20)
     ('0 B', '1.50 KiB', '128 MiB')

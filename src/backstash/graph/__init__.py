@@ -1,11 +1,11 @@
-"""Everything in ``torch.autograd.graph``, and what it lacks.
+"""Every name of ``torch.autograd.graph``, and names that it lacks.
 
-A program that imports ``backstash.graph`` instead of ``torch.autograd.graph`` keeps its meaning: every
-name there is here. Where torch's own is right it is handed on; where it is not, ours takes its place.
+A program may import ``backstash.graph`` instead of ``torch.autograd.graph`` and keeps its meaning. Most names
+are torch's own objects. Those in which torch's version has a fault are our own, with the same meaning.
 
 ====================  ============================================================================
 torch's own           ``Node``, ``GradientEdge``, ``get_gradient_edge``, ``increment_version``,
-                      ``disable_saved_tensors_hooks``, and whatever else the installed torch has
+                      ``disable_saved_tensors_hooks``, and all others that the installed torch has
 ours, same meaning    ``saved_tensors_hooks``, ``save_on_cpu``, ``register_multi_grad_hook``,
                       ``allow_mutation_on_saved_tensors``
 to disk               ``save_on_disk``, ``SaveOnCpu``, ``SaveOnDisk``
@@ -70,7 +70,7 @@ __all__ = [
     "skip",
 ]
 
-# What differs between the versions of torch is handed on as it is.
+# Names that only some versions of torch have are torch's own objects.
 _handed_on: dict[str, Any] = {
     name: getattr(_stock, name) for name in _stock.__all__ if name not in __all__
 }

@@ -1,4 +1,4 @@
-"""``save_on_cpu`` and ``save_on_disk``: a stash under the name of what it is for."""
+"""``save_on_cpu`` and ``save_on_disk``: each a ``Stash``, set up for one purpose."""
 
 from __future__ import annotations
 
@@ -19,19 +19,20 @@ __all__ = ["save_on_cpu", "save_on_disk"]
 
 
 class save_on_cpu(saved_tensors_hooks):
-    """Within it, saved tensors are kept in host memory and come back when backward needs them.
+    """A context in which saved tensors go to host memory and come back when backward needs them.
 
-    As ``torch.autograd.graph.save_on_cpu``, and a thin face of :class:`~backstash.Stash`: each storage is
-    copied once however many views of it are saved, the copies run beside compute, and a change in place
+    It does what ``torch.autograd.graph.save_on_cpu`` does, by a :class:`~backstash.Stash`: it copies each
+    storage once, however many views of it are saved; the copies run beside compute; and a change in place
     before backward is an error, not a wrong gradient. A CPU tensor is in host memory already and stays in
     place.
 
     Args:
-        pin_memory: as in torch's. An accelerator's tensors go to pinned memory either way, where the
-            system grants it. It stays pinned for the next one, as in torch's, until the process ends.
-        device_type: as in torch's; which accelerator there is, is found by itself.
-        parameters: ``False`` leaves views of parameters where they are. Default ``True``. Parameters
-            themselves always stay: the model holds them, so a copy would free nothing.
+        pin_memory: torch's argument, without effect: an accelerator's tensors always go to pinned memory,
+            where the system grants it. The memory stays pinned for the next context, as torch's does, until
+            the process ends. Default ``False``.
+        device_type: torch's argument, without effect: tensors of every accelerator go to host memory.
+        parameters: whether views of parameters go too. Default ``True``. Parameters themselves always stay
+            in place: the model holds them, so a copy would free nothing.
 
     Raises:
         InplaceError: from backward, when a tensor that stayed in place was changed in place.
@@ -60,13 +61,13 @@ def _made(parameters: bool) -> Stash:
 
 @functools.cache
 def _shared(parameters: bool) -> Stash:
-    """One for the process: programs make a context for each step, and what is pinned serves the next."""
+    """One stash for the process, so that the contexts of all steps use the same pinned memory."""
     return _made(parameters)
 
 
 def _to_host(parameters: bool) -> Policy | None:
     if not torch.accelerator.is_available():
-        return None  # CPU tensors stay in place whatever is asked
+        return None  # CPU tensors stay in place anyway
 
     def choose(saved: SavedTensor) -> Action | None:
         return Action("host" if parameters or not saved.is_parameter else "keep")
@@ -81,18 +82,18 @@ def save_on_disk(
     min_elements: int = 0,
     **options: Any,
 ) -> Stash:
-    """A stash that holds everything eligible on disk, for use as a context around a forward pass.
+    """Return a stash that moves all saved tensors that can be moved to disk: a context for a forward pass.
 
     Args:
-        directory: where its unnamed file is made; ``None`` (default) is the system's temporary
-            directory. A :class:`~backstash.Disk` may be given for more than a place.
-        min_bytes: smaller tensors stay where they are; an int or ``"64KiB"``. Default 0.
-        min_elements: tensors of fewer elements stay where they are. Default 0.
+        directory: the directory of its unnamed file; ``None`` (default) is the system's temporary directory.
+            A :class:`~backstash.Disk` sets limits, checksums and threads too.
+        min_bytes: tensors with a smaller storage stay in place; an int of bytes or ``"64KiB"``. Default 0.
+        min_elements: tensors of fewer elements stay in place. Default 0.
         options: any other argument of :class:`~backstash.Stash`.
 
     Raises:
-        SizeError: a size that cannot be read.
-        StashIOError: the directory cannot hold a file.
+        SizeError: a size is neither an int of bytes nor a string with a unit.
+        StashIOError: no file can be made in the directory; nothing is left there.
 
     >>> x = torch.ones(1000, requires_grad=True)
     >>> with save_on_disk(min_elements=1000) as stash:

@@ -25,31 +25,31 @@ _F = TypeVar("_F")
 
 
 class HookPair(Protocol):
-    """Anything that packs and unpacks: a ``Stash``."""
+    """An object with a pack and an unpack hook, such as a ``Stash``."""
 
     def pack(self, tensor: Tensor) -> Any:
-        """What autograd holds in place of ``tensor``."""
+        """Return the object that autograd holds in place of ``tensor``."""
 
     def unpack(self, packed: Any) -> Tensor:
-        """The tensor that was packed."""
+        """Return the tensor that was packed."""
 
 
 def saved_on(target: Stash | Store | AbstractContextManager[Any]) -> Callable[[_F], _F]:
-    """Let what a function saves for backward go to ``target``, whoever calls it. A decorator.
+    """Return a decorator; what the decorated function saves for backward goes to ``target``.
 
     Args:
-        target: a ``Stash``, or a store (``Disk(directory)``) that gets a stash of its own with
-            ``min_bytes=0``; any re-enterable context of hooks works too.
+        target: a ``Stash``, or a store (``Disk(directory)``), which gets a stash of its own with
+            ``min_bytes=0``. Any other context of hooks works too, if it can be entered several times.
 
     Returns:
-        A decorator for a subclass of ``torch.autograd.Function`` (gives a subclass whose ``apply`` saves
-        to ``target``) or for a callable, a built-in one too (gives a callable).
+        The decorator. Of a subclass of ``torch.autograd.Function`` it makes a subclass whose ``apply`` saves
+        to ``target``; of any other callable, a built-in one too, a callable.
 
     Raises:
-        UsageError: ``target`` or what is decorated is something else.
+        UsageError: ``target``, or the object that is decorated, is something else.
 
-    The idea is from the request for a keyword argument of ``save_for_backward`` in PyTorch's tracker;
-    double backward works, since autograd keeps the history itself.
+    The idea is from a request in PyTorch's tracker for such a keyword argument of ``save_for_backward``.
+    Double backward works, since autograd keeps the history itself.
 
     >>> import tempfile
     >>> x = torch.eye(3, dtype=torch.float64, requires_grad=True)
@@ -93,17 +93,17 @@ def _saving_class(function: Any, context: AbstractContextManager[Any]) -> Any:
 
 
 def save_for_backward(ctx: Any, *tensors: Tensor | None, to: HookPair | None = None) -> None:
-    """``ctx.save_for_backward(*tensors)``, with a place for them to go.
+    """Call ``ctx.save_for_backward(*tensors)``, and choose where the tensors go.
 
     Args:
         ctx: the context that ``forward`` or ``setup_context`` of a ``torch.autograd.Function`` got.
         tensors: inputs, outputs or intermediates; ``None`` is allowed. Read them in ``backward`` by
-            :func:`saved_tensors`. As in torch, the last call counts.
-        to: a ``Stash`` or another pair with ``pack`` and ``unpack``; it goes before the hooks that are
-            active around the call. Default ``None``: those, if any.
+            :func:`saved_tensors`. As in torch, only the last call in a ``forward`` counts.
+        to: a ``Stash`` or another object with ``pack`` and ``unpack``, used instead of the hooks that are
+            active around the call. Default ``None``: the active hooks, if any.
 
     Raises:
-        UsageError: ``to`` is no pair. What ``to.pack`` raises comes out of ``apply``.
+        UsageError: ``to`` has no ``pack`` and ``unpack``. What ``to.pack`` raises comes out of ``apply``.
         RuntimeError: hooks are disabled where ``apply`` is called.
 
     >>> import tempfile
@@ -138,17 +138,17 @@ def save_for_backward(ctx: Any, *tensors: Tensor | None, to: HookPair | None = N
 
 
 def saved_tensors(ctx: Any) -> tuple[Tensor | None, ...]:
-    """The tensors that :func:`save_for_backward` saved: ``ctx.saved_tensors``, unpacked at every call."""
+    """Return the tensors that :func:`save_for_backward` saved: ``ctx.saved_tensors``, unpacked at each call."""
     found: tuple[Tensor | None, ...] = ctx.saved_tensors
     return found
 
 
 class _ToSave(tuple[Any, ...]):
-    """The saved tensors on their way from ``forward`` to the node, which says when they are saved.
+    """The tensors that ``forward`` gave to ``save_for_backward``; its end is the moment before they are saved.
 
-    After ``forward`` torch restores the caller's grad mode, reads the tensors, drops this tuple, and then
-    saves them, if there is to be a graph. So when the tuple is dropped the pair for the saves is pushed,
-    and its last save pops it. When ``forward`` failed, its context is gone first, and nothing is pushed.
+    After ``forward``, torch restores the caller's grad mode, reads the tensors, drops this tuple, and then
+    saves the tensors, if there is to be a graph. So ``__del__`` pushes the pair for the saves, and the last
+    save pops that pair. If ``forward`` failed, its context has died before the tuple, and nothing is pushed.
     """
 
     def prepare(self, ctx: Any, tensors: list[Tensor], to: HookPair) -> None:
@@ -163,7 +163,7 @@ class _ToSave(tuple[Any, ...]):
 
 
 class _SavesOfOneCall:
-    """The pair that takes the saves of one ``apply``, in the place of the current one, and then goes."""
+    """The hook pair for the saves of one ``apply``: it replaces the current pair until the last of them."""
 
     __slots__ = ("__weakref__", "ids", "left", "owner", "to", "under")
 

@@ -20,23 +20,23 @@ _CONTAINERS = (tuple, list, dict)
 
 
 class saved_tensors_hooks(stock.saved_tensors_hooks):
-    """Within it, what autograd saves goes through ``pack_hook``, and comes back through ``unpack_hook``.
+    """A context in which saved tensors go through ``pack_hook`` and come back through ``unpack_hook``.
 
-    As ``torch.autograd.graph.saved_tensors_hooks``: the innermost pair wins, a context may be entered
-    again, and hook exceptions keep their type. Unlike torch's, a wrong hook is an error, not a wrong
-    gradient: see *Raises*. An identity ``pack_hook`` does not leak.
+    As with ``torch.autograd.graph.saved_tensors_hooks``, autograd uses the innermost pair, a context may be
+    entered again, and exceptions of hooks keep their type. Unlike with torch's, a wrong hook is an error,
+    not a wrong gradient (see *Raises*), and an identity ``pack_hook`` leaks no memory.
 
     Args:
         pack_hook: ``callable(Tensor) -> object``; must not change its argument.
-        unpack_hook: ``callable(object) -> Tensor``: a tensor equal to what was packed. May be called
-            several times with one object, which it must not change.
-        compose: also save the tensors inside what ``pack_hook`` returns (any pytree) through the pair
-            that is active around this context, if there is one. Default ``False``.
+        unpack_hook: ``callable(object) -> Tensor``; returns a tensor equal to the one that was packed. It may
+            be called several times with one object, which it must not change.
+        compose: whether the tensors inside the object that ``pack_hook`` returns (any pytree) are packed by
+            the pair that is active around this context, if there is one. Default ``False``.
 
     Raises:
         UsageError: from backward, when ``unpack_hook`` returns another shape, dtype or device than was
             packed, or changes its argument in place; from ``__exit__``, when contexts are left in the
-            wrong order. The graph and the other contexts are as they were.
+            wrong order. In either case the graph and the other contexts are as they were.
         InplaceError: from backward, when ``pack_hook`` returned the tensor or an alias of it, and the
             tensor was changed in place since.
         RuntimeError: from ``__enter__``, where hooks are disabled.
@@ -71,7 +71,7 @@ class saved_tensors_hooks(stock.saved_tensors_hooks):
 
 
 class Packed:
-    """What autograd holds: the pack hook's object, and what the unpacked tensor must look like."""
+    """What autograd holds: the pack hook's object, and the shape, dtype and device to unpack to."""
 
     __slots__ = ("alias_version", "device", "dtype", "shape", "value")
 
@@ -84,7 +84,7 @@ class Packed:
 
     @property
     def packed_inside(self) -> Any:
-        """The first tensor in the packed object, or the object; for whoever looks without unpacking."""
+        """The first tensor in the packed object, or the object, to describe it without unpacking."""
         leaves = tree_leaves(self.value)
         found = (
             leaf for leaf in leaves if isinstance(leaf, Tensor) or hasattr(leaf, "packed_inside")
@@ -102,7 +102,7 @@ class Outer:
 
     @property
     def packed_inside(self) -> Any:
-        """The packed object, for whoever looks without unpacking."""
+        """The packed object, to describe it without unpacking."""
         return self.value
 
 
@@ -165,7 +165,7 @@ class _Entered:
 
 
 def _versions(value: Any) -> list[int | None]:
-    """The versions of the tensors that are seen inside a packed object."""
+    """The versions of the tensors inside a packed object, as far as it is a plain container."""
     if isinstance(value, Tensor):
         return [version_of(value)]
     if type(value) in _CONTAINERS:

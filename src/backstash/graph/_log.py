@@ -1,4 +1,4 @@
-"""``log_backward``: what each node of a graph did in backward, as rows and as log records."""
+"""``log_backward``: what each node of a graph does in backward, as rows and as log records."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = ["BackwardLog", "NodeRun", "log_backward"]
 
 @dataclass(frozen=True, slots=True)
 class NodeRun:
-    """One node's work in one backward."""
+    """What one node did in one backward."""
 
     node: str
     """The node's name, ``"MulBackward0"``."""
@@ -33,19 +33,19 @@ class NodeRun:
     """The path of the module that made it (see :func:`label_modules`), or of the parameter whose
     gradient it accumulates; ``""`` where neither is known."""
     gradients: tuple[tuple[int, ...] | None, ...]
-    """The shapes of the gradients that it was given; ``None`` for one that is undefined."""
+    """The shapes of the gradients that it got; ``None`` for an undefined one."""
     norms: tuple[float | None, ...]
-    """Their Euclidean norms; empty where they were not asked for."""
+    """Their Euclidean norms; empty with ``norms=False``."""
     unpacked: tuple[SavedValue, ...]
-    """What it saved, and where the bytes were when it began."""
+    """The tensors that it saved, and where their bytes were when it began."""
     seconds: float | None
-    """From the first to the last of its hooks: unpacking and computing. ``None`` if it did not end."""
+    """Seconds from its first hook to its last: unpacking and computing. ``None`` if it did not end."""
     waited_seconds: float | None
-    """How much of it the stash kept it waiting; ``None`` without a stash."""
+    """How many of these seconds it waited for the stash; ``None`` without a stash."""
 
 
 class BackwardLog(Handle):
-    """The rows of the backwards that ran since :func:`log_backward`. ``remove()`` keeps the rows."""
+    """The handle that :func:`log_backward` returns, with the rows so far. ``remove()`` keeps the rows."""
 
     def __init__(
         self, *, norms: bool, stash: Stash | None, logger: logging.Logger, level: int
@@ -67,7 +67,7 @@ class BackwardLog(Handle):
 
     def watch(self, node: Any, module: str) -> None:
         """Register the hooks of one node."""
-        # The hooks must not hold the node, which holds them: they ask for it when it runs.
+        # The hooks must not hold the node, which holds them: they look it up when it runs.
         before = functools.partial(self._before, id(node), node.name(), module)
         self.handles.append(node.register_prehook(before))
         self.handles.append(node.register_hook(functools.partial(self._after, id(node))))
@@ -115,22 +115,23 @@ def log_backward(
     logger: logging.Logger | None = None,
     level: int = logging.DEBUG,
 ) -> BackwardLog:
-    """Record each node that backward runs, from now on until ``remove()``.
+    """Record each node of a graph that backward runs, from now on until ``remove()``.
 
-    The public form of what ``torch.autograd.graph`` does privately when its logger is at DEBUG, with
-    times, norms, and what was unpacked.
+    ``torch.autograd.graph`` has a private function for this, used when its logger is at DEBUG; this one also
+    records times, norms, and the tensors that were unpacked.
 
     Args:
-        outputs: what backward starts from, as for :func:`iter_graph`.
-        model: names the nodes that accumulate its parameters' gradients.
-        stash: the stash whose waits are reported.
-        norms: compute the norm of every gradient (default); reading it waits for an accelerator.
-        logger: where records go; default is the logger ``"backstash.graph"``.
-        level: their level; default ``logging.DEBUG``.
+        outputs: the tensors that backward starts from, as for :func:`iter_graph`.
+        model: its parameters' paths name the nodes that accumulate their gradients. Default ``None``.
+        stash: the stash whose waits are recorded. Default ``None``.
+        norms: whether the norm of every gradient is computed, which waits for an accelerator. Default
+            ``True``.
+        logger: gets one record for each node that ends. Default: the logger ``"backstash.graph"``.
+        level: the level of these records. Default ``logging.DEBUG``.
 
     Returns:
-        A handle with ``rows``, ``remove()``, and use as a context manager. A backward that raises leaves
-        the row of the failing node without ``seconds``.
+        A handle with ``rows`` and ``remove()``, which is also a context manager. If a backward raises, the
+        row of the node that failed has no ``seconds``.
 
     >>> x = torch.ones(2, requires_grad=True)
     >>> loss = x.exp().sum()

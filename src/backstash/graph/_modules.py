@@ -1,4 +1,4 @@
-"""Modules whose forward saves to host memory or to disk: the tutorial's wrappers."""
+"""Modules that run another one whose saved tensors go to host memory or to disk."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ class _Saving(nn.Module):
         register(_with_inner)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """``module``'s forward; what it saves goes where the class says."""
+        """Run ``module``; what its forward saves goes through the context."""
         with self.context:
             return self.module(*args, **kwargs)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """As ``module``'s own."""
+        """The names and parameters of ``module``."""
         for name, parameter in super().named_parameters(*args, **kwargs):
             yield name.replace(_INNER, "", 1), parameter
 
@@ -52,7 +52,7 @@ class SaveOnCpu(_Saving):
     """A module that runs ``module`` under :class:`save_on_cpu`.
 
     Args:
-        module: any module; its state-dict keys do not change.
+        module: any module; its parameters' names and its state-dict keys do not change.
         options: the arguments of :class:`save_on_cpu`.
 
     >>> model = nn.Sequential(nn.Linear(2, 2), SaveOnCpu(nn.Linear(2, 2), pin_memory=True))
@@ -68,9 +68,12 @@ class SaveOnDisk(_Saving):
     """A module that runs ``module`` under :func:`save_on_disk`. Copies and replicas share its stash.
 
     Args:
-        module: any module; its state-dict keys do not change.
-        directory: where; ``None`` is the system's temporary directory.
+        module: any module; its parameters' names and its state-dict keys do not change.
+        directory: the directory of the stash's file. Default ``None``: the system's temporary directory.
         options: the other arguments of :func:`save_on_disk`: ``min_bytes``, ``min_elements``, ….
+
+    Raises:
+        SizeError, StashIOError: as :func:`save_on_disk`.
 
     >>> import torch
     >>> model = nn.Sequential(nn.Linear(2, 2), SaveOnDisk(nn.Tanh(), min_elements=1000))

@@ -1,15 +1,15 @@
 """``register_multi_grad_hook``: one call for the gradients of several tensors.
 
-What one backward has gathered is owned by that backward: the engine holds it among its final callbacks and
-lets go of them when the backward ends, also when it raises. This table only refers to it weakly.
+The gradients that one backward has gathered are owned by that backward: the engine holds them by a final
+callback and drops it when the backward ends, also when it raises. The table here holds weak references.
 
 The hook of one tensor must know which of the other tensors the running backward will reach, and so
 their graph nodes. If the hooks of ``a`` and ``b`` held each other's nodes, and ``b`` was computed from
 ``a``, the two nodes would keep each other alive for ever, since the garbage collector cannot look into
 a C++ node that another one refers to. A node is made after the nodes it leads to, and has a greater
 sequence number: so each hook holds the nodes of smaller number only, in a chain. Leaves are held
-weakly. Where that does not tell (a tensor that was dropped, a leaf under ``autograd.grad``), the call
-waits for the end of the backward.
+weakly. Where it cannot be known whether the backward reaches a tensor (one that was dropped, a leaf under
+``autograd.grad``), ``fn`` is called at the end of the backward.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ def register_multi_grad_hook(
     *,
     mode: Literal["all", "any"] = "all",
 ) -> Handle:
-    """Call ``fn`` once per backward with the gradients of ``tensors``.
+    """Call ``fn`` once in each backward with the gradients of ``tensors``.
 
     Args:
-        tensors: any number; those that need no gradient have ``None`` in their place.
-        fn: with ``"all"``, called with a list, one gradient or ``None`` for each tensor, as soon as every
-            gradient that this backward computes is there; with ``"any"``, called with the first one.
+        tensors: any number. The list has ``None`` in the place of a tensor that gets no gradient.
+        fn: with ``"all"``, called with a list of one gradient or ``None`` for each tensor, as soon as the
+            backward has computed the last of them; with ``"any"``, called with the first gradient alone.
             It must not change them.
         mode: ``"all"`` (default) or ``"any"``.
 
@@ -50,8 +50,8 @@ def register_multi_grad_hook(
         A handle with ``remove()``, also a context manager.
 
     Raises:
-        ValueError: another mode. What ``fn`` raises comes out of backward; a backward that raises before
-            all gradients are there does not call ``fn`` and leaves nothing behind.
+        ValueError: ``mode`` is another. What ``fn`` raises comes out of backward. A backward that raises
+            before the last gradient does not call ``fn``, and what it had gathered is freed.
 
     >>> a, b = torch.ones(2, requires_grad=True), torch.ones(2)
     >>> c = a * 2
@@ -87,7 +87,7 @@ def _number(node: Any) -> int:
 
 @dataclass(slots=True)
 class _Below:
-    """A tensor whose node was made before the holder's, and the next one further down."""
+    """A tensor whose node was made before that of the hook that holds this, and the next such tensor."""
 
     index: int
     edge: stock.GradientEdge
@@ -95,7 +95,7 @@ class _Below:
 
 
 class _Group:
-    """What the hooks of one registration share. It refers to no node and to no tensor."""
+    """What the hooks of one registration share. It holds no node and no tensor."""
 
     __slots__ = ("count", "fn", "lock", "running", "tensors")
 
@@ -110,7 +110,7 @@ class _Group:
 
 
 class _Gathering:
-    """What one backward has gathered so far. The engine owns it, as a callback for the backward's end."""
+    """The gradients of one backward so far. The engine owns it, as a callback for the backward's end."""
 
     __slots__ = ("__weakref__", "called", "grads", "group", "waiting_for")
 
@@ -200,7 +200,7 @@ class _First:
 
 
 class _Ran:
-    """Says that a backward has made its call; the engine owns it until the backward ends."""
+    """Marks a backward that has called ``fn``; the engine owns it until the backward ends."""
 
     __slots__ = ("__weakref__",)
 

@@ -1,13 +1,12 @@
-"""``allow_mutation_on_saved_tensors``: what was saved keeps its value while the program changes the tensor.
+"""``allow_mutation_on_saved_tensors``: saved tensors keep their values while the program changes them.
 
-Two views of the program are needed: every save, and every write. Saves are seen by a *guard* around each
-hook pair, the context's own and those of contexts entered inside it (a torch-function mode finds a new
-pair before the next operation saves anything). Writes are seen by a dispatch mode, which reads from an
-operator's schema which arguments it writes: ``out=``, lists of tensors and fused operators included.
+The context has to see every save and every write. It sees saves by a *guard* around each hook pair, its own
+and those of contexts entered inside it (a torch-function mode finds a new pair before the next operation saves
+anything). It sees writes by a dispatch mode, which reads from an operator's schema which arguments the operator
+writes: ``out=``, lists of tensors and fused operators included.
 
-A pair that is entered inside keeps doing its work. Only when a tensor it packed is about to change does
-the guard take a clone, which backward then gets instead: whatever the pair holds by then may have changed
-with the tensor.
+A pair that is entered inside works as before. Only when a tensor that it packed is about to change does the
+guard take a clone, which backward then gets instead: what the pair holds may change with the tensor.
 
 The idea of cloning before a write is from ``torch.autograd.graph``, whose version knows a saved tensor by
 its address and version, and so misses writes through a view that begins elsewhere.
@@ -39,7 +38,7 @@ __all__ = [
     "is_guard",
 ]
 
-# An operation that saves a tensor and then fills it: that write makes what was saved, and changes nothing.
+# Operations that save a tensor and then fill it: that write makes the saved value and does not change it.
 _FILLED_ONCE_SAVED = {
     ("aten::rrelu_with_noise", "noise"),
     ("aten::rrelu_with_noise_", "noise"),
@@ -51,11 +50,11 @@ _written: dict[
 
 
 class OutsideContextError(UsageError, AssertionError):
-    """Backward needs a context that has ended. An ``AssertionError`` too, as torch's own is."""
+    """Backward needs a context that has ended. It is an ``AssertionError`` too, as torch's own error is."""
 
 
 class MutationContext:
-    """What :func:`allow_mutation_on_saved_tensors` yields: its state, for looking at."""
+    """The state of :func:`allow_mutation_on_saved_tensors`, which it yields; it can be read only."""
 
     __slots__ = ("_table",)
 
@@ -69,24 +68,24 @@ class MutationContext:
 
     @property
     def tid_to_weakhandle(self) -> dict[object, Saved]:
-        """The saved tensors that are alive; torch's name for it."""
+        """The saved tensors that are alive, under the name that torch has for them."""
         return self._table.alive()
 
 
 @contextmanager
 def allow_mutation_on_saved_tensors() -> Iterator[MutationContext]:
-    """Within it, a tensor that was saved for backward may be changed in place, through any alias.
+    """A context in which a tensor that was saved for backward may be changed in place, through any alias.
 
-    What was saved is cloned just before it changes, and backward gets the value that was saved. Forward
-    and backward both run inside. A context around or inside it, a stash or any hook pair, keeps working.
+    It clones a saved tensor just before the tensor changes, and backward gets the value that was saved.
+    Forward and backward must both run inside. Contexts around or inside it, a stash or any hook pair, work.
 
     Yields:
-        The state: ``cloned``, the clones that are alive. It shrinks as graphs are freed.
+        The state; its ``cloned`` has the clones that are alive, and shrinks as graphs are freed.
 
     Raises:
-        RuntimeError: it is active on this thread already; the outer one goes on working.
+        RuntimeError: such a context is active on this thread already; that one is not affected.
         AssertionError: from backward, outside the context in which the graph was recorded.
-        InplaceError: from backward, after a change that could not be seen: on another thread, or by code
+        InplaceError: from backward, after a change that could not be seen: one on another thread, or by code
             that only calls ``increment_version``.
 
     >>> with allow_mutation_on_saved_tensors() as context:
@@ -133,7 +132,7 @@ def guard_new_pair() -> None:
 
 
 class Guarded:
-    """What autograd holds: the saved tensor's record, and what the guarded pair packed."""
+    """What autograd holds: the record of the saved tensor, and the object that the guarded pair packed."""
 
     __slots__ = ("packed", "saved")
 
@@ -143,12 +142,12 @@ class Guarded:
 
     @property
     def packed_inside(self) -> Any:
-        """The tensor left in place, or what the pair packed; for whoever looks without unpacking."""
+        """The tensor left in place, or the packed object, to describe it without unpacking."""
         return self.packed if self.saved.alias is None else self.saved.alias
 
 
 class Guard:
-    """A pair that watches what it saves. With an inner pair, that one packs; without, the tensor stays."""
+    """A pair that watches the tensors it saves. An inner pair packs them; without one they stay in place."""
 
     __slots__ = ("inner", "left", "owner", "table")
 
@@ -175,7 +174,7 @@ class Guard:
 
 def is_guard(pair: Pair) -> bool:
     """Whether a pair is a guard, or stands in for one that was guarded."""
-    if hasattr(pair.pack, "takes_its_own"):  # it hands on only some of the saves to what it wraps
+    if hasattr(pair.pack, "takes_its_own"):  # it gives only some of the saves to the pair it wraps
         return hasattr(pair.pack, "guard")
     return isinstance(getattr(own_pack(pair), "__self__", None), Guard) or hasattr(
         pair.pack, "guard"
@@ -197,7 +196,7 @@ def _guard_current(table: WatchTable) -> None:
 
 
 class _FindNewPairs(TorchFunctionMode):
-    """Guards a pair that was entered inside the context, before an operation saves through it."""
+    """Guards each pair that was entered inside the context before an operation saves through it."""
 
     def __init__(self, table: WatchTable) -> None:
         super().__init__()
@@ -211,7 +210,7 @@ class _FindNewPairs(TorchFunctionMode):
 
 
 class _CloneBeforeWrite(TorchDispatchMode):
-    """Clones what was saved and an operator is about to write."""
+    """Clones saved tensors before an operator writes them."""
 
     def __init__(self, table: WatchTable) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

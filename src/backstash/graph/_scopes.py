@@ -1,4 +1,4 @@
-"""Regions inside a context whose saves are left alone, all of them or by a predicate."""
+"""Contexts in which saved tensors stay in place: all of them, or those that a predicate does not choose."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ __all__ = ["only", "skip"]
 
 @contextmanager
 def skip() -> Iterator[None]:
-    """A region whose saves are left alone: inside it, no hook pair is active, as if there were none around.
+    """A context in which no hook pair is active, so that saved tensors stay in place.
 
-    torch itself holds the tensors, with its own version check. Contexts entered inside work as usual.
-    Also a decorator.
+    torch itself holds them, with its own version check. Contexts entered inside it work as usual. It is also
+    a decorator.
 
     Raises:
-        UsageError: a context entered inside is still active at the end; the outer ones are active again
-            all the same.
+        UsageError: at the end, a context entered inside is still active. That one stays active, and the outer
+            ones are active again.
 
     >>> import torch
     >>> from backstash.graph import saved_tensors_hooks
@@ -53,17 +53,18 @@ def skip() -> Iterator[None]:
 
 
 def only(predicate: Callable[[Tensor], bool]) -> _Only:
-    """A region in which only tensors that satisfy ``predicate`` go to the pair around it.
+    """A context in which only tensors that satisfy ``predicate`` are packed by the pair around it.
 
-    The others are left in place, and a change in place is caught when backward needs them. With no pair
-    around it, all are left in place.
+    The others stay in place, and a change in place raises an error when backward needs them. With no pair
+    around it, all tensors stay in place.
 
     Args:
-        predicate: ``callable(Tensor) -> bool``; is called with every saved tensor and must not change it.
+        predicate: ``callable(Tensor) -> bool``; it gets every saved tensor and must not change it.
 
     Raises:
-        InplaceError: from backward, for a tensor left in place that was changed since.
-        UsageError: from ``__exit__``, when contexts are left in the wrong order.
+        UsageError: ``predicate`` cannot be called; or, from ``__exit__``, contexts are left in the wrong
+            order.
+        InplaceError: from backward, for a tensor that stayed in place and was changed since.
 
     >>> import torch
     >>> from backstash.graph import saved_tensors_hooks
@@ -95,7 +96,7 @@ class _Only:
 
 
 class _Chosen:
-    """One entry of ``only``: what the outer pair packed goes back to it, the rest is held."""
+    """One entry of ``only``: the outer pair packs and unpacks the chosen tensors, the others are held here."""
 
     __slots__ = ("left", "outer", "owner", "predicate")
 

@@ -1,11 +1,11 @@
-"""Which saved tensors lie in which storage, so that they are cloned before the storage is written.
+"""Which saved tensors lie in which storage, so that they can be cloned before the storage is written.
 
 A storage is known by its ``_cdata`` while the table owns a weak reference to it: the identity of a storage
 that is weakly referenced is not given to another one. Every alias of a saved tensor has the same storage,
 whatever its address, shape or dtype, so a write through any of them is found here.
 
-Nothing is kept for a saved tensor that died: its weak reference's callback, which may run on any thread in
-the middle of anything, only appends to a queue that the next call drains.
+The table keeps nothing of a saved tensor that died. The callback of its weak reference may run on any thread in
+the middle of anything, so it only appends to a queue, which the next call drains.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Region(NamedTuple):
 
 
 class Saved:
-    """A saved tensor: where it lies, and an alias of it, or its clone once it was about to change."""
+    """A saved tensor: where its bytes lie, and an alias, or a clone that was made before it changed."""
 
     __slots__ = (
         "__weakref__",
@@ -66,7 +66,7 @@ class Saved:
             self.conj, self.neg = tensor.is_conj(), tensor.is_neg()
 
     def get(self) -> Tensor:
-        """The tensor as it was saved. Raises ``InplaceError`` after a change that the table did not see."""
+        """Return the tensor as it was saved. Raises ``InplaceError`` after a change that was not seen."""
         alias = self.alias
         assert alias is not None
         if self.version is not None and version_of(alias) != self.version:
@@ -74,7 +74,7 @@ class Saved:
         return alias
 
     def clone_from(self, storage: torch.UntypedStorage) -> None:
-        """Make the value safe from a coming write to ``storage``, in which the saved tensor lies."""
+        """Clone the value before a write to ``storage``, in which the saved tensor lies."""
         source = self.alias
         if source is None:
             source = torch.empty(0, dtype=self.dtype, device=storage.device)
@@ -102,7 +102,7 @@ class WatchTable:
         self.closed = False
 
     def add(self, tensor: Tensor, *, hold: bool) -> Saved:
-        """Watch ``tensor``; with ``hold``, keep it alive too. The same tensor saved again is one record."""
+        """Watch ``tensor``; with ``hold``, keep it alive. The same tensor saved again has the same record."""
         regions = _regions(tensor)
         with self._lock:  # a pack hook calls this, and gradients are disabled there
             self._drain()
@@ -126,7 +126,7 @@ class WatchTable:
             return saved
 
     def before_write(self, tensor: Tensor, *, moves_only: bool) -> None:
-        """Clone what was saved and ``tensor`` is about to change; ``moves_only``: no byte will change."""
+        """Clone the saved tensors that a write to ``tensor`` changes; ``moves_only``: it changes no byte."""
         with self._lock, torch.no_grad():
             self._drain()
             for storage, low, high in _regions(tensor) or ():
@@ -139,18 +139,18 @@ class WatchTable:
                         self._clone(saved, storage)
 
     def cloned(self) -> dict[Saved, Tensor]:
-        """What is alive and had to be cloned."""
+        """The clones of saved tensors that are alive."""
         with self._lock:
             return {saved: saved.alias for saved in self._clones if saved.alias is not None}
 
     def alive(self) -> dict[object, Saved]:
-        """What is alive, cloned or not."""
+        """The saved tensors that are alive, cloned or not."""
         with self._lock:
             self._drain()
             return {id(saved): saved for saved in self._everything()}
 
     def close(self) -> None:
-        """Let go of every tensor. What is still saved cannot be had again."""
+        """Release every tensor. What is still saved can no longer be unpacked."""
         with self._lock:
             self.closed = True
             for saved in list(self._everything()):
