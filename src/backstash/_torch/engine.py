@@ -90,7 +90,7 @@ def number_of(node: Any) -> int:
 def output_metadata(node: Any) -> tuple[Any, ...]:
     """Shape and dtype of each output of the operation that made ``node``, as torch notes them.
 
-    Empty where it does not tell, as torch 2.11 does for the nodes of custom functions.
+    Empty where torch lacks it, and for a custom function's node that outlives its graph in torch 2.11.
     """
     try:
         return tuple(getattr(node, "_input_metadata", ()))  # of the gradients that come in

@@ -26,6 +26,8 @@ __all__ = [
     "toggle_bits",
 ]
 
+_PLAIN = (Tensor, torch.nn.Parameter)
+
 neg_view: Callable[[Tensor], Tensor] = required(
     "torch._neg_view", "gives back a tensor that was saved with its neg bit set"
 )
@@ -71,6 +73,8 @@ def parts_of(tensor: Any) -> list[Tensor] | None:
     methods refuse a tensor that is not coalesced, and return others. Where they are missing, the tensor
     raises ``AttributeError``.
     """
+    if type(tensor) in _PLAIN and tensor.layout is torch.strided:
+        return None
     if is_wrapper_subclass(tensor):
         return [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
     if tensor.layout is torch.sparse_coo:
