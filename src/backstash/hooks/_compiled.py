@@ -15,6 +15,7 @@ from torch import nn
 from .._torch.module_parts import is_compiled
 from ._errors import HookWarning
 from ._paths import Site
+from ._registration import caller
 
 __all__ = ["warn_if_compiled"]
 
@@ -37,5 +38,5 @@ def warn_if_compiled(model: nn.Module, sites: Iterable[Site], *, owner: str) -> 
         "this call ignores its hooks; call torch.compiler.reset() after registering, or hook and run the "
         "model that was given to torch.compile",
         HookWarning,
-        stacklevel=4,
+        stacklevel=caller()[1],
     )
