@@ -26,12 +26,13 @@ Unpack = Callable[[Any], Tensor]
 StandIn = Callable[[Pack, Unpack], tuple[Pack, Unpack]]
 
 _autograd: Any = torch._C._autograd
-_NAME = "_push_saved_tensors_default_hooks"
+_PATH = "torch._C._autograd._push_saved_tensors_default_hooks"
+_NAME = _PATH.rpartition(".")[2]
 _lock = threading.Lock()
 _local = threading.local()
 _state: dict[str, Any] = {
     "count": 0,
-    "real": required(f"torch._C._autograd.{_NAME}", "sees what other hooks save"),
+    "real": required(_PATH, "sees what other hooks save"),
 }
 
 
