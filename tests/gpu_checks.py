@@ -62,7 +62,7 @@ def memory_is_pinned(place: Place) -> None:
     place.only_real()
     if place.device.type != "cuda":
         raise Skip("only CUDA locks memory that exists")
-    _accelerator._empty_host_cache()
+    _accelerator.empty_host_cache()
     before = place.pinned_bytes()
     memory = _goes_both_ways_through_a_pool(place, "")
     assert not memory.is_pinned(), "still pinned after trim"
@@ -72,7 +72,7 @@ def memory_is_pinned(place: Place) -> None:
 def memory_is_pinned_by_pytorch(place: Place) -> None:
     """Where memory that exists cannot be registered, PyTorch's allocator pins it, and has it back."""
     place.only_real()
-    _accelerator._empty_host_cache()
+    _accelerator.empty_host_cache()
     before = place.pinned_bytes()
     with _refused("pin"):
         memory = _goes_both_ways_through_a_pool(
@@ -80,7 +80,7 @@ def memory_is_pinned_by_pytorch(place: Place) -> None:
         )
     assert memory.is_pinned() and place.pinned_bytes() == before + 64 * MIB
     del memory
-    _accelerator._empty_host_cache()
+    _accelerator.empty_host_cache()
     assert place.pinned_bytes() == before, "still pinned when nobody looks into it"
 
 
@@ -491,7 +491,7 @@ def pinning_refused(place: Place) -> None:
     model, x = place.model(layers=4), place.batch()
     true = place.gradients(model, x)
     for names in (["pin"], ["pin", "pinned"]):
-        _accelerator._empty_host_cache()
+        _accelerator.empty_host_cache()
         before = place.pinned_bytes()
         with _refused(*names):
             stash = place.stash(host=2048, inflight=8, prefetch=8)

@@ -538,14 +538,14 @@ def test_what_pytorch_keeps_of_pinned_memory_is_let_go(monkeypatch):
     asked = []
     monkeypatch.delattr(torch.accelerator, "empty_host_cache", raising=False)
     monkeypatch.delattr(torch._C, "_host_emptyCache", raising=False)
-    _accelerator._empty_host_cache()
+    _accelerator.empty_host_cache()
     monkeypatch.setattr(torch._C, "_host_emptyCache", lambda: asked.append("cuda"), raising=False)
-    _accelerator._empty_host_cache()
+    _accelerator.empty_host_cache()
     assert asked == ["cuda"], "torch 2.11's"
     monkeypatch.setattr(
         torch.accelerator, "empty_host_cache", lambda: asked.append("any"), raising=False
     )
-    _accelerator._empty_host_cache()
+    _accelerator.empty_host_cache()
     assert asked == ["cuda", "any"]
 
 
@@ -554,7 +554,7 @@ def test_where_nothing_can_be_registered_pytorch_pins(monkeypatch):
     device._device, device._pid = torch.device("xpu", 0), os.getpid()
     asked = []
     device._down, device._up = FakeStream(asked, "down"), FakeStream(asked, "up")
-    monkeypatch.setattr(_accelerator, "_empty_host_cache", lambda: asked.append("cache emptied"))
+    monkeypatch.setattr(_accelerator, "empty_host_cache", lambda: asked.append("cache emptied"))
     empty = torch.empty
 
     def pins(*size, pin_memory=False, **rest):

@@ -55,6 +55,29 @@ def test_on_a_compiled_model_it_warns(chain, register, in_place) -> None:
         handle.remove()
 
 
+@pytest.mark.parametrize(
+    "register",
+    [
+        lambda m: capture(m, "0"),
+        lambda m: trace(m, to=None),
+        lambda m: watch_gradients(m, per="module", to=None),
+        lambda m: edit_gradients({"0": torch.zeros_like}, m),
+        lambda m: find_nonfinite(m),
+    ],
+    ids=["capture", "trace", "watch_gradients", "edit_gradients", "find_nonfinite"],
+)
+def test_the_warning_names_the_line_that_registers(chain, register) -> None:
+    model = torch.compile(chain, backend="eager")
+    with pytest.warns(HookWarning, match=REMEDY) as caught:
+        handle = register(model)
+    code = register.__code__
+    assert [(each.filename, each.lineno) for each in caught] == [
+        (code.co_filename, code.co_firstlineno)
+    ]
+    with pytest.warns(HookWarning, match="never fired"):
+        handle.remove()
+
+
 def test_a_compiled_block_in_a_model(chain: nn.Sequential) -> None:
     chain[0] = torch.compile(chain[0], backend="eager")
     with pytest.warns(HookWarning, match="0 runs inside"):

@@ -33,6 +33,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from .._torch.host_memory import empty_host_cache
 from .base import Completion, Copy, Device
 
 __all__ = ["Accelerator", "accelerator"]
@@ -268,7 +269,7 @@ class Accelerator(Device):
             return
         self.finish()
         memory.data = torch.empty(0, dtype=torch.uint8, device="cpu")
-        _empty_host_cache()
+        empty_host_cache()
 
     def finish(self) -> None:
         """See :meth:`Device.finish`."""
@@ -289,13 +290,6 @@ class Accelerator(Device):
     def failures(self) -> int:
         """See :meth:`Device.failures`."""
         return int(torch.accelerator.memory_stats(self._device).get("num_ooms", 0))
-
-
-def _empty_host_cache() -> None:
-    """PyTorch's allocator of pinned memory keeps what it is given back: let go of that."""
-    empties = getattr(torch.accelerator, "empty_host_cache", None)  # torch 2.11 has none
-    empties = empties or getattr(torch._C, "_host_emptyCache", _nothing)  # in a build for CUDA
-    empties()
 
 
 def accelerator(device: torch.device) -> Device | str:

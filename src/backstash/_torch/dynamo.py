@@ -9,12 +9,20 @@ tensor that it cannot fake.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from types import CodeType, FunctionType
-from typing import Any
+from typing import Any, TypeVar
 
-from torch._C._dynamo import eval_frame
+from .lookup import optional
 
-__all__ = ["leave_untraced"]
+__all__ = ["leave_untraced", "not_compiled", "untraced"]
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+_eval_frame: Any = optional("torch._C._dynamo.eval_frame", None)
+
+not_compiled: Callable[[_F], _F] = optional("torch._disable_dynamo", lambda function: function)
+"""A decorator: compiled code calls the function as it is, and does not warn of what it cannot trace in it.
+In torch 2.11 to 2.15; where it is missing, the function itself, of which compiled code may warn."""
 
 
 def leave_untraced(package: str) -> None:
@@ -24,18 +32,29 @@ def leave_untraced(package: str) -> None:
     as torch marks its own; ``torch.compiler.disable`` would import all of the compiler with backstash, and
     cost each call some microseconds. A torch that knows no such mark traces what it will.
     """
-    strategy = getattr(eval_frame, "_FrameExecStrategy", None)
+    strategy = getattr(_eval_frame, "_FrameExecStrategy", None)
     if strategy is None:
         return
-    action = eval_frame._FrameAction
+    action = _eval_frame._FrameAction
     mark = strategy(action.SKIP, action.DEFAULT)
     for name, module in list(sys.modules.items()):
         if name == package or name.startswith(package + "."):
             codes = [code for each in vars(module).values() for code in _codes_of(each, name)]
             while codes:
                 code = codes.pop()
-                eval_frame.set_code_exec_strategy(code, mark)
+                _eval_frame.set_code_exec_strategy(code, mark)
                 codes += [each for each in code.co_consts if isinstance(each, CodeType)]
+
+
+def untraced(function: _F) -> _F:
+    """A decorator for what a compiled model calls, such as a module's hook: Dynamo does not trace it.
+
+    It sets what ``torch.compiler.disable`` sets, a mark that torch 2.11 to 2.15 read; one that does not
+    traces the function. Calling that would import all of the compiler with backstash.
+    """
+    marked: Any = function
+    marked._torchdynamo_disable = True
+    return function
 
 
 def _codes_of(value: Any, module: str) -> list[CodeType]:

@@ -1,37 +1,98 @@
-"""The parts of autograd that torch keeps private, each with what we do where it is missing."""
+"""The backward engine: which node runs, in which backward, and what to call at its end.
+
+Names without an argument of their own are PyTorch's functions themselves: a call of one is a call of C.
+All of them are in torch 2.11 to 2.15.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-import torch
+from torch.autograd import graph as stock
 
-__all__ = ["in_backward", "queue_callback", "version_of"]
+from .lookup import optional, required
 
-_task_id: Callable[[], int] | None = getattr(torch._C, "_current_graph_task_id", None)
+__all__ = [
+    "current_node",
+    "in_backward",
+    "may_execute",
+    "number_of",
+    "output_metadata",
+    "queue_callback",
+    "running_task",
+    "sequence_number",
+]
+
+current_node: Callable[[], stock.Node | None] = optional(
+    "torch._C._current_autograd_node", lambda: None
+)
+"""The node that the engine runs on this thread, or ``None``. Where torch lacks the call: ``None``, and
+errors, events and logs do not name the node."""
+
+sequence_number: Callable[[], int] = required(
+    "torch.autograd._get_sequence_nr", "tells whether an operation has ended"
+)
+"""The number that this thread's next node will get. Where torch lacks the call, it raises ``UsageError``:
+what an operation has yet to fill could be written before it is filled."""
+
+queue_callback: Callable[[Callable[[], None]], None] = required(
+    "torch.autograd.Variable._execution_engine.queue_callback", "learns that a backward has ended"
+)
+"""Has the engine call ``callback()`` when the running backward ends, as DDP and FSDP do. The engine holds
+the only reference that it is given, and drops it if backward raises. Where torch lacks the call, it raises
+``UsageError``."""
+
+_task_id: Callable[[], int] = optional("torch._C._current_graph_task_id", lambda: -1)
+_required_task_id: Callable[[], int] = required(
+    "torch._C._current_graph_task_id", "tells one backward from another"
+)
+_will_execute: Callable[[Any], bool] = optional(
+    "torch._C._will_engine_execute_node", lambda node: True
+)
 
 
 def in_backward() -> bool:
     """Whether this thread runs inside a backward: a forward called now recomputes a checkpoint.
 
-    Where torch does not tell, False: a recomputed call then looks like any other call.
+    Where torch lacks the call, False: a recomputed call then looks like any other call.
     """
-    return _task_id is not None and _task_id() != -1
+    return _task_id() != -1
 
 
-def queue_callback(callback: Callable[[], None]) -> None:
-    """Calls ``callback`` when the running backward ends, as DDP and FSDP do.
+def running_task() -> int:
+    """The number of the backward that runs on this thread.
 
-    The engine holds the only reference that we give it, and drops it if backward raises.
+    Raises:
+        AssertionError: none runs.
+        UsageError: this torch does not tell.
     """
-    engine: Any = torch.autograd.Variable._execution_engine
-    engine.queue_callback(callback)
+    task = int(_required_task_id())
+    if task == -1:
+        raise AssertionError("expected this hook to be called inside a backward call")
+    return task
 
 
-def version_of(tensor: torch.Tensor) -> int | None:
-    """How often the tensor's memory was changed in place; ``None`` for inference tensors."""
+def may_execute(node: stock.Node) -> bool:
+    """Whether the running backward will run ``node``, or may; where torch lacks the call, it may."""
     try:
-        return tensor._version
+        return bool(_will_execute(node))
+    except RuntimeError:  # a leaf under autograd.grad: the engine does not tell
+        return True
+
+
+def number_of(node: Any) -> int:
+    """The sequence number that ``node`` got when it was made; 0 where it does not tell."""
+    number = getattr(node, "_sequence_nr", None)
+    return int(number()) if number is not None else 0
+
+
+def output_metadata(node: Any) -> tuple[Any, ...]:
+    """Shape and dtype of each output of the operation that made ``node``, as torch notes them.
+
+    Empty where torch lacks it, and for a custom function's node that outlives its graph in torch 2.11.
+    """
+    try:
+        return tuple(getattr(node, "_input_metadata", ()))  # of the gradients that come in
     except RuntimeError:
-        return None
+        return ()

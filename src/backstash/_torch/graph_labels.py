@@ -5,11 +5,11 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
+from .engine import number_of, sequence_number
 from .handle import Handle
+from .trees import tree_leaves
 
 __all__ = ["Labels", "label_modules", "module_of"]
 
@@ -28,7 +28,7 @@ class Labels(Handle):
             self.handles.append(module.register_forward_hook(_Label(self, path), always_call=True))
 
     def _start(self, module: nn.Module, args: Any) -> None:
-        self.starts().append(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
+        self.starts().append(sequence_number())
 
     def starts(self) -> list[int]:
         """The first sequence number of each module call that runs on this thread."""
@@ -51,7 +51,7 @@ class _Label:
         seen = set()
         while ahead:
             node = ahead.pop()
-            if node is None or node in seen or not start <= node._sequence_nr() < _LEAF:
+            if node is None or node in seen or not start <= number_of(node) < _LEAF:
                 continue
             seen.add(node)
             metadata: Any = node.metadata

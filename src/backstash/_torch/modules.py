@@ -11,12 +11,19 @@ import gc
 import sys
 from itertools import pairwise
 from types import FrameType
+from typing import Any
 
 from torch import Tensor, nn
 
-__all__ = ["call_frame", "is_buffer", "is_running", "module_path", "running_modules"]
+from .lookup import optional
+from .module_parts import own_buffers, own_children, own_parameters
+from .storages import storage_identity
 
-_CALL_CODE = nn.Module._call_impl.__code__
+__all__ = ["CALL_CODE", "call_frame", "is_buffer", "is_running", "module_path", "running_modules"]
+
+CALL_CODE: Any = optional("torch.nn.Module._call_impl.__code__", None)
+"""The code of the frames that run a module's forward, with the module as their local variable ``self``. In
+torch 2.11 to 2.15; where it is missing, no module is seen to run."""
 
 
 def running_modules(frame: FrameType | None = None) -> list[nn.Module]:
@@ -24,7 +31,7 @@ def running_modules(frame: FrameType | None = None) -> list[nn.Module]:
     modules = []
     current = sys._getframe(1) if frame is None else frame
     while current is not None:
-        if current.f_code is _CALL_CODE:
+        if current.f_code is CALL_CODE:
             modules.append(current.f_locals["self"])
         current = current.f_back  # type: ignore[assignment]
     modules.reverse()
@@ -34,7 +41,7 @@ def running_modules(frame: FrameType | None = None) -> list[nn.Module]:
 def call_frame() -> FrameType | None:
     """The innermost frame on this thread that runs a module's forward."""
     current: FrameType | None = sys._getframe(1)
-    while current is not None and current.f_code is not _CALL_CODE:
+    while current is not None and current.f_code is not CALL_CODE:
         current = current.f_back
     return current
 
@@ -62,9 +69,9 @@ def module_path(modules: list[nn.Module]) -> str:
 
 
 def _name_under(parent: nn.Module, child: nn.Module) -> str:
-    for name, module in parent._modules.items():
+    for name, module in own_children(parent):
         if module is child:
-            return str(name)
+            return name
     for path, module in parent.named_modules():
         if module is child and path:
             return str(path)
@@ -74,7 +81,7 @@ def _name_under(parent: nn.Module, child: nn.Module) -> str:
 def is_buffer(cdata: int, modules: list[nn.Module]) -> bool:
     """Whether the storage with this ``_cdata`` belongs to a buffer or parameter of a running module."""
     for module in reversed(modules):
-        for tensors in (module._buffers, module._parameters):
+        for tensors in (module._buffers, module._parameters):  # no calls: asked at each save
             for tensor in tensors.values():
                 if _cdata_of(tensor) == cdata:
                     return True
@@ -91,7 +98,7 @@ def module_that_has(tensor: Tensor) -> str:
     longest, found = -1, ""
     for root in modules if cdata else ():
         for path, module in root.named_modules():
-            for name, each in (*module._parameters.items(), *module._buffers.items()):
+            for name, each in (*own_parameters(module), *own_buffers(module)):
                 if _cdata_of(each) == cdata and len(path) > longest:
                     longest = len(path)
                     found = f"{path or f'({type(module).__name__})'}, whose {name} it is,"
@@ -100,6 +107,6 @@ def module_that_has(tensor: Tensor) -> str:
 
 def _cdata_of(tensor: Tensor | None) -> int:
     try:
-        return int(tensor.untyped_storage()._cdata) if tensor is not None else 0
+        return storage_identity(tensor.untyped_storage()) if tensor is not None else 0
     except (NotImplementedError, RuntimeError):
         return 0

@@ -1,4 +1,8 @@
-"""What a node saved, described without bringing it back."""
+"""What a node saved, described without bringing it back.
+
+Read from the attributes that torch 2.11 to 2.15 give to a node's type: ``_raw_saved_<name>``, autograd's own
+record of a saved tensor, and ``_saved_<name>``, its value. Of a node without them nothing is described.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd import graph as stock
 
-__all__ = ["RECOMPUTED", "SavedValue", "look", "packed_of", "saved"]
+__all__ = ["RECOMPUTED", "SavedValue", "look", "packed_of", "raw_of", "saved"]
 
 _PREFIX = "_raw_saved_"
 _VALUE_PREFIX = "_saved_"
@@ -94,9 +98,14 @@ def _attributes(kind: type, node: Any) -> tuple[str, ...]:
     return _names[kind]
 
 
+def raw_of(node: Any, name: str) -> Any:
+    """autograd's own record of the saved tensor ``name``, or a list of them; ``None``: freed or unknown."""
+    return _read(node, _PREFIX + name)
+
+
 def _read(node: Any, attribute: str) -> Any:
     try:
-        return getattr(node, attribute)
+        return getattr(node, attribute, None)
     except RuntimeError:  # lists say by an error that they were freed
         return None
 

@@ -3,6 +3,9 @@
 Only the innermost pair sees a save. A pair that is pushed inside the report's context would hide what it
 saves, so the call by which all of Python pushes pairs is replaced while there is a listener, on any thread,
 and put back when there is none. It stands in for pairs of the listener's own thread only.
+
+The call, ``torch._C._autograd._push_saved_tensors_default_hooks``, is in torch 2.11 to 2.15. Where it is
+missing, entering a report raises ``UsageError``.
 """
 
 from __future__ import annotations
@@ -14,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .lookup import required
+
 __all__ = ["Pack", "StandIn", "Unpack", "is_listening", "listen", "push_unseen", "stop_listening"]
 
 Pack = Callable[[Tensor], Any]
@@ -21,10 +26,14 @@ Unpack = Callable[[Any], Tensor]
 StandIn = Callable[[Pack, Unpack], tuple[Pack, Unpack]]
 
 _autograd: Any = torch._C._autograd
-_NAME = "_push_saved_tensors_default_hooks"
+_PATH = "torch._C._autograd._push_saved_tensors_default_hooks"
+_NAME = _PATH.rpartition(".")[2]
 _lock = threading.Lock()
 _local = threading.local()
-_state: dict[str, Any] = {"count": 0, "real": getattr(_autograd, _NAME)}
+_state: dict[str, Any] = {
+    "count": 0,
+    "real": required(_PATH, "sees what other hooks save"),
+}
 
 
 def _push(pack: Pack, unpack: Unpack) -> None:
@@ -33,16 +42,20 @@ def _push(pack: Pack, unpack: Unpack) -> None:
     _state["real"](pack, unpack)
 
 
+def _current() -> Any:
+    return getattr(_autograd, _NAME, _state["real"])
+
+
 def push_unseen(pack: Pack, unpack: Unpack) -> None:
     """Push a pair as it is, past all listeners."""
-    (_state["real"] if _state["count"] else getattr(_autograd, _NAME))(pack, unpack)
+    (_state["real"] if _state["count"] else _current())(pack, unpack)
 
 
 def listen(stand_in: StandIn) -> None:
     """Replace each pair that this thread pushes by ``stand_in(pack, unpack)``, from now on."""
     with _lock:
         if _state["count"] == 0:
-            _state["real"] = getattr(_autograd, _NAME)
+            _state["real"] = _current()
             setattr(_autograd, _NAME, _push)
         _state["count"] += 1
     _local.listeners = (*getattr(_local, "listeners", ()), stand_in)
@@ -59,5 +72,5 @@ def stop_listening(stand_in: StandIn) -> None:
     with _lock:
         _state["count"] -= 1
         # Whoever replaced the call after us keeps theirs; ours then only hands on.
-        if _state["count"] == 0 and getattr(_autograd, _NAME) is _push:
+        if _state["count"] == 0 and _current() is _push:
             setattr(_autograd, _NAME, _state["real"])

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import graph as stock
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from .._torch.hook_stack import Pair, current_pair, pop_owned, push
+from .._torch.storages import storage_identity, storage_of
+from .._torch.trees import tree_leaves, tree_map_only
 from .._torch.versions import changed_in_place, running_node, version_of
 from ..errors import UsageError
 
@@ -178,10 +179,10 @@ def _is_alias(value: Any, tensor: Tensor) -> bool:
         return True
     if not isinstance(value, Tensor) or type(tensor) not in (Tensor, torch.nn.Parameter):
         return False
-    try:
-        return bool(value.untyped_storage()._cdata == tensor.untyped_storage()._cdata)
-    except (NotImplementedError, RuntimeError):  # layouts without a storage
+    one, other = storage_of(value), storage_of(tensor)
+    if one is None or other is None:  # layouts without a storage
         return False
+    return storage_identity(one) == storage_identity(other)
 
 
 def _name(hook: Any) -> str:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from .._text import clean
+from .._torch.engine import current_node
 from .._torch.graph_labels import module_of
 from .._torch.graph_walk import Outputs, iter_graph
 from .._torch.handle import Handle
@@ -76,7 +77,7 @@ class BackwardLog(Handle):
         return self._stash.stats().unpack_stall_seconds if self._stash is not None else 0.0
 
     def _before(self, key: int, name: str, module: str, grads: Sequence[Tensor | None]) -> None:
-        node = torch._C._current_autograd_node()
+        node = current_node()
         shapes = tuple(None if grad is None else tuple(grad.shape) for grad in grads)
         norms = tuple(_norm(grad) for grad in grads) if self._norms else ()
         unpacked = saved(node) if node is not None else ()

@@ -20,13 +20,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import torch
 from torch import Tensor
 from torch.autograd import graph as stock
-from torch.autograd.variable import Variable
 from torch.utils.hooks import RemovableHandle
 
+from .._torch.engine import may_execute, number_of, queue_callback, running_task
 from .._torch.handle import Handle
+from .._torch.tensors import alive
 
 __all__ = ["register_multi_grad_hook"]
 
@@ -70,7 +70,7 @@ def register_multi_grad_hook(
     handles = [_register(t, _Arrival(group, index, None)) for index, t in wanted if t.is_leaf]
     made = [(index, t, stock.get_gradient_edge(t)) for index, t in wanted if not t.is_leaf]
     below: _Below | None = None
-    for index, tensor, edge in sorted(made, key=lambda item: _number(item[2].node)):
+    for index, tensor, edge in sorted(made, key=lambda item: number_of(item[2].node)):
         handles.append(_register(tensor, _Arrival(group, index, below)))
         below = _Below(index, edge, below)
     return Handle(handles)
@@ -78,11 +78,6 @@ def register_multi_grad_hook(
 
 def _register(tensor: Tensor, hook: Callable[[Tensor], None]) -> RemovableHandle:
     return tensor.register_hook(hook)  # type: ignore[no-any-return, no-untyped-call]
-
-
-def _number(node: Any) -> int:
-    number = getattr(node, "_sequence_nr", None)
-    return number() if number is not None else 0
 
 
 @dataclass(slots=True)
@@ -137,14 +132,14 @@ class _Arrival:
         self.below = below
 
     def __call__(self, grad: Tensor) -> None:
-        task = _running_task()
+        task = running_task()
         group = self.group
         with group.lock:
             gathering = group.running.get(task)
             if gathering is None:
                 gathering = _Gathering(group, self._expected())
                 group.running[task] = gathering
-                _at_the_end(gathering)
+                queue_callback(gathering)
             gathering.grads[self.index] = grad
             gathering.waiting_for.discard(self.index)
             is_complete = not gathering.waiting_for
@@ -160,23 +155,9 @@ class _Arrival:
             below = below.next
         for index, reference in self.group.tensors.items():
             if index not in edges:
-                tensor = _alive(reference)
+                tensor = alive(reference)
                 edges[index] = None if tensor is None else stock.get_gradient_edge(tensor)
-        return {index for index, edge in edges.items() if edge is None or _may_run(edge.node)}
-
-
-def _alive(reference: weakref.ref[Tensor]) -> Tensor | None:
-    tensor = reference()
-    if tensor is not None and hasattr(tensor, "_fix_weakref"):
-        tensor._fix_weakref()  # the graph alone may have kept it
-    return tensor
-
-
-def _may_run(node: Any) -> bool:
-    try:
-        return bool(torch._C._will_engine_execute_node(node))
-    except RuntimeError:  # a leaf under autograd.grad: the engine does not tell
-        return True
+        return {index for index, edge in edges.items() if edge is None or may_execute(edge.node)}
 
 
 class _First:
@@ -190,12 +171,12 @@ class _First:
         self.running: weakref.WeakValueDictionary[int, _Ran] = weakref.WeakValueDictionary()
 
     def __call__(self, grad: Tensor) -> None:
-        task = _running_task()
+        task = running_task()
         with self.lock:
             if task in self.running:
                 return
             ran = self.running[task] = _Ran()
-            _at_the_end(ran)
+            queue_callback(ran)
         self.fn(grad)
 
 
@@ -206,15 +187,3 @@ class _Ran:
 
     def __call__(self) -> None:
         pass
-
-
-def _running_task() -> int:
-    task = int(torch._C._current_graph_task_id())
-    if task == -1:
-        raise AssertionError("expected this hook to be called inside a backward call")
-    return task
-
-
-def _at_the_end(callback: Callable[[], None]) -> None:
-    """Give ``callback`` to the running backward: called when it succeeds, let go of when it ends."""
-    Variable._execution_engine.queue_callback(callback)

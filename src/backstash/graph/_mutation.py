@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from .._torch.dispatch import TorchDispatchMode, schema_of
 from .._torch.hook_stack import Pair, current_pair, own_pack, pop_owned, push, replace_current
 from ..errors import UsageError
 from ._watch import Saved, WatchTable
@@ -234,7 +234,7 @@ class _CloneBeforeWrite(TorchDispatchMode):
 def _written_arguments(func: Any) -> tuple[tuple[int, str, bool], ...]:
     found = _written.get(func)
     if found is None:
-        schema: Any = getattr(func, "_schema", None)
+        schema: Any = schema_of(func)
         found = tuple(
             (position, argument.name, argument.kwarg_only)
             for position, argument in enumerate(schema.arguments if schema is not None else ())

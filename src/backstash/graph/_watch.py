@@ -14,13 +14,13 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from .._torch.storages import keep_identity, storage_identity, storage_of
+from .._torch.tensors import parts_of, toggle_bits
 from .._torch.versions import changed_in_place, version_of
 
 __all__ = ["Saved", "WatchTable"]
@@ -79,15 +79,15 @@ class Saved:
         if source is None:
             source = torch.empty(0, dtype=self.dtype, device=storage.device)
             source.set_(storage, self.offset, self.size, self.stride)
-            source = torch._neg_view(source) if self.neg else source
-            source = source.conj() if self.conj else source
+            source = toggle_bits(source, conj=self.conj, neg=self.neg)
         self.alias = _copy(source)
         self.version = version_of(self.alias)
         self.cloned = True
 
 
 class _Storage(NamedTuple):
-    keep_identity: StorageWeakRef
+    weak: object
+    """Owns a weak reference to the storage, so that its identity is not given to another one."""
     saved: dict[object, tuple[weakref.ref[Saved], int, int]]
 
 
@@ -109,7 +109,7 @@ class WatchTable:
             key: object = object()
             if regions and type(tensor) in _PLAIN and tensor.layout is torch.strided:
                 key = _identity(tensor, hold)
-                known = self._storages.get(regions[0].storage._cdata)
+                known = self._storages.get(storage_identity(regions[0].storage))
                 entry = known.saved.get(key) if known is not None else None
                 saved = entry[0]() if entry is not None else None
                 if saved is not None:
@@ -167,18 +167,18 @@ class WatchTable:
                     yield saved
 
     def _in(self, storage: torch.UntypedStorage) -> list[tuple[Saved, int, int]]:
-        known = self._storages.get(storage._cdata)
+        known = self._storages.get(storage_identity(storage))
         found = [(ref(), low, high) for ref, low, high in known.saved.values()] if known else []
         return [(saved, low, high) for saved, low, high in found if saved is not None]
 
     def _register(self, saved: Saved, regions: list[Region], key: object) -> None:
         dead = self._dead
         for storage, low, high in regions:
-            where = (storage._cdata, key)
-            record = self._storages.get(storage._cdata)
+            identity = storage_identity(storage)
+            where = (identity, key)
+            record = self._storages.get(identity)
             if record is None:
-                record = _Storage(StorageWeakRef(storage), {})  # type: ignore[no-untyped-call]
-                self._storages[storage._cdata] = record
+                record = self._storages[identity] = _Storage(keep_identity(storage), {})
             reference = weakref.ref(saved, lambda _, where=where: dead.append(where))  # type: ignore[misc]
             record.saved[key] = (reference, low, high)
             saved.where.append(where)
@@ -223,18 +223,11 @@ def _identity(tensor: Tensor, hold: bool) -> object:
 
 def _regions(tensor: Tensor) -> list[Region] | None:
     """Where the bytes of ``tensor`` lie; ``None`` when it does not tell."""
-    if type(tensor) not in _PLAIN and is_traceable_wrapper_subclass(tensor):
-        names, _ = tensor.__tensor_flatten__()
-        return _joined(getattr(tensor, name) for name in names)
-    if tensor.layout is torch.sparse_coo:
-        return _joined((tensor._indices(), tensor._values()))
-    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        return _joined((tensor.crow_indices(), tensor.col_indices(), tensor.values()))
-    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
-        return _joined((tensor.ccol_indices(), tensor.row_indices(), tensor.values()))
-    try:
-        storage = tensor.untyped_storage()
-    except (NotImplementedError, RuntimeError):
+    parts = parts_of(tensor)
+    if parts is not None:
+        return _joined(parts)
+    storage = storage_of(tensor)
+    if storage is None:
         return None
     if tensor.is_nested:
         return [Region(storage, 0, storage.nbytes())]
@@ -244,7 +237,7 @@ def _regions(tensor: Tensor) -> list[Region] | None:
     return [Region(storage, low, low + int(_extent(tensor)) * tensor.element_size())]
 
 
-def _joined(parts: Any) -> list[Region] | None:
+def _joined(parts: list[Tensor]) -> list[Region] | None:
     regions: list[Region] = []
     for part in parts:
         found = _regions(part)

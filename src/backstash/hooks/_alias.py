@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from .._torch.engine import version_of
+from .._torch.versions import version_of
 from ._registration import Registration
 from ._tree import map_leaves
 

@@ -12,20 +12,16 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
+from .._torch.module_parts import is_compiled
 from ._errors import HookWarning
 from ._paths import Site
+from ._registration import caller
 
 __all__ = ["warn_if_compiled"]
 
 
-def _is_compiled(module: nn.Module) -> bool:
-    return (
-        "_orig_mod" in module._modules or getattr(module, "_compiled_call_impl", None) is not None
-    )
-
-
 def _compiled_regions(model: nn.Module) -> list[nn.Module]:
-    return [module for module in model.modules() if _is_compiled(module)]
+    return [module for module in model.modules() if is_compiled(module)]
 
 
 def warn_if_compiled(model: nn.Module, sites: Iterable[Site], *, owner: str) -> None:
@@ -42,5 +38,5 @@ def warn_if_compiled(model: nn.Module, sites: Iterable[Site], *, owner: str) -> 
         "this call ignores its hooks; call torch.compiler.reset() after registering, or hook and run the "
         "model that was given to torch.compile",
         HookWarning,
-        stacklevel=4,
+        stacklevel=caller()[1],
     )

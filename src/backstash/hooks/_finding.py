@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 
 from .._text import clean
+from .._torch.module_parts import own_parameters
 from ._distributed import is_dtensor
 from ._paths import Site
 from ._stats import Row, Stats, fetch, measure
@@ -138,8 +139,8 @@ class Timeline:
             before=before,
             parameters=tuple(
                 name
-                for name, parameter in module._parameters.items()
-                if parameter is not None and not bool(_local(parameter).isfinite().all())
+                for name, parameter in own_parameters(module)
+                if not bool(_local(parameter).isfinite().all())
             ),
         )
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from .._torch.engine import version_of
+from .._torch.versions import version_of
 from ..errors import InplaceError
 from ._registration import HookRecord, Registration
 from ._tree import map_leaves, tensors_in

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import functools
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-import torch.nn.modules.module as torch_module
 from torch import nn
 
 from .._text import clean
+from .._torch.hook_dicts import hooks_of, hooks_of_all_modules, plain_function
+from .._torch.hook_stack import current_pair
+from .._torch.module_parts import own_parameters
+from ..errors import UsageError
 from ._paths import join, walk
 from ._registration import record_of
 
@@ -75,7 +77,7 @@ class HookInfo:
     def of(cls, kind: str, path: str, function: Any) -> HookInfo:
         """The facts about a hook, from its function."""
         record = record_of(function)
-        plain = _plain(function)
+        plain = plain_function(function)
         name = getattr(plain, "__qualname__", type(plain).__qualname__)
         if record is not None:
             owner = f"backstash.hooks.{record.owner}"
@@ -96,18 +98,6 @@ class HookInfo:
         return clean(f"{place}: {self.kind}, {who}, {since}, {fired}")
 
 
-def _plain(function: Any) -> Any:
-    """The function inside partials, bound methods, and torch's own wrapper of hooks."""
-    while True:
-        inner = function.func if isinstance(function, functools.partial) else None
-        inner = inner or getattr(function, "__func__", None)
-        if inner is None and type(function).__name__ == "_WrappedHook":
-            inner = getattr(function, "hook", None)
-        if inner is None:
-            return function
-        function = inner
-
-
 def _where(function: Any) -> str:
     call = vars(type(function)).get("__call__")
     code = getattr(function, "__code__", None) or getattr(call, "__code__", None)
@@ -123,39 +113,7 @@ class Inventory(tuple[HookInfo, ...]):
         return "\n".join(map(str, self)) if self else "no hooks"
 
 
-# Where torch keeps hooks. All of these attributes are private to torch; a missing one is skipped.
-_ON_MODULES = (
-    ("forward pre", "_forward_pre_hooks"),
-    ("forward", "_forward_hooks"),
-    ("backward pre", "_backward_pre_hooks"),
-    ("backward", "_backward_hooks"),
-    ("state_dict pre", "_state_dict_pre_hooks"),
-    ("state_dict", "_state_dict_hooks"),
-    ("load_state_dict pre", "_load_state_dict_pre_hooks"),
-    ("load_state_dict post", "_load_state_dict_post_hooks"),
-)
-_ON_PARAMETERS = (
-    ("gradient", "_backward_hooks"),
-    ("accumulated gradient", "_post_accumulate_grad_hooks"),
-)
-_GLOBAL = (
-    ("global forward pre", "_global_forward_pre_hooks"),
-    ("global forward", "_global_forward_hooks"),
-    ("global backward pre", "_global_backward_pre_hooks"),
-    ("global backward", "_global_backward_hooks"),
-    ("global module registration", "_global_module_registration_hooks"),
-    ("global parameter registration", "_global_parameter_registration_hooks"),
-    ("global buffer registration", "_global_buffer_registration_hooks"),
-)
-
 _Place = tuple[str, str, Any]
-
-
-def _in(holder: object, attributes: tuple[tuple[str, str], ...], path: str) -> Iterator[_Place]:
-    for kind, attribute in attributes:
-        hooks = getattr(holder, attribute, None)
-        for function in list(hooks.values()) if hooks else ():
-            yield kind, path, function
 
 
 def _places(model: nn.Module) -> Iterator[_Place]:
@@ -166,19 +124,24 @@ def _places(model: nn.Module) -> Iterator[_Place]:
     seen: set[int] = set()
     for raw, module in model.named_modules():
         path = paths.get(id(module), raw)
-        yield from _in(module, _ON_MODULES, path)
-        for name, parameter in module._parameters.items():
-            if parameter is not None and id(parameter) not in seen:
+        yield from _at(path, hooks_of(module))
+        for name, parameter in own_parameters(module):
+            if id(parameter) not in seen:
                 seen.add(id(parameter))
-                yield from _in(parameter, _ON_PARAMETERS, join(path, name))
-    yield from _in(torch_module, _GLOBAL, "*")
-    yield from _saved_tensor_hooks()
+                yield from _at(join(path, name), hooks_of(parameter))
+    yield from _at("*", hooks_of_all_modules())
+    yield from _at("*", _saved_tensor_hooks())
 
 
-def _saved_tensor_hooks() -> Iterator[_Place]:
-    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
-    pair = top(False) if top is not None else None
-    for kind, function in zip(
-        ("saved tensor pack", "saved tensor unpack"), pair or (), strict=False
-    ):
-        yield kind, "*", function
+def _at(path: str, hooks: Iterable[tuple[str, Any]]) -> Iterator[_Place]:
+    for kind, function in hooks:
+        yield kind, path, function
+
+
+def _saved_tensor_hooks() -> Iterator[tuple[str, Any]]:
+    pair = None
+    with suppress(UsageError):  # a torch that does not tell: none is listed
+        pair = current_pair()
+    if pair is not None:
+        yield "saved tensor pack", pair.pack
+        yield "saved tensor unpack", pair.unpack

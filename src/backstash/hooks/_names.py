@@ -10,6 +10,7 @@ from typing import TypeAlias
 import torch
 from torch import nn
 
+from .._torch.module_parts import own_parameters
 from ..errors import UsageError
 from ._errors import NoMatchError
 from ._paths import Site, join, unwrap, walk
@@ -126,8 +127,8 @@ def _parameters(model: nn.Module) -> dict[str, torch.Tensor]:
     found: dict[str, torch.Tensor] = {}
     seen: set[int] = set()
     for _, site in walk(model):
-        for name, parameter in site.module._parameters.items():
-            if parameter is not None and id(parameter) not in seen:
+        for name, parameter in own_parameters(site.module):
+            if id(parameter) not in seen:
                 seen.add(id(parameter))
                 found[join(site.path, name)] = parameter
     return found

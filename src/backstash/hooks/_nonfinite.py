@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from .._torch.engine import in_backward
+from .._torch.module_parts import own_parameters
 from ._clock import BackwardClock
 from ._compiled import warn_if_compiled
 from ._errors import NonFiniteError
@@ -122,8 +123,8 @@ class _Search:
         registration.forward_pre(site, self._begin(site))
         on_outputs(registration, site, self._gradient("output gradient", site))
         registration.forward(site, self._end(site))
-        for name, parameter in site.module._parameters.items():
-            if parameter is not None and parameter.requires_grad:
+        for name, parameter in own_parameters(site.module):
+            if parameter.requires_grad:
                 path = f"{site.path}.{name}" if site.path else name
                 registration.accumulated(path, parameter, self._accumulated(site))
 

@@ -13,11 +13,9 @@ from dataclasses import dataclass
 from torch import nn
 
 from .._text import clean
+from .._torch.module_parts import inside, own_children
 
 __all__ = ["Site", "depth_of", "join", "unwrap", "walk"]
-
-_WRAPPED_AS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
-_MODULE_WRAPPERS = ("DataParallel", "DistributedDataParallel", "AveragedModel")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,20 +39,9 @@ class Site:
         return own or type(self.module).forward is not nn.Module.forward
 
 
-def _inner(module: nn.Module) -> tuple[str, nn.Module] | None:
-    names: tuple[str, ...] = _WRAPPED_AS
-    if any(base.__name__ in _MODULE_WRAPPERS for base in type(module).__mro__):
-        names = (*names, "module")
-    for name in names:
-        child = module._modules.get(name)
-        if child is not None:
-            return name, child
-    return None
-
-
 def unwrap(module: nn.Module) -> nn.Module:
     """The module inside ``torch.compile``'s, DDP's, FSDP1's and checkpoint's wrappers."""
-    while (inner := _inner(module)) is not None:
+    while (inner := inside(module)) is not None:
         module = inner[1]
     return module
 
@@ -80,11 +67,10 @@ def _walk(
     if id(module) in above:
         return
     above = (*above, id(module))
-    inner = _inner(module)
+    inner = inside(module)
     if inner is not None:
         yield from _walk(inner[1], join(raw, inner[0]), path, above)
         return
     yield raw, Site(path, module)
-    for name, child in module._modules.items():
-        if child is not None:
-            yield from _walk(child, join(raw, name), join(path, name), above)
+    for name, child in own_children(module):
+        yield from _walk(child, join(raw, name), join(path, name), above)

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ._paths import Site
 
-__all__ = ["HookRecord", "Make", "Registration", "record_of"]
+__all__ = ["HookRecord", "Make", "Registration", "caller", "record_of"]
 
 _ATTRIBUTE = "__backstash_record__"
 
@@ -44,13 +45,14 @@ def record_of(function: object) -> HookRecord | None:
     return getattr(function, _ATTRIBUTE, None)
 
 
-def _caller() -> str:
-    """``file:line`` of the nearest frame outside this package."""
+def caller() -> tuple[FrameType, int]:
+    """The nearest frame outside this package, and the ``stacklevel`` by which the asker's warning names it."""
     package = __name__.rpartition(".")[0]
-    frame = sys._getframe(1)
+    frame, level = sys._getframe(1), 1
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(package):
         frame = frame.f_back
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        level += 1
+    return frame, level
 
 
 class Registration:
@@ -68,7 +70,8 @@ class Registration:
 
     def __init__(self, owner: str) -> None:
         self.owner = owner
-        self.registered_at = _caller()
+        frame, _ = caller()
+        self.registered_at = f"{frame.f_code.co_filename}:{frame.f_lineno}"
         self.since = time.time()
         self.records: list[HookRecord] = []
         self._hooks: list[RemovableHandle] = []

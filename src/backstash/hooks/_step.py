@@ -8,10 +8,10 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-import torch.nn.utils.clip_grad as clip_grad
 from torch import nn
 
 from .._text import clean
+from .._torch.clipping import norm_clipping, replace_norm_clipping
 from ..errors import UsageError
 from ._clock import BackwardClock
 from ._distributed import is_ddp
@@ -258,7 +258,6 @@ def _refuse_scaler() -> None:
         )
 
 
-_NAME = "_clip_grads_with_norm_"
 _guards: list[_ClipGuard] = []
 
 
@@ -273,11 +272,11 @@ class _ClipGuard:
 
     def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
         self._parameters = {id(parameter): parameter for parameter in parameters}
-        current = getattr(clip_grad, _NAME, None)
+        current = norm_clipping()
         self._original: Callable[..., Any] | None = getattr(current, "guarded", current)
         if self._original is not None:
             _guards.append(self)
-            setattr(clip_grad, _NAME, _guarded(self._original))
+            replace_norm_clipping(_guarded(self._original))
 
     def covers(self, parameters: Iterable[torch.Tensor]) -> bool:
         """Whether one of the parameters is this guard's."""
@@ -287,8 +286,8 @@ class _ClipGuard:
         """Removes this guard; with the last one, PyTorch's own function is put back."""
         if self in _guards:
             _guards.remove(self)
-            if not _guards:
-                setattr(clip_grad, _NAME, self._original)
+            if not _guards and self._original is not None:
+                replace_norm_clipping(self._original)
 
 
 def _guarded(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -12,6 +12,8 @@ import torch
 from torch import nn
 
 from .._text import clean
+from .._torch.module_parts import is_compiled, own_buffers, own_parameters, set_buffer
+from .._torch.storages import storage_identity, storage_of
 from ..errors import UsageError
 from ..units import format_bytes
 from ._paths import Site, depth_of, walk
@@ -140,7 +142,7 @@ class _Rows:
     """Collects what each module takes, returns and saves in one forward."""
 
     def __init__(self, model: nn.Module) -> None:
-        if any("_orig_mod" in m._modules or m._compiled_call_impl for m in model.modules()):
+        if any(is_compiled(module) for module in model.modules()):
             raise UsageError(
                 "summary: the model is compiled, and a compiled graph hides its modules; give the model that "
                 "was given to torch.compile"
@@ -187,7 +189,7 @@ class _Rows:
         return Summary(tuple(self._row(site, seen) for site in self._sites))
 
     def _row(self, site: Site, seen: set[int]) -> SummaryRow:
-        own = [p for p in site.module._parameters.values() if p is not None and id(p) not in seen]
+        own = [p for _, p in own_parameters(site.module) if id(p) not in seen]
         own = list({id(p): p for p in own}.values())
         seen.update(map(id, own))
         return SummaryRow(
@@ -221,13 +223,10 @@ class _SavedBytes:
             self._see(tensor)
 
     def _see(self, tensor: torch.Tensor) -> int:
-        try:
-            storage = tensor.untyped_storage()
-        except (NotImplementedError, RuntimeError):
-            return 0  # a layout or a subclass without one storage
-        if storage._cdata in self._seen:
+        storage = storage_of(tensor)
+        if storage is None or storage_identity(storage) in self._seen:
             return 0
-        self._seen[storage._cdata] = storage
+        self._seen[storage_identity(storage)] = storage
         return storage.nbytes()
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -252,8 +251,7 @@ def _unchanged(model: nn.Module) -> Iterator[None]:
     buffers = [
         (module, name, buffer, buffer.detach().clone())
         for module in model.modules()
-        for name, buffer in module._buffers.items()
-        if buffer is not None
+        for name, buffer in own_buffers(module)
     ]
     types = {t.device.type for t in (*model.parameters(), *model.buffers())} - {"cpu", "meta"}
     devices = {t.device for t in (*model.parameters(), *model.buffers()) if t.device.type in types}
@@ -266,4 +264,4 @@ def _unchanged(model: nn.Module) -> Iterator[None]:
             with torch.no_grad():
                 for module, name, buffer, value in buffers:
                     buffer.copy_(value)
-                    module._buffers[name] = buffer
+                    set_buffer(module, name, buffer)

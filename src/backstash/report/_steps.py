@@ -8,8 +8,9 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch.optim import optimizer as torch_optimizer
+
+from .._torch.dynamo import not_compiled
 
 __all__ = ["StepMarks"]
 
@@ -65,7 +66,7 @@ class StepMarks:
             self._handle = None
 
 
-@torch._disable_dynamo  # type: ignore[attr-defined]  # a compiled step would warn of the clock
+@not_compiled  # a compiled step would warn of the clock
 def _hear(marks: weakref.ref[StepMarks], optimizer: Any, args: Any, kwargs: Any) -> None:
     alive = marks()
     if alive is not None:

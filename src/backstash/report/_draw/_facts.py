@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 
+from ..._torch.engine import number_of, output_metadata
 from ..._torch.graph_labels import module_of
 from ..._torch.graph_walk import Outputs, iter_graph, roots_of
 from ...errors import UsageError
@@ -126,7 +127,7 @@ def _forward_order(nodes: list[Any]) -> list[Any]:
             if following in place:
                 uses[place[following]].append(index)
                 waiting[index] += 1
-    ready = [(_made(node), -index) for index, node in enumerate(nodes) if not waiting[index]]
+    ready = [(number_of(node), -index) for index, node in enumerate(nodes) if not waiting[index]]
     heapq.heapify(ready)
     order = []
     while ready:
@@ -135,7 +136,7 @@ def _forward_order(nodes: list[Any]) -> list[Any]:
         for user in uses[index]:
             waiting[user] -= 1
             if not waiting[user]:
-                heapq.heappush(ready, (_made(nodes[user]), -user))
+                heapq.heappush(ready, (number_of(nodes[user]), -user))
     return order
 
 
@@ -155,14 +156,9 @@ def _by_first_use(leaves: list[Any], order: list[Any]) -> dict[Any, int]:
     return dict(sorted(found.items(), key=lambda pair: pair[1]))
 
 
-def _made(node: Any) -> int:
-    """The sequence number that autograd gave to a node when it was made."""
-    return int(node._sequence_nr()) if hasattr(node, "_sequence_nr") else 0
-
-
 def _op(node: Any, given: str, reader: Reader) -> Op:
     # Of the incoming gradient, which has the shape and the type of the output.
-    made = getattr(node, "_input_metadata", None)
+    made = output_metadata(node)
     shape, dtype = None, ""
     if made and not getattr(made[0], "is_cpp_nested_tensor", False):
         shape = tuple(str(size) for size in made[0].shape)

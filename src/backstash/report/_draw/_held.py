@@ -11,11 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..._torch.node_saves import RECOMPUTED, SavedValue, look, saved
+from ..._torch.checkpoints import frame_behind, notes_of
+from ..._torch.node_saves import RECOMPUTED, SavedValue, look, raw_of, saved
+from ..._torch.storages import storage_identity
 
 __all__ = ["Held", "Reader", "sizes_of", "storage_of"]
 
-_RAW = "_raw_saved_"
 _MOST_WRAPPERS = 8
 
 
@@ -64,24 +65,20 @@ class Reader:
     def _metadata(self, raw: Any, holder: Any) -> dict[str, Any] | None:
         """What ``torch.utils.checkpoint`` noted of a tensor that it did not keep."""
         hook = _quietly(raw, "unpack_hook")
-        for cell in getattr(hook, "__closure__", None) or ():
-            frame = cell.cell_contents
-            holders = getattr(frame, "weak_holders", None)
-            notes = getattr(frame, "x_metadatas", None)
-            if isinstance(holders, list) and isinstance(notes, list):
-                if id(frame) not in self._recomputed:
-                    pairs = zip(holders, notes, strict=False)
-                    self._recomputed[id(frame)] = {id(weak()): note for weak, note in pairs}
-                found = self._recomputed[id(frame)].get(id(holder))
-                return found if isinstance(found, dict) else None
-        return None
+        frame = frame_behind(hook)
+        if frame is None:
+            return None
+        if id(frame) not in self._recomputed:
+            self._recomputed[id(frame)] = notes_of(frame)
+        found = self._recomputed[id(frame)].get(id(holder))
+        return found if isinstance(found, dict) else None
 
 
 def _raw(node: Any, name: str, lists: dict[str, Any]) -> Any:
     """autograd's own record of a saved tensor."""
     base, bracket, index = name.partition("[")
     if base not in lists:
-        lists[base] = _quietly(node, _RAW + base)
+        lists[base] = raw_of(node, base)
     if not bracket:
         return lists[base]
     try:
@@ -145,7 +142,7 @@ def storage_of(tensor: Tensor) -> tuple[object, int] | None:
         return None  # a subclass may return any storage as its own
     try:
         storage = tensor.untyped_storage()
-        return storage._cdata, storage.nbytes()
+        return storage_identity(storage), storage.nbytes()
     except (NotImplementedError, RuntimeError):
         return None
 

@@ -22,16 +22,22 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-import torch
-import torch.utils.checkpoint
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
-from torch.utils._pytree import tree_leaves
 
+from ..._torch.checkpoints import (
+    MODULE,
+    checkpoint_that_saves,
+    is_caching,
+    is_recomputing,
+)
+from ..._torch.dispatch import without_function_modes
+from ..._torch.engine import in_backward
 from ..._torch.hook_stack import Pair, current_pair, pop_owned
-from ..._torch.modules import module_path
+from ..._torch.module_parts import own_buffers, own_parameters
+from ..._torch.modules import CALL_CODE, module_path
 from ..._torch.node_saves import RECOMPUTED
 from ..._torch.pushed_pairs import Pack, Unpack, is_listening, listen, push_unseen, stop_listening
+from ..._torch.trees import tree_leaves
 from ..._torch.versions import Held
 from ...errors import UsageError
 from .save import Found, Packed, Save, identities
@@ -40,12 +46,6 @@ from .waste import LEAST_BYTES, find_waste
 
 __all__ = ["Recorder"]
 
-_CACHING = "_CachingTorchDispatchMode"
-_task_id: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", lambda: -1)
-_CALL_CODE = nn.Module._call_impl.__code__
-_CHECKPOINT = torch.utils.checkpoint.__name__
-_AGAIN = ("backward", "unpack_hook")  # of the reentrant kind, and of the other
-_BETWEEN = ("backstash.", "torch.autograd.function")
 _serials = itertools.count()
 
 
@@ -110,9 +110,9 @@ class Recorder:
         return self._base is not None
 
     def _met(self, module: nn.Module) -> None:
-        for parameter in module._parameters.values():
+        for _, parameter in own_parameters(module):
             self._storages.own(parameter, "parameter")
-        for buffer in module._buffers.values():
+        for _, buffer in own_buffers(module):
             self._storages.own(buffer, "buffer")
 
     def _given(self, arguments: list[Any]) -> None:
@@ -160,18 +160,18 @@ class Recorder:
             self._local.is_packing = False
 
     def _save(self, tensor: Tensor, pack: Pack | None, frame: FrameType) -> Save | None:
-        with torch._C.DisableTorchFunction():  # a function mode must see only what the program does
+        with without_function_modes():  # a function mode must see only what the program does
             return self._described(tensor, pack, frame)
 
     def _described(self, tensor: Tensor, pack: Pack | None, frame: FrameType) -> Save | None:
-        if _task_id() != -1 and _is_recomputing(frame):
+        if in_backward() and is_recomputing(frame):
             return None
         module, boundary = self._calls.running(frame)
         stored, nbytes = self._storages.of(tensor)
         save = Save(tensor, module, nbytes if stored else _nbytes_of(tensor))
-        if _module_of(pack) == _CHECKPOINT:
+        if _module_of(pack) == MODULE:
             save.where = RECOMPUTED
-            self.found.is_selective |= _is_caching()
+            self.found.is_selective |= is_caching()
         elif boundary:
             save.boundary, save.op = boundary, "checkpoint"
         save.looks_into(stored)
@@ -204,11 +204,6 @@ class _Base:
 
     def unpack(self, packed: Packed) -> Tensor:
         return packed.get()
-
-
-def _is_caching() -> bool:
-    """Whether a selective checkpoint is keeping outputs, which no hook sees."""
-    return any(type(mode).__name__ == _CACHING for mode in _get_current_dispatch_mode_stack())
 
 
 def _own(pack: Any) -> Any:
@@ -281,9 +276,9 @@ class _Calls:
         """(the path of the innermost running module, the kind of checkpoint that makes the save or ``""``)."""
         new: list[FrameType] = []
         found: tuple[str, nn.Module] | None = None
-        boundary = _checkpoint_that_saves(frame)
+        boundary = checkpoint_that_saves(frame)
         while frame is not None:
-            if frame.f_code is _CALL_CODE:
+            if frame.f_code is CALL_CODE:
                 mark: Any = frame.f_trace
                 if type(mark) is _Mark and self._serial in mark.prefixes:
                     found = mark.prefixes[self._serial]
@@ -348,31 +343,3 @@ class _Calls:
         self._names.clear()
         self._below.clear()
         self._model = None
-
-
-def _checkpoint_that_saves(frame: FrameType | None) -> str:
-    """The kind of checkpoint whose own code makes the save, or ``""``.
-
-    Only this package and ``Function.apply`` may be between the save and the checkpoint.
-    """
-    kind = ""
-    while frame is not None:
-        name = frame.f_globals.get("__name__", "")
-        if name == _CHECKPOINT:
-            if frame.f_code.co_name == "_checkpoint_without_reentrant_generator":
-                return "checkpoint"
-            kind = "reentrant checkpoint"
-        elif kind or not name.startswith(_BETWEEN):
-            break
-        frame = frame.f_back
-    return kind
-
-
-def _is_recomputing(frame: FrameType | None) -> bool:
-    """Whether a frame above ``frame`` is a checkpoint that recomputes in backward."""
-    while frame is not None:
-        again = frame.f_code.co_name in _AGAIN
-        if again and frame.f_globals.get("__name__") == _CHECKPOINT:
-            return True
-        frame = frame.f_back
-    return False

@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_leaves
 
+from ..._torch.engine import current_node
 from ..._torch.node_saves import RECOMPUTED, look
-from ..._torch.versions import running_node
+from ..._torch.storages import storage_identity
+from ..._torch.tensors import is_view, parts_of
+from ..._torch.trees import tree_leaves
 
 __all__ = ["ADDED", "OWNED", "Found", "Packed", "Save", "Stored", "identities", "pieces"]
 
@@ -65,7 +66,7 @@ class Save:
         self.shape = None if tensor.is_nested else tuple(tensor.shape)
         self.dtype = tensor.dtype
         self.device = tensor.device
-        self.is_view = tensor._is_view()
+        self.is_view = is_view(tensor)
         self.nbytes = nbytes
         self.stored: tuple[Stored, ...] = ()
         self.where = "in place"
@@ -189,7 +190,8 @@ class Packed:
         """Unpack the tensor. The node that unpacks runs now, so its name is recorded."""
         save = self.save
         if save is not None and not save.op:
-            save.op = running_node().removeprefix(" for ")
+            node = current_node()
+            save.op = node.name() if node is not None else ""
         return self.unpack(self.value)
 
     def where(self) -> str:
@@ -226,16 +228,8 @@ def pieces(tensor: Tensor) -> Iterator[tuple[torch.UntypedStorage, int]]:
     Several for sparse tensors and for subclasses that wrap other tensors; none if the storage cannot be seen.
     """
     try:
-        if is_traceable_wrapper_subclass(tensor):
-            several: Any = tensor
-            inner = [getattr(several, name) for name in several.__tensor_flatten__()[0]]
-        elif tensor.layout is torch.sparse_coo:
-            inner = [tensor._indices(), tensor._values()]
-        elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-            inner = [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
-        elif tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
-            inner = [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
-        else:
+        inner = parts_of(tensor)
+        if inner is None:
             storage = tensor.untyped_storage()
             nbytes = (
                 storage.nbytes() if tensor.is_nested else tensor.numel() * tensor.element_size()
@@ -249,5 +243,5 @@ def pieces(tensor: Tensor) -> Iterator[tuple[torch.UntypedStorage, int]]:
 
 
 def identities(tensor: Tensor) -> frozenset[int]:
-    """The addresses of a tensor's storages, which no other storage has while they are alive."""
-    return frozenset(storage._cdata for storage, _ in pieces(tensor))
+    """The identities of a tensor's storages, which no other storage has while they are alive."""
+    return frozenset(storage_identity(storage) for storage, _ in pieces(tensor))

@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 
+from ..._torch.dispatch import without_subclass_functions
 from ..._torch.graph_walk import iter_graph
 from ..._torch.node_saves import packed_of
+from ..._torch.storages import keep_identity, storage_identity
 from .save import Packed, Save, Stored, pieces
 
 __all__ = ["Storages", "existing_tensors", "find_ops"]
@@ -37,9 +38,10 @@ class Storages:
     def own(self, tensor: Tensor | None, kind: str) -> None:
         """Remember the storage of ``tensor`` as that of a ``"parameter"``, ``"buffer"`` or ``"input"``."""
         for storage, _ in pieces(tensor) if tensor is not None else ():
-            found = self._owned.get(storage._cdata)
+            identity = storage_identity(storage)
+            found = self._owned.get(identity)
             if found is None or _RANK[found[1]] < _RANK[kind]:
-                self._owned[storage._cdata] = (_weak(storage), kind)
+                self._owned[identity] = (keep_identity(storage), kind)
 
     def own_all(self, tensors: Iterable[Tensor]) -> None:
         """Remember tensors that exist before forward: as parameters by their class, else as inputs."""
@@ -53,14 +55,15 @@ class Storages:
         """The storages of the elements of ``tensor``, and the bytes of the elements."""
         stored, total = [], 0
         for storage, nbytes in pieces(tensor):
-            found = self._known.get(storage._cdata)
+            identity = storage_identity(storage)
+            found = self._known.get(identity)
             if found is None:
                 one = Stored(
                     self.count, storage.nbytes(), self._kind(tensor, storage), tensor.device
                 )
                 one.stays = _gets_gradient(tensor)
                 self.count += 1
-                self._known[storage._cdata] = (_weak(storage), one)
+                self._known[identity] = (keep_identity(storage), one)
             else:
                 one = found[1]
                 one.nbytes = max(one.nbytes, storage.nbytes())
@@ -70,7 +73,7 @@ class Storages:
         return tuple(stored), total
 
     def _kind(self, tensor: Tensor, storage: torch.UntypedStorage) -> str:
-        owned = self._owned.get(storage._cdata)
+        owned = self._owned.get(storage_identity(storage))
         if owned is not None:
             return owned[1]
         if isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter):
@@ -92,10 +95,6 @@ def _gets_gradient(tensor: Tensor) -> bool:
     return any(each.requires_grad for each in leaves)
 
 
-def _weak(storage: torch.UntypedStorage) -> Any:
-    return StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-
-
 def existing_tensors() -> list[Tensor]:
     """Every tensor that Python's garbage collector tracks now."""
     kinds: set[type] = {Tensor}
@@ -115,7 +114,7 @@ def find_ops(saves: Iterable[Save]) -> None:
     """
     if not any(not save.name and save.held is not None and save.held() for save in saves):
         return
-    with torch._C.DisableTorchFunctionSubclass():
+    with without_subclass_functions():
         for node in iter_graph(_with_history(existing_tensors())):
             for name, packed in packed_of(node):
                 while not isinstance(packed, Packed) and hasattr(packed, "packed_inside"):

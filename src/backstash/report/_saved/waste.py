@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..._torch.dispatch import count_dispatch_modes, without_function_modes
+from ..._torch.tensors import is_functorch_wrapped
 from .rows import pattern
 from .save import Save
 
@@ -58,15 +60,11 @@ def find_waste(tensor: Tensor) -> tuple[str, int] | None:
         return "", nbytes
     if tensor.dtype is torch.bool:
         return MASK, -(-tensor.numel() // 8)
-    if tensor.device.type != "cpu" or torch._C._len_torch_dispatch_stack() > 0:
+    if tensor.device.type != "cpu" or count_dispatch_modes() > 0:
         return None
-    if (
-        torch._C._functorch.is_functorch_wrapped_tensor(tensor)
-        or tensor.is_quantized
-        or tensor.is_neg()
-    ):
+    if is_functorch_wrapped(tensor) or tensor.is_quantized or tensor.is_neg():
         return None
-    with torch._C.DisableTorchFunction(), torch.no_grad():
+    with without_function_modes(), torch.no_grad():
         flat = _flat(tensor.detach())
         if flat is None:
             return _gaps(tensor.detach(), nbytes)

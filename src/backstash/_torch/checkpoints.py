@@ -1,0 +1,78 @@
+"""Recognising ``torch.utils.checkpoint``: what it saves, drops, keeps aside, and computes again.
+
+It has no calls that tell. It is known by the names of its functions on the call stack, of its dispatch mode,
+and of what its hooks refer to; all are in torch 2.11 to 2.15. Where one is missing, what is done in a
+checkpoint looks like what is done outside.
+"""
+
+from __future__ import annotations
+
+from types import FrameType
+from typing import Any
+
+import torch.utils.checkpoint
+
+from .dispatch import dispatch_modes
+
+__all__ = [
+    "MODULE",
+    "checkpoint_that_saves",
+    "frame_behind",
+    "is_caching",
+    "is_recomputing",
+    "notes_of",
+]
+
+MODULE = torch.utils.checkpoint.__name__
+"""The module that the hooks and objects of a checkpoint are of."""
+_CACHING = "_CachingTorchDispatchMode"
+_NOT_REENTRANT = "_checkpoint_without_reentrant_generator"
+_AGAIN = ("backward", "unpack_hook")  # of the reentrant kind, and of the other
+_BETWEEN = ("backstash.", "torch.autograd.function")
+
+
+def is_caching() -> bool:
+    """Whether a selective checkpoint keeps outputs, past all hooks."""
+    return any(type(mode).__name__ == _CACHING for mode in dispatch_modes())
+
+
+def checkpoint_that_saves(frame: FrameType | None) -> str:
+    """Which kind of checkpoint calls, with nothing but us and ``Function.apply`` in between; or ``""``."""
+    kind = ""
+    while frame is not None:
+        name = frame.f_globals.get("__name__", "")
+        if name == MODULE:
+            if frame.f_code.co_name == _NOT_REENTRANT:
+                return "checkpoint"
+            kind = "reentrant checkpoint"
+        elif kind or not name.startswith(_BETWEEN):
+            break
+        frame = frame.f_back
+    return kind
+
+
+def is_recomputing(frame: FrameType | None) -> bool:
+    """Whether a checkpoint runs its function again, within backward, in a frame above ``frame``."""
+    while frame is not None:
+        again = frame.f_code.co_name in _AGAIN
+        if again and frame.f_globals.get("__name__") == MODULE:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def frame_behind(unpack_hook: Any) -> Any:
+    """What one checkpoint noted of all tensors that it dropped, from the hook of one of them; or ``None``."""
+    for cell in getattr(unpack_hook, "__closure__", None) or ():
+        frame = cell.cell_contents
+        if isinstance(getattr(frame, "weak_holders", None), list) and isinstance(
+            getattr(frame, "x_metadatas", None), list
+        ):
+            return frame
+    return None
+
+
+def notes_of(frame: Any) -> dict[int, Any]:
+    """What was noted of each tensor, by the ``id`` of the object that autograd holds in its place."""
+    pairs = zip(frame.weak_holders, frame.x_metadatas, strict=False)
+    return {id(weak()): note for weak, note in pairs}

@@ -1,0 +1,48 @@
+"""What stands between a program's call and the operation: function modes and dispatch modes.
+
+All of these are in torch 2.11 to 2.15.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from .lookup import optional, required
+
+__all__ = [
+    "TorchDispatchMode",  # documented under this private path, and no other: without it, ImportError
+    "count_dispatch_modes",
+    "dispatch_modes",
+    "schema_of",
+    "without_function_modes",
+    "without_subclass_functions",
+]
+
+dispatch_modes: Callable[[], list[Any]] = optional(
+    "torch.utils._python_dispatch._get_current_dispatch_mode_stack", list
+)
+"""The dispatch modes that are active on this thread. Where torch lacks the call, none is seen."""
+
+count_dispatch_modes: Callable[[], int] = optional("torch._C._len_torch_dispatch_stack", lambda: 1)
+"""How many there are. Where torch lacks the call, 1: what a mode would see is not done."""
+
+without_function_modes: Callable[[], AbstractContextManager[None]] = required(
+    "torch._C.DisableTorchFunction", "looks at a tensor without a mode of the program seeing it"
+)
+"""A context in which neither ``__torch_function__`` nor a function mode is called. Where torch lacks it, it
+raises ``UsageError``."""
+
+without_subclass_functions: Callable[[], AbstractContextManager[None]] = required(
+    "torch._C.DisableTorchFunctionSubclass", "looks at a tensor without its subclass seeing it"
+)
+"""A context in which no ``__torch_function__`` of a subclass is called. Where torch lacks it, it raises
+``UsageError``."""
+
+
+def schema_of(operator: Any) -> Any:
+    """The schema of a dispatched operator: which arguments it writes. ``None`` where it has none."""
+    return getattr(operator, "_schema", None)

@@ -1,0 +1,69 @@
+"""The hooks that are registered on modules, on tensors, and for all modules, as torch keeps them.
+
+Torch has no call that lists them. The dictionaries below are in torch 2.11 to 2.15; the hooks of a
+dictionary that is missing are not listed.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import torch.nn.modules.module as torch_module
+from torch import Tensor, nn
+
+__all__ = ["hooks_of", "hooks_of_all_modules", "plain_function"]
+
+_ON_MODULES = (
+    ("forward pre", "_forward_pre_hooks"),
+    ("forward", "_forward_hooks"),
+    ("backward pre", "_backward_pre_hooks"),
+    ("backward", "_backward_hooks"),
+    ("state_dict pre", "_state_dict_pre_hooks"),
+    ("state_dict", "_state_dict_hooks"),
+    ("load_state_dict pre", "_load_state_dict_pre_hooks"),
+    ("load_state_dict post", "_load_state_dict_post_hooks"),
+)
+_ON_TENSORS = (
+    ("gradient", "_backward_hooks"),
+    ("accumulated gradient", "_post_accumulate_grad_hooks"),
+)
+_ON_ALL_MODULES = (
+    ("global forward pre", "_global_forward_pre_hooks"),
+    ("global forward", "_global_forward_hooks"),
+    ("global backward pre", "_global_backward_pre_hooks"),
+    ("global backward", "_global_backward_hooks"),
+    ("global module registration", "_global_module_registration_hooks"),
+    ("global parameter registration", "_global_parameter_registration_hooks"),
+    ("global buffer registration", "_global_buffer_registration_hooks"),
+)
+
+
+def hooks_of(holder: nn.Module | Tensor) -> Iterator[tuple[str, Any]]:
+    """The hooks on one module or tensor: the kind and the function of each."""
+    return _in(holder, _ON_MODULES if isinstance(holder, nn.Module) else _ON_TENSORS)
+
+
+def hooks_of_all_modules() -> Iterator[tuple[str, Any]]:
+    """The hooks that are registered for all modules: the kind and the function of each."""
+    return _in(torch_module, _ON_ALL_MODULES)
+
+
+def _in(holder: object, attributes: tuple[tuple[str, str], ...]) -> Iterator[tuple[str, Any]]:
+    for kind, attribute in attributes:
+        hooks = getattr(holder, attribute, None)
+        for function in list(hooks.values()) if hooks else ():
+            yield kind, function
+
+
+def plain_function(hook: Any) -> Any:
+    """The function inside partials, bound methods, and torch's own wrapper of hooks (``_WrappedHook``)."""
+    while True:
+        inner = hook.func if isinstance(hook, functools.partial) else None
+        inner = inner or getattr(hook, "__func__", None)
+        if inner is None and type(hook).__name__ == "_WrappedHook":
+            inner = getattr(hook, "hook", None)
+        if inner is None:
+            return hook
+        hook = inner

@@ -1,0 +1,97 @@
+"""What a tensor is besides its elements: its conj and neg bits, its kind, and what it is made of.
+
+All of these are in torch 2.11 to 2.15; names that are not defined here by ``def`` are PyTorch's functions
+themselves.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .lookup import optional, required
+
+__all__ = [
+    "alive",
+    "is_functorch_wrapped",
+    "is_view",
+    "is_wrapper_subclass",
+    "is_zero_tensor",
+    "neg_view",
+    "parts_of",
+    "toggle_bits",
+]
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+neg_view: Callable[[Tensor], Tensor] = required(
+    "torch._neg_view", "gives back a tensor that was saved with its neg bit set"
+)
+"""A view of a tensor with its neg bit toggled. Where torch lacks it, it raises ``UsageError``."""
+
+is_zero_tensor: Callable[[Tensor], bool] = optional("torch.Tensor._is_zerotensor", lambda _: False)
+"""Whether it is one of autograd's zeros without memory. Where torch lacks the call, no: it has no data
+pointer either."""
+
+is_functorch_wrapped: Callable[[Tensor], bool] = required(
+    "torch._C._functorch.is_functorch_wrapped_tensor", "leaves the tensors of torch.func alone"
+)
+"""Whether a transform of ``torch.func`` wraps the tensor. Where torch lacks the call, it raises
+``UsageError``: such a tensor cannot be told from one that may be moved."""
+
+is_view: Callable[[Tensor], bool] = optional(
+    "torch.Tensor._is_view", lambda tensor: tensor._base is not None
+)
+"""Whether autograd knows the tensor as a view. Where torch lacks the call, whether it has a base."""
+
+
+def _takes_apart(tensor: Any) -> bool:
+    return hasattr(tensor, "__tensor_flatten__") and hasattr(type(tensor), "__tensor_unflatten__")
+
+
+is_wrapper_subclass: Callable[[object], bool] = optional(
+    "torch.utils._python_dispatch.is_traceable_wrapper_subclass", _takes_apart
+)
+"""Whether it is a tensor subclass made of other tensors that says how (``__tensor_flatten__``). Where torch
+lacks the call: whether it has the two methods for that."""
+
+
+def toggle_bits(tensor: Tensor, *, conj: bool, neg: bool) -> Tensor:
+    """A view of ``tensor`` with its conj bit, its neg bit, or both toggled; itself for neither."""
+    tensor = neg_view(tensor) if neg else tensor
+    return tensor.conj() if conj else tensor
+
+
+def parts_of(tensor: Any) -> list[Tensor] | None:
+    """The tensors that a wrapper subclass or a sparse tensor is made of; ``None`` for any other.
+
+    The index and value tensors of the COO layout are torch's own, ``_indices`` and ``_values``: the public
+    methods refuse a tensor that is not coalesced, and return others. Where they are missing, the tensor
+    raises ``AttributeError``.
+    """
+    if type(tensor) in _PLAIN and tensor.layout is torch.strided:
+        return None
+    if is_wrapper_subclass(tensor):
+        return [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+    if tensor.layout is torch.sparse_coo:
+        return [tensor._indices(), tensor._values()]
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    return None
+
+
+def alive(reference: weakref.ref[Tensor]) -> Tensor | None:
+    """The tensor of a weak reference, safe to use where a graph alone may have kept it alive.
+
+    ``_fix_weakref`` gives such a tensor back to Python. Where torch lacks it, nothing is needed.
+    """
+    tensor = reference()
+    if tensor is not None and hasattr(tensor, "_fix_weakref"):
+        tensor._fix_weakref()
+    return tensor

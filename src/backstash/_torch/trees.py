@@ -1,0 +1,25 @@
+"""Tensors inside tuples, lists, dictionaries and what else is registered with torch as a tree.
+
+Torch has no public module for its trees. Both are in torch 2.11 to 2.15; where one is missing, a call of it
+raises ``UsageError``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from .lookup import required
+
+__all__ = ["tree_leaves", "tree_map_only"]
+
+tree_leaves: Callable[[Any], list[Any]] = required(
+    "torch.utils._pytree.tree_leaves", "finds the tensors inside an object"
+)
+"""The leaves of a tree, in order."""
+
+tree_map_only: Callable[[Any, Callable[[Any], Any], Any], Any] = required(
+    "torch.utils._pytree.tree_map_only", "replaces the tensors inside an object"
+)
+"""``tree_map_only(kind, function, tree)``: the tree with each leaf of ``kind`` replaced by what ``function``
+makes of it."""
