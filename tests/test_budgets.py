@@ -44,9 +44,7 @@ def test_keep_holds_the_newest_and_the_oldest_go_down(tmp_path):
     while node is not None:
         packed = getattr(node, "_raw_saved_result", None)
         if packed is not None:
-            where.append(
-                packed.data.block.alias is not None or packed.data.block.cleanup.resident_bytes > 0
-            )
+            where.append(packed.data.block.placement.is_kept)
         node = node.next_functions[0][0] if node.next_functions else None
     assert where[:4] == [True] * 4  # walking back from the loss: the newest first
     (gradient,) = torch.autograd.grad(loss, x)
@@ -331,9 +329,9 @@ def test_room_that_a_dead_block_s_write_still_takes_is_waited_for(tmp_path, monk
         chain(x, 2)  # dropped at once; both writes stand at the gate
         for _ in range(2):
             assert store.begun.acquire(timeout=30)
-        inflight = stash._session.device_tiers[0].evictor.inflight
-        wait = inflight.wait
-        monkeypatch.setattr(inflight, "wait", lambda w: (store.writes.set(), wait(w)))
+        tier = stash._session.device_tiers[0].tier
+        wait = tier._wait
+        monkeypatch.setattr(tier, "_wait", lambda w: (store.writes.set(), wait(w)))
         loss = chain(x, 2)
     (gradient,) = torch.autograd.grad(loss, x)
     assert torch.equal(gradient, plain_gradient(x, 2))

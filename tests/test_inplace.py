@@ -498,18 +498,18 @@ def test_backward_changes_a_part_that_is_saved_again(tmp_path):
 def test_two_threads_are_given_the_same_bytes_and_one_changes_them(tmp_path, monkeypatch):
     """A thread that waited for another one's read must not take what that one has changed since."""
     asked, other_changed = threading.Event(), threading.Event()
-    memory_of = Prefetcher._load_of
+    wait = Prefetcher._wait
 
-    def slow_memory_of(up, backing, block):
+    def slow_wait(*arguments):
         waits = threading.current_thread().name == "waits"
         if waits:
             asked.set()
-        memory = memory_of(up, backing, block)
+        error = wait(*arguments)
         if waits:
             assert other_changed.wait(PATIENCE_SECONDS)
-        return memory
+        return error
 
-    monkeypatch.setattr(Prefetcher, "_load_of", slow_memory_of)
+    monkeypatch.setattr(Prefetcher, "_wait", slow_wait)
     store = Gated(Disk(tmp_path))
     stash, results = Stash(disk=store, inflight=0), {}
     x = leaf(1024, 1024)

@@ -25,18 +25,13 @@ from backstash.errors import UsageError
 PACKAGE = Path(backstash.__file__).parent
 FILES = {path.relative_to(PACKAGE).as_posix(): path for path in sorted(PACKAGE.rglob("*.py"))}
 
-# Files that are being rewritten, and still have private names.
-IN_PROGRESS = (
-    *("_admission.py", "_hook_scope.py", "_messages.py", "_session.py", "stash.py"),
-    *("_runtime/", "_saved/", "_tiers/"),
-)
-
 # Names that are allowed everywhere, and why.
 ALLOWED = {
     "_version": "PyTorch's notes on autograd: how often a tensor was changed in place",
     "_base": "PyTorch's notes on autograd: what a tensor is a view of",
     "_saved_result": "PyTorch's notes on autograd: what a node saved; the command line uses public names",
     "_getframe": "Python's: sys._getframe",
+    "_is_gil_enabled": "Python's: sys._is_gil_enabled, from 3.13 on",
     "_fields": "Python's: of a named tuple",
     "_CFuncPtr": "Python's: of ctypes",
     "_bytes": "no attribute: how the names of fields with bytes end",
@@ -106,7 +101,12 @@ USED = {
         "_orig_mod",
         "_parameters",
     },
-    "modules.py": {"_buffers", "_parameters", "torch.nn.Module._call_impl.__code__"},
+    "modules.py": {
+        "_buffers",
+        "_is_param",
+        "_parameters",
+        "torch.nn.Module._call_impl.__code__",
+    },
     "node_saves.py": {"_raw_saved_", "_saved_"},
     "profiling.py": {"_is_profiler_enabled"},
     "pushed_pairs.py": {
@@ -247,7 +247,7 @@ def of_torch(name: str) -> bool:
         ("optional('torch._C._autograd._name', None)", "torch._C._autograd._name"),
         ("self._parameters", None),
         ("__slots__ = ('_parameters',)", None),
-        ("block._refs", None),  # ours alone
+        ("evictor._segments", None),  # ours alone
         ("tensor._version", None),
         ("from .._torch.engine import _name", None),
         ("torch.autograd.graph.Node.__init__", None),
@@ -262,7 +262,7 @@ def test_private_names_are_used_in_one_package():
     wrong = [
         f"{file}:{line}: {name}"
         for file, tree in TREES.items()
-        if not file.startswith(("_torch/", *IN_PROGRESS))
+        if not file.startswith("_torch/")
         for line, name in uses(tree)
     ]
     assert wrong == [], "private names of PyTorch's belong in src/backstash/_torch/"

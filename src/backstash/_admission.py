@@ -8,7 +8,6 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ._runtime.weak import WeakTable
 from ._saved.block import Block, StorageVersion
@@ -17,7 +16,9 @@ from ._saved.thread_state import ThreadState
 from ._saved.view import StridedRegion, raw_alias, reason_to_stay, snapshot
 from ._session import Session
 from ._tiers.device_tiers import DeviceTiers
-from ._torch.modules import is_buffer, module_path, running_modules
+from ._torch.modules import is_buffer, is_parameter, module_path, running_modules
+from ._torch.storages import storage_identity
+from ._torch.tensors import is_wrapper_subclass
 from .errors import StashClosedError
 from .policy import Policy, SavedTensor
 
@@ -115,7 +116,7 @@ class Admission:
     ) -> tuple[str, str]:
         """Why it stays (``""``: it does not), and the tier that the policy names for it (or ``""``)."""
         base = tensor._base
-        is_parameter = _gets_gradient(tensor) or (base is not None and _gets_gradient(base))
+        is_leaf_or_view = _gets_gradient(tensor) or (base is not None and _gets_gradient(base))
         if self._policy is not None:
             action = self._policy(
                 SavedTensor(
@@ -123,7 +124,7 @@ class Admission:
                     dtype=tensor.dtype,
                     device=tensor.device,
                     nbytes=tensor.nbytes,
-                    is_parameter=is_parameter,
+                    is_parameter=is_leaf_or_view,
                     is_leaf=tensor.is_leaf,
                     module=module_path(modules),
                     index=thread_state.saves + thread_state.small_saves - 1,
@@ -135,11 +136,11 @@ class Admission:
                     action.tier == "host" and tiers.device is not None
                 )
                 return ("" if moves else "the policy said so"), action.tier
-        if is_parameter:
+        if is_leaf_or_view:
             return _PARAMETER, ""
         if tensor.untyped_storage().nbytes() < self._min_bytes:
             return SMALL, ""
-        if modules and is_buffer(tensor.untyped_storage()._cdata, modules):
+        if modules and is_buffer(storage_identity(tensor.untyped_storage()), modules):
             return "a module's buffer, or a view of one", ""
         return "", ""
 
@@ -228,7 +229,7 @@ class Admission:
         return Entry(block, tensor, skipped, None if region.is_dense else region)
 
     def _identify(self, tensor: Tensor, storage: torch.UntypedStorage) -> StorageVersion:
-        ref = self._storage_versions.refs.get(storage._cdata)
+        ref = self._storage_versions.refs.get(storage_identity(storage))
         storage_version = ref() if ref is not None else None
         if storage_version is None or not storage_version.is_of(tensor):
             storage_version = StorageVersion(tensor, storage)
@@ -260,10 +261,12 @@ class Admission:
         if isinstance(tensor, nn.Parameter):
             return self._stay(tensor, _PARAMETER)
         name = type(tensor).__name__
-        if not is_traceable_wrapper_subclass(tensor):
+        if not is_wrapper_subclass(tensor):
             return self._stay(tensor, f"a {name}, which does not say how it is made up")
         tiers = self._session.tiers_of(tensor.device)
-        reason = tiers if isinstance(tiers, str) else _no_tier(tiers)
+        if isinstance(tiers, str):
+            return self._stay(tensor, tiers)
+        reason = _no_tier(tiers)
         if reason:
             return self._stay(tensor, reason)
         if _is_parameter(tensor):
@@ -339,8 +342,7 @@ def _may_be_being_filled(tensor: Tensor) -> bool:
 def _gets_gradient(tensor: Tensor) -> bool:
     if tensor.is_leaf and tensor.requires_grad:
         return True
-    # What isinstance(tensor, nn.Parameter) asks, without its call in Python for each saved tensor.
-    return issubclass(type(tensor), nn.Parameter) or getattr(tensor, "_is_param", False)
+    return type(tensor) is not Tensor and is_parameter(tensor)
 
 
 def _nbytes_of(tensor: Tensor) -> int:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from ._saved.thread_state import ThreadState
+from ._torch.dynamo import untraced
 from ._torch.hook_stack import Scope, own_pack, take_out
 from ._torch.modules import call_frame, is_running
 from .errors import UsageError
@@ -111,11 +112,9 @@ class _Hook:
     def __init__(self, act: Callable[[FrameType | None], None]) -> None:
         self._act = act
 
+    @untraced
     def __call__(self, *_: object) -> None:
         self._act(call_frame())
-
-    # What torch.compiler.disable sets; calling that would import all of the compiler with backstash.
-    __call__._torchdynamo_disable = True  # type: ignore[attr-defined]
 
 
 class Attachment:

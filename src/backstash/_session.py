@@ -23,8 +23,8 @@ from ._saved.block import Block, BlockCleanup
 from ._saved.thread_state import Counts, ThreadState
 from ._tiers.backing import DiskCleanup
 from ._tiers.device_tiers import DeviceTiers
-from ._tiers.eviction import sequence_number
 from ._tiers.host_backing import HostCleanup
+from ._torch.engine import sequence_number
 from .memory import spare_bytes
 
 __all__ = ["Session"]

@@ -18,6 +18,8 @@ from typing import Any, Literal
 
 from torch.autograd import profiler
 
+from .._torch.profiling import is_profiling
+
 __all__ = ["Event", "EventLog", "Recording", "profiled"]
 
 Kind = Literal["save", "write", "land", "return", "lose", "read", "use", "free", "stall"]
@@ -28,7 +30,7 @@ _NOTHING: AbstractContextManager[Any] = nullcontext()
 
 def profiled(what: str, module: str = "") -> AbstractContextManager[Any]:
     """A span ``what`` in the trace of ``torch.profiler`` while one runs; else nothing, for one attribute."""
-    if getattr(profiler, "_is_profiler_enabled", False):
+    if is_profiling():
         return profiler.record_function(f"backstash: {what} {module}".rstrip())
     return _NOTHING
 
@@ -38,7 +40,7 @@ class Event:
     """One thing that a stash did, and what its tiers held right after."""
 
     kind: Kind
-    """``"save"``: a new block, in place. ``"write"``: its bytes, or a segment's, went down. ``"complete"``: its
+    """``"save"``: a new block, in place. ``"write"``: its bytes, or a segment's, went down. ``"land"``: its
     memory was let go. ``"return"``: its write failed and it stays in place. ``"lose"``: it was changed in
     place while on its way. ``"read"``: its bytes came back. ``"use"``: backward was given one of its views.
     ``"free"``: the last that needed it is gone. ``"stall"``: the computing thread waited."""

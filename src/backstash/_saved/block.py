@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from .._runtime.reclaim import Cleanup, Ledger, ReclaimQueue
+from .._torch.storages import free_weak_ref, storage_identity, weak_ref
 from .._torch.versions import same_counter
 from .access_order import ForwardPass
 from .placement import Arrival, Placement, Resident
@@ -29,7 +30,6 @@ from .view import StridedRegion, with_bits_of
 __all__ = ["Block", "BlockCleanup", "Loaded", "StorageVersion"]
 
 _NOTHING = torch.empty(0, device="cpu")
-_free_weak_ref: Any = torch.UntypedStorage._free_weak_ref
 
 
 class StorageVersion:
@@ -50,8 +50,8 @@ class StorageVersion:
 
     def __init__(self, tensor: Tensor, storage: torch.UntypedStorage) -> None:
         # What StorageWeakRef does, whose own __del__ is Python: see _runtime/reclaim.
-        self.__del__ = functools.partial(_free_weak_ref, storage._weak_ref())
-        self.cdata = storage._cdata
+        self.__del__ = functools.partial(free_weak_ref, weak_ref(storage))
+        self.cdata = storage_identity(storage)
         self.version = tensor._version
         base = tensor._base
         self.owner = weakref.ref(tensor if base is None else base)

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from .._torch.tensors import is_wrapper_subclass, toggle_bits
 from .block import Block
-from .view import StridedRegion, extent_bytes, raw_alias, reason_to_stay, with_bits, with_bits_of
+from .view import StridedRegion, extent_bytes, raw_alias, reason_to_stay, with_bits_of
 
 __all__ = ["Entry", "WrapperEntry"]
 
@@ -76,7 +76,7 @@ class Entry:
             base, first = self.region.spread(dense, self.dtype), self.region.residue
         out = base.as_strided(self.shape, self.stride, first)
         if self.conj or self.neg:
-            out = with_bits(out, conj=self.conj, neg=self.neg)
+            out = toggle_bits(out, conj=self.conj, neg=self.neg)
         return out
 
 
@@ -135,7 +135,7 @@ class WrapperEntry:
 
 def _with_inner(tensor: Any) -> Iterator[Tensor]:
     yield tensor
-    if is_traceable_wrapper_subclass(tensor):
+    if is_wrapper_subclass(tensor):
         for name in tensor.__tensor_flatten__()[0]:
             yield from _with_inner(getattr(tensor, name))
 

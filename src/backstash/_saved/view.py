@@ -10,6 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .._torch.tensors import is_functorch_wrapped, is_zero_tensor, toggle_bits
+
 __all__ = [
     "ALIGNMENT_BYTES",
     "StridedRegion",
@@ -17,7 +19,6 @@ __all__ = [
     "raw_alias",
     "reason_to_stay",
     "snapshot",
-    "with_bits",
     "with_bits_of",
 ]
 
@@ -138,16 +139,9 @@ def _overlap(runs: list[tuple[int, int]]) -> bool:
     return False
 
 
-def with_bits(tensor: Tensor, *, conj: bool, neg: bool) -> Tensor:
-    """``tensor`` as a lazily conjugated and negated view, where ``conj`` and ``neg`` say so."""
-    if neg:
-        tensor = torch._neg_view(tensor)
-    return tensor.conj() if conj else tensor
-
-
 def with_bits_of(tensor: Tensor, raw: Tensor) -> Tensor:
     """``raw`` with the conj and neg bits of ``tensor``."""
-    return with_bits(raw, conj=tensor.is_conj(), neg=tensor.is_neg())
+    return toggle_bits(raw, conj=tensor.is_conj(), neg=tensor.is_neg())
 
 
 def raw_alias(tensor: Tensor) -> Tensor:
@@ -171,7 +165,7 @@ def extent_bytes(tensor: Tensor) -> tuple[int, int]:
 
 def reason_to_stay(tensor: Tensor) -> str:
     """Why a plain ``torch.Tensor``'s bytes cannot be moved and rebuilt exactly; ``""`` when they can."""
-    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+    if is_functorch_wrapped(tensor):
         return "a functorch transform's tensor"
     if tensor.layout is not torch.strided:
         return f"layout {str(tensor.layout).removeprefix('torch.')}"
@@ -181,7 +175,7 @@ def reason_to_stay(tensor: Tensor) -> str:
         return "a quantized tensor"
     if any(getattr(tensor, "names", ())):  # torch 2.13 has none any more
         return "a named tensor"
-    if tensor._is_zerotensor():
+    if is_zero_tensor(tensor):
         return "a tensor of zeros without memory"
     storage = tensor.untyped_storage()
     if tensor.numel() == 0 or storage.data_ptr() == 0:

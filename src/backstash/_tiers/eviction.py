@@ -10,10 +10,9 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
-import torch
-
 from .._saved.block import Block, BlockCleanup
 from .._saved.thread_state import ThreadState
+from .._torch.engine import sequence_number
 from ..errors import StashFullError
 from ..units import format_bytes
 from . import segments as _segments
@@ -24,9 +23,7 @@ from .inflight import InflightWrites
 from .resident import ResidentSet
 from .segments import Segments
 
-__all__ = ["Evictor", "sequence_number"]
-
-sequence_number = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
+__all__ = ["Evictor"]
 
 
 class Evictor:

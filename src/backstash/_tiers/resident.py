@@ -7,13 +7,12 @@ that is still in place when backward comes need not be brought back.
 
 from __future__ import annotations
 
-import torch
-
 from .._device.memory import DeviceMemory
 from .._runtime.trace import EventLog
 from .._runtime.weak import WeakQueue
 from .._saved.block import Block, BlockCleanup
 from .._saved.placement import Lost, Resident
+from .._torch.engine import current_node
 
 __all__ = ["ResidentSet", "is_resident"]
 
@@ -52,7 +51,7 @@ class ResidentSet:
         block.cleanup.resident_bytes = block.nbytes
         self.nbytes += block.nbytes
         if self.event_log.on:
-            cause = "backward" if torch._C._current_autograd_node() is not None else ""
+            cause = "backward" if current_node() is not None else ""
             self.event_log.emit("save", *block.facts, cause=cause)
 
     def leave(self, block: Block) -> None:

@@ -19,7 +19,15 @@ from .lookup import optional
 from .module_parts import own_buffers, own_children, own_parameters
 from .storages import storage_identity
 
-__all__ = ["CALL_CODE", "call_frame", "is_buffer", "is_running", "module_path", "running_modules"]
+__all__ = [
+    "CALL_CODE",
+    "call_frame",
+    "is_buffer",
+    "is_parameter",
+    "is_running",
+    "module_path",
+    "running_modules",
+]
 
 CALL_CODE: Any = optional("torch.nn.Module._call_impl.__code__", None)
 """The code of the frames that run a module's forward, with the module as their local variable ``self``. In
@@ -36,6 +44,15 @@ def running_modules(frame: FrameType | None = None) -> list[nn.Module]:
         current = current.f_back  # type: ignore[assignment]
     modules.reverse()
     return modules
+
+
+def is_parameter(tensor: Tensor) -> bool:
+    """Whether ``tensor`` is an ``nn.Parameter``, or a subclass's tensor that torch marks as one.
+
+    What ``isinstance(tensor, nn.Parameter)`` asks, which makes another call in Python for each tensor. The
+    mark ``_is_param`` is in torch 2.11 to 2.15; without it, only the class counts.
+    """
+    return issubclass(type(tensor), nn.Parameter) or getattr(tensor, "_is_param", False)
 
 
 def call_frame() -> FrameType | None:
