@@ -1,6 +1,6 @@
-"""The way in by itself: what moves and what stays, with which reason, and which block a tensor belongs to."""
+"""Admission by itself: what moves and what stays, with which reason, and which block a tensor belongs to."""
 
-import contextlib
+import os
 from types import SimpleNamespace
 
 import pytest
@@ -11,13 +11,16 @@ from backstash import Action
 from backstash._admission import SMALL, Admission
 from backstash._runtime.reclaim import ReclaimQueue
 from backstash._saved.entry import Entry, WrapperEntry
+from backstash._saved.placement import Stored
 from backstash._saved.thread_state import ThreadState
 from backstash.errors import StashClosedError
 
-GRAVE = ReclaimQueue()
 KIB = 1 << 10
 PARAMETER = "a parameter or another leaf that requires a gradient, or a view of one"
 COPIED = "smaller than min_bytes: copied, so that its large storage is not held"
+
+
+CPU = torch.device("cpu")
 
 
 class Lock:
@@ -32,33 +35,64 @@ class Lock:
         pass
 
 
+class Section:
+    """A critical section that is entered under its own lock only."""
+
+    def __init__(self):
+        self.lock, self.entered = Lock(), 0
+
+    def __enter__(self):
+        self.entered += 1
+        assert self.lock.entered >= self.entered
+
+    def __exit__(self, *error):
+        pass
+
+
+class Driver:
+    """As much of a device as admission asks."""
+
+    def __init__(self, capturing=False):
+        self.capturing, self.recorded = capturing, []
+
+    def is_capturing(self):
+        return self.capturing
+
+    def used(self, tensor):
+        self.recorded.append(tensor)
+
+    def stream(self):
+        return "the current one"
+
+
 class Around:
-    """What is around the way in, and what each was told."""
+    """What is around admission, and what each was told."""
 
     def __init__(self, policy=None, min_bytes=KIB, device=None, has_tier=True):
-        self.steps, self.admitted, self.added, self.used = [], [], [], []
-        self.forked = False
+        self.steps, self.admitted, self.added = [], [], []
         self.tiers = SimpleNamespace(
-            number=0,
-            reclaim_queue=GRAVE,
-            stream=lambda: None,
+            number=2,
             device=device,
-            has_tier=has_tier,
-            used=self.used.append,
+            tier=object() if has_tier else None,
             evictor=SimpleNamespace(admit=self.admit),
         )
         self.session = SimpleNamespace(
-            lock=(lock := Lock()),
-            section=contextlib.nullcontext(),
-            is_forked=lambda: self.forked,
+            section=Section(),
+            pid=os.getpid(),
+            is_forked=lambda: True,  # asked where the process is another one
             drain=lambda: self.steps.append("drain"),
             settle=lambda thread_state: self.steps.append(thread_state),
-            tiers_of=lambda device: self.tiers if device.type == "cpu" else f"device {device.type}",
+            known_tiers={CPU: self.tiers},
+            tiers_of=lambda device: self.tiers if device == CPU else f"device {device.type}",
+            reclaim_queue=ReclaimQueue(),
             add=self.added.append,
         )
         self.admission = Admission(self.session, policy=policy, min_bytes=min_bytes)
-        self.lock, self.thread_state = lock, ThreadState()
+        self.lock, self.thread_state = self.session.section.lock, ThreadState()
         self.pack = self.admission.hook(self.thread_state)
+
+    def fork(self):
+        self.session.pid = -1
 
     def admit(self, block, *, at_once, complete):
         self.admitted.append((block, at_once, complete))
@@ -66,6 +100,11 @@ class Around:
     @property
     def left(self):
         return self.admission.left
+
+
+def leaves(block):
+    """It is below from now on."""
+    block.placement = Stored(SimpleNamespace(tier="disk"))
 
 
 def made(*shape, dtype=torch.float8_e5m2):
@@ -144,13 +183,17 @@ def test_a_closed_stash_holds_no_more():
 def test_what_waited_for_its_operation_s_end_is_settled_first(waiting, forked, settles):
     around = Around()
     around.thread_state.waiting.extend(waiting)
-    around.forked = forked
+    if forked:
+        around.fork()
     around.pack(torch.nn.Parameter(torch.zeros(KIB)))
     assert around.steps == ["drain", around.thread_state] * settles
 
 
 def test_what_is_dead_is_settled_before_a_block_is_made():
     around = Around()
+    around.pack(torch.zeros(KIB))
+    assert around.steps == []  # there was nothing
+    around.session.reclaim_queue.append(object())
     around.pack(torch.zeros(KIB))
     assert around.steps == ["drain"]
 
@@ -160,11 +203,8 @@ def test_what_is_dead_is_settled_before_a_block_is_made():
     [
         ({"has_tier": False}, "no tier below: give disk="),
         ({"has_tier": False, "device": object()}, "no tier below: give host="),
-        (
-            {"device": SimpleNamespace(is_capturing=lambda: True)},
-            "a graph of the accelerator is being captured",
-        ),
-        ({"device": SimpleNamespace(is_capturing=lambda: False)}, ""),
+        ({"device": Driver(capturing=True)}, "a graph of the accelerator is being captured"),
+        ({"device": Driver()}, ""),
     ],
 )
 def test_where_nothing_can_move(options, reason):
@@ -183,16 +223,16 @@ def test_a_device_that_nothing_drives():
 
 def test_in_a_forked_process_all_stays():
     around = Around()
-    around.forked = True
+    around.fork()
     around.pack(torch.zeros(KIB))
     around.pack(torch.zeros(KIB, device="meta"))
     assert around.left == {
         "a forked process: make a stash in it": [1, 4096],
         "device meta": [1, 4096],
     }
-    around.tiers.has_tier = False
+    around.tiers.tier = None  # whatever there is below
     around.pack(torch.zeros(KIB))
-    assert around.left["no tier below: give disk="] == [1, 4096]
+    assert around.left["a forked process: make a stash in it"] == [2, 8192]
 
 
 def test_a_leaf_stays_itself_and_what_was_made_as_an_alias():
@@ -281,8 +321,8 @@ def test_a_policy_is_told_of_each_tensor():
         ("keep", None, False),
         ("host", None, False),
         ("disk", None, True),
-        ("host", SimpleNamespace(is_capturing=lambda: False), True),
-        ("keep", SimpleNamespace(is_capturing=lambda: False), False),
+        ("host", Driver(), True),
+        ("keep", Driver(), False),
     ],
 )
 def test_a_policy_names_the_tier(tier, device, moves):
@@ -292,19 +332,19 @@ def test_a_policy_names_the_tier(tier, device, moves):
     assert around.left == ({} if moves else {"the policy said so": [1, 8]})
     if moves:
         [(block, at_once, _)] = around.admitted
-        assert at_once and block.goes_on == (tier == "disk")
+        assert at_once and block.to_disk == (tier == "disk")
 
 
 # Blocks.
 
 
 def test_all_views_of_a_storage_are_one_block():
-    around = Around()
+    around = Around(device=(driver := Driver()))
     tensor = made(2, 4 * KIB)
     whole, half, again = (around.pack(each) for each in (tensor, tensor[1], tensor.t()))
     assert whole.block is half.block is again.block and whole.block.entries == 3
     assert (whole.offset_bytes, half.offset_bytes) == (0, 4 * KIB)
-    assert len(around.admitted) == len(around.added) == 1 and len(around.used) == 3
+    assert len(around.admitted) == len(around.added) == 1 and len(driver.recorded) == 3
     assert around.admission.eligible_bytes == 8 * KIB
     assert around.admission.deduplicated_bytes == 4 * KIB + 8 * KIB
     assert whole.block.saved_regions is None
@@ -331,18 +371,25 @@ def test_the_same_tensor_again_is_the_same_block(make):
 def test_what_is_told_of_a_new_block():
     around = Around()
     entry, other = around.pack(made(KIB)), around.pack(torch.zeros(KIB))
-    assert entry.block.thread_state is around.thread_state and around.added == [
-        entry.block,
-        other.block,
-    ]
+    assert entry.block.thread_state is around.thread_state
+    assert around.added == [entry.block, other.block]
     assert around.admitted == [(entry.block, False, True), (other.block, False, False)]
     assert entry.block.saved_regions is other.block.saved_regions is None
-    assert not entry.block.goes_on and entry.block.cleanup.module == ""
+    assert not entry.block.to_disk and entry.block.cleanup.module == ""
     assert entry.block.storage_version.block() is entry.block
+    assert (entry.block.number, entry.block.stream) == (2, None)
+
+
+def test_on_an_accelerator_a_block_has_the_stream_that_it_was_made_on():
+    around = Around(min_bytes=100, device=Driver())
+    base = made(4 * KIB)
+    whole, copied = around.pack(made(KIB)), around.pack(base[:1000])
+    assert copied.block.origin is not copied.block.storage_version
+    assert whole.block.stream == copied.block.stream == "the current one"
 
 
 @pytest.mark.parametrize("make", [torch.zeros, made])
-def test_a_large_part_is_held_whole(make):
+def test_a_large_region_is_held_whole(make):
     around = Around()
     base = make(4 * KIB)
     itemsize = base.element_size()
@@ -356,14 +403,14 @@ def test_what_may_be_being_filled_is_served_by_what_was_saved_of_it():
     around = Around(min_bytes=0)
     base = torch.zeros(4 * KIB, dtype=torch.uint8)
     part = around.pack(base[:KIB])
-    part.block.backing = object()  # it has left
+    leaves(part.block)
     assert around.pack(base[10:20]).block is part.block
     other = around.pack(base[KIB : 2 * KIB])
     assert other.block is not part.block and other.block.origin is part.block.storage_version
     assert other.block.nbytes == KIB  # a quarter is much, but all of it may be wrong by now
     filled = made(4 * KIB)
     part = around.pack(filled[:KIB])
-    part.block.backing = object()
+    leaves(part.block)
     assert around.pack(filled[KIB:]).block is part.block  # it is complete
 
 
@@ -372,13 +419,13 @@ def test_a_leaf_that_is_a_view_is_as_complete_as_its_base():
     base = torch.zeros(2 * KIB)
     one, two = (around.pack(half.requires_grad_()) for half in (base[:KIB], base.detach()[KIB:]))
     assert one.block is two.block  # in place, with whatever is written
-    one.block.backing = object()
+    leaves(one.block)
     again, three = around.pack(base[:KIB].requires_grad_()), base[KIB - 1 :].requires_grad_()
     assert again.block is one.block is not around.pack(three).block
 
 
 @pytest.mark.parametrize("min_bytes, tier", [(1000, ""), (1001, "disk"), (1001, "")])
-def test_a_small_part_is_copied(min_bytes, tier):
+def test_a_small_region_is_copied(min_bytes, tier):
     action = Action(tier) if tier else None
     around = Around(min_bytes=min_bytes, policy=lambda saved: action)
     base = made(4 * KIB)
@@ -404,38 +451,38 @@ def test_what_repeats_an_element_needs_that_one_only():
     assert entry.block.nbytes == 1 and entry.shape == (4 * KIB,)
 
 
-def test_where_a_copied_part_begins_is_said_in_bytes():
+def test_where_a_copied_region_begins_is_said_in_bytes():
     around = Around(min_bytes=4)
     entry = around.pack(made(4 * KIB, dtype=torch.float32)[3:100])
     assert entry.offset_bytes == entry.block.nbytes - 4 * 97 == 4 * 3
 
 
-def test_a_copied_part_is_complete_whoever_made_its_storage():
+def test_a_copied_region_is_complete_whoever_made_its_storage():
     around = Around(min_bytes=100)
     around.pack(torch.zeros(4 * KIB, dtype=torch.uint8)[:1000])
     assert around.admitted[0][2] is True
 
 
-def test_a_part_with_gaps_is_spread_out_again():
+def test_a_region_with_gaps_is_spread_out_again():
     around = Around(min_bytes=100)
     base = made(64, 64)
     entry = around.pack(base[:, 3:10])
     assert entry.region is not None and entry.block.nbytes == 64 * 7 + 3
-    spread = entry.view_of(entry.block.alias, 0)
+    spread = entry.view_of(entry.block.placement.alias, 0)
     assert spread.shape == (64, 7) and spread.stride() == (64, 1)
     assert set(spread.float().flatten().tolist()) == {1.0}
 
 
-def test_a_copied_part_that_a_backward_changed_is_copied_anew():
+def test_a_copied_region_that_a_backward_changed_is_copied_anew():
     around = Around(min_bytes=100)
     base = made(4 * KIB)
     first = around.pack(base[:1000])
-    first.block.alias.add_(1)
+    first.block.placement.alias.add_(1)
     assert around.pack(base[:1000]).block is not first.block
     assert around.admission.deduplicated_bytes == 0
 
 
-def test_parts_are_copied_until_they_cost_what_the_whole_does():
+def test_regions_are_copied_until_they_cost_what_the_whole_does():
     around = Around(min_bytes=100)
     base = made(4000)
     parts = [around.pack(base[low : low + 800]) for low in range(5)]
@@ -447,7 +494,7 @@ def test_parts_are_copied_until_they_cost_what_the_whole_does():
 def test_without_memory_for_a_copy_the_whole_is_held(monkeypatch):
     around = Around(min_bytes=100)
 
-    def no_memory(part, tensor):
+    def no_memory(region, tensor):
         raise torch.OutOfMemoryError("no memory")
 
     monkeypatch.setattr("backstash._saved.view.StridedRegion.copy", no_memory)
@@ -469,16 +516,16 @@ def test_a_subclass_that_does_not_say_how_it_is_made_up_stays():
 
 
 def test_a_subclass_is_packed_part_by_part_and_once():
-    around = Around()
+    around = Around(device=(driver := Driver()))
     parts = torch.zeros(KIB), torch.zeros(KIB)
     tensor = TwoTensor(*parts)
     entry = around.pack(tensor)
     assert type(entry) is WrapperEntry and around.pack(tensor) is entry
     assert len(around.admitted) == 2 and around.thread_state.saves == 4
     assert len({each.block for each in entry.parts.values()}) == 2
-    blocks = [each.block.alias for each in entry.parts.values()]
+    blocks = [each.block.placement.alias for each in entry.parts.values()]
     assert not any(is_alias(one, other) for one in blocks for other in parts)  # copies
-    assert [id(each) for each in around.used[:1]] == [id(parts[0])]
+    assert driver.recorded[0] is parts[0]
     parts[0].add_(1)
     assert around.pack(tensor) is not entry
 
@@ -491,14 +538,14 @@ def test_a_subclass_of_whole_numbers_moves_too():
 
 
 def test_a_part_keeps_its_strides_and_one_elsewhere_is_no_use_of_this_device():
-    around = Around()
+    around = Around(device=(driver := Driver()))
     wrapper = SimpleNamespace(is_nested=False, device=torch.device("cpu"))
     base = torch.zeros(KIB, 4)
     entry = around.admission._pack_inner(wrapper, base[:, 1], around.thread_state, around.tiers)
-    assert entry.stride == (4,) and len(around.used) == 2
+    assert entry.stride == (4,) and len(driver.recorded) == 2
     elsewhere = torch.zeros(KIB, device="meta")
     around.admission._pack_inner(wrapper, elsewhere, around.thread_state, around.tiers)
-    assert len(around.used) == 2 and "device meta" in around.left
+    assert len(driver.recorded) == 2 and "device meta" in around.left
 
 
 @pytest.mark.parametrize("reason", ["no tier below: give disk=", "device meta", PARAMETER])
@@ -526,7 +573,7 @@ def test_a_nested_tensor_s_offsets_stay_the_very_same(dtype):
 
 
 def test_a_part_that_cannot_be_moved_is_copied_and_stays():
-    around = Around()
+    around = Around(device=(driver := Driver()))
     sparse = torch.eye(3).to_sparse()
     inner = TwoTensor(torch.zeros(KIB), torch.zeros(KIB))
     wrapper = SimpleNamespace(is_nested=False, device=torch.device("cpu"))
@@ -534,4 +581,4 @@ def test_a_part_that_cannot_be_moved_is_copied_and_stays():
     assert kept is not sparse and torch.equal(kept.to_dense(), torch.eye(3))
     packed = around.admission._pack_inner(wrapper, inner, around.thread_state, around.tiers)
     assert type(packed) is WrapperEntry and len(around.admitted) == 2
-    assert [type(each) for each in around.used] == [torch.Tensor] * len(around.used)
+    assert {type(each) for each in driver.recorded} == {torch.Tensor}

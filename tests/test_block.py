@@ -8,21 +8,24 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from backstash import Stash
 from backstash._runtime.reclaim import ReclaimQueue
-from backstash._saved.block import Block, StorageVersion
+from backstash._saved import view as _view
+from backstash._saved.block import Block, BlockCleanup, Loaded, StorageVersion
+from backstash._saved.placement import Lost, Resident, Stored, Writing
 from backstash._saved.view import StridedRegion, extent_bytes, raw_alias, reason_to_stay
 from backstash._torch import versions as _versions
 from backstash._torch.versions import same_counter
 from oracle import gradients, same_bits
 
-SIDE = SimpleNamespace(number=0, reclaim_queue=ReclaimQueue(), stream=lambda: "the current one")
+RECLAIM_QUEUE = ReclaimQueue()
+DISK = SimpleNamespace(tier="disk")  # as much of a backing as a block asks
 
 
-def source_of(tensor):
+def version_of(tensor):
     return StorageVersion(tensor, tensor.untyped_storage())
 
 
 def block_of(tensor):
-    return Block(source_of(tensor), raw_alias(tensor), SIDE)
+    return Block(version_of(tensor), raw_alias(tensor), RECLAIM_QUEUE, 3)
 
 
 # Which tensors share a version counter.
@@ -60,16 +63,16 @@ def test_where_torch_cannot_tell_the_answer_is_no(tmp_path, monkeypatch):
     stash.close()
 
 
-def test_a_source_holds_no_memory_and_keeps_the_identity():
+def test_a_storage_version_holds_no_memory_and_keeps_the_identity():
     x = torch.ones(1000)
-    storage_version = source_of(x)
+    storage_version = version_of(x)
     assert storage_version.probe.untyped_storage().nbytes() == 0
     assert storage_version.cdata == x.untyped_storage()._cdata
     assert storage_version.copied_bytes == 0
     weak = StorageWeakRef(x.untyped_storage())
     assert not weak.expired()
     del x
-    assert weak.expired()  # the source did not keep the bytes
+    assert weak.expired()  # it did not keep the bytes
     others = [torch.empty(1000).untyped_storage()._cdata for _ in range(100)]
     assert storage_version.cdata not in others  # but what they were known by
 
@@ -79,7 +82,7 @@ def test_a_source_sees_a_change_and_is_of_no_other_bytes(before):
     x = torch.ones(10)
     for _ in range(before):
         x.add_(1)
-    storage_version = source_of(x)
+    storage_version = version_of(x)
     assert storage_version.version == before
     assert storage_version.changed is False
     assert storage_version.is_of(x) is True and storage_version.is_of(x[3:]) is True
@@ -94,12 +97,12 @@ def test_a_source_sees_a_change_and_is_of_no_other_bytes(before):
     x.detach()[2:].zero_()
     assert storage_version.changed is True
     assert storage_version.is_of(x) is False
-    assert source_of(x).is_of(x) is True
+    assert version_of(x).is_of(x) is True
 
 
 def test_views_of_one_base_are_known_where_torch_cannot_tell(monkeypatch):
     base = torch.zeros(6)
-    storage_version = source_of(base[2:])
+    storage_version = version_of(base[2:])
     monkeypatch.setattr(_versions, "_set_versions", None)
     assert (
         storage_version.is_of(base)
@@ -111,12 +114,12 @@ def test_views_of_one_base_are_known_where_torch_cannot_tell(monkeypatch):
     )  # which shares the counter, too: it costs a copy
 
 
-def test_a_tensor_whose_version_was_put_back_is_not_taken_for_another_source():
-    """``tensor`` at the saved version, with a guard of another one: both have to agree."""
+def test_a_tensor_whose_version_was_put_back_is_not_taken_for_another():
+    """``tensor`` at the saved version, with a probe of another one: both have to agree."""
     x, y = torch.ones(4), torch.ones(4)
-    storage_version = source_of(x)
+    storage_version = version_of(x)
     x.add_(1)
-    assert storage_version.is_of(y) is False  # y is at the saved version, the guard is not
+    assert storage_version.is_of(y) is False  # y is at the saved version, the probe is not
     y.add_(1)
     assert storage_version.is_of(y) is False
 
@@ -125,7 +128,7 @@ def test_a_version_that_was_put_back_below_the_saved_one():
     """As ``torch.autograd._unsafe_preserve_version_counter`` does, if something was saved inside."""
     x, y = torch.ones(4), torch.ones(4)
     x.add_(1)
-    storage_version = source_of(x)
+    storage_version = version_of(x)
     _versions._set_versions((x,), (0,))
     y.add_(1)
     assert storage_version.changed and not storage_version.is_of(y) and not storage_version.is_of(x)
@@ -196,7 +199,7 @@ def test_why_a_tensor_stays(reason):
     assert reason_to_stay(REASONS[reason]()) == reason
 
 
-def test_more_of_why_a_tensor_stays():
+def test_more_of_why_a_tensor_stays(monkeypatch):
     assert on_a_functorch_level(torch.ones(3)) == "a functorch transform's tensor"
     gone = torch.ones(3)
     gone.untyped_storage().resize_(0)  # what FSDP2 does to a weight: elements, and no memory
@@ -205,16 +208,11 @@ def test_more_of_why_a_tensor_stays():
     assert reason_to_stay(torch.ones(1)) == "" and reason_to_stay(torch.ones(4)[1:]) == ""
     # An element of one byte, eight bytes into its storage, whose own address is aligned to nothing.
     assert reason_to_stay(torch.ones(64, dtype=torch.uint8)[9:]) == ""
-    named = torch.ones(3)
     named = SimpleNamespace(
         layout=torch.strided, is_nested=False, is_quantized=False, names=(None, "row")
     )
-    original = torch._C._functorch.is_functorch_wrapped_tensor
-    torch._C._functorch.is_functorch_wrapped_tensor = lambda tensor: False
-    try:
-        assert reason_to_stay(named) == "a named tensor"
-    finally:
-        torch._C._functorch.is_functorch_wrapped_tensor = original
+    monkeypatch.setattr(_view, "is_functorch_wrapped", lambda tensor: False)
+    assert reason_to_stay(named) == "a named tensor"
 
 
 @pytest.mark.parametrize(
@@ -247,67 +245,100 @@ def test_a_raw_alias_has_the_bytes_as_they_lie():
 
 
 def test_a_new_block_is_in_place_and_unused():
-    block = block_of(torch.zeros(3))
-    counts = (
-        block.cleanup.resident_bytes,
-        block.cleanup.loaded_bytes,
-        block.index,
-        block.offset,
-        block.entries,
-    )
-    assert counts == (0, 0, 0, 0, 0)
-    assert (block.turn, block.served, block.root_low, block.root_version) == (0, 0, 0, 0)
-    assert (block.goes_on, block.unsure, block.lost, block.facts) == (
-        False,
-        False,
-        "",
-        (12, -1, ""),
-    )
-    assert (block.alias is not None, block.backing, block.root, block.arrival) == (
-        True,
-        None,
-        None,
-        None,
-    )
-    SIDE.reclaim_queue.clear()
-    del block  # what its books have not heard of
-    (left,) = SIDE.reclaim_queue
-    assert (left.number, left.resident_bytes, left.loaded_bytes, left.nbytes) == (0, 0, 0, 12)
-    assert (left.serial, left.module) == (-1, "")
+    x = torch.zeros(3)
+    block = block_of(x)
+    cleanup = block.cleanup
+    assert type(block.placement) is Resident and same_counter(block.placement.alias, x)
+    assert (cleanup.resident_bytes, cleanup.loaded_bytes) == (0, 0)
+    assert (block.index, block.offset, block.entries, block.turn, block.served) == (0, 0, 0, 0, 0)
+    assert (block.loaded, block.stream, block.to_disk) == (None, None, False)
+    assert (block.number, block.facts) == (3, (12, -1, ""))
+    RECLAIM_QUEUE.clear()
+    del block  # which no session has heard of
+    assert list(RECLAIM_QUEUE) == [cleanup]
+    assert (cleanup.number, cleanup.resident_bytes, cleanup.loaded_bytes) == (3, 0, 0)
+    assert (cleanup.nbytes, cleanup.serial, cleanup.module, cleanup.facts) == (12, -1, "", None)
 
 
-def test_what_the_books_count_for_a_block_is_left_when_it_dies():
+def test_what_is_counted_for_a_block_is_left_when_it_dies():
     block = block_of(torch.zeros(3))
     block.cleanup.resident_bytes, block.cleanup.serial, block.cleanup.module = 1, 3, "head"
     assert block.facts == (12, 3, "head")
-    SIDE.reclaim_queue.clear()
+    RECLAIM_QUEUE.clear()
     del block
-    (left,) = SIDE.reclaim_queue
+    (left,) = RECLAIM_QUEUE
     assert (left.resident_bytes, left.serial, left.module) == (1, 3, "head")
+    assert left.facts == (12, 3, "head")
+
+
+def test_a_dead_block_is_struck_out_before_it_is_subtracted():
+    """Else whoever comes after an interrupt would count it twice."""
+    left = BlockCleanup(RECLAIM_QUEUE, 0, 12)
+    left.resident_bytes, left.serial = 12, 0
+    told = []
+
+    def subtract(**what):
+        assert (left.resident_bytes, left.serial, left.facts) == (0, -1, None)
+        told.append(what)
+
+    assert left.is_busy() is False
+    left.settle(SimpleNamespace(subtract=subtract))
+    assert told == [{"resident_bytes": 12}]
 
 
 def test_a_block_in_place():
     x = torch.zeros(3, 4, requires_grad=True)
     block = block_of(x.detach())
     assert (block.where, block.has_moved, block.nbytes) == ("keep", False, 48)
-    assert block.origin is block.storage_version and block.stream == "the current one"
+    assert block.origin is block.storage_version
     x.untyped_storage().resize_(1 << 20)
     assert block.has_moved is True
-    block.alias = None
+    block.placement = Writing(block.placement.alias, DISK, object())
+    assert block.has_moved is True
+    block.placement = Stored(DISK)
     assert block.has_moved is False
 
 
 def test_where_a_block_is():
     block = block_of(torch.zeros(3))
-    block.backing = SimpleNamespace(tier="disk")
+    block.placement = Writing(block.placement.alias, DISK, object())
     assert block.where == "keep"  # on its way
-    block.alias = None
+    block.placement = Stored(DISK)
     assert block.where == "disk"
-    block.backing = None  # it was lost
+    block.placement = Stored(None)
     assert block.where == "keep"
-    block.root = block.arrival = torch.zeros(1)
+    block.placement = Lost(1)
+    assert block.where == "keep"
+
+
+def test_what_was_read_back_is_let_go():
+    block, root = block_of(torch.zeros(3)), torch.zeros(4, dtype=torch.uint8).add_(1)
+    loaded = block.loaded = Loaded(root, 2, arrival := object())
+    assert (loaded.low, loaded.version) == (2, 1) and loaded.root is root
+    assert loaded.arrival is arrival
     block.let_go()
-    assert block.root is None and block.arrival is None
+    assert block.loaded is None
+
+
+def test_what_each_placement_has():
+    alias, transfer = torch.zeros(3), object()
+    has = {
+        "resident": (Resident(alias), (alias, None, None, True, False, None)),
+        "writing": (Writing(alias, DISK, transfer), (alias, DISK, transfer, False, False, None)),
+        "stored": (Stored(DISK), (None, DISK, None, False, False, None)),
+        "unordered": (Stored(DISK, is_unordered=True), (None, DISK, None, False, True, None)),
+        "lost": (Lost(7), (None, None, None, False, False, 7)),
+    }
+    for name, (placement, facts) in has.items():
+        found = (
+            placement.alias,
+            placement.backing,
+            placement.transfer,
+            placement.is_kept,
+            placement.is_unordered,
+            placement.lost_at,
+        )
+        assert all(one is other for one, other in zip(found, facts, strict=True)), name
 
 
 def test_what_a_block_serves_whose_storage_may_still_be_written():
@@ -318,11 +349,12 @@ def test_what_a_block_serves_whose_storage_may_still_be_written():
     block.saved_regions = [rows]
     assert block.serves(rows) is True and block.saved_regions == [rows]
     assert block.serves(more) is True and block.saved_regions == [rows, more]
-    block.backing = SimpleNamespace(tier="disk")  # it has left: what was saved by then is right
+    # It is leaving: what was saved by then is right.
+    block.placement = Writing(block.placement.alias, DISK, object())
     assert block.serves(more) is True and block.serves(rows) is True
     assert block.serves(column) is False
     assert block.saved_regions == [rows, more]
-    block.alias = None
+    block.placement = Stored(DISK)
     assert block.serves(column) is False and block.serves(StridedRegion(x[3])) is True
-    block.backing = None
+    block.placement = Lost(1)
     assert block.serves(column) is False

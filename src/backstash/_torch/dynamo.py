@@ -2,8 +2,8 @@
 
 In a part of a compiled model that it cannot trace, Dynamo (the tracer of ``torch.compile``) tries every
 Python frame that begins there, also that of a hook which autograd or a module calls: it would compile
-a stash's functions again and again as their numbers change, warn of each builtin it does not know, and fail over a
-tensor that it cannot fake.
+a stash's functions again and again as their numbers change, warn of each builtin it does not know, and fail
+over a tensor that it cannot fake.
 """
 
 from __future__ import annotations
