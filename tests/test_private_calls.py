@@ -316,7 +316,9 @@ def test_a_module_is_found_by_its_name():
 def test_where_torch_does_not_tell():
     assert engine.number_of(object()) == 0
     assert engine.output_metadata(object()) == ()
-    assert tensors._takes_apart(torch.ones(1)) is False
+    for tensor in (torch.ones(1), torch._efficientzerotensor((1,))):
+        assert tensors._has_no_address(tensor) is tensors.is_zero_tensor(tensor)
+        assert tensors._takes_apart(tensor) is tensors.is_wrapper_subclass(tensor) is False
 
 
 def test_which_backward_runs_is_asked_in_one():

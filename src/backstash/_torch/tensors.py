@@ -33,9 +33,18 @@ neg_view: Callable[[Tensor], Tensor] = required(
 )
 """A view of a tensor with its neg bit toggled. Where torch lacks it, it raises ``UsageError``."""
 
-is_zero_tensor: Callable[[Tensor], bool] = optional("torch.Tensor._is_zerotensor", lambda _: False)
-"""Whether it is one of autograd's zeros without memory. Where torch lacks the call, no: it has no data
-pointer either."""
+
+def _has_no_address(tensor: Tensor) -> bool:
+    try:
+        tensor.untyped_storage().data_ptr()
+    except RuntimeError:
+        return True
+    return False
+
+
+is_zero_tensor: Callable[[Tensor], bool] = optional("torch.Tensor._is_zerotensor", _has_no_address)
+"""Whether it is one of autograd's zeros without memory. Where torch lacks the call: whether asking for the
+address of its memory fails."""
 
 is_functorch_wrapped: Callable[[Tensor], bool] = required(
     "torch._C._functorch.is_functorch_wrapped_tensor", "leaves the tensors of torch.func alone"
