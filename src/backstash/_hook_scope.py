@@ -50,7 +50,7 @@ def newest_scope(thread_state: ThreadState) -> Scope | None:
 
 
 def leave_scope(thread_state: ThreadState, frame: FrameType | None = None) -> None:
-    """Pop the newest pair of this thread's lane.
+    """Pop the newest pair of this thread.
 
     Raises:
         UsageError: it was not on top (it is taken out all the same), or is not there at all.
@@ -88,7 +88,7 @@ def _clear_stale(thread_state: ThreadState) -> None:
         try:
             _take_out(thread_state.scopes.pop())
         except UsageError:
-            pass  # whoever left out of order was told; here there is nothing to mend
+            pass  # the caller that left out of order was told already
 
 
 def _take_out(scope: Scope) -> None:

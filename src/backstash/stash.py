@@ -1,9 +1,10 @@
-"""Stash: the session that ties autograd's saved-tensor hooks to policy, budgets and stores.
+"""Stash: the session that ties autograd's saved-tensor hooks to policy, budgets and tiers.
 
-A tensor's way down is :meth:`Stash.pack`: it is told apart (too small, a parameter, something that cannot
-be moved exactly, or a block), and a block is handed to ``_down``. Its way back is :meth:`Stash.unpack`:
-the version is checked while the bytes are in place, else ``_up`` brings them. Its life is autograd's
-reference to the entry; what dies only appends to a queue, which the next call drains.
+A tensor's way down is :meth:`Stash.pack`: the tensor is admitted (it is not too small, no parameter, and can be
+moved exactly) and its storage identified as a block; the block is placed, and evicted to a lower tier when the
+budget asks for it. Its way back is :meth:`Stash.unpack`: the version is checked while the bytes are in place,
+else they are loaded. Its life is autograd's reference to the entry: what dies only appends to a queue, which
+the next call drains. ``docs/design.md`` has the floors and the words.
 """
 
 from __future__ import annotations
@@ -62,10 +63,10 @@ class Stash:
 
     Args:
         keep: bytes that may stay in place, on each device; the oldest saved beyond it move down. ``None``:
-            no limit. ``"auto"``: half of what is free when a step begins, what is kept already included; one
-            begins with what is saved after a backward, or while nothing else is held.
-            On an accelerator less stays where its memory runs short; and when it runs out all the same
-            within the context, half of it from then on, so that the step can be tried again.
+            no limit. ``"auto"``: half of (free + already kept) memory, evaluated at each step; a step starts
+            at the first save after a backward, or when nothing is held. On an accelerator, blocks are
+            evicted early when memory is low. After an out-of-memory error inside the context, the limit is
+            halved, so that the step can be tried again.
         host: bytes of pinned host memory for each accelerator's tensors, what the pool holds idle
             included. ``"auto"``: half of what the machine or its control group can spare, for all
             accelerators together; asked again as it fills. Of several processes that ``torchrun`` started
@@ -180,7 +181,7 @@ class Stash:
             self._leave(None)
         except StashError:
             raise
-        except BaseException:  # an interrupt: nobody will ask again, and the pair has to go
+        except BaseException:  # an interrupt: there is no second call, and the pair has to go
             thread_state = self._thread_state()
             if scope is None or scope in thread_state.scopes:
                 leave_scope(thread_state)
@@ -217,7 +218,7 @@ class Stash:
     def _thread_state(self) -> ThreadState:
         thread_state: ThreadState | None = getattr(self._local, "thread_state", None)
         if thread_state is None:
-            self._session.is_forked()  # whoever held the lock may not be here
+            self._session.is_forked()  # the thread that held the lock may not be here
             with self._session.section.lock, self._session.section:
                 thread_state = self._local.thread_state = self._session.new_thread_state()
         return thread_state
@@ -378,7 +379,7 @@ class Stash:
     def record(self, *, limit: int | None = None) -> Recording:
         """Record what the stash does, event by event, until the handle's ``remove()`` or its context's end.
 
-        What is recorded takes some hundred bytes of memory an event. Nothing is paid when nobody records.
+        What is recorded takes some hundred bytes of memory an event. Without a recording nothing is paid.
 
         Args:
             limit: end by itself after that many events; ``None`` never does.

@@ -6,14 +6,16 @@ This file alone knows how a device is driven; ``testing/device`` is the same for
   of its own, and its source is owned until the copy has ended or the current stream has been told to wait
   for it: memory that the current stream gets back is then not written before the copy has read it.
 - A copy *up* goes to memory of the current stream, so that the caching allocator may use it again for what
-  that stream does; the side stream waits for that memory, whoever uses the bytes waits for the copy.
+  that stream does; the copying stream waits for that memory, and each stream that uses the bytes for the copy.
 - Memory goes back to the pool of the stream that asked for it, and nobody can ask which that was. Autograd
   would have held it until backward; as it may be let go before, the allocator is told (``record_stream``)
   of every stream that has saved a tensor by then, and of the one that copies where another stream than
   the saver has waited for that: all of them must have come past before the memory is used again. Telling
   it of the stream that asked is nothing, so that a program of one stream pays nothing.
-- Nothing here makes the computing thread wait for the device. Whoever reads the host's bytes, a worker that
-  writes them to disk, waits for the event itself.
+- A copy that dies before it has ended, since its graph was dropped, gives the device's memory back at once:
+  its stream is recorded on that memory, so that the allocator uses it again when the copy has ended.
+- Nothing here makes the computing thread wait for the device. A worker that reads the host's bytes, to write
+  them to disk, waits for the event itself.
 - While a graph is captured no event is asked and no copy begins: either would end the capture.
 
 Sources: PyTorch's notes on CUDA streams and on ``Tensor.record_stream``; Transformer Engine's offloading
@@ -63,21 +65,21 @@ class _Event(Completion):
 
 
 class _StreamCopy(Copy):
-    __slots__ = ("__del__", "_device", "_is_safe", "_owner", "_side", "completion", "memory")
+    __slots__ = ("__del__", "_copier", "_device", "_is_safe", "_owner", "completion", "memory")
     __del__: Callable[[], Any]  # filled with a call of C: see _runtime/reclaim
     completion: _Event
 
     def __init__(
-        self, device: Accelerator, side: Any, owner: Any, mine: Tensor, memory: Tensor
+        self, device: Accelerator, copier: Any, owner: Any, mine: Tensor, memory: Tensor
     ) -> None:
         self.memory = memory
         self._device = device
-        self._side = side  # the stream that copies
+        self._copier = copier  # the stream that copies
         self._owner = owner  # the stream whose memory the device's end is
         self._is_safe = False  # whether the device's end may be let go
-        self.completion = _Event(device, side.record_event())
-        # Its end gives back the device's memory, to be used again once ``side`` has come past the copy.
-        self.__del__ = functools.partial(mine.record_stream, side)
+        self.completion = _Event(device, copier.record_event())
+        # Its death gives back the device's memory, to be used again once ``copier`` has come past the copy.
+        self.__del__ = functools.partial(mine.record_stream, copier)
 
     def _be_safe(self) -> None:
         self._is_safe = True
@@ -108,23 +110,23 @@ class _CopyDown(_StreamCopy):
     __slots__ = ("_source",)
 
     def __init__(
-        self, device: Accelerator, side: Any, owner: Any, source: Tensor, memory: Tensor
+        self, device: Accelerator, copier: Any, owner: Any, source: Tensor, memory: Tensor
     ) -> None:
-        super().__init__(device, side, owner, source, memory)
+        super().__init__(device, copier, owner, source, memory)
         self._source = source
 
     def _tell_the_allocator(self, stream: Any, has_ended: bool) -> None:
         if not has_ended and stream != self._owner:
-            self._source.record_stream(self._side)
+            self._source.record_stream(self._copier)
 
 
 class _CopyUp(_StreamCopy):
     __slots__ = ()
 
     def __init__(
-        self, device: Accelerator, side: Any, owner: Any, source: Tensor, memory: Tensor
+        self, device: Accelerator, copier: Any, owner: Any, source: Tensor, memory: Tensor
     ) -> None:
-        super().__init__(device, side, owner, memory, memory)
+        super().__init__(device, copier, owner, memory, memory)
 
     def _tell_the_allocator(self, stream: Any, has_ended: bool) -> None:
         if stream != self._owner:  # it uses what came, however long that has been there
@@ -213,14 +215,14 @@ class Accelerator(Device):
         return self._begin(_CopyUp, self._up, stream, source, memory)
 
     def _begin(
-        self, kind: type[_StreamCopy], side: Any, owner: Any, source: Tensor, memory: Tensor
+        self, kind: type[_StreamCopy], copier: Any, owner: Any, source: Tensor, memory: Tensor
     ) -> Copy:
         if self._beginning is not None:
             self.finish()
         self._beginning = source, memory
-        with side:  # it is current here
+        with copier:  # it is current here
             memory.data.copy_(source, non_blocking=True)  # its version stays 0: nobody changed it
-            copy = kind(self, side, owner, source, memory)
+            copy = kind(self, copier, owner, source, memory)
         self._beginning = None
         return copy
 

@@ -1,8 +1,8 @@
-"""The host tier's memory: rooms in a few large slabs that are pinned whole, inside a budget of real bytes.
+"""The host tier's memory: buffers in a few large slabs that are pinned whole, inside a budget of real bytes.
 
 A pinned allocation of PyTorch's own is rounded up to a power of two and costs milliseconds when it is first
-touched. A slab is mapped once, with huge pages, registered with the device as it is, and its rooms are used
-again by whatever shapes come: so the budget is what is really taken, and rooms lie on page boundaries, from
+touched. A slab is mapped once, with huge pages, registered with the device as it is, and its buffers are used
+again for any shapes: so the budget is what is really taken, and buffers lie on page boundaries, from
 where a direct write to disk needs no copy. Where memory that exists cannot be registered (only CUDA can, and
 not everywhere), the slab is one allocation of PyTorch's own, of a power of two, so that nothing is rounded.
 """
@@ -72,7 +72,7 @@ class PinnedBuffer:
 
 
 class PinnedPool:
-    """Rooms of pinned memory. Not locked: the caller holds its lock.
+    """Buffers of pinned memory. Not locked: the caller holds its lock.
 
     Args:
         budget: the most bytes of all slabs; ``None``: no limit. A function is asked, now and whenever
@@ -97,7 +97,7 @@ class PinnedPool:
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of all rooms, in whole pages."""
+        """Bytes of all buffers, in whole pages."""
         return sum(slab.leases.extents.used_bytes for slab in self._slabs)
 
     def could_hold(self, nbytes: int) -> bool:
@@ -107,7 +107,7 @@ class PinnedPool:
         return self.budget is None or _pages(nbytes) <= self.budget
 
     def take(self, nbytes: int, *, may_grow: bool = True) -> PinnedBuffer | None:
-        """A room for ``nbytes``, or ``None`` where the budget or the system has none.
+        """A buffer for ``nbytes``, or ``None`` where the budget or the system has none.
 
         ``may_grow=False`` takes what is pinned already, or nothing.
         """
@@ -121,16 +121,16 @@ class PinnedPool:
         return added.take(nbytes) if added is not None else None
 
     def give(self, buffer: PinnedBuffer) -> None:
-        """Take a room back. Nothing may read or write it any more."""
+        """Take a buffer back. Nothing may read or write it any more."""
         buffer.slab.leases.free(buffer.offset)
 
     def settle(self) -> None:
-        """Take back rooms that nobody has any more: see :class:`Leases`."""
+        """Take back buffers whose owners have died: see :class:`Leases`."""
         for slab in self._slabs:
             slab.leases.settle()
 
     def trim(self) -> None:
-        """Unpin and let go of every slab without rooms."""
+        """Unpin and let go of every slab without buffers."""
         for slab in [slab for slab in self._slabs if not slab.leases.extents.used_bytes]:
             self._slabs.remove(slab)
             slab.let_go()
@@ -185,7 +185,7 @@ class PinnedPool:
     def _ask(self, nbytes: int) -> None:
         """Where the budget follows what there is: see how much that is now.
 
-        Not each time that something finds no room: a pool may be full for long, and asking takes 0.2 ms.
+        Not each time that a block finds no buffer: a pool may be full for long, and asking takes 0.2 ms.
         """
         if self._more is None or self.budget is None:
             return

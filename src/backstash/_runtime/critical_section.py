@@ -66,7 +66,7 @@ class CriticalSection:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        # Errors of our own are raised where the books are in order.
+        # Errors of our own are raised where all counts are in order.
         self._dirty = self._dirty or not (kind is None or issubclass(kind, StashError))
         if self._writer is sys._getframe(1):
             self._writer = None

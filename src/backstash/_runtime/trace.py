@@ -1,6 +1,6 @@
-"""What a stash does, told as it happens to whoever records it.
+"""What a stash does, as events for the recordings of it.
 
-Nothing is paid when nobody records: each place that could tell looks at one attribute first. A recorder
+Without a recording nothing is paid: each place that could emit an event looks at one attribute first. A recorder
 gets plain tuples, appended from whichever thread acts, and makes records of them when it is read. A running
 ``torch.profiler`` is told of moves and stalls as they happen, by ``profiled``.
 """

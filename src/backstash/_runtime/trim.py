@@ -2,7 +2,7 @@
 
 glibc keeps what is freed: after a forward pass whose tensors all went to disk, most of their memory can
 still be resident. ``malloc_trim`` returns it. That changes no setting of the process, and costs some
-milliseconds and the page faults of whoever needs the memory next, so it is done once for every so many
+milliseconds and the page faults of the next user of the memory, so it is done once for every so many
 bytes let go, on a worker thread. Other allocators reuse what is freed and are left alone.
 
 ``BACKSTASH_TRIM`` in the environment is the number of bytes between two trims (``"256MiB"``); ``0``

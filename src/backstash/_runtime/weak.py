@@ -12,7 +12,7 @@ from ..stores._leases import KeyedRef
 __all__ = ["WeakQueue", "WeakTable"]
 
 _T = TypeVar("_T")
-_LEAST = 64  # entries below which nobody looks
+_LEAST = 64  # entries below which a queue is not swept
 
 
 class WeakQueue(Generic[_T]):

@@ -1,4 +1,4 @@
-"""Threads that move bytes, and the moves: each made once, by a worker or by whoever cannot wait for one.
+"""Threads that move bytes, and the moves: each made once, by a worker or by the thread that needs it.
 
 Not ``concurrent.futures``, for the sake of Ctrl-C: its futures and its pool guard their state by locks that
 are taken and given back in Python, and an interrupt that comes just then leaves them locked for ever. Here
@@ -22,7 +22,7 @@ __all__ = ["Work", "Workers"]
 
 
 class Work(Transfer):
-    """One call, made once, whoever makes it. To wait for it is to make it, unless somebody does already.
+    """One call, made once, by any thread. To wait for it is to make it, unless another thread does already.
 
     So it may be queued twice or, where its thread was interrupted or cannot be had, not at all.
     """
@@ -38,7 +38,7 @@ class Work(Transfer):
         self.error: BaseException | None = None
 
     def run(self, *, catch: type[BaseException] = Exception) -> bool:
-        """Make the call, or wait until whoever makes it has done so; whether it was made here.
+        """Make the call, or wait for the thread that makes it; whether it was made here.
 
         What is not of type ``catch``, an interrupt, ends the call: it is made anew by the next who asks.
         """
@@ -88,7 +88,7 @@ def _drop_frames(error: BaseException | None) -> None:
 
 
 class Workers:
-    """Up to ``threads`` threads that do what is submitted, or nobody where no thread can be had.
+    """Up to ``threads`` threads that do what is submitted; none where no thread can be started.
 
     The threads end when this object is closed or dies. Where there are none (none could be started, after
     ``close``, in a forked process), what is submitted is done at once by the caller.

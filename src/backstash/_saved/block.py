@@ -193,7 +193,7 @@ class Block:
         """Whether this snapshot holds ``region``.
 
         Always true while the block is in place; afterwards only for regions saved before it left, since
-        nobody knows what else has been written.
+        other regions may have been written unseen.
         """
         if self.saved_regions is None:
             return True

@@ -63,7 +63,7 @@ class TierHealth:
         return nbytes >= least and not self._raises
 
     def try_again(self) -> None:
-        """There may be room again: a step has ended, and somebody else may have made it."""
+        """There may be room again: a step has ended, and another process may have made it."""
         if self._full_at is not None:
             self._full_at = None
             self.is_well = self._broken is None
@@ -97,7 +97,7 @@ class TierHealth:
             warnings.warn(note, StashWarning, stacklevel=_level())
 
     def restore(self) -> None:
-        """Forget what was stuck: see ``_session``. All that is in place is asked again."""
+        """Forget what was deferred: see ``_session``. All blocks that are in place are tried again."""
         self.deferred = WeakQueue[Block](is_resident)
         self._full_at = None
         self.is_well = self._broken is None

@@ -1,6 +1,6 @@
 """The tier of pinned host memory: from a device to a pinned buffer, from there to disk, and back.
 
-A block's copy down begins early and costs nobody a wait; its backing has the buffer (``host_buffers``). The
+A block's copy down begins early, and no thread waits for it; its backing has the buffer (``host_buffers``). The
 oldest go on to disk (``host_writeback``). A block that is needed again is copied up from its buffer, or read
 to one first.
 """
@@ -180,7 +180,7 @@ class HostTier(LowerTier):
 
     def restore(self, blocks: list[Block], cleanups: list[Any]) -> None:
         """See :meth:`LowerTier.restore`."""
-        self.device.finish()  # so that no copy runs into a buffer that nobody has any more
+        self.device.finish()  # so that no copy runs into a buffer whose owner has died
         self.pool.settle()
         found = {id(block.placement.backing): block.placement.backing for block in blocks}
         backings: list[Any] = [each for each in found.values() if each is not None]

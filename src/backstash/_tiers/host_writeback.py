@@ -2,7 +2,7 @@
 
 A *dirty* buffer has bytes that are nowhere else. When the buffers come near the ``host`` budget, the oldest are
 written to disk from where they lie (*writing*). A *clean* one, whose bytes are on disk too, still serves reads
-until its room is needed.
+until its memory is needed.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ class HostWriteback:
         return None
 
     def release(self, slot: Slot, buffer: PinnedBuffer | None) -> None:
-        """Give back a dead parcel's slot; ``buffer`` is what it had besides."""
+        """Give back a dead backing's slot; ``buffer`` is what it had besides."""
         if buffer is not None:
             self._bytes_on_the_way_out -= buffer.memory.numel()
         if self.disk is not None:

@@ -2,8 +2,8 @@
 
 A large block is written straight from the tensor's memory, which stays alive until then. Its write *completes*
 when a thread that may judge the copy (see ``_saved/thread_state``) finds that it has ended and the version has
-not changed: only then is the memory let go. A version that changed in between means that nobody can know
-which bytes were written: the block is lost, and backward raises if it ever asks for it. A write that failed
+not changed: only then is the memory let go. A version that changed in between means that the bytes
+which were written cannot be known: the block is lost, and backward raises if it ever asks for it. A write that failed
 leaves the block where it was.
 """
 
@@ -138,7 +138,7 @@ class InflightWrites:
         self._count_of: dict[ThreadState | None, int] = {}  # how many of them are of which thread
         self._dead: deque[object] = deque()  # of a device's, since all of them were looked at
         self._dies = self._dead.append  # where a block dies no Python may run: see _runtime/reclaim
-        # Also what was copied into a segment that nobody writes yet.
+        # Also what was copied into a segment whose write has not begun.
         self.nbytes = self.peak_bytes = 0
         self.written_bytes = 0
         self.stall_seconds = 0.0

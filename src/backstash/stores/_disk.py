@@ -110,7 +110,7 @@ class Disk(Store):
         return self._allocated
 
     def reserve(self, nbytes: int) -> Slot:
-        """Return a slot for ``nbytes``, growing the file if it must. It is given back when nobody has it.
+        """Return a slot for ``nbytes``, growing the file if it must. It is given back when the slot dies.
 
         Raises:
             StashFullError: ``max_bytes`` or the file system has no room. Nothing changes then.

@@ -1,4 +1,4 @@
-"""Extents, each lent to an object for as long as that lives: nothing is lost that nobody gave back."""
+"""Extents, each lent to an object for as long as that lives: an extent that was not given back is not lost."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Leases:
         self._dirty = False
 
     def settle(self) -> None:
-        """Mend what was left half done, and take back what the dead had."""
+        """Put in order what was left half done, and take back the extents of dead owners."""
         if self._dirty:
             self.extents.restore(ref.key for ref in self._lent.values())
             self._dirty = False

@@ -1,7 +1,7 @@
 """A device on the CPU whose copies a test lets run when it wants, in place of an accelerator.
 
 Ordinary CPU tensors are its memory. What computes runs at once, as CPU operations do, so its stream is
-always idle; the two side streams are queues. A copy runs when the test says so (:meth:`TwinDevice.run`),
+always idle; the two copying streams are queues. A copy runs when the test says so (:meth:`TwinDevice.run`),
 when the current stream is told to come after it, when a thread waits for it, or by chance. Until then its
 target is garbage, as memory is that nobody has filled. Whatever is asked of the device while ``capturing`` is
 a fault, kept in ``faults``.
