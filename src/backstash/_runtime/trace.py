@@ -1,8 +1,8 @@
 """What a stash does, as events for the recordings of it.
 
-Without a recording nothing is paid: each place that could emit an event looks at one attribute first. A recorder
-gets plain tuples, appended from whichever thread acts, and makes records of them when it is read. A running
-``torch.profiler`` is told of moves and stalls as they happen, by ``profiled``.
+Without a recording nothing is paid: each place that could emit an event looks at one attribute first. A
+recording gets plain tuples, appended by the thread that acts, and makes records of them when it is read. While
+a ``torch.profiler`` runs, ``profiled`` adds moves and stalls to its trace.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 A large block is written straight from the tensor's memory, which stays alive until then. Its write *completes*
 when a thread that may judge the copy (see ``_saved/thread_state``) finds that it has ended and the version has
-not changed: only then is the memory let go. A version that changed in between means that the bytes
-which were written cannot be known: the block is lost, and backward raises if it ever asks for it. A write that failed
-leaves the block where it was.
+not changed: only then is the memory let go. Where the version has changed, it cannot be known which bytes
+were written: the block is lost, and backward raises if it ever asks for it. A write that failed leaves the
+block where it was.
 """
 
 from __future__ import annotations

@@ -1,0 +1,150 @@
+"""One block's way down and up, as the functions of the package that it goes through, counted and shown.
+
+``python tests/test_route.py`` prints both routes; docs/design.md has them.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import pytest
+import torch
+
+import backstash
+from backstash import Stash
+
+PACKAGE = Path(backstash.__file__).parent
+BLOCKS = 16
+ELEMENTS = 1 << 18  # 1 MiB: a block that is written by itself
+MOST_DOWN, MOST_UP = 60, 45
+
+
+def route_of(call: Callable[[], Any]) -> tuple[Any, list[str]]:
+    """What ``call`` returns, and each call of a Python function on its way, as ``file:line function``."""
+    route: list[str] = []
+
+    def profile(frame: Any, event: str, argument: Any) -> None:
+        if event == "call":
+            code = frame.f_code
+            path = Path(code.co_filename)
+            inside = path.is_relative_to(PACKAGE)
+            where = path.relative_to(PACKAGE).as_posix() if inside else path.name
+            name = getattr(code, "co_qualname", code.co_name)
+            route.append(f"{where}:{code.co_firstlineno} {name}")
+
+    sys.setprofile(profile)
+    try:
+        value = call()
+    finally:
+        sys.setprofile(None)
+    return value, [each for each in route if "route_of" not in each and "<lambda>" not in each]
+
+
+def routes(directory: str) -> tuple[list[list[str]], list[list[str]]]:
+    """The ways down and up of some blocks to disk, one after the other, as hooks give them to a stash."""
+    stash = Stash(disk=directory)
+    pack = stash._admission.hook(stash._thread_state())
+    x = torch.ones(ELEMENTS, requires_grad=True)
+    saved, downs, ups = [], [], []
+    for _ in range(BLOCKS):
+        value = (x * 2).exp()
+        packed, route = route_of(lambda value=value: pack(value))
+        saved.append((packed, value.detach().clone()))
+        downs.append(route)
+        for work in [
+            write.transfer for write in stash._session.device_tiers[0].evictor.inflight.writes
+        ]:
+            work.exception()  # so that the next one completes it
+    del value
+    for packed, expected in reversed(saved):
+        view, route = route_of(lambda packed=packed: stash.unpack(packed))
+        assert torch.equal(view, expected)
+        ups.append(route)
+        tiers = stash._session.device_tiers[0]
+        for each, _ in saved:  # what was begun ahead of need comes in time
+            load = each.block.placement.backing and each.block.placement.backing.load
+            if load:
+                load.exception()
+        assert tiers.prefetcher.misses == 1
+    del view
+    stash.close()
+    return downs, ups
+
+
+def test_one_block_s_way_is_short(tmp_path):
+    downs, ups = routes(str(tmp_path))
+    shown = "\n".join(["down:", *downs[-1], "up:", *ups[-1]])
+    print(shown)
+    # A thread's first block starts workers, and the first one up begins the loads of all the others.
+    assert median(map(len, downs)) <= MOST_DOWN, shown
+    assert sum(map(len, ups)) / len(ups) <= MOST_UP, shown
+
+
+def drawn(name: str) -> list[str]:
+    """The route as docs/design.md draws it: each line a file, then its functions in order."""
+    text = (PACKAGE.parent.parent / "docs/design.md").read_text(encoding="utf-8")
+    block = text.partition(f"```text {name}\n")[2].partition("```")[0]
+    found = []
+    for line in block.splitlines():
+        file, *functions = line.split()
+        found += [f"{file} {function}" for function in functions]
+    return found
+
+
+def without_lines(route: list[str]) -> list[str]:
+    """The route through the package's own files, without line numbers."""
+    found = [each.partition(":")[0] + " " + each.rpartition(" ")[2] for each in route]
+    return [each for each in found if (PACKAGE / each.partition(" ")[0]).exists()]
+
+
+def drawing(route: list[str]) -> list[str]:
+    """Lines for docs/design.md: what follows in one file stands in one line."""
+    lines: list[list[str]] = []
+    for each in without_lines(route):
+        file, function = each.split(" ")
+        if not lines or lines[-1][0] != file:
+            lines.append([file])
+        lines[-1].append(function)
+    return [" ".join(line) for line in lines]
+
+
+@pytest.mark.skipif(
+    sys.version_info[:2] != (3, 11), reason="other Pythons name and count calls otherwise"
+)
+def test_the_walk_in_the_docs_is_the_route(tmp_path):
+    downs, ups = routes(str(tmp_path))
+    assert drawn("down") == without_lines(downs[-1]), "\n".join(drawing(downs[-1]))
+    assert drawn("up") == without_lines(ups[-1]), "\n".join(drawing(ups[-1]))
+
+
+def test_the_ways_pass_their_named_stops_in_order(tmp_path):
+    downs, ups = routes(str(tmp_path))
+    down = (
+        "_pack_large",
+        "_identify",
+        "ResidentSet.admit",
+        "_send",
+        "DiskTier.begin",
+        "Disk.reserve",
+    )
+    for route, stops in (
+        (downs[-1], down),
+        (ups[-1], ("_unpack_entry", "Prefetcher.load", "view_of")),
+    ):
+        places = [
+            next(at for at, each in enumerate(route) if each.endswith(stop)) for stop in stops
+        ]
+        assert places == sorted(places)
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as at:
+        for name, found in zip(("down", "up"), routes(at), strict=True):
+            print(f"{name}: {[len(route) for route in found]} calls")
+            print(*(f"    {each}" for each in found[-1]), sep="\n")
+            print(*drawing(found[-1]), sep="\n")
