@@ -106,7 +106,7 @@ USED = {
         "_orig_mod",
         "_parameters",
     },
-    "modules.py": {"_buffers", "_parameters", "torch.nn.Module._call_impl.__code__"},
+    "modules.py": {"_buffers", "_modules", "_parameters", "torch.nn.Module._call_impl.__code__"},
     "node_saves.py": {"_raw_saved_", "_saved_"},
     "profiling.py": {"_is_profiler_enabled"},
     "pushed_pairs.py": {

@@ -16,10 +16,18 @@ from typing import Any
 from torch import Tensor, nn
 
 from .lookup import optional
-from .module_parts import own_buffers, own_children, own_parameters
+from .module_parts import own_buffers, own_parameters
 from .storages import storage_identity
 
-__all__ = ["CALL_CODE", "call_frame", "is_buffer", "is_running", "module_path", "running_modules"]
+__all__ = [
+    "CALL_CODE",
+    "call_frame",
+    "is_buffer",
+    "is_running",
+    "module_path",
+    "module_that_has",
+    "running_modules",
+]
 
 CALL_CODE: Any = optional("torch.nn.Module._call_impl.__code__", None)
 """The code of the frames that run a module's forward, with the module as their local variable ``self``. In
@@ -69,9 +77,9 @@ def module_path(modules: list[nn.Module]) -> str:
 
 
 def _name_under(parent: nn.Module, child: nn.Module) -> str:
-    for name, module in own_children(parent):
+    for name, module in parent._modules.items():  # no call: asked at each save
         if module is child:
-            return name
+            return str(name)
     for path, module in parent.named_modules():
         if module is child and path:
             return str(path)
@@ -81,7 +89,7 @@ def _name_under(parent: nn.Module, child: nn.Module) -> str:
 def is_buffer(cdata: int, modules: list[nn.Module]) -> bool:
     """Whether the storage with this ``_cdata`` belongs to a buffer or parameter of a running module."""
     for module in reversed(modules):
-        for tensors in (module._buffers, module._parameters):  # no calls: asked at each save
+        for tensors in (module._buffers, module._parameters):  # no call: asked at each save
             for tensor in tensors.values():
                 if _cdata_of(tensor) == cdata:
                     return True

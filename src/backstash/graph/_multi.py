@@ -53,6 +53,7 @@ def register_multi_grad_hook(
         ValueError: another mode. What ``fn`` raises comes out of backward; a backward that raises before
             all gradients are there does not call ``fn`` and leaves nothing behind.
 
+    >>> import torch
     >>> a, b = torch.ones(2, requires_grad=True), torch.ones(2)
     >>> c = a * 2
     >>> handle = register_multi_grad_hook([a, b, c], lambda grads: print([g is not None for g in grads]))
