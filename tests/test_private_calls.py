@@ -104,6 +104,7 @@ USED = {
     "modules.py": {
         "_buffers",
         "_is_param",
+        "_modules",
         "_parameters",
         "torch.nn.Module._call_impl.__code__",
     },

@@ -15,7 +15,7 @@ import torch.utils.checkpoint
 from .dispatch import dispatch_modes
 
 __all__ = [
-    "MODULE",
+    "CHECKPOINT_MODULE",
     "checkpoint_that_saves",
     "frame_behind",
     "is_caching",
@@ -23,7 +23,7 @@ __all__ = [
     "notes_of",
 ]
 
-MODULE = torch.utils.checkpoint.__name__
+CHECKPOINT_MODULE = torch.utils.checkpoint.__name__
 """The module that the hooks and objects of a checkpoint are of."""
 _CACHING = "_CachingTorchDispatchMode"
 _NOT_REENTRANT = "_checkpoint_without_reentrant_generator"
@@ -41,7 +41,7 @@ def checkpoint_that_saves(frame: FrameType | None) -> str:
     kind = ""
     while frame is not None:
         name = frame.f_globals.get("__name__", "")
-        if name == MODULE:
+        if name == CHECKPOINT_MODULE:
             if frame.f_code.co_name == _NOT_REENTRANT:
                 return "checkpoint"
             kind = "reentrant checkpoint"
@@ -55,7 +55,7 @@ def is_recomputing(frame: FrameType | None) -> bool:
     """Whether a checkpoint runs its function again, within backward, in a frame above ``frame``."""
     while frame is not None:
         again = frame.f_code.co_name in _AGAIN
-        if again and frame.f_globals.get("__name__") == MODULE:
+        if again and frame.f_globals.get("__name__") == CHECKPOINT_MODULE:
             return True
         frame = frame.f_back
     return False

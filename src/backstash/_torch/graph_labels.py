@@ -70,6 +70,7 @@ def label_modules(model: nn.Module) -> Labels:
     Returns:
         A handle with ``remove()``, also a context manager.
 
+    >>> import torch
     >>> model = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
     >>> with label_modules(model):
     ...     y = model(torch.ones(1, 2))

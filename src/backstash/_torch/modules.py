@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from .lookup import optional
-from .module_parts import own_buffers, own_children, own_parameters
+from .module_parts import own_buffers, own_parameters
 from .storages import storage_identity
 
 __all__ = [
@@ -26,6 +26,7 @@ __all__ = [
     "is_parameter",
     "is_running",
     "module_path",
+    "module_that_has",
     "running_modules",
 ]
 
@@ -86,9 +87,9 @@ def module_path(modules: list[nn.Module]) -> str:
 
 
 def _name_under(parent: nn.Module, child: nn.Module) -> str:
-    for name, module in own_children(parent):
+    for name, module in parent._modules.items():  # no call: asked at each save
         if module is child:
-            return name
+            return str(name)
     for path, module in parent.named_modules():
         if module is child and path:
             return str(path)
@@ -98,7 +99,7 @@ def _name_under(parent: nn.Module, child: nn.Module) -> str:
 def is_buffer(cdata: int, modules: list[nn.Module]) -> bool:
     """Whether the storage with this ``_cdata`` belongs to a buffer or parameter of a running module."""
     for module in reversed(modules):
-        for tensors in (module._buffers, module._parameters):  # no calls: asked at each save
+        for tensors in (module._buffers, module._parameters):  # no call: asked at each save
             for tensor in tensors.values():
                 if _cdata_of(tensor) == cdata:
                     return True

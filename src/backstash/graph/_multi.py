@@ -53,6 +53,7 @@ def register_multi_grad_hook(
         ValueError: ``mode`` is another. What ``fn`` raises comes out of backward. A backward that raises
             before the last gradient does not call ``fn``, and what it had gathered is freed.
 
+    >>> import torch
     >>> a, b = torch.ones(2, requires_grad=True), torch.ones(2)
     >>> c = a * 2
     >>> handle = register_multi_grad_hook([a, b, c], lambda grads: print([g is not None for g in grads]))

@@ -25,7 +25,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..._torch.checkpoints import (
-    MODULE,
+    CHECKPOINT_MODULE,
     checkpoint_that_saves,
     is_caching,
     is_recomputing,
@@ -169,7 +169,7 @@ class Recorder:
         module, boundary = self._calls.running(frame)
         stored, nbytes = self._storages.of(tensor)
         save = Save(tensor, module, nbytes if stored else _nbytes_of(tensor))
-        if _module_of(pack) == MODULE:
+        if _module_of(pack) == CHECKPOINT_MODULE:
             save.where = RECOMPUTED
             self.found.is_selective |= is_caching()
         elif boundary:
