@@ -218,8 +218,9 @@ class Session:
         # What gc.freeze() has taken out of the collector's sight is not found: nobody freezes a live graph.
         mark = self.reclaim_queue.mark
         found: dict[type, list[Any]] = {kind: [] for kind in (Block, *_CLEANUPS)}
+        kinds = tuple(found)  # compared by identity first: another's class may have no hash
         for each in gc.get_objects():
-            if type(each) in found and _mark_of(each) is mark:
+            if type(each) in kinds and _mark_of(each) is mark:
                 found[type(each)].append(each)
         blocks: list[Block] = [each for each in found[Block] if each.cleanup.serial >= 0]
         blocks.sort(key=lambda block: block.cleanup.serial)

@@ -102,7 +102,7 @@ stash = Stash(disk=sys.argv[1], min_bytes=64)
 assert are_right(gradients(stash))
 held, forked = threading.Event(), threading.Event()
 def holds():
-    with stash._books.lock:
+    with stash._session.lock:
         held.set()
         forked.wait()
 threading.Thread(target=holds).start()
