@@ -3,6 +3,7 @@
 import gc
 import os
 import threading
+from types import FunctionType
 
 import torch
 
@@ -16,7 +17,7 @@ def locks_below(root):
     found, seen, ahead = {}, set(), [root]
     while ahead:
         each = ahead.pop()
-        if id(each) in seen or isinstance(each, type | torch.Tensor) or callable(each):
+        if id(each) in seen or isinstance(each, type | torch.Tensor | FunctionType):
             continue
         seen.add(id(each))
         for following in gc.get_referents(each):
@@ -43,6 +44,7 @@ def test_every_object_has_the_new_lock(tmp_path, monkeypatch):
         assert tiers.prefetcher._section is session.section
     assert session.device_tiers[1].tier._section is session.section
     monkeypatch.undo()
+    stash.close()
 
 
 def test_the_lock_is_in_one_place():

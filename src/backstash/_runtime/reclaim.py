@@ -30,8 +30,8 @@ class Ledger(ABC):
         """Give back the host buffer and the slot of ``cleanup`` when no copy uses them any more."""
 
 
-class Cleanup:
-    """What one dead object leaves. Abstract; kept small, since each block has one or two."""
+class Cleanup(ABC):
+    """What one dead object leaves; kept small, since each block has one or two."""
 
     __slots__ = ("loaded_bytes", "mark", "number")
 
@@ -49,9 +49,9 @@ class Cleanup:
         """Whether a worker still uses its slot, so that it must be settled later."""
         return False
 
+    @abstractmethod
     def settle(self, ledger: Ledger) -> None:
         """Give everything back. Counts are struck out before they are subtracted, so never twice."""
-        raise NotImplementedError
 
 
 class ReclaimQueue(deque[Cleanup]):

@@ -62,16 +62,19 @@ class LowerTier(ABC):
         return None
 
     def defer(self, cleanup: Any) -> None:
-        """Give back a dead backing's buffer and slot when no copy uses them any more."""
-        raise NotImplementedError
+        """Give back a dead backing's buffer and slot when no copy uses them any more.
+
+        A tier without buffers is given none.
+        """
+        return None
 
     def forget(self) -> None:
         """No block is alive any more."""
         return None
 
     def resume(self, transfer: Any) -> None:
-        """Begin a transfer of this tier that was perhaps given to no worker."""
-        raise NotImplementedError
+        """Begin a transfer of this tier that was perhaps given to no worker; a device's goes on by itself."""
+        return None
 
     def close(self) -> None:
         """Give back what nothing uses."""
