@@ -32,7 +32,7 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # or cuBLAS refuses
 
 
 def names_of_torch(place: Place) -> None:
-    """Everything of torch that the device's side is driven by, one by one: the first to look at."""
+    """Everything of torch that an accelerator is driven by, one by one: the first to look at."""
     place.only_real()
     device = torch.device(place.device.type, torch.accelerator.current_device_index())
     stream, before = torch.Stream(device), torch.accelerator.current_stream(device)
@@ -58,7 +58,7 @@ def names_of_torch(place: Place) -> None:
 
 
 def memory_is_pinned(place: Place) -> None:
-    """Registering a slab works, its rooms are pinned for torch, and it is unpinned again."""
+    """Registering a slab works, its buffers are pinned for torch, and it is unpinned again."""
     place.only_real()
     if place.device.type != "cuda":
         raise Skip("only CUDA locks memory that exists")
@@ -91,7 +91,7 @@ def _goes_both_ways_through_a_pool(place: Place, note: str) -> torch.Tensor:
     pool = PinnedPool(64 * MIB, device)
     buffer = pool.take(5 * MIB)
     assert buffer is not None and pool.note.partition(" (")[0] == note, pool.note
-    assert buffer.memory.is_pinned(), "torch does not see that the room is pinned"
+    assert buffer.memory.is_pinned(), "torch does not see that the buffer is pinned"
     source = torch.randint(0, 255, (5 * MIB,), dtype=torch.uint8, device=place.device)
     device.down(source, buffer.memory, device.stream()).wait()
     assert torch.equal(buffer.memory, source.cpu()), "bytes down"
@@ -184,7 +184,7 @@ def nothing_grows(place: Place) -> None:
     gc.collect()
     place.synchronize()
     held = stash.stats().host_bytes
-    assert held == 0 or held <= 64 * MIB, f"{held} bytes of rooms are still held"
+    assert held == 0 or held <= 64 * MIB, f"{held} bytes of host buffers are still held"
     stash.close()
 
 
@@ -349,6 +349,44 @@ def branches_on_two_streams(place: Place, *, crossing: bool) -> None:
         for step in range(4):
             same(gradients(streams, stash), true, f"{sizes}, step {step}")
         stash.close()
+
+
+def copies_that_die(place: Place) -> None:
+    """A copy that nobody wants has its memory back at once, and nothing is there that it overwrites."""
+    place.only_real()
+    device = _accelerator.accelerator(torch.device(place.device.type, 0))
+    assert isinstance(device, _accelerator.Accelerator), f"nothing drives the device: {device}"
+    nbytes = place.size(64)
+    host, arrived = device.pinned(nbytes), device.pinned(nbytes)
+    assert isinstance(host, torch.Tensor) and isinstance(arrived, torch.Tensor), (host, arrived)
+    host.fill_(0xAB)
+    for step in range(10):
+        source = torch.full((nbytes,), step, dtype=torch.uint8, device=place.device)
+        before = torch.accelerator.memory_allocated(place.device)
+        ended = []
+        for _ in range(3):
+            up = device.up(host, None)
+            ended.append(up.completion)
+            assert torch.accelerator.memory_allocated(place.device) >= before + nbytes
+            del up
+            assert torch.accelerator.memory_allocated(place.device) == before, "it is still held"
+            mine = torch.full_like(source, step)
+            down = device.down(mine, arrived, device.stream())
+            ended.append(down.completion)
+            del mine, down
+            assert torch.accelerator.memory_allocated(place.device) == before, "it is still held"
+        noise = [torch.full_like(source, 1 + step) for _ in range(6)]
+        copied = [each + 1 for each in noise]
+        for completion in ended:  # what is read of the host's memory and written to it is ours to own
+            completion.wait()
+        assert bool((arrived == step).all()), f"step {step}: what was read was overwritten before"
+        for each in noise:
+            assert bool((each == 1 + step).all()), f"step {step}: a dead copy has written here"
+        for each in copied:
+            assert bool((each == 2 + step).all()), f"step {step}: what was there was read too early"
+        del source, noise, copied, each
+    for memory in (host, arrived):
+        device.give_back(memory)
 
 
 def changes_in_place(place: Place) -> None:
@@ -528,7 +566,7 @@ def llama_in_bf16(place: Place) -> None:
 
 
 def several_devices(place: Place) -> None:
-    """A model over two devices: each has budgets, streams and rooms of its own."""
+    """A model over two devices: each has budgets, streams and host buffers of its own."""
     place.only_real()
     if torch.accelerator.device_count() < 2:
         raise Skip("needs two devices")
@@ -551,7 +589,7 @@ def out_of_memory(place: Place) -> None:
     model, x = place.model(layers=16), place.batch(rows=16)
     true = place.gradients(model, x[: 4 * place.width])
     stash = place.stash(keep=None, host=8192, inflight=64, prefetch=64)
-    late = place.size(256 if place.is_small else 0)  # copies that never end take room, too
+    late = place.size(256 if place.is_small else 0)  # copies that never end take memory, too
     with place.at_most(place.size(900) + late):
         try:
             place.gradients(model, x)
@@ -782,6 +820,7 @@ CHECKS |= {
         saved_here_used_there,
         layers_on_streams_in_turn,
         backward_that_breaks_off,
+        copies_that_die,
         changes_in_place,
         checkpoint_autocast_thread,
         disk_under_host,

@@ -15,14 +15,15 @@ from unittest import mock
 import torch
 
 from backstash import _admission, _hook_scope
-from backstash._runtime import reclaim as _reclaim
 from backstash._saved import block as _block
 from backstash._saved import entry as _entry
 from backstash._saved import view as _view
+from backstash._saved.placement import Lost, Stored
 from backstash._saved.thread_state import ThreadState
 from backstash._session import Session
 from backstash._tiers import host_backing as _host_backing
 from backstash._tiers import host_writeback as _host_writeback
+from backstash._tiers.backing import DiskCleanup
 from backstash._tiers.disk import DiskTier
 from backstash._tiers.eviction import Evictor
 from backstash._tiers.prefetch import Prefetcher
@@ -133,24 +134,35 @@ def _unpack_unchecked(stash: Stash, packed: Any) -> Any:
 
 _UNPACK = Stash.unpack
 _ADMIT = Evictor.admit
+_SEND_DOWN = Evictor._send
+_TAKE_LOADED = Prefetcher._take
 _BEGIN = DiskTier.begin
 _TAKE = BufferPool.take
 _STAY = _admission.Admission._stay
 _SEND = _host_backing.HostLoad.send
 
 
-def _admit_at_once(down: Evictor, block: Any, *, at_once: bool, complete: bool) -> None:
-    _ADMIT(down, block, at_once=at_once, complete=True)
+def _admit_at_once(evictor: Evictor, block: Any, *, at_once: bool, complete: bool) -> None:
+    _ADMIT(evictor, block, at_once=at_once, complete=True)
+
+
+def _send_unchecked(evictor: Evictor, block: Any, thread_state: ThreadState) -> bool:
+    source = block.storage_version
+    version, source.version = source.version, source.probe._version
+    try:
+        return _SEND_DOWN(evictor, block, thread_state)
+    finally:
+        source.version = version
 
 
 def _begin_and_let_go(disk: DiskTier, block: Any) -> Any:
-    block.alias = None
+    block.placement = Stored(None)
     return _BEGIN(disk, block)
 
 
 def _delete(stash: Stash, entry: Any) -> None:
-    if entry.block.alias is None:
-        entry.block.lost = "was deleted"
+    if entry.block.placement.alias is None:
+        entry.block.placement = Lost(-1)
 
 
 def _take_what_is_lent(pool: BufferPool, nbytes: int) -> torch.Tensor:
@@ -162,17 +174,30 @@ def _take_what_is_lent(pool: BufferPool, nbytes: int) -> torch.Tensor:
 
 def _release_while_written(session: Session) -> None:
     for item in session.reclaim_queue:
-        if type(item) is _reclaim.DiskCleanup:
-            item.writing = None
+        if type(item) is DiskCleanup:
+            item.transfer = None
 
 
-def _forget_the_change(up: Prefetcher, entry: Any) -> None:
-    if entry.block.root is not None:
-        entry.block.root_version = entry.block.root._version
+def _forget_the_change(prefetcher: Prefetcher, entry: Any) -> None:
+    loaded = entry.block.loaded
+    if loaded is not None:
+        loaded.version = loaded.root._version
 
 
-def _do_not_wait(up: Prefetcher, entry: Any) -> None:
-    entry.block.arrival = None
+def _do_not_wait(
+    prefetcher: Prefetcher, entry: Any, block: Any, backing: Any, memory: Any, arrival: Any
+) -> Any:
+    return _TAKE_LOADED(prefetcher, entry, block, backing, memory, None)
+
+
+def _return_without_memory(resident: ResidentSet, block: Any) -> None:
+    block.placement = Stored(None)
+
+
+def _take_for_ordered(stash: Stash, entry: Any) -> None:
+    placement = entry.block.placement
+    if placement.is_unordered:
+        placement.is_unordered = False
 
 
 def _write_at_once(copy: Any, disk: Any, slot: Any, memory: torch.Tensor) -> None:
@@ -182,6 +207,11 @@ def _write_at_once(copy: Any, disk: Any, slot: Any, memory: torch.Tensor) -> Non
 def _stay_as_it_is(admission: Any, tensor: torch.Tensor, reason: str) -> object:
     _STAY(admission, tensor, reason)
     return tensor if tensor._version == 0 else (tensor, tensor._version, "")
+
+
+# On the twin a copy is done when it has run; on an accelerator also when the stream that follows on its source
+# waits for it.
+_DONE_BEFORE_IT_RAN = _replaced(_device._TwinCopy, "done", lambda copy: True)
 
 
 def _set(name: str, value: Any) -> Callable[..., None]:
@@ -204,7 +234,7 @@ GUARDS: dict[str, Guard] = {
     # Which bytes are whose.
     "a storage is known by itself, not its address": Guard(
         "freed memory is handed out again at the same address",
-        _replaced(_admission.Admission, "_storage_version_of", _by_address),
+        _replaced(_admission.Admission, "_identify", _by_address),
         "below",
         short=150,
     ),
@@ -239,7 +269,7 @@ GUARDS: dict[str, Guard] = {
     ),
     "a buffer that is being filled": Guard(
         "a program may fill the rest of its own buffer unseen",
-        _replaced(_block.Block, "serves", lambda block, part: True),
+        _replaced(_block.Block, "serves", lambda block, region: True),
         "below",
         witness=(("fill", 0, 0),),
     ),
@@ -267,20 +297,20 @@ GUARDS: dict[str, Guard] = {
         "all left",
         short=150,
     ),
-    "the version when a copy lands": Guard(
+    "the version when a copy completes": Guard(
         "a change while it was being written makes a torn copy",
-        _unchecked_in("_touch_down"),
+        _unchecked_in("complete"),
         "on its way, one|host, never",
     ),
     "the version before it goes": Guard(
         "a block that was kept may have changed since",
-        _unchecked_in("_send"),
+        _replaced(Evictor, "_send", _send_unchecked),
         "some kept",
         witness=(("sin", 0, 0), ("mul_", 1, 0), ("sin", 0, 0), ("sin", 0, 0)),
     ),
     "the version of a part's copy": Guard(
         "a backward may have changed the copy that it was given",
-        _unchecked_in("_pack_part"),
+        _unchecked_in("_pack_region"),
         not_searched="no program saves a part once more after such a backward; tests/test_inplace.py has it",
     ),
     "only its own thread judges a copy": Guard(
@@ -296,12 +326,6 @@ GUARDS: dict[str, Guard] = {
         "on its way, one",
         short=60,
         may_crash=True,
-    ),
-    "an accelerator's memory is held until it is copied": Guard(
-        "early release, on the twin",
-        _replaced(_device._TwinCopy, "done", lambda copy: True),
-        "host, never",
-        short=50,
     ),
     "nothing is deleted at unpack": Guard(
         "retain_graph, double backward and looking unpack again",
@@ -320,19 +344,19 @@ GUARDS: dict[str, Guard] = {
         _before(Session, "drain", _release_while_written),
         not_searched="two writes to one slot mostly end in the order in which they began",
     ),
-    "a room is given back when it is at rest": Guard(
+    "a host buffer is given back when it is at rest": Guard(
         "host memory that a copy still reads or fills",
-        _replaced(_reclaim.HostCleanup, "at_rest", lambda cleanup: True),
+        _replaced(_host_backing.HostCleanup, "at_rest", lambda cleanup: True),
         "host",
     ),
     "what backward changed is read again": Guard(
         "a custom backward may change what it was given",
-        _before(Prefetcher, "_at_hand", _forget_the_change),
+        _before(Prefetcher, "at_hand", _forget_the_change),
         "below",
     ),
     "a write that failed": Guard(
         "the block stays where it was",
-        _after(ResidentSet, "take_back", lambda keep, block: setattr(block, "alias", None)),
+        _after(ResidentSet, "take_back", _return_without_memory),
         "fails",
     ),
     "autograd does not hold itself": Guard(
@@ -342,26 +366,32 @@ GUARDS: dict[str, Guard] = {
     ),
     # Order, on an accelerator.
     "disk is written after the copy to the host": Guard(
-        "the room is garbage until then",
+        "the buffer is garbage until then",
         _replaced(_host_writeback, "_write_down", _write_at_once),
         "host",
     ),
     "a copy up comes after the copy down": Guard(
         "they run on two streams",
-        _replaced(_host_backing.HostLoad, "send", lambda load, after=None: _SEND(load)),
+        _all(
+            _DONE_BEFORE_IT_RAN,
+            _replaced(_host_backing.HostLoad, "send", lambda load, after=None: _SEND(load)),
+        ),
         "host",
-        elsewhere="what has left the twin's device has been copied; tests/test_stream_order.py and "
-        "tests/test_simulated.py have it",
+        short=20,
     ),
     "who uses the bytes waits for the copy up": Guard(
         "the target is garbage until then",
-        _before(Prefetcher, "_serve", _do_not_wait),
+        _replaced(Prefetcher, "_take", _do_not_wait),
         "host",
     ),
-    "what landed while it was copied": Guard(
+    "what completed while it was copied": Guard(
         "only the streams that wait are ordered after the copy",
-        _before(Stash, "_unpack_entry", lambda stash, entry: setattr(entry.block, "unsure", False)),
-        not_searched="the twin's copies land when they have run; tests/test_device_streams.py has it",
+        _all(
+            _DONE_BEFORE_IT_RAN,
+            _before(Stash, "_unpack_entry", _take_for_ordered),
+        ),
+        "host, never",
+        short=150,
     ),
     # Views.
     "the strides of a view": Guard(
@@ -389,12 +419,12 @@ GUARDS: dict[str, Guard] = {
     ),
     "a part with gaps is spread out again": Guard(
         "its copy is dense",
-        _replaced(_view.StridedRegion, "is_dense", property(lambda part: True)),
+        _replaced(_view.StridedRegion, "is_dense", property(lambda region: True)),
         "below",
     ),
     "a part is known by all its strides": Guard(
         "two views of as many elements from the same place",
-        _replaced(_view.StridedRegion, "key", property(lambda part: (part.first, part.count))),
+        _replaced(_view.StridedRegion, "key", property(lambda region: (region.first, region.count))),
         "below",
         elsewhere="tests/test_view.py has it",
     ),
@@ -406,7 +436,7 @@ GUARDS: dict[str, Guard] = {
     ),
     "a part covers another": Guard(
         "only where it has every element of it",
-        _replaced(_view.StridedRegion, "covers", lambda part, other: True),
+        _replaced(_view.StridedRegion, "covers", lambda region, other: True),
         "below",
         witness=(("fill", 0, 0),),
     ),

@@ -22,9 +22,9 @@ def chain(x, steps=8):
     return x.sum()
 
 
-def leaf(seed=0, tiers=SIDE):
+def leaf(seed=0, width=SIDE):
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(tiers, tiers, generator=generator, requires_grad=True)
+    return torch.randn(width, width, generator=generator, requires_grad=True)
 
 
 def gradient(loss, x):
@@ -50,9 +50,9 @@ MIXES = {
     "keep and host": {"keep": 3 * BLOCK, "host": "64MiB", "inflight": BLOCK},
     "host and disk": {"host": 3 * BLOCK, "inflight": BLOCK, "prefetch": 2 * BLOCK},
     "all three": {"keep": 2 * BLOCK, "host": 2 * BLOCK, "inflight": BLOCK, "prefetch": BLOCK},
-    "one room": {"host": BLOCK, "inflight": BLOCK, "prefetch": BLOCK},
+    "one buffer": {"host": BLOCK, "inflight": BLOCK, "prefetch": BLOCK},
 }
-WITH_DISK = {"host and disk", "all three", "one room"}
+WITH_DISK = {"host and disk", "all three", "one buffer"}
 
 
 @pytest.mark.parametrize("chance", [0.0, 0.2, 0.7, 1.0])
@@ -187,18 +187,13 @@ class LatePromise(TwinDevice):
     def down(self, source, target, made_on):
         copy = super().down(source, target, made_on)
         copy.promised = False
-        kind = type(copy)
 
-        class Late(kind):
+        class Late(type(copy)):
             def order(self):
                 self.promised = True
 
             def done(self):
                 return self.promised or self.ended()
-
-            def release(self):
-                if self._has_run:
-                    super().release()
 
         copy.__class__ = Late
         return copy
@@ -252,15 +247,15 @@ def test_every_view_of_a_block_is_ordered_after_its_copy():
     stash.close()
 
 
-# Rooms.
+# Buffers.
 
 
-def test_a_room_is_not_used_again_while_a_copy_runs_into_it():
-    """A graph dropped at once leaves a copy that still writes to its room."""
+def test_a_buffer_is_not_used_again_while_a_copy_runs_into_it():
+    """A graph dropped at once leaves a copy that still writes to its buffer."""
     device = TwinDevice()
     stash = stash_on(device, host=4 * BLOCK, inflight="64MiB")
     x, true = leaf(), expected(lambda x: chain(x, steps=2))
-    for _ in range(6):  # more than there are rooms
+    for _ in range(6):  # more than there are buffers
         with stash:
             chain(x, steps=2)
     with stash:
@@ -273,8 +268,8 @@ def test_a_room_is_not_used_again_while_a_copy_runs_into_it():
     stash.close()
 
 
-def test_a_room_is_not_used_again_while_it_is_read():
-    """A block whose bytes are still on their way back may die: its room waits for the copy."""
+def test_a_buffer_is_not_used_again_while_it_is_read():
+    """A block whose bytes are still on their way back may die: its buffer waits for the copy."""
     device = TwinDevice()
     stash = stash_on(device, host=2 * BLOCK, inflight=0, prefetch=4 * BLOCK)
     x = leaf()
@@ -305,7 +300,7 @@ class SlowToEnd(TwinDevice):
         copy = super().up(source, after)
         device = self
 
-        class Slow(type(copy)):
+        class Slow(type(copy.completion)):
             def ended(self):
                 return device.over and super().ended()
 
@@ -313,18 +308,18 @@ class SlowToEnd(TwinDevice):
                 device.over = True
                 super().wait()
 
-        copy.__class__ = Slow
+        copy.completion.__class__ = Slow
         return copy
 
 
-def test_a_room_that_bytes_were_staged_in_waits_for_their_copy(tmp_path):
-    """Read from disk to a room, on its way to the device: nobody may write there before it has arrived."""
+def test_a_buffer_that_bytes_were_staged_in_waits_for_their_copy(tmp_path):
+    """Read from disk to a buffer, on its way to the device: nobody may write there before it has arrived."""
     device = SlowToEnd(chance=1.0)
     stash = stash_on(device, host=2 * BLOCK, disk=tmp_path, inflight=2 * BLOCK, prefetch=0)
     x = leaf()
     with stash:
         outs = [torch.tanh(x * number) for number in range(1, 7)]
-    stash._workers.close()  # all are on disk, so both rooms may be had
+    stash._workers.close()  # all are on disk, so both buffers may be had
     for number in (1, 2):
         assert torch.equal(outs[number - 1].grad_fn._saved_result, torch.tanh(x * number))
     del outs
@@ -344,12 +339,12 @@ class Behind(TwinDevice):
         copy = super().up(source, after)
         device = self
 
-        class Late(type(copy)):
+        class Late(type(copy.completion)):
             def ended(self):
                 device.looks += 1
                 return device.over and super().ended()
 
-        copy.__class__ = Late
+        copy.completion.__class__ = Late
         return copy
 
 
@@ -362,17 +357,17 @@ def test_a_host_that_runs_ahead_does_not_ask_for_each_that_died_about_all_the_ot
     loss.backward()
     del loss
     gc.collect()
-    assert len(stash._session.device_tiers[1].host.buffers._deferred) >= 90
+    assert len(stash._session.device_tiers[1].tier.buffers._deferred) >= 90
     assert device.looks < 1000, "not ten thousand"
     device.over = True
     assert stash.stats().host_bytes == 0
     stash.close()
 
 
-def test_rooms_that_have_come_to_rest_are_used_before_more_is_pinned():
+def test_buffers_that_have_come_to_rest_are_used_before_more_is_pinned():
     device = Behind(chance=1.0)
     stash = stash_on(device, host=None, inflight=0, prefetch=0, min_bytes=0)
-    pool = stash._session.device_tiers[1].host.pool
+    pool = stash._session.device_tiers[1].tier.pool
     big = torch.randn(16, MIB // 4, 16, requires_grad=True)  # as large as a slab
     for _ in range(3):
         with stash:
@@ -381,7 +376,7 @@ def test_rooms_that_have_come_to_rest_are_used_before_more_is_pinned():
         loss.backward()
         del loss
         gc.collect()
-        stash.stats()  # buries them
+        stash.stats()  # defers them
         device.over = True  # and now they are at rest, when nobody looks
     assert pool.slab_peak_bytes <= 2 * big.nbytes
     stash.close()
@@ -393,8 +388,7 @@ def test_shapes_may_change_and_the_pool_stays_inside_its_budget(chance):
     budget = 24 * BLOCK
     stash = stash_on(device, host=budget, inflight=2 * BLOCK)
     for step in range(40):
-        tiers = 200 + 37 * (step % 7)
-        x = leaf(step, tiers)
+        x = leaf(step, 200 + 37 * (step % 7))
         with stash:
             loss = chain(x, steps=4)
         true = gradient(chain(x, steps=4), x)
@@ -407,7 +401,7 @@ def test_shapes_may_change_and_the_pool_stays_inside_its_budget(chance):
     stash.close()
 
 
-def test_without_a_room_a_block_stays_in_place_with_a_warning():
+def test_without_a_buffer_a_block_stays_in_place_with_a_warning():
     device = TwinDevice()
     stash = stash_on(device, host=3 * BLOCK, inflight=0)
     x = leaf()
@@ -497,7 +491,7 @@ def test_a_graph_dropped_while_its_bytes_go_to_disk(tmp_path):
     assert gated.begun.acquire(timeout=30)
     del loss
     gc.collect()
-    assert stash.stats().host_bytes >= BLOCK, "a worker still reads the room"
+    assert stash.stats().host_bytes >= BLOCK, "a worker still reads the buffer"
     gated.writes.set()
     stash._workers.close()
     assert stash.stats().host_bytes == 0
@@ -607,7 +601,7 @@ def test_checkpoint_under_a_stash(use_reentrant):
     stash.close()
 
 
-def test_double_backward_views_and_parts():
+def test_double_backward_views_and_regions():
     def program(x):
         q, k, v = (x @ x).split(SIDE // 2, dim=1)[0].unsqueeze(0), x.t(), x[::2, ::3]
         y = (q * k[:, : SIDE // 2]).sin().sum() + (v * v).sum() + (x[3] * x[5]).sum()
@@ -675,7 +669,7 @@ def test_a_capture_in_the_midst_of_copies_asks_nothing_of_the_device(tmp_path):
     with stash:
         before = chain(x)
         assert device.downs, "copies are under way when the capture begins"
-        kept = torch.rand(SIDE, SIDE)  # as an operation's own: it waits on the lane
+        kept = torch.rand(SIDE, SIDE)  # as an operation's own: it waits for that to end
         product = x * kept
         device.capturing = True
         captured = chain(x)
@@ -795,8 +789,7 @@ def test_all_devices_together_pin_half_of_what_there_is_to_spare(monkeypatch):
     stash = Stash(host="auto")
     for index in range(3):
         tiers = stash._session.tiers_of(torch.device("meta", index))
-        assert tiers.has_tier
-        pools.append(tiers.host.pool)
+        pools.append(tiers.tier.pool)
     buffers = [pool.take(MIB) for _ in range(40) for pool in pools]
     assert [buffers[at::3].count(None) for at in range(3)] == [29, 29, 30]
     assert sum(pool.slab_bytes for pool in pools) == total // 2
@@ -817,8 +810,8 @@ class Small(TwinDevice):
 
     def free_bytes(self):
         self.asked += 1
-        down = self.stash._session.device_tiers[1].evictor
-        return self.nbytes - down.resident.nbytes - down.inflight.nbytes
+        evictor = self.stash._session.device_tiers[1].evictor
+        return self.nbytes - evictor.resident.nbytes - evictor.inflight.nbytes
 
 
 @pytest.mark.parametrize("keep", [None, "16MiB"])
@@ -829,8 +822,8 @@ def test_where_the_device_runs_short_less_stays_than_may(keep):
     with stash:
         for _ in range(24):
             out = torch.tanh(out * 1.5)
-            down = stash._session.device_tiers[1].evictor
-            most = max(most, down.resident.nbytes + down.inflight.nbytes)
+            evictor = stash._session.device_tiers[1].evictor
+            most = max(most, evictor.resident.nbytes + evictor.inflight.nbytes)
         loss = chain(x)
     assert most == 8 * BLOCK, "six blocks are left for what comes next"
     assert torch.equal(gradient(loss, x), expected())
@@ -848,9 +841,9 @@ def test_where_the_device_runs_short_what_leaves_it_has_left():
         for _ in range(24):
             out = torch.tanh(out * 1.5)
         loss = chain(x)
-    down = stash._session.device_tiers[1].evictor
+    evictor = stash._session.device_tiers[1].evictor
     assert device.waits == 0 and device.orders > 0
-    assert down.resident.nbytes + down.inflight.nbytes <= 9 * BLOCK
+    assert evictor.resident.nbytes + evictor.inflight.nbytes <= 9 * BLOCK
     assert torch.equal(gradient(loss, x), expected())
     assert device.faults == []
     del loss, out
@@ -948,10 +941,10 @@ def test_out_of_memory_in_a_step_lowers_keep_and_leaves_nothing():
     stash.close()
 
 
-def test_a_part_that_finds_no_memory_goes_as_a_whole(monkeypatch):
+def test_a_region_that_finds_no_memory_goes_as_a_whole(monkeypatch):
     from backstash._saved.view import StridedRegion
 
-    def fail(part, tensor):
+    def fail(region, tensor):
         raise torch.OutOfMemoryError("no")
 
     monkeypatch.setattr(StridedRegion, "copy", fail)
@@ -971,7 +964,7 @@ def test_a_part_that_finds_no_memory_goes_as_a_whole(monkeypatch):
 
 
 def test_closing_waits_for_what_was_brought_back_for_nobody():
-    """A guess that was wrong still reads the room when the stash is closed."""
+    """A guess that was wrong still reads the buffer when the stash is closed."""
     device = SlowToEnd(chance=1.0)
     stash = stash_on(device, host="64MiB", inflight=0)
     x = leaf()
@@ -999,7 +992,7 @@ def test_closing_waits_for_what_runs_and_unpins():
 def test_a_block_larger_than_host_memory_stays_and_the_others_go_on(tmp_path):
     device = TwinDevice(chance=1.0)
     stash = stash_on(device, host=4 * BLOCK, disk=tmp_path, inflight=0, min_bytes=1)
-    x, large = leaf(), leaf(tiers=3 * SIDE)  # 9 times a block
+    x, large = leaf(), leaf(width=3 * SIDE)  # 9 times a block
     with pytest.warns(StashWarning, match=r"no room for 2.25 MiB.*raise host="), stash:
         kept = (large * 1.5).exp()
         loss = chain(x, steps=20)
@@ -1011,20 +1004,19 @@ def test_a_block_larger_than_host_memory_stays_and_the_others_go_on(tmp_path):
     stash.close()
 
 
-def test_rooms_that_bytes_were_staged_in_are_free_when_those_are_on_the_device(tmp_path):
+def test_buffers_that_bytes_were_staged_in_are_free_when_those_are_on_the_device(tmp_path):
     device = TwinDevice(chance=1.0)
     stash = stash_on(device, host=6 * BLOCK, disk=tmp_path, inflight=5 * BLOCK, prefetch=4 * BLOCK)
-    x, large = leaf(), leaf(tiers=2 * SIDE)  # 4 times a block
+    x, large = leaf(), leaf(width=2 * SIDE)  # 4 times a block
     with stash:
         loss = chain(x, steps=20)
     settled(stash, device)
-    for tiers in stash._session.device_tiers:  # a room that is still written from cannot be read to
-        while tiers.host is not None and tiers.host.writeback.wait():
-            settled(stash, device)
+    while stash._session.device_tiers[1].tier.writeback.wait():
+        settled(stash, device)  # a buffer that is still written from cannot be read to
     node = loss.grad_fn.next_functions[0][0]
     for _ in range(10):  # of a tanh and a multiplication each
         node = node.next_functions[0][0].next_functions[0][0]
-    held = node._saved_result  # from disk; others are read ahead, by way of rooms
+    held = node._saved_result  # from disk; others are read ahead, by way of buffers
     with stash:
         second = (large * 1.5).exp() + (large * 2.5).exp()
     stats = settled(stash, device)

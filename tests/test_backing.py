@@ -1,4 +1,4 @@
-"""Backings: what is left when one dies, where small blocks lie in a segment, what is read back, and to where."""
+"""Backings: what one leaves when it dies, where small blocks lie in a segment, loads, and placements."""
 
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -97,9 +97,7 @@ def test_who_asks_how_a_load_has_ended_makes_it():
     slot = store.reserve(8)
     source = torch.arange(8, dtype=torch.uint8)
     store.write(slot, source.data_ptr())
-    load = DiskLoad(
-        DiskBacking(store, slot, 0, ReclaimQueue()), torch.zeros(8, dtype=torch.uint8)
-    )
+    load = DiskLoad(DiskBacking(store, slot, 0, ReclaimQueue()), torch.zeros(8, dtype=torch.uint8))
     assert load.exception() is None and load.is_ready
     assert torch.equal(load.memory, source)
 

@@ -1,4 +1,4 @@
-"""Who writes in the books: whoever was ended in the middle leaves them torn, and the next makes them anew."""
+"""The critical section: a thread that was ended in the middle leaves it dirty, and the next rebuilds."""
 
 import threading
 
@@ -8,49 +8,49 @@ from backstash._runtime.critical_section import CriticalSection
 from backstash.errors import StashFullError
 
 
-class Books:
+class Session:
     def __init__(self):
-        self.section, self.mended, self.fails = CriticalSection(), 0, 0
+        self.section, self.rebuilt, self.fails = CriticalSection(), 0, 0
         self.section.rebuilt_by(self.rebuild)
 
     def rebuild(self):
         if self.fails:
             self.fails -= 1
             raise KeyboardInterrupt
-        self.mended += 1
+        self.rebuilt += 1
 
-    def tear(self, error=KeyboardInterrupt):
+    def interrupt(self, error=KeyboardInterrupt):
         with pytest.raises(error), self.section:
             raise error
 
 
 @pytest.fixture
 def session():
-    return Books()
+    return Session()
 
 
-def test_whoever_leaves_in_good_order_leaves_nothing_to_mend(session):
+def test_whoever_leaves_in_good_order_leaves_nothing_to_rebuild(session):
     for _ in range(3):
         with session.section:
-            assert session.mended == 0
+            assert session.rebuilt == 0
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError, RuntimeError])
-def test_books_that_are_torn_are_mended_once_before_the_next_writes(session, error):
-    session.tear(error)
-    assert session.mended == 0
+def test_what_is_dirty_is_rebuilt_once_before_the_next_goes_in(session, error):
+    session.interrupt(error)
+    assert session.rebuilt == 0
     for _ in range(2):
         with session.section:
-            assert session.mended == 1
+            assert session.rebuilt == 1
 
 
 def test_errors_of_our_own_are_raised_in_good_order(session):
-    session.tear(StashFullError)
+    session.interrupt(StashFullError)
     with session.section:
-        assert session.mended == 0
+        assert session.rebuilt == 0
 
 
-def test_a_finalizer_in_the_middle_of_a_writer_mends_nothing(session):
+def test_a_finalizer_in_the_middle_of_a_writer_rebuilds_nothing(session):
     def finalizer():
         with session.section:
             pass
@@ -59,20 +59,20 @@ def test_a_finalizer_in_the_middle_of_a_writer_mends_nothing(session):
         finalizer()
         finalizer()
     with session.section:
-        assert session.mended == 0
+        assert session.rebuilt == 0
 
 
-def test_a_finalizer_that_fails_tears_what_its_writer_leaves(session):
+def test_a_finalizer_that_fails_makes_dirty_what_its_writer_leaves(session):
     with session.section:
-        session.tear()
-        assert session.mended == 0
+        session.interrupt()
+        assert session.rebuilt == 0
     with session.section:
-        assert session.mended == 1
+        assert session.rebuilt == 1
 
 
 @pytest.mark.parametrize("by", ["a function that has ended", "this function", "another thread"])
 def test_a_writer_that_never_left_was_interrupted(session, by):
-    """The interrupt came between the guard's noting it and the first line inside."""
+    """The interrupt came between the section's noting it and the first line inside."""
     if by == "this function":
         session.section.__enter__()
     elif by == "another thread":
@@ -82,33 +82,33 @@ def test_a_writer_that_never_left_was_interrupted(session, by):
     else:
         (lambda: session.section.__enter__())()
     with session.section:
-        assert session.mended == 1
+        assert session.rebuilt == 1
     with session.section:
-        assert session.mended == 1
+        assert session.rebuilt == 1
 
 
-def test_mending_that_is_interrupted_is_done_anew(session):
-    session.tear()
+def test_a_rebuild_that_is_interrupted_is_done_anew(session):
+    session.interrupt()
     session.fails = 2
     for _ in range(2):
         with pytest.raises(KeyboardInterrupt), session.section:
-            pytest.fail("what is inside must not write in torn books")
-        assert session.mended == 0
+            pytest.fail("what is inside must not run before it is rebuilt")
+        assert session.rebuilt == 0
     with session.section:
-        assert session.mended == 1
+        assert session.rebuilt == 1
 
 
-def test_mending_that_is_interrupted_leaves_no_writer(session):
+def test_a_rebuild_that_is_interrupted_leaves_no_writer(session):
     """Else whoever is called by the same function would be taken for a finalizer in the middle of it."""
 
     def called():
         with session.section:
-            assert session.mended == 1
+            assert session.rebuilt == 1
 
     session.section.__enter__()
     session.fails = 1
     with pytest.raises(KeyboardInterrupt), session.section:
-        pytest.fail("what is inside must not write in torn books")
+        pytest.fail("what is inside must not run before it is rebuilt")
     called()
 
 
@@ -123,32 +123,49 @@ def test_a_writer_is_still_known_after_a_finalizer_in_the_middle_of_it(session):
 
     interrupted()
     with session.section:
-        assert session.mended == 1
+        assert session.rebuilt == 1
 
 
-def test_nobody_is_kept_alive_to_mend():
-    session = Books()
-    guard = session.section
-    session.tear()
+def test_nobody_is_kept_alive_to_rebuild():
+    session = Session()
+    section = session.section
+    session.interrupt()
     del session
-    with guard:
+    with section:
         pass
 
 
-def test_without_anybody_who_mends():
-    guard = CriticalSection()
-    with pytest.raises(KeyboardInterrupt), guard:
+def test_without_anybody_who_rebuilds():
+    section = CriticalSection()
+    with pytest.raises(KeyboardInterrupt), section:
         raise KeyboardInterrupt
-    with guard:
+    with section:
         pass
 
 
 def test_a_forked_process_has_no_writer(session):
-    session.tear()
-    session.section.forget()
+    session.interrupt()
+    session.section.forked()
     with session.section:
-        assert session.mended == 0
+        assert session.rebuilt == 0
     session.section.__enter__()
-    session.section.forget()
+    session.section.forked()
     with session.section:
-        assert session.mended == 0
+        assert session.rebuilt == 0
+
+
+def test_a_forked_process_has_a_lock_of_its_own(session):
+    section, lock = session.section, session.section.lock
+    with section.lock, section.lock, section:  # a finalizer may take it again
+        section.forked()
+        assert section.lock is not lock
+    taken = []
+    thread = threading.Thread(target=lambda: taken.append(section.lock.acquire(timeout=10)))
+    thread.start()
+    thread.join()
+    assert taken == [True]  # nobody has it
+
+
+def test_the_lock_is_one_of_c():
+    """Taken by ``with``, it lets no interrupt come between its taking and what is inside."""
+    assert type(CriticalSection().lock).__module__ == "_thread"

@@ -1,10 +1,11 @@
 """What an accelerator is asked to do, and in which order: played by streams that only write it down."""
 
+import functools
 import gc
 import os
 import warnings
 import weakref
-from types import SimpleNamespace
+from types import BuiltinFunctionType, SimpleNamespace
 
 import pytest
 import torch
@@ -53,7 +54,23 @@ class FakeStream:
 
 
 @pytest.fixture
-def played(monkeypatch):
+def recorded(monkeypatch):
+    """The streams that memory was recorded on, each with where the memory is."""
+    found = []
+
+    def record(tensor, stream):
+        found.append((tensor.untyped_storage().data_ptr(), stream.name))
+
+    monkeypatch.setattr(torch.Tensor, "record_stream", record)
+    return found
+
+
+def address_of(tensor):
+    return tensor.untyped_storage().data_ptr()
+
+
+@pytest.fixture
+def played(monkeypatch, recorded):
     """A device whose streams are fakes and whose memory is the CPU's; and the log of what was asked."""
     log = []
     compute = FakeStream(log, "compute")
@@ -90,17 +107,14 @@ def test_a_copy_down_comes_after_what_made_its_source(played):
     ]
     assert torch.equal(target, bytes_of(7))
     assert not copy.done() and not copy.ended()
-    copy._event.has_ended = True
+    copy.completion.event.has_ended = True
     assert copy.done() and copy.ended()
     log.clear()
     copy.order()
     assert copy.done() and copy.ended() and log == [], "what is known is not asked again"
     copy = device.down(bytes_of(7), target, compute)
     assert not copy.cancel(), "it has begun"
-    copy._event.has_ended = True
-    assert copy.ended()
-    del copy
-    assert not device.unfinished, "what has ended needs nobody to own it"
+    assert copy.error is None and copy.ends_in_order is True
 
 
 def test_ordering_a_copy_asks_the_stream_and_never_the_host(played):
@@ -115,52 +129,161 @@ def test_ordering_a_copy_asks_the_stream_and_never_the_host(played):
     assert log[-1] == ("the host waits for", "down")
 
 
-def test_memory_of_another_stream_is_recorded_there(played, monkeypatch):
-    device, log, compute, current = played
-    recorded = []
-    monkeypatch.setattr(
-        torch.Tensor, "record_stream", lambda tensor, stream: recorded.append(stream.name)
-    )
+def test_waiting_for_a_copy_as_for_any_transfer_orders_the_stream_and_not_the_host(played):
+    device, log, compute, _ = played
     copy = device.down(bytes_of(7), bytes_of(0), compute)
+    log.clear()
+    assert copy.exception() is None and copy.done()
+    assert log == [("asked", "down"), ("compute", "waits for", "down")]
+
+
+def test_memory_of_another_stream_is_recorded_there(played, recorded):
+    device, log, compute, current = played
+    source = bytes_of(7)
+    copy = device.down(source, bytes_of(0), compute)
     current[0] = FakeStream(log, "other")
     copy.order()
-    assert recorded == ["down"]
+    assert recorded == [(address_of(source), "down")]
     recorded.clear()
     current[0] = compute
     copy.order()
     assert recorded == [], "only where it is needed: it delays reuse"
-    copy.release()
-    recorded.clear()
-    current[0] = FakeStream(log, "third")
-    copy.order()
-    assert recorded == [], "what was released is nobody's"
     copy = device.down(bytes_of(7), bytes_of(0), compute)
-    copy._event.has_ended = True
+    copy.completion.event.has_ended = True
+    current[0] = FakeStream(log, "third")
     copy.order()
     assert recorded == [], "its memory has been read"
 
 
-def test_memory_that_autograd_would_hold_waits_for_every_stream_that_saves(played, monkeypatch):
+# A copy that dies.
+
+
+@pytest.mark.parametrize("way", ["down", "up"])
+def test_a_copy_that_dies_before_it_has_ended_gives_its_memory_back_by_its_stream(
+    played, recorded, way
+):
+    """At once: the allocator uses it again when the stream that copies has come past the copy."""
+    device, log, compute, _ = played
+    host, source = bytes_of(0), bytes_of(7)
+    copy = device.down(source, host, compute) if way == "down" else device.up(host, None)
+    mine = source if way == "down" else copy.memory
+    at, alive = address_of(mine), weakref.ref(mine.untyped_storage())
+    completion = copy.completion
+    log.clear()
+    del source, mine
+    assert recorded == [] and alive() is not None
+    del copy
+    assert recorded == [(at, way)]
+    assert alive() is None, "nobody holds it: neither the device, nor what tells when the copy ends"
+    assert log == [], "and nobody has asked, or waited"
+    assert not completion.ended()
+    completion.event.has_ended = True
+    assert completion.ended()
+
+
+@pytest.mark.parametrize("way", ["down", "up"])
+@pytest.mark.parametrize("end", ["ended", "done", "order"])
+def test_a_copy_that_dies_when_its_memory_may_go_records_nothing(played, recorded, way, end):
+    device, log, compute, _ = played
+    copy = (
+        device.down(bytes_of(7), bytes_of(0), compute)
+        if way == "down"
+        else device.up(bytes_of(7), None)
+    )
+    copy.completion.event.has_ended = end != "order"
+    getattr(copy, end)()
+    alive = weakref.ref(copy)
+    del copy
+    assert alive() is None and recorded == []
+
+
+def test_a_copy_that_was_looked_at_too_early_records_its_stream_when_it_dies(played, recorded):
+    device, _, compute, _ = played
+    copy = device.down(bytes_of(7), bytes_of(0), compute)
+    assert not copy.ended() and not copy.done() and not copy.completion.ended()
+    del copy
+    assert [stream for _, stream in recorded] == ["down"]
+
+
+@pytest.mark.parametrize("way", ["down", "up"])
+def test_what_tells_when_a_copy_has_ended_owns_no_memory(played, way):
+    """It outlives the copy, in what waits to give back the host's end: that is its caller's to own."""
+    device, _, compute, _ = played
+    host = bytes_of(0)
+    copy = (
+        device.down(bytes_of(7), host, compute) if way == "down" else device.up(bytes_of(7), None)
+    )
+    alive = [weakref.ref(each.untyped_storage()) for each in (host, copy.memory)]
+    completion = copy.completion
+    del host, copy
+    assert [each() for each in alive] == [None, None]
+    completion.wait()
+    assert completion.ended()
+
+
+def test_a_copy_that_was_waited_for_records_nothing_when_it_dies(played, recorded):
+    device, log, compute, _ = played
+    copy = device.down(bytes_of(7), bytes_of(0), compute)
+    copy.wait()
+    assert log[-1] == ("the host waits for", "down")
+    del copy
+    assert recorded == []
+
+
+def test_a_copy_s_end_is_a_call_of_c(played, monkeypatch):
+    """An interrupt that came in Python there would be printed and lost: see ``_runtime/reclaim``."""
+    device, _, compute, _ = played
+    monkeypatch.setattr(torch.Tensor, "record_stream", torch._C.TensorBase.record_stream)
+    source = bytes_of(7)
+    down, up = device.down(source, bytes_of(0), compute), device.up(bytes_of(7), None)
+    for copy, mine, stream in ((down, source, "down"), (up, up.memory, "up")):
+        end = copy.__del__
+        assert type(end) is functools.partial and not end.keywords
+        assert type(end.func) is BuiltinFunctionType and end.func.__name__ == "record_stream"
+        assert end.func.__self__ is mine and [each.name for each in end.args] == [stream]
+        copy.order()
+        assert copy.__del__ is tuple
+
+
+def test_a_copy_is_in_no_cycle(played, recorded):
+    """Its memory goes when its block dies, and not when the collector comes round."""
+    device, _, compute, current = played
+    gc.collect()
+    gc.disable()
+    try:
+        for end in (lambda copy: None, lambda copy: copy.order(), lambda copy: copy.wait()):
+            for make in (
+                lambda: device.down(bytes_of(7), bytes_of(0), compute),
+                lambda: device.up(bytes_of(7), None),
+            ):
+                copy = make()
+                end(copy)
+                alive = weakref.ref(copy)
+                del copy
+                assert alive() is None
+    finally:
+        gc.enable()
+
+
+def test_memory_that_autograd_would_hold_waits_for_every_stream_that_saves(
+    played, recorded, monkeypatch
+):
     """Nobody knows which stream asked for it, nor which of them still reads it."""
     device, log, _, current = played
-    recorded = []
-    monkeypatch.setattr(
-        torch.Tensor, "record_stream", lambda tensor, stream: recorded.append(stream.name)
-    )
     source = bytes_of(7)
+    at = address_of(source)
     device.used(source)
     device.used(source)
-    assert recorded == ["compute", "compute"], "nothing where that stream has asked for it"
+    assert recorded == [(at, "compute")] * 2, "nothing where that stream has asked for it"
     recorded.clear()
     current[0] = FakeStream(log, "other")
     device.used(source)
-    assert recorded == ["compute", "other"], "it may have been asked for on a third"
+    assert recorded == [(at, "compute"), (at, "other")], "it may have been asked for on a third"
     named = []
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, _: named.append(tensor))
     device.used(source)
     assert named[0] is named[1] is source, "nothing is made for it"
     named.clear()
-    recorded.clear()
     device.is_capturing = lambda: True
     device.used(source)
     assert named == [], "what is saved in a capture stays"
@@ -179,76 +302,66 @@ def test_of_a_conjugate_or_negative_view_its_memory_is_named(played, monkeypatch
     assert memory.untyped_storage()._cdata == tensor.untyped_storage()._cdata
 
 
-def test_what_came_is_recorded_on_each_other_stream_that_uses_it(played, monkeypatch):
+def test_what_came_is_recorded_on_each_other_stream_that_uses_it(played, recorded):
     """Also where the copy ended long ago: its memory goes back to the stream it was asked for on."""
     device, log, _, current = played
-    recorded = []
-    monkeypatch.setattr(
-        torch.Tensor, "record_stream", lambda tensor, stream: recorded.append(stream.name)
-    )
     copy = device.up(bytes_of(7), None)
+    at = address_of(copy.memory)
     copy.order()
     assert recorded == []
     current[0] = FakeStream(log, "other")
     copy.order()
-    assert recorded == ["other"], "which waits for the copy: so does whoever waits for it"
-    copy._event.has_ended = True
+    assert recorded == [(at, "other")], "which waits for the copy: so does whoever waits for it"
+    copy.completion.event.has_ended = True
     recorded.clear()
     current[0] = FakeStream(log, "third")
     copy.order()
-    assert recorded == ["third"]
+    assert recorded == [(at, "third")]
 
 
-def test_while_a_graph_is_captured_no_event_is_asked(played):
+def test_while_a_graph_is_captured_no_event_is_asked(played, recorded):
     device, log, compute, _ = played
     copy = device.down(bytes_of(7), bytes_of(0), compute)
-    copy._event.has_ended = True
+    copy.completion.event.has_ended = True
     device.is_capturing = lambda: True
     log.clear()
-    assert not copy.ended() and not copy.done()
-    copy.release()
-    assert log == [] and len(device.unfinished) == 1
+    assert not copy.ended() and not copy.done() and not copy.completion.ended()
+    assert log == []
     device.is_capturing = lambda: False
     assert copy.ended() and copy.done() and log == [("asked", "down")]
     device.is_capturing = lambda: True
-    assert copy.ended(), "what is known need not be asked"
-
-
-def test_without_memory_on_the_device_what_nobody_waits_for_is_let_go(played, monkeypatch):
-    device, log, compute, _ = played
-    empty, refused = torch.empty, []
-
-    def scarce(*args, **kwargs):
-        if device.unfinished:
-            refused.append(len(device.unfinished))
-            raise torch.OutOfMemoryError("no")
-        return empty(*args, **kwargs)
-
-    monkeypatch.setattr(torch, "empty", scarce)
-    del_me = device.down(bytes_of(7), bytes_of(0), compute)
-    del del_me
-    gc.collect()
+    assert copy.ended() and copy.completion.ended(), "what is known need not be asked"
+    device.is_capturing = lambda: False
+    copy = device.down(bytes_of(7), bytes_of(0), compute)
+    copy.completion.event.has_ended = True
+    device.is_capturing = lambda: True
+    recorded.clear()
     log.clear()
-    device.up(bytes_of(7), None).order()
-    assert refused == [1] and not device.unfinished
-    assert {("the host waits for", "up"), ("the host waits for", "down")} <= set(log)
+    del copy
+    assert log == [] and [stream for _, stream in recorded] == ["down"], "which asks no event"
+
+
+def test_without_memory_on_the_device_that_is_said_and_nothing_waited_for(played, monkeypatch):
+    """What died has been given back: the allocator knows of it, and waits for it itself."""
+    device, log, *_ = played
+    refused = []
 
     def none(*args, **kwargs):
         refused.append(0)
         raise torch.OutOfMemoryError("no")
 
     monkeypatch.setattr(torch, "empty", none)
-    log.clear()
     with pytest.raises(torch.OutOfMemoryError):
         device.up(bytes_of(7), None)
-    assert (refused, log) == ([1, 0], []), "there is nothing that a wait would bring"
+    assert (refused, log) == ([0], [])
+    assert device._beginning is None
 
 
 def test_a_copy_up_fills_memory_of_the_current_stream(played):
     device, log, compute, _ = played
     down = device.down(bytes_of(7), bytes_of(0), compute)
     log.clear()
-    copy = device.up(down.memory, down)
+    copy = device.up(down.memory, down.completion)
     assert log == [
         ("memory on", "compute"),
         ("event on", "compute"),
@@ -262,55 +375,6 @@ def test_a_copy_up_fills_memory_of_the_current_stream(played):
     assert copy.memory._version == 0, "nobody changed it: the next use may share it"
     copy.order()
     assert log[-1] == ("compute", "waits for", "up")
-
-
-def test_what_an_unfinished_copy_uses_outlives_it(played):
-    """A guess that was wrong: nobody wants the copy, and the device still writes its memory."""
-    device, _, compute, _ = played
-    copy = device.up(bytes_of(7), None)
-    event, memory = copy._event, copy.memory
-    del copy
-    gc.collect()
-    (held,) = device.unfinished
-    assert held[0] is event and held[2] is memory
-    del held, memory
-    device.down(bytes_of(1), bytes_of(0), compute).order()
-    assert len(device.unfinished) == 1
-    event.has_ended = True
-    device.down(bytes_of(1), bytes_of(0), compute).order()
-    assert not device.unfinished
-
-
-def test_of_many_unfinished_copies_one_is_asked(played):
-    device, log, *_ = played
-    events = []
-    for _ in range(20):
-        copy = device.up(bytes_of(7), None)
-        events.append(copy._event)
-        del copy
-    log.clear()
-    device.up(bytes_of(7), None).order()
-    assert log.count(("asked", "up")) == 2  # the oldest, and the new one
-    assert len(device.unfinished) == 20 and device.unfinished[0][0] is events[0]
-    for event in events[:12]:
-        event.has_ended = True
-    device.up(bytes_of(7), None).order()
-    assert [each[0] for each in device.unfinished][:8] == events[12:]
-
-
-def test_a_source_that_is_released_early_outlives_its_copy(played):
-    device, _, compute, _ = played
-    copy = device.down(bytes_of(7), bytes_of(0), compute)
-    source = copy._source
-    copy.release()
-    assert any(each[1] is source for each in device.unfinished)
-    del copy
-    assert len(device.unfinished) == 1, "once"
-    later = device.down(bytes_of(7), bytes_of(0), compute)
-    later.order()
-    before = len(device.unfinished)
-    later.release()
-    assert len(device.unfinished) == before
 
 
 def test_the_stream_is_put_back_when_a_copy_fails(played, monkeypatch):
@@ -391,8 +455,7 @@ def whole(played, monkeypatch):
     accelerator = torch.accelerator
     monkeypatch.setattr(_accelerator, "_tried_out", set())
     monkeypatch.setattr(accelerator, "current_accelerator", lambda *_: here)
-    monkeypatch.setattr(torch, "Stream", lambda device: FakeStream(log, "side", played[3]))
-    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
+    monkeypatch.setattr(torch, "Stream", lambda device: FakeStream(log, "copier", played[3]))
     monkeypatch.setattr(accelerator, "get_memory_info", lambda device: (1, 2), raising=False)
     monkeypatch.setattr(accelerator, "memory_stats", lambda device: {})
     return lambda: _accelerator.accelerator(here)
@@ -405,8 +468,8 @@ def test_a_device_is_tried_out_before_it_is_used(whole, played, monkeypatch):
     )
     log.clear()
     assert isinstance(whole(), Accelerator)
-    assert asked == ["compute"] and ("the host waits for", "side") in log
-    assert log[-1] == ("compute", "waits for", "side"), "what has come up is compared"
+    assert asked == ["compute"] and ("the host waits for", "copier") in log
+    assert log[-1] == ("compute", "waits for", "copier"), "what has come up is compared"
     log.clear()
     assert isinstance(whole(), Accelerator) and log == [], "once: the next stash waits for nothing"
     _accelerator._tried_out.clear()

@@ -62,12 +62,12 @@ def test_conj_and_neg_bits_come_back(conj, neg):
     assert same_bits(rebuilt, view)
 
 
-def test_a_part_with_gaps_is_spread_out_again():
+def test_a_region_with_gaps_is_spread_out_again():
     x = torch.arange(100.0).view(10, 10)
     view = x[1:9:2, 3:5]
-    part = StridedRegion(view)
-    dense = part.copy(view)
-    entry = Entry(DISK, view, part.residue * part.itemsize, part)
+    region = StridedRegion(view)
+    dense = region.copy(view)
+    entry = Entry(DISK, view, region.residue * region.itemsize, region)
     rebuilt = entry.view_of(dense, 0)
     assert same_bits(rebuilt, view) and rebuilt.stride() == view.stride()
 
@@ -88,10 +88,10 @@ def test_what_was_read_is_let_go_when_every_entry_has_had_it(tmp_path):
     stash = Stash(disk=tmp_path, inflight=0, prefetch="1GiB")
     with stash:
         loss = program()
-    up = stash._session.device_tiers[0].prefetcher
+    prefetcher = stash._session.device_tiers[0].prefetcher
     for turn in range(1, 4):  # each use of the graph is a turn of its own
         assert same_bits(*gradients(loss, x, retain_graph=True), *expected)
-        assert up.ahead_bytes == 0
+        assert prefetcher.ahead_bytes == 0
         assert stash.stats().read_bytes == turn * 2 * x.nbytes
     del loss
     stash.close()

@@ -1,50 +1,51 @@
 """The way down, piece by piece: who goes, how, and who stays; each part around it is a test's."""
 
 from types import SimpleNamespace
-from unittest.mock import Mock
 
 import pytest
 import torch
 
-from backstash._runtime.reclaim import BlockCleanup, DiskCleanup, HostCleanup, ReclaimQueue
+from backstash._runtime.reclaim import ReclaimQueue
 from backstash._runtime.weak import WeakQueue
-from backstash._saved.block import Block, StorageVersion
+from backstash._saved.block import Block, BlockCleanup, StorageVersion
+from backstash._saved.placement import Resident, Stored, Writing
 from backstash._saved.thread_state import ThreadState
-from backstash._tiers.backing import DiskBacking, SegmentBacking
-from backstash._tiers.eviction import SMALL_BYTES, Evictor, sequence_number
-from backstash._tiers.host_backing import HostBacking
+from backstash._tiers.backing import DiskBacking, DiskCleanup, SegmentBacking
+from backstash._tiers.eviction import Evictor, sequence_number
+from backstash._tiers.host_backing import HostBacking, HostCleanup
 from backstash._tiers.resident import ResidentSet
+from backstash._tiers.segments import SMALL_BYTES
 from backstash.errors import StashFullError
 
-GRAVE = ReclaimQueue()
+RECLAIM_QUEUE = ReclaimQueue()
 LARGE = SMALL_BYTES
 FULL = StashFullError(28, "full")
 
 
-class Flights:
+class Inflight:
     """The window, as a test says."""
 
     def __init__(self, steps):
-        self.steps, self.nbytes, self.buffer, self.is_one = steps, 0, 1 << 40, False
+        self.steps, self.writes = steps, ["a write of long ago"]
+        self.nbytes, self.peak_bytes, self.window_bytes, self.is_one = 0, 0, 1 << 40, False
         self.again = []
 
-    def has_room(self, nbytes):
-        return nbytes <= self.buffer
-
     def complete(self, thread_state, *, all_that_ended=False):
-        self.steps.append(("land", all_that_ended))
+        self.steps.append(("complete", all_that_ended))
 
     def make_room(self, nbytes, thread_state):
         self.steps.append(("make room", nbytes))
 
-    def add(self, block, writing):
-        self.steps.append(("add", block, writing))
+    def let_go(self, nbytes, thread_state):
+        self.steps.append(("let go", nbytes))
 
-    def wait(self, writing):
-        self.steps.append(("wait", writing))
+    def add(self, block, backing, transfer):
+        self.steps.append(("add", block, backing, transfer))
+        block.placement = Writing(block.placement.alias, backing, transfer)
+        self.nbytes += block.nbytes
 
-    def measure(self):
-        self.steps.append("measure")
+    def wait(self, transfer):
+        self.steps.append(("wait", transfer))
 
     def restore(self, *what):
         self.steps.append(("restore", *what))
@@ -54,46 +55,64 @@ class Flights:
 class Tier:
     """Where blocks go."""
 
-    def __init__(self):
-        self.full, self.begun, self.handed = False, [], []
-        self.device = SimpleNamespace(is_capturing=lambda: self.capturing)
-        self.capturing = False
+    def __init__(self, *, runs_ahead=False):
+        self.full, self.begun, self.runs_ahead = False, [], runs_ahead
 
     def begin(self, block):
         if self.full:
             raise FULL
         self.begun.append(block)
-        return SimpleNamespace(cleanup=SimpleNamespace(writing=f"write {len(self.begun)}"))
+        return f"backing {len(self.begun)}", f"write {len(self.begun)}"
 
-    def begin_work(self, work):
-        self.handed.append(work)
+
+class Memory:
+    """An accelerator's."""
+
+    def __init__(self):
+        self.short_bytes, self.failed, self.capturing = 0, False, False
+        self.device = SimpleNamespace(is_capturing=lambda: self.capturing)
+
+    def shortage(self, nbytes):
+        return self.short_bytes
+
+    def forget_failures(self):
+        self.failed = False
+
+
+class Health:
+    """Of the tier, as a test says."""
+
+    def __init__(self, steps):
+        self.steps, self.is_well, self.refusing, self.fulls = steps, True, False, []
+        self.deferred, self.notes, self.asked = WeakQueue(lambda block: True), {}, []
+
+    def refuses(self, nbytes):
+        self.asked.append(nbytes)
+        return self.refusing
+
+    def full(self, error, nbytes):
+        self.fulls.append((error, nbytes))
+
+    def restore(self):
+        self.steps.append("restore health")
 
 
 class Way:
     """A way down of which only ``Evictor`` and ``ResidentSet`` are real."""
 
-    def __init__(self, limit=0, *, tier="disk", segments=True):
-        self.steps, self.gathered, self.fulls = [], [], []
-        self.event_log = SimpleNamespace(on=False)
-        self.keep = ResidentSet(self.event_log, limit=limit)
-        self.refusing = False
-        self.health = SimpleNamespace(
-            refuses=lambda nbytes: self.refusing,
-            full=lambda error, nbytes: self.fulls.append((error, nbytes)),
-            deferred=WeakQueue(lambda block: True),
-            notes={},
-            restore=lambda: self.steps.append("restore refusals"),
-        )
-        self.inflight, self.tier = Flights(self.steps), Tier()
+    def __init__(self, limit=0, *, tier=True, runs_ahead=False, segments=True, memory=None):
+        self.steps, self.gathered = [], []
+        self.resident = ResidentSet(SimpleNamespace(on=False), limit=limit, memory=memory)
+        self.health, self.inflight = Health(self.steps), Inflight(self.steps)
+        self.tier = Tier(runs_ahead=runs_ahead)
         self.segments = SimpleNamespace(
             gather=self.gather, restore=lambda what: self.steps.append(("restore segments", what))
         )
         self.evictor = Evictor(
-            self.keep,
+            self.resident,
             self.health,
             self.inflight,
-            disk=self.tier if tier == "disk" else None,
-            host=self.tier if tier == "host" else None,
+            tier=self.tier if tier else None,
             segments=self.segments if segments else None,
         )
         self.thread_state = ThreadState()
@@ -102,13 +121,13 @@ class Way:
         assert thread_state is self.thread_state
         if self.tier.full:
             raise FULL
-        self.keep.leave(block)
+        self.resident.leave(block)
         self.gathered.append(block)
 
     def block(self, nbytes=LARGE, thread_state=None):
-        tiers = SimpleNamespace(number=0, reclaim_queue=GRAVE, stream=lambda: None)
         tensor = torch.zeros(nbytes, dtype=torch.uint8)
-        block = Block(StorageVersion(tensor, tensor.untyped_storage()), tensor.detach(), tiers)
+        version = StorageVersion(tensor, tensor.untyped_storage())
+        block = Block(version, tensor.detach(), RECLAIM_QUEUE, 0)
         block.thread_state = thread_state or self.thread_state
         return block
 
@@ -124,24 +143,45 @@ def another(alive=True):
     return thread_state
 
 
+def waiting(queue):
+    """How many are in it, dead ones too."""
+    return len(queue.refs)
+
+
 def test_the_oldest_beyond_the_budget_go():
     way = Way(limit=2 * LARGE)
     blocks = [way.saved() for _ in range(2)]
-    assert way.tier.begun == [] and way.keep.nbytes == way.keep.peak_bytes == 2 * LARGE
+    assert way.tier.begun == [] and way.resident.nbytes == way.resident.peak_bytes == 2 * LARGE
     blocks += [way.saved() for _ in range(2)]
-    assert way.tier.begun == blocks[:2] and way.keep.nbytes == 2 * LARGE
-    assert blocks[0].backing.cleanup.writing == "write 1" and blocks[0].cleanup.resident_bytes == 0
-    assert way.steps[:3] == [("land", False), "measure", ("land", False)]
-    assert way.steps[4:] == [
-        ("land", False),
-        ("make room", LARGE),
-        ("add", blocks[0], "write 1"),
-        "measure",
-        ("land", False),
-        ("make room", LARGE),
-        ("add", blocks[1], "write 2"),
-        "measure",
+    assert way.tier.begun == blocks[:2] and way.resident.nbytes == 2 * LARGE
+    assert [type(block.placement) for block in blocks] == [Writing, Writing, Resident, Resident]
+    assert blocks[0].cleanup.resident_bytes == 0
+    assert way.steps == [
+        ("complete", False),
+        ("complete", False),
+        ("complete", False),
+        ("add", blocks[0], "backing 1", "write 1"),
+        ("complete", False),
+        ("add", blocks[1], "backing 2", "write 2"),
     ]
+
+
+def test_the_peaks_are_those_between_operations():
+    """While one runs, its tensors are the caller's."""
+    way = Way(limit=2 * LARGE)
+    blocks = [way.saved() for _ in range(3)]
+    assert (way.resident.peak_bytes, way.inflight.peak_bytes) == (2 * LARGE, LARGE)
+    way.inflight.nbytes = 7
+    blocks.append(way.saved(1))
+    way.inflight.nbytes = 0
+    assert (way.resident.peak_bytes, way.inflight.peak_bytes) == (2 * LARGE, 7 + LARGE)
+
+
+def test_where_nothing_is_under_way_nothing_is_looked_at():
+    way = Way(limit=None)
+    way.inflight.writes.clear()
+    way.saved()
+    assert way.steps == [] and waiting(way.resident.queue) == 1
 
 
 def test_what_need_not_be_complete_waits_for_its_operation():
@@ -160,10 +200,10 @@ def test_what_need_not_be_complete_waits_for_its_operation():
 def test_one_that_goes_at_once_passes_over_the_budget_or_waits_its_turn():
     way = Way(limit=None)
     block = way.saved(at_once=True)
-    assert way.tier.begun == [block] and len(way.keep.queue) == 0
+    assert way.tier.begun == [block] and waiting(way.resident.queue) == 0
     way.tier.full = True
     block = way.saved(at_once=True)
-    assert way.keep.queue.popleft() is block and way.fulls == [(FULL, LARGE)]
+    assert way.resident.queue.popleft() is block and way.health.fulls == [(FULL, LARGE)]
 
 
 def test_small_ones_are_gathered_and_large_ones_are_not():
@@ -176,63 +216,84 @@ def test_small_ones_are_gathered_and_large_ones_are_not():
 
 
 def test_nobody_goes_where_there_is_nowhere_to_go_or_nobody_is_taken():
-    way = Way(tier=None, segments=False)
+    way = Way(tier=False, segments=False)
     block = way.saved()
-    assert way.health.deferred.popleft() is block and way.keep.nbytes == LARGE
+    assert way.health.deferred.popleft() is block and way.resident.nbytes == LARGE
     way = Way()
-    way.refusing = True
+    way.health.is_well, way.health.refusing = False, True
     block = way.saved()
     assert way.health.deferred.popleft() is block and way.tier.begun == []
+    assert way.health.asked == [LARGE]
 
 
-def test_nobody_goes_while_a_graph_is_captured():
-    way = Way(tier="host", segments=False)
-    way.tier.capturing = True
+def test_a_tier_is_asked_only_where_it_is_not_well():
+    way = Way()
+    way.health.refusing = True
     block = way.saved()
-    assert way.tier.begun == [] and way.health.deferred.popleft() is block
+    assert way.tier.begun == [block] and way.health.asked == []
+    way.health.is_well, way.health.refusing = False, False
+    smaller = way.saved(100)
+    assert way.gathered == [smaller] and way.health.asked == [100]
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+def test_nobody_goes_while_a_graph_is_captured(at_once):
+    way = Way(segments=False, memory=Memory())
+    way.resident.memory.capturing = True
+    block = way.saved(at_once=at_once)
+    assert way.tier.begun == [] and way.resident.queue.popleft() is block
+    assert waiting(way.health.deferred) == 0
 
 
 def test_a_changed_block_is_lost_and_one_that_was_resized_stays():
     way = Way()
     changed, moved = way.block(), way.block()
-    changed.alias.add_(1)
-    moved.alias.untyped_storage().resize_(1 << 20)
+    changed.placement.alias.add_(1)
+    moved.placement.alias.untyped_storage().resize_(1 << 20)
     for block in (changed, moved):
         way.evictor.admit(block, at_once=False, complete=True)
-    assert changed.lost and way.tier.begun == []
-    assert moved.alias is not None and moved.cleanup.resident_bytes == LARGE
-    assert len(way.keep.queue) == len(way.health.deferred) == 0
+    assert changed.placement.lost_at == 1 and way.tier.begun == []
+    assert type(moved.placement) is Resident and moved.cleanup.resident_bytes == LARGE
+    assert waiting(way.resident.queue) == waiting(way.health.deferred) == 0
 
 
 @pytest.mark.parametrize("nbytes", [100, LARGE])
-def test_a_full_tier_leaves_it_stuck_and_smaller_ones_may_go(nbytes):
+def test_a_full_tier_defers_it_and_smaller_ones_may_go(nbytes):
     way = Way()
     way.tier.full = True
     deferred = way.saved(nbytes)
-    assert way.fulls == [(FULL, nbytes)] and way.health.deferred.popleft() is deferred
-    assert deferred.backing is None and deferred.cleanup.resident_bytes == nbytes
+    assert way.health.fulls == [(FULL, nbytes)] and way.health.deferred.popleft() is deferred
+    assert type(deferred.placement) is Resident and deferred.cleanup.resident_bytes == nbytes
     way.tier.full = False
     way.saved(nbytes)
-    assert way.keep.nbytes == nbytes
+    assert way.resident.nbytes == nbytes
 
 
 def test_the_dead_are_passed_over():
     way = Way(limit=2 * LARGE)
     blocks = [way.saved() for _ in range(2)]
-    del blocks[0]  # its bytes are counted until somebody settles them
+    del blocks[0]  # its bytes are counted until its cleanup is settled
     blocks.append(way.saved())
     assert way.tier.begun == [blocks[0]]
 
 
-@pytest.mark.parametrize("nbytes, buffer, goes", [(LARGE, LARGE, True), (LARGE, LARGE - 1, False)])
-def test_another_thread_s_block_goes_where_nobody_has_to_wait_for_it(nbytes, buffer, goes):
+@pytest.mark.parametrize("window, goes", [(LARGE, True), (LARGE - 1, False)])
+def test_another_thread_s_block_goes_where_nobody_has_to_wait_for_it(window, goes):
     way = Way(limit=LARGE)
-    theirs = way.saved(nbytes, thread_state=another())
-    way.inflight.buffer = buffer
+    theirs = way.saved(thread_state=another())
+    way.inflight.window_bytes = window
     mine = way.saved()
     assert way.tier.begun == ([theirs] if goes else [mine])
     if not goes:
-        assert way.keep.queue.popleft() is theirs
+        assert way.resident.queue.popleft() is theirs
+
+
+def test_another_thread_s_block_does_not_go_beside_what_is_in_flight():
+    way = Way(limit=LARGE)
+    theirs = way.saved(thread_state=another())
+    way.inflight.window_bytes, way.inflight.nbytes = 2 * LARGE - 1, LARGE
+    mine = way.saved()
+    assert way.tier.begun == [mine] and way.resident.queue.popleft() is theirs
 
 
 def test_another_thread_s_small_block_is_not_copied():
@@ -240,26 +301,26 @@ def test_another_thread_s_small_block_is_not_copied():
     theirs = way.saved(LARGE - 1, thread_state=another())
     mine = way.saved()
     assert way.gathered == [] and way.tier.begun == [mine]
-    assert way.keep.queue.popleft() is theirs
+    assert way.resident.queue.popleft() is theirs
 
 
 def test_where_both_have_to_stay_nothing_more_is_tried():
     way = Way(limit=0)
     way.tier.full = True
     theirs = way.block(100, another())
-    way.keep.admit(theirs)
-    way.keep.queue.append(theirs)
+    way.resident.admit(theirs)
+    way.resident.queue.append(theirs)
     mine = way.saved()
-    assert way.fulls == [(FULL, LARGE)]
-    assert [way.keep.queue.popleft() for _ in range(2)] == [theirs, mine]
+    assert way.health.fulls == [(FULL, LARGE)]
+    assert [way.resident.queue.popleft() for _ in range(2)] == [theirs, mine]
 
 
 def test_the_newest_goes_once():
     way = Way(limit=0)
     for _ in range(2):
         theirs = way.block(100, another())
-        way.keep.admit(theirs)
-        way.keep.queue.append(theirs)
+        way.resident.admit(theirs)
+        way.resident.queue.append(theirs)
     mine = way.saved()
     assert way.tier.begun == [mine]
 
@@ -271,36 +332,63 @@ def test_a_thread_that_has_ended_has_no_say():
     assert way.gathered == [orphan]
 
 
-@pytest.mark.parametrize("tier", ["disk", "host"])
+@pytest.mark.parametrize("runs_ahead", [False, True])
 @pytest.mark.parametrize("is_one", [False, True])
-def test_one_beyond_the_window_is_moved_within_the_call(tier, is_one):
+def test_one_beyond_the_window_is_moved_within_the_call(runs_ahead, is_one):
     """Unless it is alone in the window of an accelerator, beside which compute goes on."""
-    way = Way(tier=tier, segments=False)
-    way.inflight.buffer, way.inflight.is_one = -1, is_one
-    way.saved()
-    waited = [("wait", "write 1"), ("land", True)]
-    assert way.steps[3:] == ([] if tier == "host" and is_one else waited) + ["measure"]
+    way = Way(runs_ahead=runs_ahead, segments=False)
+    way.inflight.window_bytes, way.inflight.is_one = LARGE - 1, is_one
+    block = way.saved()
+    waited = [("wait", "write 1"), ("complete", True)]
+    assert way.steps == [
+        ("complete", False),
+        ("make room", LARGE),
+        ("add", block, "backing 1", "write 1"),
+        *([] if runs_ahead and is_one else waited),
+    ]
 
 
 def test_nobody_waits_for_one_that_fills_the_window_to_its_end():
     way = Way()
-    way.inflight.buffer = 0
+    way.inflight.window_bytes = LARGE
     block = way.saved()
-    assert way.steps == [
-        ("land", False),
-        ("make room", LARGE),
-        ("add", block, "write 1"),
-        "measure",
-    ]
+    assert way.steps == [("complete", False), ("add", block, "backing 1", "write 1")]
+
+
+def test_room_is_made_beside_what_is_in_flight():
+    way = Way()
+    way.inflight.window_bytes, way.inflight.nbytes = 2 * LARGE - 1, LARGE
+    way.saved()
+    assert way.steps[1] == ("make room", LARGE)
+
+
+def test_where_the_device_is_short_of_memory_as_much_is_let_go_now():
+    way = Way(limit=None, memory=Memory())
+    way.resident.memory.short_bytes = LARGE
+    block = way.saved()
+    assert way.tier.begun == [block] and way.steps[-1] == ("let go", LARGE)
+    way.resident.memory.short_bytes = 0
+    way.steps.clear()
+    block = way.saved()
+    assert way.steps == [("complete", False)] and type(block.placement) is Resident
 
 
 def test_the_device_s_lack_of_memory_is_noted():
     way = Way(limit=4 << 20)
     way.evictor.ease()
     assert way.health.notes == {}
-    way.keep._memory, way.keep.peak_bytes = Mock(), 4 << 20
+    way.resident.memory, way.resident.peak_bytes = Memory(), 4 << 20
     way.evictor.ease()
     assert list(way.health.notes) == ["out of device memory: keep is 2.00 MiB from then on"]
+
+
+def test_who_saves_after_the_device_had_no_memory_keeps_less():
+    way = Way(limit=4 << 20, memory=Memory())
+    way.resident.peak_bytes, way.resident.memory.failed = 4 << 20, True
+    way.saved()
+    assert way.resident.limit == 2 << 20 and not way.resident.memory.failed
+    way.saved()
+    assert way.resident.limit == 2 << 20 and len(way.health.notes) == 1
 
 
 def test_nobody_waits_any_more_when_all_blocks_have_died():
@@ -308,38 +396,47 @@ def test_nobody_waits_any_more_when_all_blocks_have_died():
     held, deferred = way.saved(), way.block()
     way.health.deferred.append(deferred)
     way.evictor.forget()
-    assert len(way.keep.queue) == len(way.health.deferred) == 0
+    assert waiting(way.resident.queue) == waiting(way.health.deferred) == 0
     del held
 
 
-def test_the_books_anew_are_of_each_part_s_own():
+def test_a_rebuild_gives_each_part_its_own():
     way = Way(limit=None)
     blocks = [way.saved() for _ in range(4)]
     slot = SimpleNamespace(nbytes=1)
-    segment = SegmentBacking(None, slot, torch.zeros(1), GRAVE)
-    blocks[0].backing = blocks[1].backing = segment
-    blocks[2].backing = DiskBacking(None, slot, 0, GRAVE)
-    of_blocks = [block.cleanup for block in blocks]
-    of_parcels = [segment.cleanup, blocks[2].backing.cleanup]
-    of_host = HostCleanup(GRAVE, 1, None)
-    assert {type(each) for each in of_blocks} == {BlockCleanup}
-    assert {type(each) for each in of_parcels} == {DiskCleanup}
+    segment = SegmentBacking(None, slot, torch.zeros(1), RECLAIM_QUEUE)
+    backing = DiskBacking(None, slot, 0, RECLAIM_QUEUE)
+    blocks[0].placement, blocks[1].placement = Stored(segment), Stored(segment)
+    blocks[2].placement = Stored(backing)
+    cleanups = {
+        BlockCleanup: [block.cleanup for block in blocks],
+        DiskCleanup: [segment.cleanup, backing.cleanup],
+        HostCleanup: [HostCleanup(RECLAIM_QUEUE, 1, None)],
+    }
     way.steps.clear()
     way.inflight.again = ["a work", "another"]
-    way.evictor.restore(blocks, {id(blocks[3])}, [*of_parcels, of_host, *of_blocks])
+    found = way.evictor.restore(blocks, {id(blocks[3])}, cleanups)
     assert way.steps == [
-        "restore refusals",
+        "restore health",
         ("restore segments", [segment]),
-        ("restore", blocks, [segment], of_parcels),
+        ("restore", blocks, [segment], cleanups[DiskCleanup]),
     ]
-    assert way.tier.handed == ["a work", "another"]
-    assert way.keep.nbytes == LARGE and len(way.keep.queue) == 0  # of the one that waits
+    assert found == ["a work", "another"]
+    assert (
+        way.resident.nbytes == LARGE and waiting(way.resident.queue) == 0
+    )  # of the one that waits
 
 
-def test_without_segments_the_books_are_made_anew_too():
-    way = Way(tier="host", segments=False)
+def test_a_rebuild_without_segments():
+    way = Way(runs_ahead=True, segments=False)
     block = way.block()
-    block.backing = HostBacking.__new__(HostBacking)
-    way.evictor.restore([block], set(), [block.cleanup])
-    assert way.steps == ["restore refusals", ("restore", [block], [], [])]
-    block.backing = None
+    buffer = SimpleNamespace(memory=torch.zeros(1))
+    backing = HostBacking(RECLAIM_QUEUE, 1, buffer, None)
+    block.placement = Writing(block.placement.alias, backing, "a copy")
+    cleanups = {
+        BlockCleanup: [block.cleanup],
+        DiskCleanup: [],
+        HostCleanup: [backing.cleanup],
+    }
+    assert way.evictor.restore([block], set(), cleanups) == []
+    assert way.steps == ["restore health", ("restore", [block], [], [])]

@@ -1,4 +1,4 @@
-"""What could not be had: when there is no use in asking, when there is again, and what is told once."""
+"""What could not be had: when there is no use in asking, when there is again, and what is noted once."""
 
 import _thread
 import errno
@@ -19,7 +19,7 @@ from backstash.testing import Failing, MemoryStore
 FULL = StashFullError(errno.ENOSPC, "no room for 1 MiB")
 
 
-class Stuck:
+class Waiting:
     """A block that is in place, or not any more."""
 
     def __init__(self, kept=1):
@@ -32,47 +32,50 @@ def made(*, raises=False, used=1000):
     return TierHealth(resident, tier, raises=raises), resident, tier
 
 
-def told_by(call):
-    with warnings.catch_warnings(record=True) as told:
+def warnings_of(call):
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         call()
-    return [(each.category, str(each.message)) for each in told]
+    return [(each.category, str(each.message)) for each in caught]
 
 
 def test_a_full_tier_is_asked_for_less_or_when_something_has_left_it():
     health, resident, tier = made()
-    assert health.refuses(1 << 40) is False
-    told_by(lambda: health.full(FULL, 100))
-    health.deferred.append(deferred := Stuck())
+    assert health.is_well and health.refuses(1 << 40) is False
+    warnings_of(lambda: health.full(FULL, 100))
+    assert not health.is_well
+    health.deferred.append(deferred := Waiting())
     assert health.refuses(100) is True and health.refuses(101) is True
     assert health.refuses(99) is False
-    assert len(health.deferred) == 1 and len(resident.queue) == 0
+    assert len(health.deferred.refs) == 1 and len(resident.queue.refs) == 0
     tier.used_bytes += 1
-    assert health.refuses(100) is True
+    assert health.refuses(100) is True and not health.is_well
     tier.used_bytes -= 2
-    assert health.refuses(100) is False
-    assert len(health.deferred) == 0 and resident.queue.popleft() is deferred
+    assert health.refuses(100) is False and health.is_well
+    assert len(health.deferred.refs) == 0 and resident.queue.popleft() is deferred
     tier.used_bytes += 2
     assert health.refuses(100) is False, "it is asked once more"
 
 
-def test_what_was_stuck_is_asked_before_what_came_later_when_a_step_has_ended():
+def test_what_was_deferred_is_asked_before_what_came_later_when_a_step_has_ended():
     health, resident, _ = made()
-    first, second, later = Stuck(), Stuck(), Stuck()
+    first, second, later = Waiting(), Waiting(), Waiting()
     for each in (first, second):
         health.deferred.append(each)
     resident.queue.append(later)
     health.try_again()
-    assert len(health.deferred) == 2, "nothing was refused: nothing has changed"
-    told_by(lambda: health.full(FULL, 100))
+    assert len(health.deferred.refs) == 2, "nothing was refused: nothing has changed"
+    warnings_of(lambda: health.full(FULL, 100))
+    assert not health.is_well
     health.try_again()
+    assert health.is_well
     assert [resident.queue.popleft() for _ in range(3)] == [first, second, later]
     assert health.refuses(100) is False
 
 
-def test_only_what_is_in_place_is_stuck():
+def test_only_what_is_in_place_is_deferred():
     health, _, _ = made()
-    gone = Stuck(kept=0)
+    gone = Waiting(kept=0)
     health.deferred.append(gone)
     assert health.deferred.popleft() is None
     health.restore()
@@ -84,8 +87,8 @@ def test_the_first_refusal_is_a_warning_and_each_is_noted_once():
     health, _, _ = made()
     health.notes["out of device memory"] = None  # which no refusal is
     other = StashFullError(errno.ENOSPC, "no room for 2 MiB")
-    assert told_by(lambda: health.full(FULL, 1)) == [(StashWarning, f"left in place: {FULL}")]
-    assert told_by(lambda: (health.full(FULL, 1), health.full(other, 1))) == []
+    assert warnings_of(lambda: health.full(FULL, 1)) == [(StashWarning, f"left in place: {FULL}")]
+    assert warnings_of(lambda: (health.full(FULL, 1), health.full(other, 1))) == []
     assert list(health.notes) == [
         "out of device memory",
         f"left in place: {FULL}",
@@ -98,7 +101,7 @@ def test_whoever_wants_errors_has_each_and_asks_again():
     for _ in range(2):
         with pytest.raises(StashFullError) as caught:
             health.full(FULL, 100)
-        assert caught.value is FULL and health.refuses(100) is False
+        assert caught.value is FULL and health.refuses(100) is False and not health.is_well
     assert health.notes == {}
 
 
@@ -113,14 +116,18 @@ def test_whoever_wants_errors_has_each_and_asks_again():
 )
 def test_nothing_more_is_sent_to_what_has_failed(failure, kind, number):
     health, _, _ = made()
-    ((category, message),) = told_by(lambda: health.broke(failure))
+    ((category, message),) = warnings_of(lambda: health.broke(failure))
     assert category is StashWarning and message.startswith("left in place: ")
     assert str(failure) in message and "nothing more is sent there" in message
-    assert health.refuses(0) is True
+    assert health.refuses(0) is True and not health.is_well
     health.restore()
-    assert health.refuses(0) is True, "for good"
+    assert health.refuses(0) is True and not health.is_well, "for good"
+    warnings_of(lambda: health.full(FULL, 100))
+    health.try_again()
+    assert health.refuses(0) is True and not health.is_well, "whatever else it was"
     health, _, _ = made(raises=True)
-    assert told_by(lambda: health.broke(failure)) == [], "the next who sends is told"
+    assert warnings_of(lambda: health.broke(failure)) == [], "the next who sends gets an error"
+    assert not health.is_well
     seen = []
     for _ in range(2):
         with pytest.raises(kind, match="nothing more is sent there") as caught:
@@ -130,13 +137,13 @@ def test_nothing_more_is_sent_to_what_has_failed(failure, kind, number):
     assert seen[0] is not seen[1] and health.notes == {}
 
 
-def test_the_books_anew_have_forgotten_what_was_stuck():
+def test_a_rebuild_forgets_what_was_deferred():
     health, resident, _ = made()
-    told_by(lambda: health.full(FULL, 100))
-    health.deferred.append(deferred := Stuck())
+    warnings_of(lambda: health.full(FULL, 100))
+    health.deferred.append(deferred := Waiting())
     health.restore()
-    assert health.refuses(100) is False
-    assert len(health.deferred) == len(resident.queue) == 0
+    assert health.is_well and health.refuses(100) is False
+    assert len(health.deferred.refs) == len(resident.queue.refs) == 0
     del deferred
 
 
@@ -146,10 +153,10 @@ def test_the_warning_names_the_line_of_whoever_computes(error, inflight):
     store = Failing(MemoryStore())
     store.on_write = error
     x = torch.ones(1 << 18, requires_grad=True)
-    with warnings.catch_warnings(record=True) as told, Stash(disk=store, inflight=inflight):
+    with warnings.catch_warnings(record=True) as caught, Stash(disk=store, inflight=inflight):
         warnings.simplefilter("always")
         torch.nn.functional.silu(torch.nn.functional.silu(torch.nn.functional.silu(x * 2)))
-    (each,) = told
+    (each,) = caught
     assert each.filename == __file__
     assert "silu" in linecache.getline(__file__, each.lineno)
 
@@ -157,11 +164,11 @@ def test_the_warning_names_the_line_of_whoever_computes(error, inflight):
 def test_the_warning_comes_where_nobody_has_a_line(monkeypatch):
     """As on a thread of autograd's, whose first line is ours; or in code that is of no module."""
     health, _, _ = made()
-    told, come = [], threading.Event()
-    monkeypatch.setattr(warnings, "showwarning", lambda *what: (told.append(what), come.set()))
+    shown, come = [], threading.Event()
+    monkeypatch.setattr(warnings, "showwarning", lambda *what: (shown.append(what), come.set()))
     warnings.simplefilter("always")
     _thread.start_new_thread(health.full, (FULL, 1))
     assert come.wait(30)
     health, _, _ = made()
     exec(compile("full(error, 1)", "of no module", "exec"), {"full": health.full, "error": FULL})
-    assert [each[2].rpartition("/")[2] for each in told] == ["health.py", "of no module"]
+    assert [each[2].rpartition("/")[2] for each in shown] == ["health.py", "of no module"]

@@ -211,29 +211,45 @@ def test_whoever_abandons_a_scope_is_told_nothing():
     torch._C._autograd._pop_saved_tensors_default_hooks()
 
 
-class Told:
-    """As much of a stash as an attachment needs."""
+class Notes:
+    """What an attachment calls before and after a forward, and with which frame."""
 
     def __init__(self):
-        self.steps = []
-        self._enter = lambda frame: self.steps.append("enter")
-        self._leave = lambda frame: self.steps.append("leave")
+        self.steps, self.frames = [], []
+
+    def enter(self, frame):
+        self.steps.append("enter")
+        self.frames.append(frame)
+
+    def leave(self, frame):
+        self.steps.append("leave")
+        self.frames.append(frame)
 
 
 def test_an_attachment_is_around_all_other_hooks_and_leaves_after_an_error():
-    told, module = Told(), torch.nn.ReLU()
-    module.register_forward_pre_hook(lambda *_: told.steps.append("another"))
-    attachment = Attachment(told, module)
+    notes, module = Notes(), torch.nn.ReLU()
+    module.register_forward_pre_hook(lambda *_: notes.steps.append("another"))
+    attachment = Attachment(module, notes.enter, notes.leave)
     with attachment as entered:
         assert entered is attachment
         module(torch.zeros(1))
-        assert told.steps == ["enter", "another", "leave"]
+        assert notes.steps == ["enter", "another", "leave"]
         with pytest.raises(TypeError):
             module(None)
-        assert told.steps[3:] == ["enter", "another", "leave"]
+        assert notes.steps[3:] == ["enter", "another", "leave"]
     module(torch.zeros(1))
-    assert told.steps[6:] == ["another"]
+    assert notes.steps[6:] == ["another"]
     attachment.remove()
+
+
+def test_an_attachment_hands_on_the_frame_of_the_call():
+    notes, module = Notes(), torch.nn.ReLU()
+    with Attachment(module, notes.enter, notes.leave):
+        module(torch.zeros(1))
+        module(torch.zeros(1))
+    first, left, second, left_again = notes.frames
+    assert first is left is not second is left_again
+    assert first.f_locals["self"] is second.f_locals["self"] is module
 
 
 def test_no_compiler_looks_into_a_hook():

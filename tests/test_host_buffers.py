@@ -1,4 +1,4 @@
-"""Rooms of host memory: which one is given, who is waited for, and when one is given back."""
+"""Buffers of host memory: which one is given, who is waited for, and when one is given back."""
 
 import errno
 from collections import deque
@@ -6,17 +6,19 @@ from types import SimpleNamespace
 
 import pytest
 
+from backstash._device.base import Completion
 from backstash._device.pinned_pool import PinnedPool
-from backstash._runtime.reclaim import HostCleanup, ReclaimQueue
+from backstash._runtime.reclaim import ReclaimQueue
 from backstash._tiers import host_buffers as _host_buffers
+from backstash._tiers.host_backing import HostCleanup
 from backstash._tiers.host_buffers import HostBuffers
 from backstash.errors import StashFullError
 
 PAGE = 4096
 
 
-class Copied:
-    """A copy that ends when somebody waits for it, or when a test says so."""
+class Copied(Completion):
+    """Of a copy that ends when somebody waits for it, or when a test says so."""
 
     def __init__(self, *, over=False):
         self.over, self.looks, self.waits = over, 0, 0
@@ -30,13 +32,13 @@ class Copied:
         self.over = True
 
 
-class Spills:
-    """What makes room by writing to disk, as a test says."""
+class Writeback:
+    """What frees buffers by writing them to disk, as a test says."""
 
     def __init__(self):
         self.disk, self.refusal = None, ""
         self.sweeps, self.written, self.waits = deque(), deque(), deque()
-        self.to_spill, self.swept, self.released = deque(), 0, []
+        self.to_write, self.swept, self.released = deque(), 0, []
 
     def sweep(self):
         self.swept += 1
@@ -49,14 +51,14 @@ class Spills:
         return self.waits.popleft()() if self.waits else False
 
     def write_oldest(self):
-        return self.to_spill.popleft()() if self.to_spill else False
+        return self.to_write.popleft()() if self.to_write else False
 
     def release(self, slot, buffer):
         self.released.append((slot, buffer))
 
 
-class Reading:
-    """A reading that has a room until its copy has ended."""
+class Load:
+    """A load that has a buffer until its copy has ended."""
 
     def __init__(self, buffer, *, may_be_waited_for=True):
         self.buffer, self.over, self.may_be_waited_for = buffer, False, may_be_waited_for
@@ -76,7 +78,7 @@ class Reading:
 
 class Place:
     def __init__(self, pages=4, unpinned=None):
-        self.reclaim_queue, self.writeback = ReclaimQueue(), Spills()
+        self.reclaim_queue, self.writeback = ReclaimQueue(), Writeback()
         unpin = (lambda memory: None) if unpinned is None else unpinned.append
         self.pool = PinnedPool(pages * PAGE, SimpleNamespace(pin=lambda memory: "", unpin=unpin))
         self.buffers = HostBuffers(self.pool, self.writeback)
@@ -88,13 +90,13 @@ class Place:
         return taken
 
     def left(self, buffer, *, over=False):
-        """What a parcel left whose copy may still run."""
+        """What a backing left whose copy may still run."""
         cleanup = HostCleanup(self.reclaim_queue, 1, buffer)
-        cleanup.writing = Copied(over=over)
+        cleanup.written = Copied(over=over)
         return cleanup
 
 
-def test_a_room_is_taken_of_what_there_is_and_then_of_more():
+def test_a_buffer_is_taken_of_what_there_is_and_then_of_more():
     place = Place()
     first = place.buffers.take(PAGE)
     assert place.writeback.swept == 1, "before more memory is pinned"
@@ -134,13 +136,13 @@ def test_no_room_says_what_would_help(disk, refusal, refused, ending):
     assert len(taken) == 4
 
 
-def test_a_room_is_waited_for_and_then_made():
+def test_a_buffer_is_waited_for_and_then_made():
     place = Place(pages=1)
     (buffer,) = place.fill()
     steps = []
 
-    def spill():
-        steps.append("spill")
+    def write():
+        steps.append("write")
         place.writeback.waits.append(wait)
         return True
 
@@ -149,22 +151,22 @@ def test_a_room_is_waited_for_and_then_made():
         place.writeback.written.append(place.left(buffer, over=True))
         return True
 
-    place.writeback.to_spill.append(spill)
-    assert place.buffers.take(PAGE) is not buffer and steps == ["spill", "wait"]
+    place.writeback.to_write.append(write)
+    assert place.buffers.take(PAGE) is not buffer and steps == ["write", "wait"]
 
 
-def test_without_a_wait_there_is_a_room_or_none():
+def test_without_a_wait_there_is_a_buffer_or_none():
     place = Place(pages=1)
     (buffer,) = place.fill()
     place.writeback.waits.append(lambda: pytest.fail("it waits"))
     assert place.buffers.take_idle(PAGE) is None
     place.buffers.defer(cleanup := place.left(buffer))
-    assert place.buffers.take_idle(PAGE) is None and cleanup.writing.waits == 0
-    cleanup.writing.over = True
+    assert place.buffers.take_idle(PAGE) is None and cleanup.written.waits == 0
+    cleanup.written.over = True
     assert place.buffers.take_idle(PAGE) is not None
 
 
-def test_a_write_that_has_ended_lets_its_room_be_chosen():
+def test_a_write_that_has_ended_lets_its_buffer_be_evicted():
     """It ended between the first look and the second: only then is it on disk too."""
     place = Place(pages=1)
     (buffer,) = place.fill()
@@ -180,7 +182,7 @@ def test_a_write_that_has_ended_lets_its_room_be_chosen():
     assert place.buffers.take_idle(PAGE) is not None
 
 
-def test_rooms_are_evicted_until_one_is_at_rest():
+def test_buffers_are_evicted_until_one_is_at_rest():
     place = Place(pages=2)
     busy, idle = place.fill()
     place.writeback.written.extend([place.left(busy), place.left(idle, over=True)])
@@ -190,7 +192,7 @@ def test_rooms_are_evicted_until_one_is_at_rest():
     assert place.buffers.take_idle(PAGE) is None
 
 
-def test_what_is_buried_is_given_back_in_its_order_and_the_rest_when_it_is_needed():
+def test_what_is_deferred_is_given_back_in_its_order_and_the_rest_when_it_is_needed():
     place = Place()
     taken = place.fill()
     cleanup = [place.left(buffer) for buffer in taken]
@@ -198,9 +200,9 @@ def test_what_is_buried_is_given_back_in_its_order_and_the_rest_when_it_is_neede
     for each in cleanup:
         place.buffers.defer(each)
     assert place.pool.used_bytes == 4 * PAGE
-    assert [each.writing.looks for each in cleanup] == [4, 0, 0, 0], "each look asks the driver"
+    assert [each.written.looks for each in cleanup] == [4, 0, 0, 0], "each look asks the driver"
     for number in (0, 1, 3):
-        cleanup[number].writing.over = True
+        cleanup[number].written.over = True
     slotted = place.left(None, over=True)
     slotted.slot = "another slot"
     place.buffers.defer(slotted)
@@ -210,7 +212,7 @@ def test_what_is_buried_is_given_back_in_its_order_and_the_rest_when_it_is_neede
     assert place.pool.used_bytes == PAGE
     assert place.writeback.released[1:] == [("another slot", None)]
     assert place.buffers.sweep() is False
-    cleanup[2].writing.over = True
+    cleanup[2].written.over = True
     assert place.buffers.sweep() is True and place.pool.used_bytes == 0
 
 
@@ -225,14 +227,14 @@ def test_sweeping_keeps_the_order_of_what_still_runs():
     cleanup = [place.left(buffer) for buffer in place.fill()]
     for each in cleanup:
         place.buffers.defer(each)
-    cleanup[1].writing.over = True
+    cleanup[1].written.over = True
     assert place.buffers.sweep() is True
     assert list(place.buffers._deferred) == [cleanup[0], cleanup[2], cleanup[3]]
 
 
-def test_a_reading_s_room_comes_back_when_its_copy_has_ended():
+def test_a_load_s_buffer_comes_back_when_its_copy_has_ended():
     place = Place(pages=3)
-    loads = [Reading(buffer) for buffer in place.fill()]
+    loads = [Load(buffer) for buffer in place.fill()]
     for each in loads:
         place.buffers.lend(each)
     assert place.buffers.sweep() is False
@@ -251,30 +253,30 @@ def test_a_sweep_looks_at_the_writes_too(found):
     (buffer,) = place.fill()
     place.writeback.sweeps.append(found)
     assert place.buffers.sweep() is found and place.writeback.swept == 1
-    place.buffers.lend(load := Reading(buffer))
+    place.buffers.lend(load := Load(buffer))
     load.over = True
     assert place.buffers.sweep() is True and place.writeback.swept == 2, "whatever else was found"
 
 
-def test_the_oldest_is_waited_for_a_write_first_then_the_dead_then_readings(monkeypatch):
+def test_the_oldest_is_waited_for_a_write_first_then_the_dead_then_loads(monkeypatch):
     place = Place(pages=3)
     taken = place.fill()
     clock = iter(range(10, 1000, 10))
     monkeypatch.setattr(_host_buffers.time, "perf_counter", lambda: float(next(clock)) ** 2)
     place.buffers.defer(older := place.left(taken[0]))
     place.buffers.defer(newer := place.left(taken[1]))
-    loads = [Reading(taken[2], may_be_waited_for=False), Reading(None), Reading(None)]
-    gone = Reading(None)
+    loads = [Load(taken[2], may_be_waited_for=False), Load(None), Load(None)]
+    gone = Load(None)
     for each in (gone, *loads):
         place.buffers.lend(each)
     place.writeback.waits.append(lambda: True)
     assert place.buffers._wait_for_one() is True
-    assert older.writing.waits == newer.writing.waits == 0
+    assert older.written.waits == newer.written.waits == 0
     assert place.buffers.stall_seconds == 300.0
     assert place.buffers._wait_for_one() is True
-    assert (older.writing.waits, newer.writing.waits) == (1, 0)
+    assert (older.written.waits, newer.written.waits) == (1, 0)
     assert place.buffers.stall_seconds == 300.0 + 700.0
-    newer.writing.over = True
+    newer.written.over = True
     place.buffers.sweep()
     assert [each.waited for each in loads] == [0, 0, 0]
     del gone  # and nobody has looked since
@@ -291,11 +293,11 @@ def test_closing_waits_for_the_dead_and_unpins_what_nobody_holds():
     for each in cleanup:
         place.buffers.defer(each)
     place.buffers.close()
-    assert [each.writing.waits for each in cleanup] == [1, 1]
+    assert [each.written.waits for each in cleanup] == [1, 1]
     assert place.pool.used_bytes == place.pool.slab_bytes == 0 and len(unpinned) == 1
 
 
-def test_rooms_that_nobody_has_any_more_are_found():
+def test_buffers_that_nobody_has_any_more_are_found():
     place = Place(pages=1)
     place.fill()  # and let go at once
     assert place.pool.used_bytes == PAGE

@@ -1,4 +1,4 @@
-"""Onward from host memory to disk: who goes and when, what is counted, and the books made anew."""
+"""Writeback from host memory to disk: who goes and when, what is counted, and how it is rebuilt."""
 
 import errno
 from types import SimpleNamespace
@@ -6,9 +6,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from backstash._device.base import Completion
 from backstash._device.pinned_pool import PinnedPool
-from backstash._runtime.reclaim import HostCleanup, ReclaimQueue
-from backstash._tiers.host_backing import HostBacking
+from backstash._runtime.reclaim import ReclaimQueue
+from backstash._tiers.host_backing import HostBacking, HostCleanup
 from backstash._tiers.host_writeback import HostWriteback
 from backstash.errors import StashFullError, StashIOError
 from backstash.testing import TwinDevice
@@ -17,8 +18,8 @@ PAGE = 4096
 NUMBER = 3
 
 
-class Played:
-    """A copy down that a worker waits for."""
+class Played(Completion):
+    """Of a copy down that a worker waits for."""
 
     waited = 0
 
@@ -53,7 +54,7 @@ class Disk:
 
 
 class Host:
-    """A pool of ten pages and what makes room in it."""
+    """A pool of ten pages and what frees buffers of it."""
 
     def __init__(self, *, budget=10 * PAGE, early=0, disk=None):
         self.reclaim_queue, self.begun = ReclaimQueue(), []
@@ -81,7 +82,7 @@ class Host:
             work.run()
 
 
-def test_the_oldest_are_written_when_the_rooms_hold_more_than_the_budget_less_the_early_bytes():
+def test_the_oldest_are_written_when_the_buffers_hold_more_than_the_budget_less_the_early_bytes():
     host = Host(early=6 * PAGE, disk=Disk())
     first, second = host.added(2), host.added(2)
     assert host.writeback.refusal == "" and host.begun == [] and host.leaving == 0, (
@@ -102,7 +103,7 @@ def test_the_oldest_are_written_when_the_rooms_hold_more_than_the_budget_less_th
     assert host.disk.wrote == [
         (each.cleanup.slot, each.cleanup.buffer.memory.data_ptr()) for each in (first, second)
     ]
-    assert first.cleanup.writing.waited == 1, "the worker waits for the copy down"
+    assert first.cleanup.written.waited == 1, "the worker waits for the copy down"
     assert all(work.error is None for work in host.begun)
 
 
@@ -143,14 +144,14 @@ def test_a_disk_that_refuses_says_why_and_the_oldest_stays_the_first():
     assert first.cleanup.work is not None and second.cleanup.work is None
 
 
-def test_the_dead_and_those_without_a_room_do_not_go():
+def test_the_dead_and_those_without_a_buffer_do_not_go():
     host = Host(disk=Disk())
-    dead, roomless, other = host.added(), host.added(), host.added()
-    roomless.cleanup.buffer = None
+    dead, bufferless, other = host.added(), host.added(), host.added()
+    bufferless.cleanup.buffer = None
     del dead
     assert host.writeback.write_oldest() is False and host.begun == []
-    roomless.cleanup.buffer = other.cleanup.buffer
-    assert host.writeback.write_oldest() is True and roomless.cleanup.work is not None
+    bufferless.cleanup.buffer = other.cleanup.buffer
+    assert host.writeback.write_oldest() is True and bufferless.cleanup.work is not None
     assert host.writeback.write_oldest() is True and other.cleanup.work is not None
     assert host.writeback.write_oldest() is False
 
@@ -162,7 +163,7 @@ def test_without_a_disk_nothing_goes():
     host.writeback.release(SimpleNamespace(nbytes=1), None)  # which nobody can have
 
 
-def test_what_has_been_written_is_on_disk_too_and_its_room_may_go():
+def test_what_has_been_written_is_clean_and_its_buffer_may_go():
     host = Host(disk=Disk())
     backings = [host.added() for _ in range(3)]
     first, second, _ = backings
@@ -179,7 +180,7 @@ def test_what_has_been_written_is_on_disk_too_and_its_room_may_go():
     left = host.writeback.evict()
     assert isinstance(left, HostCleanup) and left.buffer is buffer and left.brought is brought
     assert left.number == NUMBER and left.mark is host.reclaim_queue.mark
-    assert left.slot is left.work is left.writing is None
+    assert left.slot is left.work is left.written is left.staged is None
     assert first.cleanup.buffer is first.cleanup.brought is None
     assert first.cleanup.slot is not None and first.tier == "disk"
     assert host.leaving == 2 * PAGE and host.writeback.evict() is None
@@ -234,13 +235,13 @@ def test_the_oldest_write_is_waited_for():
     assert host.writeback.wait() is False and not host.begun[3].done()
 
 
-@pytest.mark.parametrize("with_room", [False, True])
-def test_a_dead_one_s_slot_is_given_back(with_room):
+@pytest.mark.parametrize("with_buffer", [False, True])
+def test_a_dead_one_s_slot_is_given_back(with_buffer):
     host = Host(disk=Disk())
     backing = host.added(2, at_once=True)
     left = backing.cleanup
-    host.writeback.release(left.slot, left.buffer if with_room else None)
-    assert host.leaving == (0 if with_room else 2 * PAGE) and host.disk.released == [left.slot]
+    host.writeback.release(left.slot, left.buffer if with_buffer else None)
+    assert host.leaving == (0 if with_buffer else 2 * PAGE) and host.disk.released == [left.slot]
 
 
 def test_the_peak_is_the_most_that_the_disk_held():
@@ -261,13 +262,13 @@ def test_nobody_waits_any_more_when_all_blocks_have_died():
     del written, held
 
 
-def test_the_books_anew():
+def test_queues_and_counts_are_rebuilt_from_what_is_alive():
     host = Host(disk=Disk())
     backings = [host.added(pages) for pages in (1, 2, 1, 1, 1, 1)]
-    in_room, on_disk_too, on_disk, running, ended, second = backings
-    for backing in (on_disk_too, on_disk, running, ended):
+    dirty, clean, on_disk, running, ended, second = backings
+    for backing in (clean, on_disk, running, ended):
         host.writeback._begin_write(backing)
-    for backing in (on_disk_too, on_disk):
+    for backing in (clean, on_disk):
         backing.cleanup.work.run()
         backing.cleanup.work = None
     on_disk.cleanup.buffer = None
@@ -275,19 +276,19 @@ def test_the_books_anew():
     dead = HostCleanup(host.reclaim_queue, NUMBER, host.pool.take(2 * PAGE))
     dead.slot = host.disk.reserve(2 * PAGE)
     host.writeback._bytes_on_the_way_out = 12345
-    host.writeback._clean.append(on_disk_too)
+    host.writeback._clean.append(clean)
     host.begun.clear()
     host.writeback.restore(backings, [*(each.cleanup for each in backings), dead])
     writeback = host.writeback
     assert host.leaving == 2 * PAGE + PAGE + PAGE + 2 * PAGE
     assert host.begun == [running.cleanup.work]
     assert [ref() for ref in writeback._writing] == [running, ended]
-    assert [writeback._dirty.popleft() for _ in range(len(writeback._dirty))] == [in_room, second]
-    assert [writeback._clean.popleft() for _ in range(len(writeback._clean))] == [on_disk_too]
-    writeback.restore(backings, [])  # what has left the room since is not wanted in the queues
-    in_room.cleanup.slot, on_disk_too.cleanup.buffer = object(), None
+    assert [writeback._dirty.popleft() for _ in range(len(writeback._dirty))] == [dirty, second]
+    assert [writeback._clean.popleft() for _ in range(len(writeback._clean))] == [clean]
+    writeback.restore(backings, [])  # what has left its buffer since is not wanted in the queues
+    dirty.cleanup.slot, clean.cleanup.buffer = object(), None
     assert writeback._dirty.popleft() is None and writeback._clean.popleft() is None
-    in_room.cleanup.slot = None
+    dirty.cleanup.slot = None
 
 
 def test_a_profiler_sees_the_write():

@@ -14,14 +14,14 @@ class Owner:
 def test_an_extent_goes_back_when_it_is_freed_or_its_owner_dies():
     leases, first, second = Leases(unit_bytes=4096), Owner(), Owner()
     assert [leases.take(each, 5000) for each in (first, second)] == [0, 8192]
-    assert (leases.used_bytes, leases.end_bytes, leases.in_order) == (16384, 16384, True)
+    assert (leases.extents.used_bytes, leases.extents.end_bytes, leases.in_order) == (16384, 16384, True)
     leases.free(0)
     leases.free(0)  # a second time is nothing
-    assert leases.used_bytes == 8192
+    assert leases.extents.used_bytes == 8192
     del second
     assert not leases.in_order
     leases.settle()
-    assert (leases.used_bytes, leases.end_bytes, leases.in_order) == (0, 0, True)
+    assert (leases.extents.used_bytes, leases.extents.end_bytes, leases.in_order) == (0, 0, True)
 
 
 @pytest.mark.parametrize("call", ["take", "free"])
@@ -31,7 +31,7 @@ def test_free_lists_that_were_left_half_done_are_made_anew(monkeypatch, call, be
     owners = [Owner() for _ in range(4)]
     offsets = [leases.take(each, 4096) for each in owners]
     leases.free(offsets[1])
-    whole = getattr(leases._extents, call)
+    whole = getattr(leases.extents, call)
 
     def interrupted(*arguments):
         if not before:
@@ -41,11 +41,11 @@ def test_free_lists_that_were_left_half_done_are_made_anew(monkeypatch, call, be
     class Extents:
         pass
 
-    extents, leases._extents = leases._extents, Extents()
-    setattr(leases._extents, call, interrupted)
+    extents, leases.extents = leases.extents, Extents()
+    setattr(leases.extents, call, interrupted)
     with pytest.raises(KeyboardInterrupt):
         leases.take(Owner(), 4096) if call == "take" else leases.free(offsets[2])
-    leases._extents = extents
+    leases.extents = extents
     assert not leases.in_order
     leases.settle()
     assert leases.in_order
@@ -53,8 +53,8 @@ def test_free_lists_that_were_left_half_done_are_made_anew(monkeypatch, call, be
     again = [Owner() for _ in range(4 - len(taken))]
     more = {leases.take(each, 4096) for each in again}
     assert not more & taken  # nobody is given what another has
-    assert leases.end_bytes == 4 * 4096
-    assert leases.used_bytes == 4 * 4096
+    assert leases.extents.end_bytes == 4 * 4096
+    assert leases.extents.used_bytes == 4 * 4096
 
 
 def test_whoever_takes_or_frees_settles_first():
@@ -66,7 +66,7 @@ def test_whoever_takes_or_frees_settles_first():
     assert leases.take(fourth, 4096) == offsets[0]
     del second, fourth
     leases.free(offsets[2])
-    assert (leases.used_bytes, leases.end_bytes, leases.in_order) == (0, 0, True)
+    assert (leases.extents.used_bytes, leases.extents.end_bytes, leases.in_order) == (0, 0, True)
 
 
 def test_the_dead_are_taken_from_once_however_often_that_is_interrupted():
@@ -75,13 +75,17 @@ def test_the_dead_are_taken_from_once_however_often_that_is_interrupted():
             raise KeyboardInterrupt
 
     leases, first = Leases(unit_bytes=4096), Owner()
-    leases._dropped = dropped = Interrupted()
+    leases.dropped = dropped = Interrupted()
+    leases._drops = dropped.append
     assert leases.take(first, 4096) == 0
     del first
     with pytest.raises(KeyboardInterrupt):
         leases.settle()
-    leases._dropped = deque(dropped)
+    leases.dropped = again = deque(dropped)
+    leases._drops = again.append
     second = Owner()
     assert leases.take(second, 4096) == 0
-    assert (leases.used_bytes, leases.in_order) == (4096, True)
+    assert (leases.extents.used_bytes, leases.in_order) == (4096, True)
     del second
+    leases.settle()
+    assert (leases.extents.used_bytes, leases.in_order) == (0, True)

@@ -51,7 +51,7 @@ def steps(stash, x, count, *, backward):
 
 @pytest.mark.parametrize("backward", [True, False], ids=["differentiated", "dropped"])
 @pytest.mark.parametrize("mix", ROOMY)
-def test_the_books_of_what_is_gone_take_no_memory(tmp_path, mix, backward):
+def test_what_is_gone_takes_no_memory(tmp_path, mix, backward):
     stash = ROOMY[mix](tmp_path)
     x = torch.randn(16, 16, requires_grad=True)
     with stash:

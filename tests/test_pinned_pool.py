@@ -39,7 +39,7 @@ def small_slabs(monkeypatch):
     monkeypatch.setattr(_pinned_pool, "_SLAB_BYTES", 8 * PAGE)
 
 
-def test_rooms_lie_side_by_side_in_a_slab():
+def test_buffers_lie_side_by_side_in_a_slab():
     pins = Pins()
     pool = pins.pool(None)
     buffers = [pool.take(nbytes) for nbytes in (100, PAGE, PAGE + 1)]
@@ -54,7 +54,7 @@ def test_rooms_lie_side_by_side_in_a_slab():
     )
     pool.give(buffers[1])
     assert pool.used_bytes == 3 * PAGE
-    assert pool.take(PAGE).offset == PAGE  # its room again
+    assert pool.take(PAGE).offset == PAGE  # where that was
     assert pins.locked == [8 * PAGE] and pool.note == ""
 
 
@@ -79,18 +79,18 @@ def test_a_slab_that_is_full_is_passed_over():
     assert pool.slab_bytes == 16 * PAGE
 
 
-def test_room_in_pieces_is_not_room():
+def test_bytes_in_pieces_are_no_buffer():
     """Enough is free in the slab, and nowhere in one piece: what was tried is put back."""
     pool = Pins().pool(8 * PAGE)
     buffers = [pool.take(2 * PAGE) for _ in range(4)]
     pool.give(buffers[0])
     pool.give(buffers[2])
     assert pool.take(4 * PAGE) is None
-    assert pool.used_bytes == 4 * PAGE and buffers[0].slab.leases.end_bytes == 8 * PAGE
+    assert pool.used_bytes == 4 * PAGE and buffers[0].slab.leases.extents.end_bytes == 8 * PAGE
     assert pool.take(2 * PAGE).offset in (0, 4 * PAGE)
 
 
-def test_where_room_is_in_pieces_another_slab_is_asked():
+def test_where_bytes_are_in_pieces_another_slab_is_asked():
     pool = Pins().pool(None)
     buffers = [pool.take(2 * PAGE) for _ in range(4)]
     pool.give(buffers[0])
@@ -99,7 +99,7 @@ def test_where_room_is_in_pieces_another_slab_is_asked():
     assert buffer.slab is not buffers[0].slab and buffer.memory.numel() == 4 * PAGE
 
 
-def test_a_room_that_nobody_has_any_more_is_taken_back():
+def test_a_buffer_that_nobody_has_any_more_is_taken_back():
     pool = Pins().pool(None)
     buffers = [pool.take(PAGE) for _ in range(2)]
     del buffers[0]
@@ -189,7 +189,7 @@ def test_no_limit_holds_anything():
     assert exact.could_hold(2 * PAGE) and exact.take(2 * PAGE) is not None
 
 
-def test_empty_slabs_make_room_for_another_size():
+def test_empty_slabs_give_way_to_another_size():
     pins = Pins()
     pool = pins.pool(10 * PAGE)
     buffer = pool.take(8 * PAGE)
@@ -217,7 +217,7 @@ def test_trim_lets_go_of_what_is_empty_only():
     assert pool.slab_peak_bytes == 16 * PAGE
 
 
-def test_a_pool_that_dies_unpins_and_a_room_keeps_its_slab():
+def test_a_pool_that_dies_unpins_and_a_buffer_keeps_its_slab():
     pins = Pins()
     pool = pins.pool(None)
     buffer = pool.take(PAGE)
@@ -297,7 +297,7 @@ def test_pinned_memory_that_does_not_begin_on_a_page_is_not_taken(monkeypatch):
     assert "PyTorch's allocator: its memory does not begin on a page" in pool.note
 
 
-def test_a_system_without_memory_has_no_room(monkeypatch):
+def test_a_system_without_memory_has_no_buffer(monkeypatch):
     def none(nbytes):
         raise MemoryError(f"no memory for {nbytes} bytes")
 

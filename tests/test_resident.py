@@ -1,4 +1,4 @@
-"""What stays in place, piece by piece: what is counted, how much may stay, and the books made anew."""
+"""What stays in place, piece by piece: what is counted, how much may stay, and the rebuild."""
 
 from types import SimpleNamespace
 
@@ -7,19 +7,20 @@ import torch
 
 from backstash._runtime.reclaim import ReclaimQueue
 from backstash._saved.block import Block, StorageVersion
+from backstash._saved.placement import Lost, Resident, Stored, Writing
 from backstash._tiers.resident import ResidentSet, is_resident
 
-GRAVE = ReclaimQueue()
+RECLAIM_QUEUE = ReclaimQueue()
 
 
-class Told:
-    """A tape that somebody listens to, or nobody."""
+class Log:
+    """An event log that somebody records, or nobody."""
 
     def __init__(self, on=True):
-        self.on, self.told = on, []
+        self.on, self.emitted = on, []
 
     def emit(self, kind, *facts, cause=""):
-        self.told.append((kind, facts, cause))
+        self.emitted.append((kind, facts, cause))
 
 
 class Memory:
@@ -39,32 +40,36 @@ class Memory:
 
 
 def block_of(nbytes=100):
-    tiers = SimpleNamespace(number=0, reclaim_queue=GRAVE, stream=lambda: None)
     tensor = torch.zeros(nbytes, dtype=torch.uint8)
-    return Block(StorageVersion(tensor, tensor.untyped_storage()), tensor.detach(), tiers)
+    version = StorageVersion(tensor, tensor.untyped_storage())
+    return Block(version, tensor.detach(), RECLAIM_QUEUE, 0)
+
+
+def begin_write(block):
+    block.placement = Writing(block.placement.alias, "a backing", "a transfer")
 
 
 def test_what_comes_leaves_and_returns_is_counted_once():
-    event_log = Told()
+    event_log = Log()
     resident = ResidentSet(event_log, limit=None)
     one, two = block_of(100), block_of(30)
     assert (resident.nbytes, resident.peak_bytes, is_resident(one)) == (0, 0, 0)
     resident.admit(one)
     resident.admit(two)
     assert resident.nbytes == 130 and is_resident(one) == 100
-    resident.measure()
     resident.leave(one)
     resident.leave(one)  # as often as it likes
     assert resident.nbytes == 30 and is_resident(one) == 0
-    one.backing = "carries it"
+    alias = one.placement.alias
+    begin_write(one)
     resident.take_back(one)
-    assert resident.nbytes == 130 and is_resident(one) == 100 and one.backing is None
+    assert type(one.placement) is Resident and one.placement.alias is alias
+    assert resident.nbytes == 130 and is_resident(one) == 100
     resident.take_back(one)
     assert resident.nbytes == 130
     resident.leave(two)
-    resident.measure()
-    assert (resident.nbytes, resident.peak_bytes) == (100, 130)
-    assert event_log.told == [
+    assert (resident.nbytes, resident.peak_bytes) == (100, 0), "the peak is the evictor's to take"
+    assert event_log.emitted == [
         ("save", one.facts, ""),
         ("save", two.facts, ""),
         ("return", one.facts, ""),
@@ -73,40 +78,42 @@ def test_what_comes_leaves_and_returns_is_counted_once():
 
 
 def test_a_lost_block_says_which_versions():
-    event_log = Told()
+    event_log = Log()
     resident = ResidentSet(event_log, limit=None)
     block = block_of()
     resident.admit(block)
-    block.backing = "carries it"
-    block.alias.add_(1).add_(1)
+    begin_write(block)
+    block.placement.alias.add_(1).add_(1)
     resident.lose(block)
-    assert block.lost == "is at version 2; expected version 0 instead"
-    assert block.alias is block.backing is None and resident.nbytes == is_resident(block) == 0
-    assert event_log.told[1:] == [("lose", block.facts, "")]
+    assert type(block.placement) is Lost
+    assert (block.placement.lost_at, block.storage_version.version) == (2, 0)
+    assert block.placement.alias is block.placement.backing is None
+    assert resident.nbytes == is_resident(block) == 0
+    assert event_log.emitted[1:] == [("lose", block.facts, "")]
 
 
 def test_nobody_is_told_where_nobody_records():
-    event_log = Told(on=False)
+    event_log = Log(on=False)
     resident = ResidentSet(event_log, limit=None)
     block = block_of()
     resident.admit(block)
     resident.take_back(block)
     resident.lose(block)
-    assert event_log.told == []
+    assert event_log.emitted == []
 
 
 def test_a_save_in_a_backward_is_told_apart():
-    event_log = Told()
+    event_log = Log()
     resident = ResidentSet(event_log, limit=None)
     x = torch.ones(2, requires_grad=True)
     y = x * 2
     y.register_hook(lambda grad: resident.admit(block_of()))
     y.sum().backward()
-    assert [cause for _, _, cause in event_log.told] == ["backward"]
+    assert [cause for _, _, cause in event_log.emitted] == ["backward"]
 
 
 def test_what_may_stay_on_the_cpu_is_the_limit():
-    resident = ResidentSet(Told(), limit=70, early=20)
+    resident = ResidentSet(Log(), limit=70, early=20)
     assert resident.most(50, 50) == 70
     resident.limit = None
     assert resident.most(50, 50) is None
@@ -128,7 +135,7 @@ def test_what_may_stay_on_the_cpu_is_the_limit():
 )
 def test_what_may_stay_on_an_accelerator_is_less_where_it_runs_short(limit, short, most):
     memory = Memory(short)
-    resident = ResidentSet(Told(), limit=limit, early=20, memory=memory)
+    resident = ResidentSet(Log(), limit=limit, early=20, memory=memory)
     resident.admit(block_of(100))
     assert resident.most(7, 8) == most and memory.asked == [7]
     resident.limit = None
@@ -138,23 +145,23 @@ def test_what_may_stay_on_an_accelerator_is_less_where_it_runs_short(limit, shor
 @pytest.mark.parametrize("limit", [0, 10, 20])
 def test_a_device_is_not_asked_where_all_goes_anyway(limit):
     memory = Memory()
-    resident = ResidentSet(Told(), limit=limit, early=20, memory=memory)
+    resident = ResidentSet(Log(), limit=limit, early=20, memory=memory)
     assert resident.most(7, 8) == 0 and memory.asked == []
 
 
 def test_copies_begin_at_the_limit_where_nothing_else_was_said():
-    assert ResidentSet(Told(), limit=80, memory=Memory(0)).most(7, 8) == 80
+    assert ResidentSet(Log(), limit=80, memory=Memory(0)).most(7, 8) == 80
 
 
 def test_nothing_is_asked_of_a_device_that_captures():
     memory = Memory()
-    resident = ResidentSet(Told(), limit=50, memory=memory)
+    resident = ResidentSet(Log(), limit=50, memory=memory)
     memory.capturing = True
     assert resident.most(7, 8) is None and memory.asked == []
 
 
 def test_memory_is_let_go_beyond_the_limit_and_no_earlier():
-    resident = ResidentSet(Told(), limit=150, early=50, memory=Memory(10, 0))
+    resident = ResidentSet(Log(), limit=150, early=50, memory=Memory(10, 0))
     resident.admit(block_of(100))
     assert not resident.wants_room(50) and resident.wants_room(51)
     resident.limit = None
@@ -167,14 +174,12 @@ def test_memory_is_let_go_beyond_the_limit_and_no_earlier():
 
 def test_half_of_what_was_kept_stays_when_the_device_had_no_memory():
     memory = Memory()
-    resident = ResidentSet(Told(), limit=None, memory=memory)
-    assert not resident.ran_out()
+    resident = ResidentSet(Log(), limit=None, memory=memory)
+    assert resident.memory is memory
     memory.failed = True
-    assert resident.ran_out()
     assert resident.halve() is None and resident.limit is None, "nothing was kept"
-    assert not resident.ran_out() and memory.forgotten == 1, "answered, or it would be halved again"
-    resident.admit(block_of(101))
-    resident.measure()
+    assert not memory.failed and memory.forgotten == 1, "answered, or it would be halved again"
+    resident.peak_bytes = 101
     assert resident.halve() == resident.limit == 50
     assert resident.halve() == resident.limit == 25
     resident.limit = 1000  # more than there ever was
@@ -182,18 +187,17 @@ def test_half_of_what_was_kept_stays_when_the_device_had_no_memory():
     resident.limit = 1
     assert resident.halve() == 0
     assert resident.halve() is None and resident.limit == 0
-    cpu = ResidentSet(Told(), limit=100)
-    cpu.admit(block_of(100))
-    cpu.measure()
-    assert cpu.halve() is None and cpu.limit == 100 and not cpu.ran_out()
+    cpu = ResidentSet(Log(), limit=100)
+    cpu.peak_bytes = 100
+    assert cpu.halve() is None and cpu.limit == 100
 
 
 def test_a_limit_that_follows_stays_below_what_once_was_too_much():
-    resident = ResidentSet(Told(), limit=0, memory=Memory())
+    resident = ResidentSet(Log(), limit=0, memory=Memory())
     resident.follow(400)
     assert resident.limit == 200
     resident.admit(block_of(100))
-    resident.measure()
+    resident.peak_bytes = 100
     resident.follow(400)
     assert resident.limit == 250, "with what is kept"
     assert resident.halve() == 50
@@ -207,23 +211,25 @@ def test_a_limit_that_follows_stays_below_what_once_was_too_much():
     assert resident.limit == 250, "the caller's word is newer"
 
 
-def test_the_books_anew_count_what_is_in_place():
-    resident = ResidentSet(Told(), limit=None)
+def test_a_rebuild_counts_what_is_in_place():
+    resident = ResidentSet(Log(), limit=None)
     blocks = [block_of(nbytes) for nbytes in (1, 2, 4, 8, 16)]
-    landed, leaving, first, waits, second = blocks
+    stored, leaving, first, waits, second = blocks
     for block in blocks:
         resident.admit(block)
     unborn = block_of(32)
-    landed.alias, leaving.backing = None, "carries it"
+    stored.placement = Stored("a backing")
+    begin_write(leaving)
     dead = SimpleNamespace(resident_bytes=64)
-    resident.queue.append(landed)
+    resident.queue.append(stored)
     resident.nbytes = 12345
-    cleanup = [*(each.cleanup for each in blocks), unborn.cleanup, dead]
-    resident.restore([*blocks, unborn], {id(waits)}, cleanup)
-    assert is_resident(landed) == is_resident(leaving) == 0
+    cleanups = [*(each.cleanup for each in blocks), unborn.cleanup, dead]
+    resident.restore([*blocks, unborn], {id(waits)}, cleanups)
+    assert is_resident(stored) == is_resident(leaving) == 0
     assert resident.nbytes == 4 + 8 + 16 + 64
-    assert [resident.queue.popleft() for _ in range(len(resident.queue))] == [first, second]
+    queue = resident.queue
+    assert [queue.popleft() for _ in range(len(queue.refs))] == [first, second]
     for block in (waits, first):  # what has left since is not asked again
-        resident.queue.append(block)
+        queue.append(block)
     resident.leave(first)
-    assert [resident.queue.popleft() for _ in range(2)] == [waits, None]
+    assert [queue.popleft() for _ in range(2)] == [waits, None]

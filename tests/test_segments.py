@@ -20,7 +20,7 @@ THREAD_STATE = object()
 
 
 class Around:
-    """What is around the segments, and what each was told."""
+    """What is around the segments, and what each was given."""
 
     def __init__(self, window=64 * KIB):
         self.steps, self.emitted, self.left, self.slots = [], [], [], []

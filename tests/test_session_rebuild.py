@@ -1,4 +1,4 @@
-"""Making the books anew: from what is alive come the very sums and queues that there were."""
+"""Rebuilding a session: from what is alive come the very sums and queues that there were."""
 
 from types import SimpleNamespace
 
@@ -6,10 +6,14 @@ import pytest
 import torch
 
 from backstash import Disk, Stash
-from backstash._runtime.reclaim import BlockCleanup, HostCleanup, ReclaimQueue
-from backstash._saved.block import Block, StorageVersion
-from backstash._session import rebuild
-from backstash._tiers.host_backing import HostBacking
+from backstash._runtime.reclaim import ReclaimQueue
+from backstash._saved.block import Block, BlockCleanup, StorageVersion
+from backstash._saved.placement import Stored
+from backstash._session import Session
+from backstash._tiers.backing import DiskBacking, DiskCleanup
+from backstash._tiers.device_tiers import DeviceTiers
+from backstash._tiers.host_backing import HostBacking, HostCleanup
+from backstash.stores import Slot
 from backstash.testing import TwinDevice, stash_on
 from oracle import same_bits
 
@@ -39,7 +43,7 @@ def counted(stash):
     return {name: getattr(stats, name) for name in COUNTED}
 
 
-def tear(stash):
+def leave_dirty(stash):
     """As if somebody were interrupted in the middle of every entry at once."""
     session = stash._session
     session.blocks_alive += 77
@@ -47,7 +51,7 @@ def tear(stash):
         tiers.evictor.resident.nbytes += 1
         tiers.evictor.inflight.nbytes += 10
         tiers.prefetcher.ahead_bytes += 100
-    with pytest.raises(KeyboardInterrupt), session.lock, session.section:
+    with pytest.raises(KeyboardInterrupt), session.section.lock, session.section:
         raise KeyboardInterrupt
 
 
@@ -59,7 +63,7 @@ def test_the_sums_are_what_they_were(tmp_path, way):
 
     def look():
         seen.append(counted(stash))
-        tear(stash)
+        leave_dirty(stash)
         seen.append(counted(stash))
 
     with stash:
@@ -71,12 +75,12 @@ def test_the_sums_are_what_they_were(tmp_path, way):
     (found,) = torch.autograd.grad(loss, x)
     assert same_bits(found, want)
     before, after = seen[4:]
-    # Mending waits for the device, and then what was only waited for goes back.
+    # Rebuilding waits for the device, and then what was only waited for goes back.
     assert after.pop("host_bytes") <= before.pop("host_bytes")
     assert after == before and before["ahead_bytes"] > 0
     del loss
     (found,) = torch.autograd.grad(forward(x), x)
-    tear(stash)
+    leave_dirty(stash)
     stash.close()
     assert counted(stash) == dict.fromkeys(COUNTED, 0)
 
@@ -90,7 +94,7 @@ def test_another_stash_s_blocks_are_not_counted(tmp_path):
             losses.append(forward(x))
     before = counted(stashes[0])
     del losses[1]
-    tear(stashes[0])
+    leave_dirty(stashes[0])
     assert counted(stashes[0]) == before
     losses.clear()
     for stash in stashes:
@@ -98,61 +102,72 @@ def test_another_stash_s_blocks_are_not_counted(tmp_path):
         assert counted(stash) == dict.fromkeys(COUNTED, 0)
 
 
-# What each part of the books is given.
+# What each part of it is given.
 
 
-class Way:
+class Part:
+    def __init__(self, begun=()):
+        self.begun, self.resumed = list(begun), []
+
     def restore(self, *what):
         self.given = what
+        return self.begun
+
+    def resume(self, transfer):
+        self.resumed.append(transfer)
 
 
-def tiers_of(number, reclaim_queue, host=None):
-    return SimpleNamespace(
-        number=number,
-        reclaim_queue=reclaim_queue,
-        evictor=Way(),
-        prefetcher=Way(),
-        host=host,
-        stream=lambda: None,
-    )
+def tiers_of(number, begun=(), tier=None):
+    return DeviceTiers(number, Part(begun), Part(), tier=tier)
 
 
-def block_of(tiers, serial):
+def block_of(reclaim_queue, number, serial, backing=None):
     tensor = torch.zeros(4)
-    block = Block(StorageVersion(tensor, tensor.untyped_storage()), tensor.detach(), tiers)
+    version = StorageVersion(tensor, tensor.untyped_storage())
+    block = Block(version, tensor.detach(), reclaim_queue, number)
     block.cleanup.serial = serial
+    if backing is not None:
+        block.placement = Stored(backing)
     return block
 
 
-def test_each_side_is_given_what_is_its_own_in_the_order_of_its_making():
+def test_each_device_s_tiers_are_given_their_own_in_the_order_of_its_making():
     reclaim_queue = ReclaimQueue()
-    first, second = tiers_of(0, reclaim_queue), tiers_of(1, reclaim_queue, host=Way())
-    stranger = block_of(tiers_of(0, ReclaimQueue()), 5)
-    late, early = block_of(first, 3), block_of(first, 0)
-    unborn, other = block_of(first, -1), block_of(second, 2)
+    first, second = tiers_of(0), tiers_of(1, begun=["a write"], tier=Part())
+    stranger = block_of(ReclaimQueue(), 0, 5)
+    on_disk = DiskBacking(None, Slot(16), 0, reclaim_queue)
+    in_host = HostBacking(
+        reclaim_queue, 1, SimpleNamespace(memory=torch.zeros(16, dtype=torch.uint8)), None
+    )
+    late, early = block_of(reclaim_queue, 0, 3, on_disk), block_of(reclaim_queue, 0, 0)
+    beside = block_of(reclaim_queue, 0, 7, on_disk)  # in the same segment
+    unborn, other = block_of(reclaim_queue, 0, -1), block_of(reclaim_queue, 1, 2, in_host)
     half_made = [Block.__new__(Block), BlockCleanup.__new__(BlockCleanup)]
-    late.backing, other.backing = Way(), HostBacking.__new__(HostBacking)
     late.cleanup.loaded_bytes, other.cleanup.loaded_bytes = 10, 20
+    on_disk.cleanup.loaded_bytes = 4000
     dead = HostCleanup(reclaim_queue, 1, None)
     dead.loaded_bytes = 300
-    block_of(first, 4)  # and dead at once: it is yet to be settled
+    block_of(reclaim_queue, 0, 4)  # and dead at once: it is yet to be settled
     thread_states = [SimpleNamespace(waiting=[((lambda: early), False), ((lambda: None), False)])]
-    session = SimpleNamespace(reclaim_queue=reclaim_queue, device_tiers=[first, second])
-    rebuild(session, thread_states)
-    blocks, waiting, cleanup = first.evictor.given
-    assert (blocks, waiting) == ([early, late], {id(early)})
-    assert {each.serial for each in cleanup} == {-1, 0, 3, 4} and len(cleanup) == 4
-    assert (
-        first.prefetcher.given == ([late.backing, early, late],)
-        and first.prefetcher.ahead_bytes == 10
+    session = SimpleNamespace(
+        reclaim_queue=reclaim_queue, device_tiers=[first, second], thread_states=thread_states
     )
-    blocks, _, cleanup = second.evictor.given
-    assert blocks == [other] and set(cleanup) == {other.cleanup, dead}
-    assert (
-        second.prefetcher.given == ([other.backing, other],)
-        and second.prefetcher.ahead_bytes == 320
-    )
-    assert second.host.given == ([other.backing], [dead])
-    assert session.blocks_alive == 4  # the dead one is still counted, and the unborn one is not
-    other.backing = None  # which has no end of its own
+    Session.rebuild(session)
+    blocks, waiting, cleanups = first.evictor.given
+    assert (blocks, waiting) == ([early, late, beside], {id(early)})
+    of_blocks = cleanups[BlockCleanup]
+    assert sorted(each.serial for each in of_blocks) == [-1, 0, 3, 4, 7]
+    assert (cleanups[DiskCleanup], cleanups[HostCleanup]) == ([on_disk.cleanup], [])
+    assert first.prefetcher.given == ([on_disk], [early, late, beside])
+    assert first.prefetcher.ahead_bytes == 4010
+    blocks, waiting, cleanups = second.evictor.given
+    assert (blocks, waiting) == ([other], {id(early)})
+    assert cleanups[BlockCleanup] == [other.cleanup] and cleanups[DiskCleanup] == []
+    of_host = cleanups[HostCleanup]
+    assert set(of_host) == {in_host.cleanup, dead} and len(of_host) == 2
+    assert second.prefetcher.given == ([in_host], [other])
+    assert second.prefetcher.ahead_bytes == 320
+    assert second.tier.given == ([other], of_host)
+    assert second.tier.resumed == ["a write"]  # no worker may have been given it
+    assert session.blocks_alive == 5  # the dead one is still counted, and the unborn one is not
     del stranger, unborn, half_made

@@ -126,7 +126,7 @@ def test_only_an_error_of_torch_func_is_explained():
 
 
 @pytest.mark.parametrize("forked", [False, True])
-def test_leaving_brings_the_books_in_order(monkeypatch, forked):
+def test_leaving_brings_the_session_in_order(monkeypatch, forked):
     stash = Stash()
     thread_state, session, asked = stash._thread_state(), stash._session, []
     monkeypatch.setattr(session, "is_forked", lambda: forked)
@@ -134,21 +134,25 @@ def test_leaving_brings_the_books_in_order(monkeypatch, forked):
         session, "settle", lambda thread_state, ended: asked.append(("settle", thread_state, ended))
     )
     monkeypatch.setattr(
-        session, "complete", lambda thread_state: asked.append(("land", thread_state))
+        session, "complete", lambda thread_state: asked.append(("complete", thread_state))
     )
     monkeypatch.setattr(session, "try_again", lambda: asked.append("try again"))
     with stash:
         pass
     settled = [] if forked else [("settle", thread_state, True)]
-    assert asked == [*settled, ("land", thread_state), "try again"]
+    assert asked == [*settled, ("complete", thread_state), "try again"]
 
 
 def test_each_thread_s_first_step_and_each_use_look_for_a_fork(monkeypatch):
     stash, asked = Stash(disk=MemoryStore()), []
     held = packed(stash, torch.zeros(200, 200))
-    monkeypatch.setattr(stash._session, "is_forked", lambda: asked.append(True))
+    session = stash._session
+    monkeypatch.setattr(session, "is_forked", lambda: asked.append(True))
     stash.unpack(held)
-    assert asked, "whoever held the lock may not be here"
+    assert not asked, "it is the process that made the stash"
+    monkeypatch.setattr(session, "pid", session.pid + 1)
+    stash.unpack(held)
+    assert asked, "the thread that held the lock may not be here"
     asked.clear()
     thread = threading.Thread(target=stash._thread_state)
     thread.start()
@@ -235,14 +239,15 @@ def test_what_was_changed_in_place_is_not_given_to_a_capture():
     held = stash.pack(tensor)
     device.capturing = True
     taken = []
-    lock = stash._session.lock
-    stash._session.lock = Noting(lock, taken)
+    section = stash._session.section
+    lock = section.lock
+    section.lock = Noting(lock, taken)
     assert torch.equal(stash.unpack(held), tensor) and taken
     tensor.mul_(2)
     with pytest.raises(UsageError, match="no module saved before this capture has moved"):
         stash.unpack(held)
     device.capturing = False
-    stash._session.lock = lock
+    section.lock = lock
     assert not device.faults
     stash.close()
 
@@ -264,13 +269,13 @@ class Noting:
 # Looking, and the end.
 
 
-def test_figures_are_of_what_has_landed_and_died(monkeypatch):
+def test_figures_are_of_what_has_completed_and_died(monkeypatch):
     stash = Stash()
     asked, session = [], stash._session
-    monkeypatch.setattr(session, "complete", lambda thread_state: asked.append("land"))
+    monkeypatch.setattr(session, "complete", lambda thread_state: asked.append("complete"))
     monkeypatch.setattr(session, "drain", lambda: asked.append("drain"))
     stash.stats()
-    assert asked == ["land", "drain"]
+    assert asked == ["complete", "drain"]
 
 
 def test_levels_are_of_all_tiers_and_nothing_of_a_stash_that_is_gone():
@@ -297,7 +302,7 @@ def test_closing_ends_what_is_there(monkeypatch):
     asked, session = [], stash._session
     complete, tiers = session.complete, session.device_tiers[1]
     monkeypatch.setattr(
-        session, "complete", lambda thread_state: (asked.append("land"), complete(thread_state))
+        session, "complete", lambda thread_state: (asked.append("complete"), complete(thread_state))
     )
     finish = tiers.evictor.inflight.finish
     monkeypatch.setattr(
@@ -309,6 +314,6 @@ def test_closing_ends_what_is_there(monkeypatch):
     close = stash._workers.close
     monkeypatch.setattr(stash._workers, "close", lambda: (asked.append("close"), close()))
     stash.close()
-    assert asked == ["close", "land", "trim", "finish"]
+    assert asked == ["close", "complete", "trim", "finish"]
     assert torch.equal(stash.unpack(held), torch.ones(100).exp())
     del held

@@ -6,19 +6,18 @@ import pytest
 
 from backstash._admission import SMALL
 from backstash._saved.thread_state import Counts
-from backstash._stats import Left, account
+from backstash._stats import Left, collect
 
 
-def tiers(n, *, disk=None, host=None):
+def tiers(n, tier=None):
     """Counts that are all different: ``n`` tells whose they are."""
     inflight = Of(nbytes=n + 1, peak_bytes=n + 2, written_bytes=n + 3, stall_seconds=n + 0.5)
-    down = Of(
+    evictor = Of(
         resident=Of(nbytes=n + 4, peak_bytes=n + 5),
         inflight=inflight,
         health=Of(notes={f"note {n}": None}),
-        disk=disk,
     )
-    up = Of(
+    prefetcher = Of(
         ahead_bytes=n + 6,
         ahead_peak_bytes=n + 7,
         read_bytes=n + 8,
@@ -26,35 +25,39 @@ def tiers(n, *, disk=None, host=None):
         hits=n + 9,
         misses=n + 10,
     )
-    return Of(evictor=down, prefetcher=up, host=host)
+    return Of(evictor=evictor, prefetcher=prefetcher, tier=tier)
 
 
 def tier(n, swept):
+    """A tier below; its figures are of what it has swept."""
     return Of(
-        buffers=Of(stall_seconds=n + 0.125, sweep=lambda: swept.append(n)),
-        pool=Of(used_bytes=n + 1, slab_peak_bytes=n + 2, note=f"pool {n}"),
-        writeback=Of(disk_peak_bytes=n + 3),
+        sweep=lambda: swept.append(n),
+        host_bytes=n + 1,
+        host_peak_bytes=n + 2,
+        disk_peak_bytes=n + 3,
+        stall_seconds=n + 0.125,
+        note=f"tier {n}",
     )
 
 
-def books_of(device_tiers, **counts):
+def session_of(device_tiers, **counts):
     return Of(counts=lambda: Counts(**counts), device_tiers=device_tiers, blocks_alive=3)
 
 
-INTAKE = Of(left={}, eligible_bytes=40, deduplicated_bytes=50)
+ADMISSION = Of(left={}, eligible_bytes=40, deduplicated_bytes=50)
 
 
-def test_every_side_is_counted():
+def test_every_device_is_counted():
     swept = []
     device_tiers = [
-        tiers(100, disk=Of(peak_bytes=900)),
-        tiers(2000, host=tier(30_000, swept)),
-        tiers(40_000, host=tier(500_000, swept)),
+        tiers(100),
+        tiers(2000, tier(30_000, swept)),
+        tiers(40_000, tier(500_000, swept)),
     ]
-    session = books_of(device_tiers, saves=5, small_saves=2, small_bytes=70)
+    session = session_of(device_tiers, saves=5, small_saves=2, small_bytes=70)
     admission = Of(left={SMALL: [1, 10], "it": [2, 20]}, eligible_bytes=40, deduplicated_bytes=50)
     store = Of(used_bytes=77, notes=["of the store"])
-    stats = account("mine", session, admission, store, "of the workers")
+    stats = collect("mine", session, admission, store, "of the workers")
     assert swept == [30_000, 500_000], "what has ended is looked at first"
     assert (stats.name, stats.saves, stats.blocks) == ("mine", 7, 3)
     assert (stats.eligible_bytes, stats.deduplicated_bytes) == (40, 50)
@@ -71,27 +74,37 @@ def test_every_side_is_counted():
     assert stats.notes == (
         "of the store",
         "of the workers",
-        "pool 30000",
-        "pool 500000",
+        "tier 30000",
+        "tier 500000",
         "note 100",
         "note 2000",
         "note 40000",
     )
 
 
-@pytest.mark.parametrize("disk", [None, Of(peak_bytes=900)])
-def test_what_there_is_not_is_nothing(disk):
-    stats = account(None, books_of([tiers(100, disk=disk)], saves=5), INTAKE, None, "")
+@pytest.mark.parametrize("below", [False, True])
+def test_what_there_is_not_is_nothing(below):
+    swept = []
+    stats = collect(
+        None, session_of([tiers(100, tier(900, swept) if below else None)], saves=5), ADMISSION, None, ""
+    )
     assert (stats.name, stats.saves, stats.left) == (None, 5, {})
-    assert (stats.disk_bytes, stats.disk_peak_bytes) == (0, 0 if disk is None else 900)
-    assert (stats.host_bytes, stats.host_peak_bytes) == (0, 0)
-    assert stats.notes == ("note 100",)
+    assert (stats.disk_bytes, stats.disk_peak_bytes) == (0, 903 if below else 0)
+    assert (stats.host_bytes, stats.host_peak_bytes) == ((901, 902) if below else (0, 0))
+    assert stats.notes == (("tier 900",) if below else ()) + ("note 100",)
+    assert swept == ([900] if below else [])
+
+
+def test_the_most_on_disk_is_of_one_store_that_all_devices_share():
+    device_tiers = [tiers(100, tier(900, [])), tiers(200, tier(40, []))]
+    stats = collect(None, session_of(device_tiers), ADMISSION, Of(used_bytes=1, notes=[]), "")
+    assert (stats.disk_bytes, stats.disk_peak_bytes) == (1, 903)
 
 
 def test_notes_are_told_once_and_small_saves_by_themselves():
     device_tiers = [tiers(100), tiers(100)]
-    stats = account(
-        "", books_of(device_tiers, small_saves=2, small_bytes=70), INTAKE, None, "note 100"
+    stats = collect(
+        "", session_of(device_tiers, small_saves=2, small_bytes=70), ADMISSION, None, "note 100"
     )
     assert stats.notes == ("note 100",)
     assert (stats.saves, stats.left) == (2, {SMALL: Left(2, 70)})

@@ -2,8 +2,11 @@
 
 Streams and events are played; each knows what it comes after. Memory has the stream that asked for it, those
 it was recorded on, and who read or wrote it when. What is looked at: nothing reads what has not been written,
-nothing is handed out again that somebody may still use, and no room of host memory either. When an event has
+nothing is handed out again that somebody may still use, and no buffer of host memory either. When an event has
 ended for the host is a matter of chance, so that the host is ahead of the device by more or less.
+
+Memory that is freed is handed out again at once, as far as its owner goes: so a copy that dies while it may
+still run has to have its stream recorded on its memory by then.
 """
 
 import random
@@ -90,6 +93,8 @@ class Model:
         self.faults: list[str] = []
         self.memory: dict[int, Memory] = {}
         self.buffers: dict[tuple[int, int], list[tuple[str, int]]] = {}
+        self.died: set[str] = set()  # streams of copies that died when they were not known to have ended
+        self.silent = ""  # the stream whose copies die without recording it: something to be found
 
     def allocated(self, tensor: torch.Tensor) -> Memory:
         storage = tensor.untyped_storage()
@@ -100,6 +105,10 @@ class Model:
 
     def of(self, tensor: torch.Tensor) -> Memory:
         return self.memory[tensor.untyped_storage()._cdata]
+
+    def record(self, tensor: torch.Tensor, stream: Stream) -> None:
+        """What frees ``tensor``'s memory from now on has to wait for ``stream``, up to where that is then."""
+        self.of(tensor).recorded.append(stream)
 
     def comes_after(self, clock: dict[str, int], use: tuple[str, int]) -> bool:
         name, at = use
@@ -132,26 +141,39 @@ class Played(Accelerator):
         self._down.clock, self._up.clock = {"down": 0}, {"up": 0}
 
     def down(self, source: torch.Tensor, target: torch.Tensor, made_on: Any) -> Any:
-        copy = super().down(source, target, made_on)
-        model, use = self.model, ("down", copy._event.clock["down"])
-        memory = model.of(source)
-        model.check(model.comes_after(copy._event.clock, memory.uses[0]), "read before it was made")
+        copy: Any = super().down(source, target, made_on)
+        model, clock = self.model, copy.completion.event.clock
+        use, memory = ("down", clock["down"]), model.of(source)
+        model.check(model.comes_after(clock, memory.uses[0]), "read before it was made")
         memory.uses.append(use)
         model.buffers.setdefault(place(target), []).append(use)
+        self._watch(copy, "down")
         return copy
 
     def up(self, source: torch.Tensor, after: Any) -> Any:
-        copy = super().up(source, after)
-        model, use = self.model, ("up", copy._event.clock["up"])
-        memory = model.allocated(copy.memory)
-        known = model.comes_after(copy._event.clock, (memory.owner.name, memory.uses[0][1] - 1))
+        copy: Any = super().up(source, after)
+        model, clock = self.model, copy.completion.event.clock
+        use, memory = ("up", clock["up"]), model.allocated(copy.memory)
+        known = model.comes_after(clock, (memory.owner.name, memory.uses[0][1] - 1))
         model.check(known, "written while the stream that has freed it may still use it")
         memory.uses.append(use)
         uses = model.buffers.setdefault(place(source), [])
         for written in [each for each in uses if each[0] == "down"][-1:]:
-            model.check(model.comes_after(copy._event.clock, written), "read up before it was down")
+            model.check(model.comes_after(clock, written), "read up before it was down")
         uses.append(use)
+        self._watch(copy, "up")
         return copy
+
+    def _watch(self, copy: Any, stream: str) -> None:
+        """What the copy does at its end, it does still, unless it is to be silent."""
+        end, model = copy.__del__, self.model
+
+        def watched() -> None:
+            model.died.add(stream)
+            if stream != model.silent:
+                end()
+
+        copy.__del__ = watched
 
 
 def place(memory: torch.Tensor) -> tuple[int, int]:
@@ -166,25 +188,22 @@ def played(monkeypatch):
     def make(seed: int, chance: float, **options: Any) -> tuple[Model, Stash]:
         model = Model(seed, chance)
         accelerator = torch.accelerator
-        monkeypatch.setattr(torch, "Stream", lambda device: Stream(model, "side"))
+        monkeypatch.setattr(torch, "Stream", lambda device: Stream(model, "copier"))
         monkeypatch.setattr(accelerator, "current_stream", lambda device: model.current)
-        monkeypatch.setattr(
-            torch.Tensor,
-            "record_stream",
-            lambda tensor, stream: model.of(tensor).recorded.append(stream),
-        )
+        monkeypatch.setattr(torch.Tensor, "record_stream", lambda *what: model.record(*what))
         device = Played(model)
         device.pin, device.unpin = lambda memory: "", lambda memory: None
         device.free_bytes, device.failures = lambda: 1 << 40, lambda: 0
         stash = Stash(min_bytes=0, **options)
-        stash._session.put(torch.device("cpu"), stash._plan.accelerator(device, 1))
-        pool = stash._session.device_tiers[1].host.pool
+        stash._session.put(torch.device("cpu"), stash._config.tiers(device, 1))
+        tier: Any = stash._session.device_tiers[1].tier
+        pool = tier.pool
         give = pool.give
 
         def given(buffer: Any) -> None:
             for use in model.buffers.pop(place(buffer.memory), ()):
                 model.check(
-                    model.comes_after({}, use), f"a room is given while {use[0]} may use it"
+                    model.comes_after({}, use), f"a buffer is given while {use[0]} may use it"
                 )
             give(buffer)
 
@@ -285,9 +304,26 @@ OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("streams", [1, 2, 3])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_nothing_is_used_before_or_after_its_time(played, name: str, streams: int) -> None:
+    died: set[str] = set()
     for seed in range(12):
         model, stash = played(seed, chance=(0.0, 0.1, 0.6)[seed % 3], **OPTIONS[name])
         program(model, stash, streams)
         assert not model.faults, f"seed {seed}: {sorted(set(model.faults))}"
         assert stash.stats().written_bytes > 0
         stash.close()
+        died |= model.died
+    wanted = {"down", "up"} if OPTIONS[name].get("prefetch") != 0 else {"down"}
+    assert died == (wanted if OPTIONS[name].get("inflight") != 0 else set()), "both kinds die early"
+
+
+@pytest.mark.parametrize("streams", [1, 3])
+@pytest.mark.parametrize("silent", ["down", "up"])
+def test_a_copy_that_dies_and_records_nothing_is_seen(played, silent: str, streams: int) -> None:
+    faults: set[str] = set()
+    for seed in range(6):
+        model, stash = played(seed, chance=0.0, **OPTIONS["small windows"])
+        model.silent = silent
+        program(model, stash, streams)
+        stash.close()
+        faults |= set(model.faults)
+    assert f"memory of first goes while {silent} may use it" in faults

@@ -1,4 +1,4 @@
-"""A lane: what one thread gave, and whose copies it may judge."""
+"""The state of a thread: what it gave, and whose copies it may judge."""
 
 import threading
 
@@ -10,9 +10,8 @@ def test_what_threads_gave_adds_up():
     assert thread_state.counts == Counts() == Counts(0, 0, 0)
     thread_state.saves, thread_state.small_saves, thread_state.small_bytes = 1, 20, 300
     assert thread_state.counts + Counts(4000, 50000, 600000) == Counts(4001, 50020, 600300)
-    assert (
-        thread_state.operation == 0 and thread_state.scopes == [] and len(thread_state.waiting) == 0
-    )
+    assert (thread_state.operation, thread_state.scopes) == (0, [])
+    assert len(thread_state.waiting) == 0
 
 
 def test_a_copy_is_judged_by_its_own_thread_or_when_that_has_ended():

@@ -1,9 +1,10 @@
-"""Parts: which elements a view needs, and moving just those."""
+"""Regions: which elements a view needs, and moving just those."""
+
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from backstash._saved import view as _view
 from backstash._saved.view import StridedRegion, snapshot
 from oracle import same_bits
 
@@ -34,11 +35,11 @@ SHAPES = {
 @pytest.mark.parametrize("name", SHAPES)
 def test_the_elements_that_a_view_needs(name):
     view, first, sizes, strides, extent = SHAPES[name]
-    part = StridedRegion(view(base()))
-    assert (part.first, part.sizes, part.strides, part.extent) == (first, sizes, strides, extent)
-    assert part.count == torch.Size(sizes).numel() and part.nbytes == 4 * part.count
-    assert part.is_dense is (part.count == extent)
-    assert part.key == (4, first, sizes, strides)
+    region = StridedRegion(view(base()))
+    assert (region.first, region.sizes, region.strides, region.extent) == (first, sizes, strides, extent)
+    assert region.count == torch.Size(sizes).numel() and region.nbytes == 4 * region.count
+    assert region.is_dense is (region.count == extent)
+    assert region.key == (4, first, sizes, strides)
 
 
 DTYPES = [
@@ -56,14 +57,14 @@ DTYPES = [
 def test_a_copy_is_dense_and_spreads_out_to_where_the_elements_were(name, dtype):
     x = base(dtype)
     view = SHAPES[name][0](x)
-    part = StridedRegion(view)
-    assert part.itemsize == part.carrier.itemsize == x.element_size()
-    assert part.residue == view.data_ptr() % 64 // x.element_size()
-    dense = part.copy(view)
-    assert dense.numel() == part.residue + part.count
-    back = part.spread(dense[part.residue :], dtype)
-    assert back.dtype == dtype and back.numel() == part.residue + part.extent
-    assert same_bits(back.as_strided(view.shape, view.stride(), part.residue), view)
+    region = StridedRegion(view)
+    assert region.itemsize == region.carrier.itemsize == x.element_size()
+    assert region.residue == view.data_ptr() % 64 // x.element_size()
+    dense = region.copy(view)
+    assert dense.numel() == region.residue + region.count
+    back = region.spread(dense[region.residue :], dtype)
+    assert back.dtype == dtype and back.numel() == region.residue + region.extent
+    assert same_bits(back.as_strided(view.shape, view.stride(), region.residue), view)
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -83,23 +84,27 @@ def test_a_snapshot_is_the_view_itself_again(name, conj, neg):
     assert same_bits(copy.resolve_conj().resolve_neg(), expected)
 
 
+class Elsewhere:
+    """A tensor of the CPU that says it is an accelerator's."""
+
+    device = SimpleNamespace(type="cuda")
+
+    def __init__(self, tensor):
+        self._tensor = tensor
+
+    def __getattr__(self, name):
+        return getattr(self._tensor, name)
+
+
 def test_the_alignment_that_is_kept():
     """What vector code meets on the CPU, and what an accelerator's libraries choose a kernel by."""
     x = torch.zeros(4096, dtype=torch.uint8)
     at = -x.data_ptr() % 256
     assert StridedRegion(x[at + 70 :]).residue == 6
-    alignments = _view._ALIGNMENT_BYTES
-    try:
-        _view._ALIGNMENT_BYTES = {}
-        assert [StridedRegion(x[at + n :]).residue for n in (0, 70, 255, 256, 257)] == [
-            0,
-            70,
-            255,
-            0,
-            1,
-        ]
-    finally:
-        _view._ALIGNMENT_BYTES = alignments
+    begins = (0, 70, 255, 256, 257)
+    assert [StridedRegion(x[at + n :]).residue for n in begins] == [0, 6, 63, 0, 1]
+    there = [StridedRegion(Elsewhere(x[at + n :])).residue for n in begins]
+    assert there == [0, 70, 255, 0, 1]
 
 
 def test_what_covers_what():

@@ -20,16 +20,16 @@ def test_entries_of_the_dead_go_when_the_next_is_made():
     table, last = WeakTable(), Value()
     for number in range(100):
         table[number] = Value()
-        assert len(table._refs) == 1
+        assert len(table.refs) == 1
     table["last"] = last
-    assert list(table._refs) == ["last"] and not table._gone
+    assert list(table.refs) == ["last"] and not table._gone
 
 
 def test_a_key_that_is_in_use_again_is_not_taken_from_its_new_value():
     """The old value may die on another thread between the clearing away and the new entry."""
     table, old, new, other = WeakTable(), Value(), Value(), Value()
     table["a"] = old
-    seen_later = table._refs["a"]
+    seen_later = table.refs["a"]
     table["a"] = new
     del old
     assert list(table._gone) == [seen_later]

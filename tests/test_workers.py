@@ -10,6 +10,7 @@ from itertools import product
 import pytest
 
 from backstash._runtime import workers as _workers
+from backstash._runtime.transfer import Transfer
 from backstash._runtime.workers import Work, Workers
 from backstash._saved.thread_state import ThreadState
 
@@ -134,6 +135,25 @@ def test_to_wait_for_work_is_to_do_it_unless_somebody_does():
     go_on.set()
     assert work.exception() is None and seen == [1, 2]
     thread.join()
+
+
+def test_work_is_a_transfer_that_has_moved_its_bytes_when_it_is_done():
+    seen = []
+    work = Work(seen.append, 1)
+    assert isinstance(work, Transfer) and not Work.ends_in_order, "threads overtake one another"
+    assert (work.done(), work.ended(), work.error) == (False, False, None)
+    assert work.wait() is None
+    assert (work.done(), work.ended(), work.error, seen) == (True, True, None, [1])
+    work.wait()
+    assert seen == [1]
+    failed = Work(ends_badly)
+    failed.wait()
+    assert failed.done() and failed.ended() and isinstance(failed.error, OSError)
+
+
+def test_nobody_makes_a_transfer_that_moves_nothing():
+    with pytest.raises(TypeError, match="abstract"):
+        Transfer()
 
 
 def test_work_that_is_called_off_is_not_done():

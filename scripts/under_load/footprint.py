@@ -1,4 +1,4 @@
-"""How much memory a stash's own bookkeeping take: every Python object that it reaches, counted once."""
+"""How much memory a stash's own bookkeeping takes: every Python object that it reaches, counted once."""
 
 from __future__ import annotations
 

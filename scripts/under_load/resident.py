@@ -63,9 +63,7 @@ def held(stash: Stash) -> Held:
         threads=len(os.listdir("/proc/self/task")),
         objects=len(gc.get_objects()),
         bookkeeping=footprint(stash)[0],
-        host_bytes=sum(
-            tiers.host.pool.slab_bytes for tiers in stash._session.device_tiers if tiers.host
-        ),
+        host_bytes=sum(pool.slab_bytes for pool in stash._config.pools),
         file_bytes=file.st_size if file else 0,
         file_block_bytes=file.st_blocks * 512 if file else 0,
     )

@@ -63,7 +63,7 @@ class Moment:
 
 def _end_of_file(stash: Stash) -> int:
     assert isinstance(stash._store, Disk)
-    return stash._store._leases.end_bytes
+    return stash._store._leases.extents.end_bytes
 
 
 def _shape(order: random.Random, step: int) -> tuple[int, int]:
@@ -78,7 +78,7 @@ def _shape(order: random.Random, step: int) -> tuple[int, int]:
 
 def changing_steps(
     tiers: str, directory: str, *, steps: int, seed: int, leak: str = "", moments: int = 6
-) -> Iterator[tuple[int, Held, str]]:
+) -> Iterator[Moment]:
     """Train, and look ``moments`` times.
 
     Args:

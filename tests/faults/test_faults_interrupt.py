@@ -23,7 +23,7 @@ from interrupts import Interrupter, step_interrupted_at
 from signals import PRESSES
 
 from backstash import Disk, Stash
-from backstash._tiers import prefetch as _prefetch
+from backstash._tiers import backing as _backing
 
 POINTS = 8  # of each mix; scripts/soak_faults.py takes every one
 
@@ -107,7 +107,7 @@ def test_signals_from_outside(tmp_path, mix):
     assert (result.returncode, result.stderr) == (0, ""), result.stdout + result.stderr
 
 
-def test_a_write_that_a_worker_was_given_is_known_to_its_parcel(tmp_path):
+def test_a_write_that_a_worker_was_given_is_known_to_its_backing(tmp_path):
     """Else the slot would be given to another block, and be written to once more."""
     stash = Stash(disk=Disk(tmp_path), min_bytes=64)
     begin = stash._workers.begin
@@ -116,7 +116,7 @@ def test_a_write_that_a_worker_was_given_is_known_to_its_parcel(tmp_path):
         begin(work)
         raise KeyboardInterrupt
 
-    disk = stash._session.device_tiers[0].evictor.disk
+    disk = stash._session.device_tiers[0].tier
     disk.begin_work = begin_and_break
     with pytest.raises(KeyboardInterrupt):
         gradients(stash)
@@ -127,14 +127,15 @@ def test_a_write_that_a_worker_was_given_is_known_to_its_parcel(tmp_path):
 @pytest.mark.parametrize("step", ["write_of", "add_segment"])
 def test_a_segment_whose_sending_was_interrupted_is_sent_by_the_next(tmp_path, monkeypatch, step):
     stash = Stash(disk=tmp_path, min_bytes=64, inflight="64KiB")
-    down = stash._session.device_tiers[0].evictor
+    tiers = stash._session.device_tiers[0]
 
     def interrupted(*_):
         raise KeyboardInterrupt
 
     x = torch.linspace(-1, 1, 1024, requires_grad=True)
     y = x * 1
-    monkeypatch.setattr(down.disk if step == "write_of" else down.inflight, step, interrupted)
+    broken = tiers.tier if step == "write_of" else tiers.evictor.inflight
+    monkeypatch.setattr(broken, step, interrupted)
     with pytest.raises(KeyboardInterrupt), stash:
         for _ in range(4):
             y = y.exp()
@@ -174,8 +175,8 @@ def interrupted(*_):
 @pytest.mark.parametrize(
     "broken",
     [
-        lambda up: (_prefetch, "ctypes", SimpleNamespace(memmove=interrupted)),
-        lambda up: (up, "_runner", interrupted),
+        lambda prefetcher: (_backing, "ctypes", SimpleNamespace(memmove=interrupted)),
+        lambda prefetcher: (prefetcher, "_runner", interrupted),
     ],
     ids=["copying out of a segment", "reading"],
 )
@@ -195,14 +196,14 @@ def test_what_an_interrupt_stopped_is_done_by_the_next(tmp_path, monkeypatch, br
 def test_an_interrupted_read_ahead_does_not_hang_the_one_who_waits(tmp_path, monkeypatch):
     stash = MIXES["at once"](tmp_path)
     loss = held_graph(stash)
-    up = stash._session.device_tiers[0].prefetcher
-    begin = up._begin_work
+    prefetcher = stash._session.device_tiers[0].prefetcher
+    begin = prefetcher._begin_work
 
     def interrupted(work):
-        up._begin_work = begin
+        prefetcher._begin_work = begin
         raise KeyboardInterrupt
 
-    up._begin_work = interrupted
+    prefetcher._begin_work = interrupted
     with pytest.raises(KeyboardInterrupt):
         torch.autograd.grad(loss, INPUTS, retain_graph=True)
     assert are_right(torch.autograd.grad(loss, INPUTS))

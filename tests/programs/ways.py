@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from backstash import Disk, Stash, graph, stash
-from backstash._tiers import eviction as _eviction
+from backstash._tiers import segments as _segments
 from backstash.errors import StashIOError, StashWarning
 from backstash.policy import Action, SavedTensor
 from backstash.stores import Store
@@ -211,7 +211,7 @@ class Bench:
             self.store.close()
 
     def check_nothing_is_left(self) -> None:
-        """Blocks, bytes, slots, rooms, pinned memory."""
+        """Blocks, bytes, slots, buffers, pinned memory."""
         patience = time.monotonic() + 10
         while (
             self.stash.stats().blocks or self.other.stats().blocks
@@ -258,7 +258,7 @@ def run_in(way: Way, steps: list[Step], directory: str, place: Place = CPU) -> l
         stack.enter_context(mock.patch.object(stash, "module_that_has", lambda tensor: ""))
         warnings.simplefilter("ignore", StashWarning)
         if way.one_by_one:
-            stack.enter_context(mock.patch.object(_eviction, "SMALL_BYTES", 0))
+            stack.enter_context(mock.patch.object(_segments, "SMALL_BYTES", 0))
         bench = Bench(way, directory, seed=random.Random(str(steps)).getrandbits(32))
         try:
             found = _run_on_each(bench, steps, threads, place)

@@ -35,10 +35,12 @@ class Cleanup(ABC):
 
     __slots__ = ("loaded_bytes", "mark", "number")
 
-    def __init__(self, reclaim_queue: ReclaimQueue, number: int) -> None:
-        self.mark = reclaim_queue.mark
-        self.number = number  # of the device whose tiers count it
-        self.loaded_bytes = 0  # that the prefetch budget counts for it
+    mark: object
+    """The reclaim queue's, by which the objects of one stash are known."""
+    number: int
+    """Of the device whose tiers count it."""
+    loaded_bytes: int
+    """That the prefetch budget counts for it."""
 
     @property
     def facts(self) -> tuple[int, int, str] | None:
