@@ -20,7 +20,7 @@ from torch.testing._internal.opinfo.definitions.nested import njt_op_db
 from torch.utils._pytree import tree_leaves, tree_map
 
 from backstash import Disk, Stash
-from backstash._tiers import eviction as _eviction
+from backstash._tiers import segments as _segments
 from backstash.testing import TwinDevice, stash_on
 from oracle import same_bits
 
@@ -288,7 +288,7 @@ def _difference(case: Case, stashes: Stashes, mixes: list[str], *, second: bool)
 def _of_mix(case: Case, stash: Stash, mix: str, want: list[Any], *, second: bool) -> str:
     try:
         with mock.patch.object(
-            _eviction, "SMALL_BYTES", 0 if mix == "straight" else _eviction.SMALL_BYTES
+            _segments, "SMALL_BYTES", 0 if mix == "straight" else _segments.SMALL_BYTES
         ):
             got = results(case, stash, second=second)
     except Exception as error:

@@ -451,7 +451,8 @@ def test_a_block_that_was_found_changed_while_it_was_copied_leaves_the_window():
     assert window.targets == lost, "it is not that thread's to say"
     window.inflight.complete(thread_state)
     assert window.targets == [] and window.inflight.nbytes == 0 and waiting.cancelled
-    assert window.lost == window.returned == window.broke == window.emitted == []
+    assert window.lost == window.returned == window.emitted == []
+    assert window.broke == [BROKEN], "the tier is known to have failed"
     assert window.freed == [10] * 3 and all(type(block.placement) is Lost for block in lost)
 
 
@@ -665,3 +666,22 @@ def test_after_a_rebuild_no_copy_is_begun_again():
     cleanup = block.placement.backing.cleanup
     assert window.inflight.restore([block], [], [cleanup]) == []
     assert window.targets == [block] and window.inflight.nbytes == 10
+
+
+def test_a_block_found_changed_while_a_worker_writes_it_is_waited_for_once():
+    """Not asked again and again under the lock, and counted as a stall."""
+    state, window = ThreadState(), Window(100)
+    begun, may_end = threading.Event(), threading.Event()
+    work = Work(lambda: (begun.set(), may_end.wait(30)))
+    window.add(block := block_of(state), work)
+    block.placement = Lost(1)  # as unpack leaves it
+    runner = threading.Thread(target=work.run)
+    runner.start()
+    assert begun.wait(30)
+    looks, complete = [], window.inflight.complete
+    window.inflight.complete = lambda *a, **k: (looks.append(1), complete(*a, **k))
+    threading.Timer(0.05, may_end.set).start()
+    window.inflight.make_room(100, state)
+    runner.join()
+    assert len(looks) == 1 and window.inflight.stall_seconds > 0
+    assert window.inflight.nbytes == 0

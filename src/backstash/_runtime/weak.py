@@ -33,9 +33,6 @@ class WeakQueue(Generic[_T]):
         self._sweep_at = _LEAST
         self._wanted = wanted
 
-    def __len__(self) -> int:
-        return len(self.refs)
-
     def append(self, item: _T) -> None:
         """Put ``item`` at the end."""
         if len(self.refs) >= self._sweep_at:

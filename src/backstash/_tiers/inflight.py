@@ -175,8 +175,7 @@ class InflightWrites:
             mine = next((w for w in self.writes if _judged_by(thread_state, w)), None)
             if mine is None:
                 return
-            target = mine.target()
-            transfer = mine.transfer if target is None else mine.running(target)
+            transfer = _under_way(mine)
             if transfer is not None:
                 self.wait(transfer)
             self.complete(thread_state, all_that_ended=True)
@@ -197,8 +196,7 @@ class InflightWrites:
     def finish(self, thread_state: ThreadState) -> None:
         """Wait for every write that has begun, and complete what this thread may judge."""
         for write in self.writes:
-            target = write.target()
-            transfer = write.transfer if target is None else write.running(target)
+            transfer = _under_way(write)
             if transfer is not None:
                 transfer.wait()
         self.complete(thread_state, all_that_ended=True)
@@ -237,6 +235,8 @@ class InflightWrites:
                     transfer = write.running(target)
                     if transfer is None:  # it was found to be changed, and has left
                         if _is_over(write.transfer):
+                            if write.transfer is not None and write.transfer.error is not None:
+                                self._health.broke(write.transfer.error)
                             self._end(passed.pop())
                         continue
                     if transfer.done():
@@ -299,6 +299,12 @@ class InflightWrites:
         self.nbytes += sum(cleanup.inflight_bytes for cleanup in cleanups)
         begun = [write.transfer for write in writes if write.transfer is not None]
         return [transfer for transfer in begun if not transfer.done()]
+
+
+def _under_way(write: _Write) -> Transfer | None:
+    """What a write waits for; of a dead block's, or one that was found to be changed, a worker's."""
+    target = write.target()
+    return (write.running(target) if target is not None else None) or write.transfer
 
 
 def _is_over(transfer: Transfer | None) -> bool:
