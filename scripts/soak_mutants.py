@@ -43,6 +43,7 @@ FILES = (
     "_tiers/host.py _tiers/host_backing.py _tiers/prefetch.py _saved/access_order.py _admission.py "
     "_hook_scope.py _device/memory.py memory.py launcher.py _tiers/device_tiers.py _runtime/trace.py "
     "_runtime/trim.py _stats.py _torch/modules.py _device/accelerator.py stash.py _device/base.py "
+    "_saved/placement.py _torch/hook_stack.py _torch/versions.py _tiers/base.py"
 ).split()
 
 

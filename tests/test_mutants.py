@@ -46,9 +46,9 @@ def test_a_mutant_that_no_test_notices_survives(tmp_path):
 
 def test_a_name_that_is_not_in_the_source_is_an_error(tmp_path):
     picked = tmp_path / "picked.txt"
-    picked.write_text("_blocks.py::gone: 1 -> 2 | tests/test_units.py\n")
+    picked.write_text("_saved/block.py::gone: 1 -> 2 | tests/test_units.py\n")
     ended = run("--picked", str(picked))
-    assert ended.returncode == 1 and "_blocks.py::gone: 1 -> 2" in ended.stderr
+    assert ended.returncode == 1 and "_saved/block.py::gone: 1 -> 2" in ended.stderr
 
 
 def test_every_reason_is_for_a_mutant_that_there_is():
