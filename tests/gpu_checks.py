@@ -377,7 +377,9 @@ def copies_that_die(place: Place) -> None:
             assert torch.accelerator.memory_allocated(place.device) == before, "it is still held"
         noise = [torch.full_like(source, 1 + step) for _ in range(6)]
         copied = [each + 1 for each in noise]
-        for completion in ended:  # what is read of the host's memory and written to it is ours to own
+        for (
+            completion
+        ) in ended:  # what is read of the host's memory and written to it is ours to own
             completion.wait()
         assert bool((arrived == step).all()), f"step {step}: what was read was overwritten before"
         for each in noise:

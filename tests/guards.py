@@ -424,7 +424,9 @@ GUARDS: dict[str, Guard] = {
     ),
     "a part is known by all its strides": Guard(
         "two views of as many elements from the same place",
-        _replaced(_view.StridedRegion, "key", property(lambda region: (region.first, region.count))),
+        _replaced(
+            _view.StridedRegion, "key", property(lambda region: (region.first, region.count))
+        ),
         "below",
         elsewhere="tests/test_view.py has it",
     ),

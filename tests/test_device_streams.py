@@ -10,6 +10,7 @@ from types import BuiltinFunctionType, SimpleNamespace
 import pytest
 import torch
 
+from backstash import Stash
 from backstash._device import accelerator as _accelerator
 from backstash._device.accelerator import Accelerator, accelerator
 
@@ -184,7 +185,7 @@ def test_a_copy_that_dies_before_it_has_ended_gives_its_memory_back_by_its_strea
 @pytest.mark.parametrize("way", ["down", "up"])
 @pytest.mark.parametrize("end", ["ended", "done", "order"])
 def test_a_copy_that_dies_when_its_memory_may_go_records_nothing(played, recorded, way, end):
-    device, log, compute, _ = played
+    device, _, compute, _ = played
     copy = (
         device.down(bytes_of(7), bytes_of(0), compute)
         if way == "down"
@@ -247,7 +248,7 @@ def test_a_copy_s_end_is_a_call_of_c(played, monkeypatch):
 
 def test_a_copy_is_in_no_cycle(played, recorded):
     """Its memory goes when its block dies, and not when the collector comes round."""
-    device, _, compute, current = played
+    device, _, compute, _ = played
     gc.collect()
     gc.disable()
     try:
@@ -263,6 +264,52 @@ def test_a_copy_is_in_no_cycle(played, recorded):
                 assert alive() is None
     finally:
         gc.enable()
+
+
+@pytest.fixture
+def stash(played):
+    """Tensors of the CPU are the played device's to it."""
+    device = played[0]
+    device.free_bytes, device.failures = lambda: 1 << 40, lambda: 0
+    made = Stash(host="1MiB", min_bytes=0, prefetch=0)
+    made._session.put(torch.device("cpu"), made._config.tiers(device, 1))
+    yield made
+    made.close()
+
+
+def test_a_graph_that_is_dropped_while_it_is_copied_leaves_no_device_memory(
+    played, recorded, stash
+):
+    """Nobody has called the stash since: only the host's end waits, until the copy has ended."""
+    device = played[0]
+    with stash:
+        y = torch.ones(1024, requires_grad=True).exp()
+    at, alive = address_of(y), weakref.ref(y.untyped_storage())
+    recorded.clear()
+    del y
+    assert alive() is None and recorded == [(at, "down")]
+    assert len(stash._session.reclaim_queue) == 2, "the block's cleanup, and the backing's"
+    assert stash.stats().host_bytes == 4096, "which the copy fills still"
+    device.finish()
+    assert stash.stats().host_bytes == 0
+
+
+def test_what_was_brought_back_for_nobody_leaves_no_device_memory(played, recorded, stash):
+    device = played[0]
+    with stash:
+        y = torch.ones(1024, requires_grad=True).exp()
+    block = y.grad_fn._raw_saved_result.data.block
+    device.finish()
+    stash.stats()
+    with stash._session.section.lock, stash._session.section:
+        load, _ = stash._session.device_tiers[1].prefetcher.load(block)
+    at, alive = address_of(load.memory), weakref.ref(load.memory.untyped_storage())
+    recorded.clear()
+    del y, block, load
+    assert alive() is None and recorded == [(at, "up")]
+    assert stash.stats().host_bytes == 4096, "which the copy reads still"
+    device.finish()
+    assert stash.stats().host_bytes == 0
 
 
 def test_memory_that_autograd_would_hold_waits_for_every_stream_that_saves(

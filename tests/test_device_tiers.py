@@ -167,3 +167,26 @@ def test_when_all_blocks_have_died_each_part_is_told():
     assert told == ["evictor", "prefetcher", "tier"]
     DeviceTiers(0, part("evictor"), part("prefetcher"), tier=None).forget()
     assert told[3:] == ["evictor", "prefetcher"]
+
+
+class Least(LowerTier):
+    """Has what a tier must have, and nothing else."""
+
+    runs_ahead = False
+    used_bytes = 0
+
+    def begin(self, block):
+        raise NotImplementedError
+
+    def fetch(self, backing, *, ahead):
+        raise NotImplementedError
+
+
+def test_a_tier_that_counts_nothing_has_figures_all_the_same():
+    tier = Least()
+    assert figures(tier) == [0, 0, 0, 0] and (tier.stall_seconds, tier.note) == (0.0, "")
+    for done in (tier.poll, tier.sweep, tier.forget, tier.close):
+        assert done() is None
+    assert tier.restore([], []) is tier.defer(None) is tier.resume(None) is None
+    with pytest.raises(TypeError, match="abstract"):
+        LowerTier()

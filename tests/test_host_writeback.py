@@ -258,7 +258,7 @@ def test_nobody_waits_any_more_when_all_blocks_have_died():
     host.run()
     host.writeback.sweep()
     host.writeback.forget()
-    assert not host.writeback._dirty and not host.writeback._clean
+    assert not host.writeback._dirty.refs and not host.writeback._clean.refs
     del written, held
 
 
@@ -283,8 +283,11 @@ def test_queues_and_counts_are_rebuilt_from_what_is_alive():
     assert host.leaving == 2 * PAGE + PAGE + PAGE + 2 * PAGE
     assert host.begun == [running.cleanup.work]
     assert [ref() for ref in writeback._writing] == [running, ended]
-    assert [writeback._dirty.popleft() for _ in range(len(writeback._dirty))] == [dirty, second]
-    assert [writeback._clean.popleft() for _ in range(len(writeback._clean))] == [clean]
+    assert [writeback._dirty.popleft() for _ in range(len(writeback._dirty.refs))] == [
+        dirty,
+        second,
+    ]
+    assert [writeback._clean.popleft() for _ in range(len(writeback._clean.refs))] == [clean]
     writeback.restore(backings, [])  # what has left its buffer since is not wanted in the queues
     dirty.cleanup.slot, clean.cleanup.buffer = object(), None
     assert writeback._dirty.popleft() is None and writeback._clean.popleft() is None

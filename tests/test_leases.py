@@ -1,4 +1,4 @@
-"""Leases: an extent goes back with its owner, and what an interrupt left half done is mended."""
+"""Leases: an extent goes back with its owner, and what an interrupt left half done is made anew."""
 
 from collections import deque
 
@@ -14,7 +14,11 @@ class Owner:
 def test_an_extent_goes_back_when_it_is_freed_or_its_owner_dies():
     leases, first, second = Leases(unit_bytes=4096), Owner(), Owner()
     assert [leases.take(each, 5000) for each in (first, second)] == [0, 8192]
-    assert (leases.extents.used_bytes, leases.extents.end_bytes, leases.in_order) == (16384, 16384, True)
+    assert (leases.extents.used_bytes, leases.extents.end_bytes, leases.in_order) == (
+        16384,
+        16384,
+        True,
+    )
     leases.free(0)
     leases.free(0)  # a second time is nothing
     assert leases.extents.used_bytes == 8192

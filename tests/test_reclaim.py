@@ -41,9 +41,7 @@ def test_cleanups_know_their_queue_s_mark_and_count_for_nothing_yet():
     assert (host.buffer, host.slot, host.work) == (buffer, None, None)
     assert (host.written, host.brought, host.staged) == (None, None, None)
     assert host.loaded_bytes == 0
-    plain = Cleanup(reclaim_queue, 4)
-    assert (plain.mark, plain.number, plain.loaded_bytes) == (reclaim_queue.mark, 4, 0)
-    assert [each.facts for each in (block, backing, host, plain)] == [None] * 4
+    assert [each.facts for each in (block, backing, host)] == [None] * 3
 
 
 def objects(reclaim_queue):
@@ -69,11 +67,14 @@ def test_what_dies_leaves_its_cleanup_by_a_call_of_c():
         assert not any(isinstance(one, torch.Tensor) for one in held)
 
 
-def test_a_cleanup_that_says_nothing_is_never_busy_and_cannot_be_settled():
-    plain = Cleanup(ReclaimQueue(), 0)
-    assert plain.is_busy() is False and plain.facts is None
-    with pytest.raises(NotImplementedError):
-        plain.settle(Ledger())
+def test_a_cleanup_has_to_say_how_it_is_settled():
+    class Plain(Cleanup):
+        def settle(self, ledger):
+            ledger.subtract()
+
+    with pytest.raises(TypeError, match="abstract"):
+        Cleanup()
+    assert Plain().is_busy() is False and Plain().facts is None
 
 
 def test_what_is_in_host_memory_is_deferred_whatever_uses_it():

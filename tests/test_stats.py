@@ -86,7 +86,11 @@ def test_every_device_is_counted():
 def test_what_there_is_not_is_nothing(below):
     swept = []
     stats = collect(
-        None, session_of([tiers(100, tier(900, swept) if below else None)], saves=5), ADMISSION, None, ""
+        None,
+        session_of([tiers(100, tier(900, swept) if below else None)], saves=5),
+        ADMISSION,
+        None,
+        "",
     )
     assert (stats.name, stats.saves, stats.left) == (None, 5, {})
     assert (stats.disk_bytes, stats.disk_peak_bytes) == (0, 903 if below else 0)

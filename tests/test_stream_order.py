@@ -93,7 +93,9 @@ class Model:
         self.faults: list[str] = []
         self.memory: dict[int, Memory] = {}
         self.buffers: dict[tuple[int, int], list[tuple[str, int]]] = {}
-        self.died: set[str] = set()  # streams of copies that died when they were not known to have ended
+        self.died: set[str] = (
+            set()
+        )  # streams of copies that died when they were not known to have ended
         self.silent = ""  # the stream whose copies die without recording it: something to be found
 
     def allocated(self, tensor: torch.Tensor) -> Memory:

@@ -36,7 +36,12 @@ SHAPES = {
 def test_the_elements_that_a_view_needs(name):
     view, first, sizes, strides, extent = SHAPES[name]
     region = StridedRegion(view(base()))
-    assert (region.first, region.sizes, region.strides, region.extent) == (first, sizes, strides, extent)
+    assert (region.first, region.sizes, region.strides, region.extent) == (
+        first,
+        sizes,
+        strides,
+        extent,
+    )
     assert region.count == torch.Size(sizes).numel() and region.nbytes == 4 * region.count
     assert region.is_dense is (region.count == extent)
     assert region.key == (4, first, sizes, strides)

@@ -1,4 +1,4 @@
-"""A million blocks alive at once: what a pack and an unpack take then, and what keeping account of each takes."""
+"""A million blocks alive at once: what a pack and an unpack take then, and what counting each of them takes."""
 
 from __future__ import annotations
 

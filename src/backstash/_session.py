@@ -94,16 +94,18 @@ class Session:
         if tiers is None:
             with self.section.lock:
                 if device not in self.known_tiers:
-                    made = self.known_tiers[device] = self._make_of(device, len(self.device_tiers))
+                    made = self._make_of(device, len(self.device_tiers))
                     if not isinstance(made, str):
                         self._begin(made)
+                    # Known last: an interrupt leaves tiers that nothing uses, not a device without any.
+                    self.known_tiers[device] = made
                 tiers = self.known_tiers[device]
         return tiers
 
     def put(self, device: torch.device, tiers: DeviceTiers) -> None:
         """From now on, tensors of ``device`` go to ``tiers``."""
-        self.known_tiers[device] = tiers
         self._begin(tiers)
+        self.known_tiers[device] = tiers
 
     def _begin(self, tiers: DeviceTiers) -> None:
         self.device_tiers.append(tiers)

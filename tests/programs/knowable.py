@@ -24,7 +24,7 @@ NEVER = 1 << 30
 
 @dataclass
 class _Save:
-    guard: Tensor
+    probe: Tensor
     """Shares the saved tensor's version counter."""
     version: int
     bytes: Tensor
@@ -57,8 +57,8 @@ class Knowable:
         # The storage is held, so that its identity is not handed out again.
         _, saves = self._saves.setdefault(storage._cdata, (storage, []))
         for save in saves:
-            same = save.guard._version == tensor._version == save.version
-            if same and save.written and same_counter(save.guard, tensor):
+            same = save.probe._version == tensor._version == save.version
+            if same and save.written and same_counter(save.probe, tensor):
                 self.cut = min(self.cut, self.step)
         whole = (tensor if tensor._base is None else tensor._base).requires_grad
         saves.append(_Save(tensor.detach(), tensor._version, mask, whole))
@@ -67,14 +67,14 @@ class Knowable:
     def watch(self, *tensors: Tensor | None) -> Iterator[None]:
         """Each of ``tensors`` may be written in place within this."""
         places = [place for each in tensors for place in self._places_of(each)]
-        before = [[save.guard._version for save in saves] for _, saves, _ in places]
+        before = [[save.probe._version for save in saves] for _, saves, _ in places]
         olds = [storage.clone() for storage, _, _ in places]
         yield
         for (storage, saves, mask), versions, old in zip(places, before, olds, strict=True):
             if storage.nbytes() == old.nbytes() and _same(storage, old):
                 continue
             for save, version in zip(saves, versions, strict=False):
-                if save.guard._version == version:
+                if save.probe._version == version:
                     self.unseen_from = min(self.unseen_from, self.step)
                     touches = len(mask) == len(save.bytes) and bool((mask & save.bytes).any())
                     save.written |= save.any_byte or touches

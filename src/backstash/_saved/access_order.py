@@ -133,7 +133,8 @@ class AccessPredictor(Generic[_B]):
             its_pass.learned = self._learned.get(len(blocks))
         if len(seen) < len(blocks):
             seen.extend(bytes(len(blocks) - len(seen)))
-        if not seen[index]:
+        # An interrupt in forget_dead may have lost the list that the index was of: then nothing is learned.
+        if index < len(seen) and not seen[index]:
             seen[index] = True
             its_pass.used.append(index)
 

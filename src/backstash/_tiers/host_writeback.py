@@ -80,7 +80,7 @@ class HostWriteback:
 
     def write_oldest(self) -> bool:
         """Begin to write the oldest dirty backing."""
-        while self._dirty:
+        while self._dirty.refs:
             backing = self._dirty.popleft()
             if backing is not None:
                 if self._begin_write(backing):
@@ -150,7 +150,7 @@ class HostWriteback:
 
     def evict(self) -> HostCleanup | None:
         """Detach the oldest clean buffer and return its cleanup record; None if none is clean."""
-        while self._clean:
+        while self._clean.refs:
             backing = self._clean.popleft()
             if backing is None:
                 continue
