@@ -4,9 +4,12 @@ import weakref
 from types import SimpleNamespace
 
 import pytest
+import torch
 
+from backstash import Stash
 from backstash._saved import access_order as _access_order
 from backstash._saved.access_order import AccessPredictor
+from backstash.testing import MemoryStore
 
 
 class Piece:
@@ -256,3 +259,28 @@ def test_a_history_of_a_pass_that_has_grown_since():
     use(predictor, made, 0)
     extra = grow(made[0].forward_pass, Piece())
     assert expected(extra, [*made, extra]) == [1, 0]
+
+
+def test_an_interrupt_while_a_pass_forgets_its_dead_costs_a_guess_and_no_gradient():
+    class Interrupts(weakref.ref):
+        def __call__(self):
+            if not looks:
+                looks.append(1)
+                raise KeyboardInterrupt
+            return super().__call__()
+
+    looks = []
+    stash = Stash(disk=MemoryStore(), min_bytes=0, keep=None)
+    x = torch.randn(4, 4, requires_grad=True)
+    with stash:
+        y = x
+        for _ in range(1024):
+            y = y.sin()
+        blocks = stash._session.predictor._current.blocks
+        blocks[500] = Interrupts(blocks[500]())
+        with pytest.raises(KeyboardInterrupt):
+            for _ in range(3):
+                y = y.sin()
+        y = y.sin()
+    (found,) = torch.autograd.grad(y.sum(), x)
+    assert looks and found.isfinite().all()

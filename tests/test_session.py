@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from backstash import Stash
 from backstash._runtime.critical_section import CriticalSection
 from backstash._runtime.reclaim import Ledger, ReclaimQueue
 from backstash._runtime.trace import EventLog
@@ -17,6 +18,7 @@ from backstash._session import Session
 from backstash._tiers.backing import DiskCleanup
 from backstash._tiers.host_backing import HostCleanup
 from backstash._tiers.resident import ResidentSet
+from backstash.testing import MemoryStore, TwinDevice
 
 CPU, OTHER = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -409,3 +411,19 @@ def test_what_raises_while_it_is_settled_is_settled_again_and_counted_once():
     session.drain()
     assert released == ["slot"] and not session.reclaim_queue
     assert (cpu.evictor.inflight.nbytes, cpu.prefetcher.ahead_bytes) == (60, 96)
+
+
+def test_an_interrupt_while_a_device_is_met_leaves_none_without_tiers(monkeypatch):
+    stash = Stash(disk=MemoryStore(), host="1MiB")
+    session, device = stash._session, torch.device("meta")
+    session._make_of = lambda device, number: stash._config.tiers(TwinDevice(), number)
+
+    def interrupted(self, tiers):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Session, "_begin", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        session.tiers_of(device)
+    monkeypatch.undo()
+    tiers = session.tiers_of(device)
+    assert session.device_tiers[tiers.number] is tiers
