@@ -352,7 +352,7 @@ def branches_on_two_streams(place: Place, *, crossing: bool) -> None:
 
 
 def copies_that_die(place: Place) -> None:
-    """A copy that nobody wants has its memory back at once, and nothing is there that it overwrites."""
+    """A copy whose block died keeps its memory until it has ended: nothing is there that it overwrites."""
     place.only_real()
     device = _accelerator.accelerator(torch.device(place.device.type, 0))
     assert isinstance(device, _accelerator.Accelerator), f"nothing drives the device: {device}"
@@ -369,17 +369,14 @@ def copies_that_die(place: Place) -> None:
             ended.append(up.completion)
             assert torch.accelerator.memory_allocated(place.device) >= before + nbytes
             del up
-            assert torch.accelerator.memory_allocated(place.device) == before, "it is still held"
             mine = torch.full_like(source, step)
             down = device.down(mine, arrived, device.stream())
             ended.append(down.completion)
             del mine, down
-            assert torch.accelerator.memory_allocated(place.device) == before, "it is still held"
         noise = [torch.full_like(source, 1 + step) for _ in range(6)]
         copied = [each + 1 for each in noise]
-        for (
-            completion
-        ) in ended:  # what is read of the host's memory and written to it is ours to own
+        # What is read of the host's memory and written to it is ours to own.
+        for completion in ended:
             completion.wait()
         assert bool((arrived == step).all()), f"step {step}: what was read was overwritten before"
         for each in noise:
@@ -387,6 +384,9 @@ def copies_that_die(place: Place) -> None:
         for each in copied:
             assert bool((each == 2 + step).all()), f"step {step}: what was there was read too early"
         del source, noise, copied, each
+        device.up(host, None).wait()
+        held = sum(memory.nbytes for _, memory in device.unfinished)
+        assert held <= nbytes, "what has ended is let go of when the next copy begins"
     for memory in (host, arrived):
         device.give_back(memory)
 

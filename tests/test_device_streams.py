@@ -5,7 +5,7 @@ import gc
 import os
 import warnings
 import weakref
-from types import BuiltinFunctionType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -160,10 +160,10 @@ def test_memory_of_another_stream_is_recorded_there(played, recorded):
 
 
 @pytest.mark.parametrize("way", ["down", "up"])
-def test_a_copy_that_dies_before_it_has_ended_gives_its_memory_back_by_its_stream(
+def test_the_memory_of_a_copy_that_dies_before_it_has_ended_is_the_device_s_until_then(
     played, recorded, way
 ):
-    """At once: the allocator uses it again when the stream that copies has come past the copy."""
+    """The next copy that begins lets go of it, if it has ended: nothing is asked or told where it dies."""
     device, log, compute, _ = played
     host, source = bytes_of(0), bytes_of(7)
     copy = device.down(source, host, compute) if way == "down" else device.up(host, None)
@@ -174,12 +174,14 @@ def test_a_copy_that_dies_before_it_has_ended_gives_its_memory_back_by_its_strea
     del source, mine
     assert recorded == [] and alive() is not None
     del copy
-    assert recorded == [(at, way)]
-    assert alive() is None, "nobody holds it: neither the device, nor what tells when the copy ends"
-    assert log == [], "and nobody has asked, or waited"
+    assert [address_of(memory) for _, memory in device.unfinished] == [at]
+    assert alive() is not None and recorded == [] and log == []
     assert not completion.ended()
+    device.up(bytes_of(3), None)
+    assert alive() is not None, "the device still uses it"
     completion.event.has_ended = True
-    assert completion.ended()
+    device.up(bytes_of(3), None)
+    assert completion.ended() and alive() is None
 
 
 @pytest.mark.parametrize("way", ["down", "up"])
@@ -198,12 +200,64 @@ def test_a_copy_that_dies_when_its_memory_may_go_records_nothing(played, recorde
     assert alive() is None and recorded == []
 
 
-def test_a_copy_that_was_looked_at_too_early_records_its_stream_when_it_dies(played, recorded):
+def test_a_copy_that_was_looked_at_too_early_is_unfinished_when_it_dies(played):
     device, _, compute, _ = played
     copy = device.down(bytes_of(7), bytes_of(0), compute)
     assert not copy.ended() and not copy.done() and not copy.completion.ended()
     del copy
-    assert [stream for _, stream in recorded] == ["down"]
+    assert len(device.unfinished) == 1
+
+
+def test_of_many_unfinished_copies_the_first_that_has_not_ended_is_asked_and_no_other(played):
+    device, log, compute, _ = played
+    copies = [device.down(bytes_of(7), bytes_of(0), compute) for _ in range(50)]
+    for copy in copies[:20]:
+        copy.completion.event.has_ended = True
+    del copy
+    copies.reverse()
+    while copies:
+        copies.pop()
+    log.clear()
+    copy = device.up(bytes_of(3), None)
+    assert log.count(("asked", "down")) == 21 and len(device.unfinished) == 30
+    copy.wait()
+
+
+def test_without_memory_what_no_graph_needs_is_waited_for(played, monkeypatch):
+    device, log, compute, _ = played
+    device.down(bytes_of(7), bytes_of(0), compute)
+    empty, refused = torch.empty, [torch.OutOfMemoryError("none left")]
+
+    def refusing(*size, **options):
+        if refused:
+            raise refused.pop()
+        return empty(*size, **options)
+
+    source = bytes_of(3)
+    monkeypatch.setattr(torch, "empty", refusing)
+    log.clear()
+    copy = device.up(source, None)
+    assert ("the host waits for", "down") in log and not device.unfinished
+    refused.append(torch.OutOfMemoryError("none left"))
+    with pytest.raises(torch.OutOfMemoryError):
+        device.up(source, None)
+    monkeypatch.undo()
+    copy.wait()
+
+
+def test_an_interrupt_while_one_is_asked_leaves_its_memory_with_the_device(played):
+    device, _, compute, _ = played
+    copy = device.down(bytes_of(7), bytes_of(0), compute)
+    event = copy.completion.event
+
+    def interrupted():
+        raise KeyboardInterrupt
+
+    event.query = interrupted
+    del copy
+    with pytest.raises(KeyboardInterrupt):
+        device.up(bytes_of(3), None)
+    assert len(device.unfinished) == 1
 
 
 @pytest.mark.parametrize("way", ["down", "up"])
@@ -217,6 +271,7 @@ def test_what_tells_when_a_copy_has_ended_owns_no_memory(played, way):
     alive = [weakref.ref(each.untyped_storage()) for each in (host, copy.memory)]
     completion = copy.completion
     del host, copy
+    device.unfinished.clear()
     assert [each() for each in alive] == [None, None]
     completion.wait()
     assert completion.ended()
@@ -231,17 +286,20 @@ def test_a_copy_that_was_waited_for_records_nothing_when_it_dies(played, recorde
     assert recorded == []
 
 
-def test_a_copy_s_end_is_a_call_of_c(played, monkeypatch):
-    """An interrupt that came in Python there would be printed and lost: see ``_runtime/reclaim``."""
+def test_a_copy_s_end_is_a_call_of_c_that_no_mode_sees(played):
+    """An interrupt that came in Python there would be printed and lost: see ``_runtime/reclaim``.
+
+    An operator is no such call: a function or dispatch mode that is active there runs Python.
+    """
     device, _, compute, _ = played
-    monkeypatch.setattr(torch.Tensor, "record_stream", torch._C.TensorBase.record_stream)
     source = bytes_of(7)
     down, up = device.down(source, bytes_of(0), compute), device.up(bytes_of(7), None)
-    for copy, mine, stream in ((down, source, "down"), (up, up.memory, "up")):
+    for copy, mine in ((down, source), (up, up.memory)):
         end = copy.__del__
         assert type(end) is functools.partial and not end.keywords
-        assert type(end.func) is BuiltinFunctionType and end.func.__name__ == "record_stream"
-        assert end.func.__self__ is mine and [each.name for each in end.args] == [stream]
+        assert end.func.__self__ is device.unfinished and end.func.__name__ == "append"
+        ((event, memory),) = end.args
+        assert memory is mine and event is copy.completion.event
         copy.order()
         assert copy.__del__ is tuple
 
@@ -277,24 +335,29 @@ def stash(played):
     made.close()
 
 
-def test_a_graph_that_is_dropped_while_it_is_copied_leaves_no_device_memory(
+def test_a_graph_that_is_dropped_while_it_is_copied_leaves_its_memory_until_the_copy_has_ended(
     played, recorded, stash
 ):
-    """Nobody has called the stash since: only the host's end waits, until the copy has ended."""
     device = played[0]
     with stash:
         y = torch.ones(1024, requires_grad=True).exp()
     at, alive = address_of(y), weakref.ref(y.untyped_storage())
     recorded.clear()
     del y
-    assert alive() is None and recorded == [(at, "down")]
+    assert alive() is not None and recorded == []
+    assert [address_of(memory) for _, memory in device.unfinished] == [at]
     assert len(stash._session.reclaim_queue) == 2, "the block's cleanup, and the backing's"
     assert stash.stats().host_bytes == 4096, "which the copy fills still"
     device.finish()
     assert stash.stats().host_bytes == 0
+    with stash:
+        torch.ones(1024, requires_grad=True).exp()
+    assert alive() is None
 
 
-def test_what_was_brought_back_for_nobody_leaves_no_device_memory(played, recorded, stash):
+def test_what_was_brought_back_for_nobody_leaves_its_memory_until_it_has_come(
+    played, recorded, stash
+):
     device = played[0]
     with stash:
         y = torch.ones(1024, requires_grad=True).exp()
@@ -306,7 +369,8 @@ def test_what_was_brought_back_for_nobody_leaves_no_device_memory(played, record
     at, alive = address_of(load.memory), weakref.ref(load.memory.untyped_storage())
     recorded.clear()
     del y, block, load
-    assert alive() is None and recorded == [(at, "up")]
+    assert alive() is not None and recorded == []
+    assert [address_of(memory) for _, memory in device.unfinished] == [at]
     assert stash.stats().host_bytes == 4096, "which the copy reads still"
     device.finish()
     assert stash.stats().host_bytes == 0
@@ -385,7 +449,7 @@ def test_while_a_graph_is_captured_no_event_is_asked(played, recorded):
     recorded.clear()
     log.clear()
     del copy
-    assert log == [] and [stream for _, stream in recorded] == ["down"], "which asks no event"
+    assert log == [] and len(device.unfinished) == 1, "which asks no event"
 
 
 def test_without_memory_on_the_device_that_is_said_and_nothing_waited_for(played, monkeypatch):

@@ -96,7 +96,9 @@ class Model:
         self.died: set[str] = (
             set()
         )  # streams of copies that died when they were not known to have ended
-        self.silent = ""  # the stream whose copies die without recording it: something to be found
+        self.silent = (
+            ""  # the stream whose copies let go of their memory when they die: to be found
+        )
 
     def allocated(self, tensor: torch.Tensor) -> Memory:
         storage = tensor.untyped_storage()
@@ -320,7 +322,9 @@ def test_nothing_is_used_before_or_after_its_time(played, name: str, streams: in
 
 @pytest.mark.parametrize("streams", [1, 3])
 @pytest.mark.parametrize("silent", ["down", "up"])
-def test_a_copy_that_dies_and_records_nothing_is_seen(played, silent: str, streams: int) -> None:
+def test_a_copy_that_dies_and_lets_go_of_its_memory_is_seen(
+    played, silent: str, streams: int
+) -> None:
     faults: set[str] = set()
     for seed in range(6):
         model, stash = played(seed, chance=0.0, **OPTIONS["small windows"])

@@ -12,8 +12,8 @@ This file alone knows how a device is driven; ``testing/device`` is the same for
   of every stream that has saved a tensor by then, and of the one that copies where another stream than
   the saver has waited for that: all of them must have come past before the memory is used again. Telling
   it of the stream that asked is nothing, so that a program of one stream pays nothing.
-- A copy that dies before it has ended, since its graph was dropped, gives the device's memory back at once:
-  its stream is recorded on that memory, so that the allocator uses it again when the copy has ended.
+- A copy that dies before it has ended, since its graph was dropped, leaves the device's memory to a queue; the
+  next copy that begins lets go of what has ended by then.
 - Nothing here makes the computing thread wait for the device. A worker that reads the host's bytes, to write
   them to disk, waits for the event itself.
 - While a graph is captured no event is asked and no copy begins: either would end the capture.
@@ -28,6 +28,7 @@ import functools
 import os
 import warnings
 from abc import abstractmethod
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, cast
@@ -78,8 +79,9 @@ class _StreamCopy(Copy):
         self._owner = owner  # the stream whose memory the device's end is
         self._is_safe = False  # whether the device's end may be let go
         self.completion = _Event(device, copier.record_event())
-        # Its death gives back the device's memory, to be used again once ``copier`` has come past the copy.
-        self.__del__ = functools.partial(mine.record_stream, copier)
+        # Only appends: record_stream, which would give the memory back at once, is an operator, and a mode
+        # that is active where the copy dies would run Python here, or keep it from the allocator.
+        self.__del__ = functools.partial(device.unfinished.append, (self.completion.event, mine))
 
     def _be_safe(self) -> None:
         self._is_safe = True
@@ -93,6 +95,10 @@ class _StreamCopy(Copy):
         if has_ended and not self._is_safe:
             self._be_safe()
         return has_ended
+
+    def wait(self) -> None:
+        self.completion.wait()
+        self._be_safe()
 
     def order(self) -> None:
         stream, has_ended = self._device.stream(), self.ended()
@@ -151,6 +157,8 @@ class Accelerator(Device):
         self._down = torch.Stream(device)
         self._up = torch.Stream(device)
         self._savers: list[Any] = []  # the streams of all operations that have saved a tensor
+        # The device's memory that copies which have died still read or write, and their events.
+        self.unfinished: deque[tuple[Any, Tensor]] = deque()
         # What a copy reads and writes that has begun and has no event yet: an interrupt may come then.
         self._beginning: tuple[Tensor, Tensor] | None = None
 
@@ -202,11 +210,13 @@ class Accelerator(Device):
 
     def down(self, source: Tensor, target: Tensor, made_on: Any) -> Copy:
         """See :meth:`Device.down`."""
+        self._let_go_of_ended()
         self._down.wait_event(made_on.record_event())
         return self._begin(_CopyDown, self._down, made_on, source, target)
 
     def up(self, source: Tensor, after: Completion | None) -> Copy:
         """See :meth:`Device.up`."""
+        self._let_go_of_ended()
         stream = self.stream()
         memory = self._empty(source.numel())
         self._up.wait_event(stream.record_event())
@@ -227,7 +237,21 @@ class Accelerator(Device):
         return copy
 
     def _empty(self, nbytes: int) -> Tensor:
+        try:
+            return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        except torch.OutOfMemoryError:
+            if not self.unfinished:
+                raise
+        self.finish()  # what no graph needs any more is memory, too
+        self._let_go_of_ended()
         return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+
+    def _let_go_of_ended(self) -> None:
+        # Mostly they end in this order, and of a host that runs ahead there may be hundreds. The caller has
+        # the stash's lock; taken out only once it has ended, since an interrupt may come between.
+        unfinished = self.unfinished
+        while unfinished and unfinished[0][0].query():
+            unfinished.popleft()
 
     def pin(self, memory: Tensor) -> str:
         """See :meth:`Device.pin`. By registering memory that exists: exact in size, aligned to pages."""

@@ -27,9 +27,8 @@ class Completion(ABC):
 
 
 class Copy(Transfer):
-    """A copy that was begun. It owns the device's end of it; the host's end is its caller's to own until
-    ``completion`` has ended. One that dies earlier gives the device's memory back at once, and the allocator
-    uses it again when the copy has ended."""
+    """A copy that was begun. It owns the device's end of it, and the device does where it dies before it has
+    ended; the host's end is its caller's to own until ``completion`` has ended."""
 
     ends_in_order = True
     error = None
