@@ -6,7 +6,7 @@ nothing is handed out again that somebody may still use, and no buffer of host m
 ended for the host is a matter of chance, so that the host is ahead of the device by more or less.
 
 Memory that is freed is handed out again at once, as far as its owner goes: so a copy that dies while it may
-still run has to have its stream recorded on its memory by then.
+still run has to leave its memory with the device.
 """
 
 import random
