@@ -370,7 +370,7 @@ def copies_that_die(place: Place) -> None:
             ended.append(up.completion)
             assert torch.accelerator.memory_allocated(place.device) >= before + nbytes
             # A mode sees operators, and would keep a word to the allocator from it.
-            with FakeTensorMode() if step % 2 else nullcontext():
+            with FakeTensorMode() if step % 2 else contextlib.nullcontext():
                 del up
             mine = torch.full_like(source, step)
             down = device.down(mine, arrived, device.stream())
