@@ -337,3 +337,39 @@ def test_room_that_a_dead_block_s_write_still_takes_is_waited_for(tmp_path, monk
     assert torch.equal(gradient, plain_gradient(x, 2))
     monkeypatch.undo()
     store.close()
+
+
+@pytest.mark.parametrize("where", ["add", "leave"])
+def test_an_interrupt_while_a_block_leaves_loses_none_to_its_budget(tmp_path, monkeypatch, where):
+    """It is in place and counted, or on its way: never in place and counted by nobody."""
+    stash = Stash(keep="2MiB", disk=tmp_path)
+    evictor = stash._session.device_tiers[0].evictor
+    target = evictor.inflight if where == "add" else evictor.resident
+    original, calls = getattr(target, where), []
+
+    def interrupted(*arguments):
+        calls.append(1)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return original(*arguments)
+
+    monkeypatch.setattr(target, where, interrupted)
+    x = leaf(1)
+    y, graphs = x, []
+    with pytest.raises(KeyboardInterrupt), stash:
+        for _ in range(8):
+            y = y.sin()
+            graphs.append(y)
+    monkeypatch.undo()
+    with stash:
+        loss = graphs[-1].sin().sum()
+    blocks = [
+        each.grad_fn._raw_saved_self.data.block
+        for each in graphs[1:]
+        if hasattr(each.grad_fn._raw_saved_self.data, "block")
+    ]
+    kept = [block for block in blocks if block.placement.is_kept]
+    assert blocks and all(block.cleanup.resident_bytes == block.nbytes for block in kept)
+    assert stash.stats().keep_bytes <= 2 * MIB
+    assert torch.autograd.grad(loss, x)[0].isfinite().all()
+    stash.close()

@@ -792,3 +792,18 @@ def test_failures_are_the_allocator_s_count(monkeypatch):
     assert device.failures() == 3
     statistics.clear()
     assert device.failures() == 0, "cudaMallocAsync's does not count"
+
+
+def test_a_backward_that_loads_nothing_lets_go_of_what_has_ended(played, stash):
+    """Copies that began early of blocks that stayed: nothing else looks at them before the next forward."""
+    device = played[0]
+    stash.set_keep(None)
+    x = torch.ones(1024, requires_grad=True)
+    with stash:
+        loss = x.exp().exp().sum()
+    copy = device.down(bytes_of(7), bytes_of(0), device.stream())
+    event = copy.completion.event
+    del copy
+    event.has_ended = True
+    loss.backward()
+    assert not device.unfinished

@@ -52,6 +52,10 @@ class Device:
 
     def __init__(self):
         self.fails, self.downs, self.ups, self.finished = None, [], [], 0
+        self.swept = 0
+
+    def sweep(self):
+        self.swept += 1
 
     def down(self, source, target, made_on):
         if self.fails is not None:

@@ -5,6 +5,7 @@ from torch import nn
 from backstash import Action, SavedTensor, Stash
 from backstash.errors import UsageError
 from backstash.policy import by_module, first, larger_than
+from backstash.testing import MemoryStore
 
 
 class Net(nn.Module):
@@ -92,3 +93,15 @@ def test_an_error_in_a_policy_reaches_the_caller_and_leaves_nothing(tmp_path):
     with pytest.raises(LookupError, match="no rule"), stash:
         Net()(torch.randn(8, 64))
     assert stash.stats().blocks == 0
+
+
+def test_a_policy_that_returns_something_else_is_told_so():
+    with pytest.raises(
+        UsageError, match="the policy returned 'disk': allowed is an Action, or None"
+    ):
+        Stash(policy=lambda saved: "disk", disk=MemoryStore()).pack(torch.ones(3))
+
+
+def test_a_disk_that_is_no_directory_is_told_so():
+    with pytest.raises(UsageError, match="disk=5: allowed is a directory, a Disk, or None"):
+        Stash(disk=5)

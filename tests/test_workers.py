@@ -294,3 +294,18 @@ def test_who_may_judge_a_copy():
     thread.join()
     assert mine.may_judge(found[0]) is True
     assert found[0].thread is thread
+
+
+def test_what_is_called_off_owns_nothing_any_more():
+    """A worker may come for it much later: while a disk hangs, say."""
+
+    class Memory:
+        pass
+
+    memory = Memory()
+    alive = weakref.ref(memory)
+    work = Work(lambda memory: None, memory)
+    del memory
+    assert alive() is not None
+    assert work.cancel() and alive() is None
+    assert work.run() and work.finished and work.error is None and not work.cancel()

@@ -19,8 +19,8 @@ from ._tiers.device_tiers import DeviceTiers
 from ._torch.modules import is_buffer, is_parameter, module_path, running_modules
 from ._torch.storages import storage_identity
 from ._torch.tensors import is_wrapper_subclass
-from .errors import StashClosedError
-from .policy import Policy, SavedTensor
+from .errors import StashClosedError, UsageError
+from .policy import Action, Policy, SavedTensor
 
 __all__ = ["SMALL", "Admission"]
 
@@ -131,6 +131,10 @@ class Admission:
                 )
             )
             if action is not None:
+                if not isinstance(action, Action):
+                    raise UsageError(
+                        f"the policy returned {action!r}: allowed is an Action, or None"
+                    )
                 # A CPU tensor is in host memory already.
                 moves = action.tier == "disk" or (
                     action.tier == "host" and tiers.device is not None

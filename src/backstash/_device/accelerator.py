@@ -210,13 +210,13 @@ class Accelerator(Device):
 
     def down(self, source: Tensor, target: Tensor, made_on: Any) -> Copy:
         """See :meth:`Device.down`."""
-        self._let_go_of_ended()
+        self.sweep()
         self._down.wait_event(made_on.record_event())
         return self._begin(_CopyDown, self._down, made_on, source, target)
 
     def up(self, source: Tensor, after: Completion | None) -> Copy:
         """See :meth:`Device.up`."""
-        self._let_go_of_ended()
+        self.sweep()
         stream = self.stream()
         memory = self._empty(source.numel())
         self._up.wait_event(stream.record_event())
@@ -243,10 +243,13 @@ class Accelerator(Device):
             if not self.unfinished:
                 raise
         self.finish()  # what no graph needs any more is memory, too
-        self._let_go_of_ended()
+        self.sweep()
         return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
-    def _let_go_of_ended(self) -> None:
+    def sweep(self) -> None:
+        """See :meth:`Device.sweep`."""
+        if not self.unfinished or self.is_capturing():
+            return
         # Mostly they end in this order, and of a host that runs ahead there may be hundreds. The caller has
         # the stash's lock; taken out only once it has ended, since an interrupt may come between.
         unfinished = self.unfinished

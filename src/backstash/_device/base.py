@@ -114,6 +114,10 @@ class Device(ABC):
     def finish(self) -> None:
         """Wait until every copy that was begun has ended."""
 
+    def sweep(self) -> None:
+        """Let go of the memory of copies that died before they ended, as far as they have ended."""
+        return None
+
     @abstractmethod
     def free_bytes(self) -> int:
         """The device's memory that is free, what the caching allocator keeps included."""

@@ -45,8 +45,9 @@ class Work(Transfer):
         with self._running:
             if self.finished:
                 return False
-            if not self.cancelled and self._call is not None:
-                function, args = self._call
+            call = self._call
+            if not self.cancelled and call is not None:
+                function, args = call
                 try:
                     function(*args)
                 except catch as error:
@@ -77,7 +78,10 @@ class Work(Transfer):
     def cancel(self) -> bool:
         """Call it off; whether that came before it began."""
         self.cancelled = True
-        return not self._running.locked() and not self.finished
+        if self._running.locked() or self.finished:
+            return False
+        self._call = None  # with the memory that it owns: a worker may come for it much later
+        return True
 
 
 def _drop_frames(error: BaseException | None) -> None:

@@ -137,8 +137,8 @@ class Evictor:
     def _begin_write(self, block: Block, tier: LowerTier, thread_state: ThreadState) -> None:
         inflight = self.inflight
         backing, transfer = tier.begin(block)
+        inflight.add(block, backing, transfer)  # first, since all counts follow from the placement
         self.resident.leave(block)
-        inflight.add(block, backing, transfer)
         if inflight.nbytes <= inflight.window_bytes:
             return
         if tier.runs_ahead and inflight.is_one:

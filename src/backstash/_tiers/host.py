@@ -149,6 +149,7 @@ class HostTier(LowerTier):
 
     def poll(self) -> None:
         """See :meth:`LowerTier.poll`: to the device what has come from disk."""
+        self.device.sweep()
         for _ in range(len(self._coming)):
             ref = self._coming.popleft()
             load = ref()
@@ -164,6 +165,7 @@ class HostTier(LowerTier):
 
     def sweep(self) -> None:
         """See :meth:`LowerTier.sweep`."""
+        self.device.sweep()
         self.buffers.sweep()
 
     def defer(self, cleanup: HostCleanup) -> None:
@@ -177,6 +179,7 @@ class HostTier(LowerTier):
     def close(self) -> None:
         """See :meth:`LowerTier.close`."""
         self.buffers.close()
+        self.device.sweep()
 
     def restore(self, blocks: list[Block], cleanups: list[Any]) -> None:
         """See :meth:`LowerTier.restore`."""

@@ -62,6 +62,8 @@ class Disk(Store):
         verify: bool = False,
         threads: int = 2,
     ) -> None:
+        if not isinstance(directory, str | os.PathLike):
+            raise UsageError(f"disk={directory!r}: allowed is a directory, a Disk, or None")
         self.directory = str(Path(directory).expanduser())
         self.name = f"disk {self.directory!r}"
         self.max_bytes = parse_limit(max_bytes, name="max_bytes")
