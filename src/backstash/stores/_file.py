@@ -16,6 +16,7 @@ import os
 import tempfile
 
 from ..errors import StashIOError
+from ._base import PAGE_BYTES
 
 __all__ = ["UnnamedFile"]
 
@@ -64,17 +65,17 @@ class UnnamedFile:
 
     def _accepts_direct(self) -> bool:
         """Find the memory alignment that direct transfers need, by trying one of a page."""
-        for align in (512, 4096):
-            buffer = (ctypes.c_char * 12288)()
-            base = -(-ctypes.addressof(buffer) // 4096) * 4096 + (align % 4096)
+        for align in (512, PAGE_BYTES):
+            buffer = (ctypes.c_char * (3 * PAGE_BYTES))()
+            base = -(-ctypes.addressof(buffer) // PAGE_BYTES) * PAGE_BYTES + (align % PAGE_BYTES)
             try:
-                written = os.pwrite(self.fd, _bytes_at(base, 4096), 0)
+                written = os.pwrite(self.fd, _bytes_at(base, PAGE_BYTES), 0)
                 os.ftruncate(self.fd, 0)
             except OSError as error:
                 if error.errno != errno.EINVAL:
                     raise
                 continue
-            if written == 4096:
+            if written == PAGE_BYTES:
                 self.memory_align = align
                 return True
         return False
