@@ -3,6 +3,7 @@
 import io
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -44,6 +45,56 @@ def test_python_m_backstash_is_the_command() -> None:
     command = [sys.executable, "-m", "backstash", "nonsense"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+
+
+WITHOUT_TORCH = """
+import os, sys
+from backstash.cli import main
+
+def started(*_):
+    raise SystemExit(0)
+
+os.execve = started
+status = main(sys.argv[1:])
+assert "torch" not in sys.modules
+print("status", status)
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status"),
+    [
+        ("", 2),
+        ("--help", 0),
+        ("--version", 0),
+        ("rum", 2),
+        *[(f"{command} --help", 0) for command in ("run", "profile", "doctor", "bench")],
+        *[(f"{command} --no-such-option", 2) for command in ("run", "profile", "doctor", "bench")],
+        ("run train.py", 2),
+        ("run --disk . --keep 2G train.py", 2),
+        ("run --disk . missing.py", 2),
+        ("run --disk . --malloc fast train.py", 2),
+        ("run --disk . train.py 3", 0),
+        ("profile missing.py", 2),
+        ("profile train.py", 0),
+        ("doctor missing", 2),
+        ("doctor --bytes 2G", 2),
+        ("bench gpt --repeats 0", 2),
+        ("bench nothing", 2),
+        ("bench --device cuda gpt", 2),
+        ("bench --table missing.json", 2),
+    ],
+)
+def test_no_torch_is_imported_before_it_is_needed(
+    tmp_path: Path, arguments: str, status: int
+) -> None:
+    """Importing it takes longer than all else that these do."""
+    (tmp_path / "train.py").write_text("print(1)")
+    command = [sys.executable, "-c", WITHOUT_TORCH, *arguments.split()]
+    done = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.stdout.endswith(f"status {status}\n"), done.stderr
 
 
 class Terminal(io.StringIO):

@@ -256,10 +256,19 @@ sys.meta_path.insert(1, Asks())
     [
         "import torch",
         "import backstash",
+        "from backstash import Stash",
+        "import backstash.graph",
         "import importlib.util; importlib.util.find_spec('torch')",
         ANOTHER_FINDER,
     ],
-    ids=["torch", "backstash", "a look", "another finder"],
+    ids=[
+        "torch",
+        "backstash",
+        "a name of backstash",
+        "a part of backstash",
+        "a look",
+        "another finder",
+    ],
 )
 def test_gradients_are_exact_and_the_figures_are_there(tmp_path: Path, first: str) -> None:
     write(tmp_path / "train.py", first + TRAIN)

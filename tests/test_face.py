@@ -1,10 +1,13 @@
 """What a newcomer touches: construction, contexts, wrappers, attach, stats."""
 
+import ast
 import copy
 import dataclasses
 import inspect
 import json
 import pickle
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -51,6 +54,46 @@ def test_wrong_arguments_say_what_is_allowed(wrong, error, said):
     with pytest.raises(error, match=said) as caught:
         Stash(**wrong)
     assert isinstance(caught.value, StashError)
+
+
+ON_DEMAND = """
+import sys
+import backstash
+assert "torch" not in sys.modules and {"Stash", "policy", "__version__"} <= set(dir(backstash))
+assert backstash.StashError.__module__ == "backstash.errors" and "torch" not in sys.modules
+assert backstash.units.parse_bytes("1KiB") == 1024 and "torch" not in sys.modules
+try:
+    backstash.Stahs
+except AttributeError as error:
+    assert str(error) == "module 'backstash' has no attribute 'Stahs'"
+else:
+    raise AssertionError("a name that is not there was found")
+from backstash import *
+names = {name for name in vars() if name in backstash.__all__}
+assert names == set(backstash.__all__) and "torch" in sys.modules
+assert backstash.Stash is Stash and vars(backstash)["Stash"] is Stash
+import pickle
+assert pickle.loads(pickle.dumps([Stash, Disk, Action("keep")])) == [Stash, Disk, Action("keep")]
+for module in "errors graph hooks memory policy report stash stores units".split():
+    assert getattr(backstash, module) is sys.modules[f"backstash.{module}"]
+"""
+
+
+def test_names_are_loaded_on_demand():
+    """torch with them: `backstash --help` and the process that starts a script need neither."""
+    subprocess.run([sys.executable, "-c", ON_DEMAND], timeout=100, check=True)
+
+
+def test_names_on_demand_are_those_that_type_checkers_see():
+    tree = ast.parse(inspect.getsource(backstash))
+    (typed,) = (
+        node
+        for node in tree.body
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+    )
+    seen = {alias.name: each.module for each in typed.body for alias in each.names}
+    assert seen == backstash._WHERE
+    assert {*seen, "__version__"} == set(backstash.__all__)
 
 
 def model_and_input():

@@ -2,14 +2,15 @@
 
 >>> from backstash import Stash
 >>> stash = Stash(keep="2GiB")
+
+Its names are loaded, and torch with them, when they are first asked for: the command line needs neither.
 """
 
-from ._torch.dynamo import leave_untraced as _leave_untraced
-from ._torch.mkl import resolve as _resolve
-from .errors import StashError, StashFullError, StashWarning
-from .policy import Action, SavedTensor
-from .stash import Stash
-from .stores import Disk
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from typing import TYPE_CHECKING
 
 __all__ = [
     "Action",
@@ -24,5 +25,44 @@ __all__ = [
 
 __version__ = "0.1.0"
 
-_resolve()
-_leave_untraced(__name__)
+if TYPE_CHECKING:
+    from .errors import StashError, StashFullError, StashWarning
+    from .policy import Action, SavedTensor
+    from .stash import Stash
+    from .stores import Disk
+else:
+    _WHERE = {
+        "Action": "policy",
+        "Disk": "stores",
+        "SavedTensor": "policy",
+        "Stash": "stash",
+        "StashError": "errors",
+        "StashFullError": "errors",
+        "StashWarning": "errors",
+    }
+    _MODULES = (
+        "errors",
+        "graph",
+        "hooks",
+        "memory",
+        "policy",
+        "report",
+        "stash",
+        "stores",
+        "units",
+    )
+
+    def __getattr__(name):
+        if name in _MODULES:
+            return import_module(f".{name}", __name__)
+        if name not in _WHERE:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = globals()[name] = getattr(import_module(f".{_WHERE[name]}", __name__), name)
+        return value
+
+    def __dir__():
+        return sorted({*globals(), *__all__, *_MODULES})
+
+
+if "torch" in sys.modules:
+    from . import _torch  # noqa: F401  which makes the first call of each of MKL's vector functions

@@ -34,6 +34,7 @@ from ._session import Session
 from ._stats import Stats, collect
 from ._text import clean
 from ._tiers.device_tiers import TierConfig
+from ._torch.dynamo import leave_untraced
 from ._torch.modules import module_that_has
 from ._torch.versions import inplace_error
 from .errors import (
@@ -472,3 +473,6 @@ def _unreadable(entry: Entry, error: StashIOError) -> StashIOError:
 def _named(shape: Any, dtype: torch.dtype, module: str) -> str:
     kind = str(dtype).removeprefix("torch.")
     return f"the {kind} tensor of shape {tuple(shape)} that {module} saved"
+
+
+leave_untraced(__name__)

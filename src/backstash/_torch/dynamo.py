@@ -25,8 +25,8 @@ not_compiled: Callable[[_F], _F] = optional("torch._disable_dynamo", lambda func
 In torch 2.11 to 2.15; where it is missing, the function itself, of which compiled code may warn."""
 
 
-def leave_untraced(package: str) -> None:
-    """Mark the functions of a package's modules, as far as they are imported: Dynamo begins in none of them.
+def leave_untraced(module: str) -> None:
+    """Mark the functions of ``module``'s package, as far as it is imported: Dynamo begins in none of them.
 
     What they call it may still compile, so a compiled function inside a stash is. Each code object is marked
     as torch marks its own; ``torch.compiler.disable`` would import all of the compiler with backstash, and
@@ -37,9 +37,10 @@ def leave_untraced(package: str) -> None:
         return
     action = _eval_frame._FrameAction
     mark = strategy(action.SKIP, action.DEFAULT)
-    for name, module in list(sys.modules.items()):
+    package = module.partition(".")[0]
+    for name, part in list(sys.modules.items()):
         if name == package or name.startswith(package + "."):
-            codes = [code for each in vars(module).values() for code in _codes_of(each, name)]
+            codes = [code for each in vars(part).values() for code in _codes_of(each, name)]
             while codes:
                 code = codes.pop()
                 _eval_frame.set_code_exec_strategy(code, mark)

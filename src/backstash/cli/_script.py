@@ -34,7 +34,7 @@ class _NotRunnable(SystemExit):
 class _TorchImport(MetaPathFinder):
     """A finder that calls ``then`` once, right after torch has been imported.
 
-    A script may import backstash first, which imports torch. ``then`` is called after both imports
+    A script may import a part of backstash first, which imports torch. ``then`` is called after both imports
     have ended, since it imports backstash itself. ``importlib.util.find_spec("torch")`` alone does not call it.
     """
 
@@ -43,7 +43,7 @@ class _TorchImport(MetaPathFinder):
         self._under_way = 0
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        if name not in ("torch", "backstash"):
+        if name != "torch" and name.partition(".")[0] != "backstash":
             return None
         others = (finder for finder in sys.meta_path if finder is not self)
         found = (finder.find_spec(name, path, target) for finder in others)

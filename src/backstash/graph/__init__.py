@@ -77,4 +77,4 @@ _handed_on: dict[str, Any] = {
 globals().update(_handed_on)
 __all__ += list(_handed_on)
 
-_leave_untraced("backstash")
+_leave_untraced(__name__)

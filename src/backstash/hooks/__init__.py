@@ -61,4 +61,4 @@ __all__ = [
     "watch_gradients",
 ]
 
-_leave_untraced("backstash")
+_leave_untraced(__name__)

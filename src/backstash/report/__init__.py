@@ -24,4 +24,4 @@ __all__ = [
     "timeline",
 ]
 
-_leave_untraced("backstash")
+_leave_untraced(__name__)

@@ -12,8 +12,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from ...errors import SizeError
 from ...units import parse_bytes
 from .._arguments import Parser, directory, words
@@ -159,6 +157,8 @@ def _check_device(parser: Parser, options: argparse.Namespace) -> None:
     if options.what:
         parser.error(f"--device measures a set of its own; leave out {options.what[0]!r}")
     device_module("benchmark")  # before anything is measured: only a checkout has it
+    import torch  # here, so that --help and a wrong option do not wait for it
+
     accelerator = torch.accelerator.current_accelerator()
     there = accelerator.type if accelerator is not None and torch.accelerator.is_available() else ""
     if options.device.partition(":")[0] != there and not (options.device == "cpu" and options.tiny):

@@ -6,7 +6,6 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from ._gradients_worker import WAYS
 from ._process import python
 
 __all__ = ["gradients"]
@@ -25,6 +24,8 @@ def gradients(
         tiny: a small model, for tests.
         say: called with a line of progress before each process.
     """
+    from ._gradients_worker import WAYS  # here: it needs torch, which --help need not wait for
+
     layers, width = (4, 256) if tiny else (32, 2048)
     runs = []
     for repeat in range(repeats):
