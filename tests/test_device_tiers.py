@@ -151,7 +151,7 @@ def test_what_an_object_that_died_took_part_in_is_subtracted():
 
 def test_a_dead_backing_s_cleanup_goes_to_the_tier_that_has_its_buffer():
     deferred = []
-    tiers = DeviceTiers(1, None, None, tier=SimpleNamespace(defer=deferred.append))
+    tiers = DeviceTiers(1, None, None, None, tier=SimpleNamespace(defer=deferred.append))
     left = HostCleanup(ReclaimQueue(), 1, None)
     left.settle(tiers)
     assert deferred == [left]
@@ -163,9 +163,9 @@ def test_when_all_blocks_have_died_each_part_is_told():
     def part(name):
         return SimpleNamespace(forget=lambda: told.append(name))
 
-    DeviceTiers(1, part("evictor"), part("prefetcher"), tier=part("tier")).forget()
+    DeviceTiers(1, part("evictor"), part("prefetcher"), None, tier=part("tier")).forget()
     assert told == ["evictor", "prefetcher", "tier"]
-    DeviceTiers(0, part("evictor"), part("prefetcher"), tier=None).forget()
+    DeviceTiers(0, part("evictor"), part("prefetcher"), None, tier=None).forget()
     assert told[3:] == ["evictor", "prefetcher"]
 
 

@@ -47,7 +47,7 @@ def test_the_signature_is_the_contract():
         ({"host": "all"}, SizeError, "host='all'"),
         ({"on_full": "panic"}, UsageError, '"keep" and "raise"'),
         ({"policy": "disk"}, UsageError, "callable"),
-        ({"codec": "zip"}, UsageError, "allowed is None"),
+        ({"codec": "zip"}, UsageError, "allowed is a Codec"),
     ],
 )
 def test_wrong_arguments_say_what_is_allowed(wrong, error, said):

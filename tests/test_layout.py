@@ -16,6 +16,7 @@ MODULES = {
 # circle comes of it. An import for type checkers only counts as any other.
 FLOORS = (
     ("errors", "units", "_text", "memory", "launcher"),
+    ("codecs",),
     ("policy",),
     ("_torch",),
     ("stores",),
@@ -31,7 +32,9 @@ FLOORS = (
     ("testing", "cli", "__main__"),
 )
 # These stand beside the floors: they know nothing of a stash, and who imports them stands above ``graph``.
-BESIDE = {name: {"errors", "units", "_text", "policy", "_torch"} for name in ("hooks", "report")}
+BESIDE = {
+    name: {"errors", "units", "_text", "codecs", "policy", "_torch"} for name in ("hooks", "report")
+}
 PUBLIC_ONLY = ("cli", "integrations")
 
 NAMES = {

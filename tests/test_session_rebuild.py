@@ -118,7 +118,7 @@ class Part:
 
 
 def tiers_of(number, begun=(), tier=None):
-    return DeviceTiers(number, Part(begun), Part(), tier=tier)
+    return DeviceTiers(number, Part(begun), Part(), None, tier=tier)
 
 
 def block_of(reclaim_queue, number, serial, backing=None):

@@ -9,7 +9,7 @@ from backstash._saved.thread_state import Counts
 from backstash._stats import Left, collect
 
 
-def tiers(n, tier=None):
+def tiers(n, tier=None, refused=None):
     """Counts that are all different: ``n`` tells whose they are."""
     inflight = Of(nbytes=n + 1, peak_bytes=n + 2, written_bytes=n + 3, stall_seconds=n + 0.5)
     evictor = Of(
@@ -25,7 +25,8 @@ def tiers(n, tier=None):
         hits=n + 9,
         misses=n + 10,
     )
-    return Of(evictor=evictor, prefetcher=prefetcher, tier=tier)
+    packer = Of(packed_bytes=n + 11, payload_bytes=n + 12, refused=refused or {})
+    return Of(evictor=evictor, prefetcher=prefetcher, packer=packer, tier=tier)
 
 
 def tier(n, swept):
@@ -51,8 +52,8 @@ def test_every_device_is_counted():
     swept = []
     device_tiers = [
         tiers(100),
-        tiers(2000, tier(30_000, swept)),
-        tiers(40_000, tier(500_000, swept)),
+        tiers(2000, tier(30_000, swept), {"it is odd": [1, 7]}),
+        tiers(40_000, tier(500_000, swept), {"it is odd": [2, 60], "it is even": [3, 5]}),
     ]
     session = session_of(device_tiers, saves=5, small_saves=2, small_bytes=70)
     admission = Of(left={SMALL: [1, 10], "it": [2, 20]}, eligible_bytes=40, deduplicated_bytes=50)
@@ -61,7 +62,13 @@ def test_every_device_is_counted():
     assert swept == [30_000, 500_000], "what has ended is looked at first"
     assert (stats.name, stats.saves, stats.blocks) == ("mine", 7, 3)
     assert (stats.eligible_bytes, stats.deduplicated_bytes) == (40, 50)
-    assert stats.left == {SMALL: Left(3, 80), "it": Left(2, 20)}
+    assert stats.left == {
+        SMALL: Left(3, 80),
+        "it": Left(2, 20),
+        "not packed: it is odd": Left(3, 67),
+        "not packed: it is even": Left(3, 5),
+    }
+    assert (stats.packed_bytes, stats.payload_bytes) == (42_100 + 33, 42_100 + 36)
     assert (stats.keep_bytes, stats.keep_peak_bytes) == (42_100 + 12, 42_100 + 15)
     assert (stats.inflight_bytes, stats.inflight_peak_bytes) == (42_100 + 3, 42_100 + 6)
     assert (stats.host_bytes, stats.host_peak_bytes) == (530_002, 530_004)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,8 +20,9 @@ from ._tiers.device_tiers import DeviceTiers
 from ._torch.modules import is_buffer, is_parameter, module_path, running_modules
 from ._torch.storages import storage_identity
 from ._torch.tensors import is_wrapper_subclass
+from .codecs import Codec
 from .errors import StashClosedError, UsageError
-from .policy import Action, Policy, SavedTensor
+from .policy import Action, CodecChoice, Policy, SavedTensor
 
 __all__ = ["SMALL", "Admission"]
 
@@ -32,18 +34,39 @@ _CAPTURED = "a graph of the accelerator is being captured"
 _PARAMETER = "a parameter or another leaf that requires a gradient, or a view of one"
 
 
+class _Choice(NamedTuple):
+    """What is done with a tensor that may move."""
+
+    tier: str = ""
+    """That the policy names; ``""``: as the budgets say."""
+    codec: Codec | None = None
+    """That is asked to make it smaller."""
+
+
+_DEFAULT = _Choice()
+
+
 class Admission:
     """Makes of each saved tensor what autograd is to hold in its place, and counts the tensors it leaves.
 
     Args:
         session: of the stash.
         policy: that is asked for each tensor; ``None``: the default.
+        codec: for what the default moves, or that is asked which.
         min_bytes: smaller storages stay in place.
     """
 
-    def __init__(self, session: Session, *, policy: Policy | None, min_bytes: int) -> None:
+    def __init__(
+        self,
+        session: Session,
+        *,
+        policy: Policy | None,
+        codec: CodecChoice | None = None,
+        min_bytes: int,
+    ) -> None:
         self._session = session
         self._policy = policy
+        self._codec = codec
         self._min_bytes = min_bytes
         self._storage_versions = WeakTable[int, StorageVersion]()
         self._wrappers = WeakTable[int, WrapperEntry]()
@@ -94,18 +117,23 @@ class Admission:
         if isinstance(tiers, str):
             return self._stay(tensor, tiers)
         reason = reason_to_stay(tensor) or (_FORKED if forked else "")
+        cannot_move = ""
         if not reason and (tiers.tier is None or tiers.device is not None):
-            reason = _no_tier(tiers)
+            cannot_move = _no_tier(tiers)
+            if cannot_move is _CAPTURED or (self._policy is None and self._codec is None):
+                reason = cannot_move
         if reason:
             return self._stay(tensor, reason)
         modules = running_modules()
-        reason, tier = self._choose(tensor, modules, thread_state, tiers)
+        reason, choice = self._choose(tensor, modules, thread_state, tiers)
+        if not reason and choice.codec is None:  # what is packed need not move
+            reason = cannot_move
         if reason:
             return self._stay(tensor, reason)
         with section.lock, section:
             if session.reclaim_queue:
                 session.drain()
-            return self._pack_block(tensor, thread_state, modules, tiers, tier)
+            return self._pack_block(tensor, thread_state, modules, tiers, choice)
 
     def _choose(
         self,
@@ -113,23 +141,24 @@ class Admission:
         modules: list[nn.Module],
         thread_state: ThreadState,
         tiers: DeviceTiers,
-    ) -> tuple[str, str]:
-        """Why it stays (``""``: it does not), and the tier that the policy names for it (or ``""``)."""
+    ) -> tuple[str, _Choice]:
+        """Why it stays (``""``: it does not), and what else is done with it."""
         base = tensor._base
         is_leaf_or_view = _gets_gradient(tensor) or (base is not None and _gets_gradient(base))
-        if self._policy is not None:
-            action = self._policy(
-                SavedTensor(
-                    shape=tuple(tensor.shape),
-                    dtype=tensor.dtype,
-                    device=tensor.device,
-                    nbytes=tensor.nbytes,
-                    is_parameter=is_leaf_or_view,
-                    is_leaf=tensor.is_leaf,
-                    module=module_path(modules),
-                    index=thread_state.saves + thread_state.small_saves - 1,
-                )
+        described, codec = None, self._codec
+        if self._policy is not None or not (codec is None or isinstance(codec, Codec)):
+            described = SavedTensor(
+                shape=tuple(tensor.shape),
+                dtype=tensor.dtype,
+                device=tensor.device,
+                nbytes=tensor.nbytes,
+                is_parameter=is_leaf_or_view,
+                is_leaf=tensor.is_leaf,
+                module=module_path(modules),
+                index=thread_state.saves + thread_state.small_saves - 1,
             )
+        if self._policy is not None and described is not None:
+            action = self._policy(described)
             if action is not None:
                 if not isinstance(action, Action):
                     raise UsageError(
@@ -139,14 +168,18 @@ class Admission:
                 moves = action.tier == "disk" or (
                     action.tier == "host" and tiers.device is not None
                 )
-                return ("" if moves else "the policy said so"), action.tier
+                if action.tier != "pack":
+                    return "" if moves else "the policy said so", _Choice(action.tier, action.codec)
+                codec = action.packs_by
         if is_leaf_or_view:
-            return _PARAMETER, ""
+            return _PARAMETER, _DEFAULT
         if tensor.untyped_storage().nbytes() < self._min_bytes:
-            return SMALL, ""
+            return SMALL, _DEFAULT
         if modules and is_buffer(storage_identity(tensor.untyped_storage()), modules):
-            return "a module's buffer, or a view of one", ""
-        return "", ""
+            return "a module's buffer, or a view of one", _DEFAULT
+        if codec is None:
+            return "", _DEFAULT
+        return "", _Choice(codec=codec if isinstance(codec, Codec) else _asked(codec, described))
 
     def _pack_block(
         self,
@@ -154,7 +187,7 @@ class Admission:
         thread_state: ThreadState,
         modules: list[nn.Module],
         tiers: DeviceTiers,
-        tier: str,
+        choice: _Choice,
     ) -> Entry:
         if tiers.device is not None:
             tiers.device.used(tensor)
@@ -170,7 +203,7 @@ class Admission:
         if block is None or (region is not None and not block.serves(region)):
             if region is not None and (block is not None or region.nbytes * 4 < storage.nbytes()):
                 entry = self._pack_region(
-                    tensor, thread_state, modules, tiers, tier, storage_version, region
+                    tensor, thread_state, modules, tiers, choice, storage_version, region
                 )
                 if entry is not None:
                     return entry
@@ -179,7 +212,7 @@ class Admission:
             if tiers.device is not None:
                 block.stream = tiers.device.stream()
             block.saved_regions = None if region is None else [region]
-            self._admit(block, tensor, thread_state, modules, tiers, tier)
+            self._admit(block, tensor, thread_state, modules, tiers, choice)
             storage_version.block = weakref.ref(block)
         else:
             self.deduplicated_bytes += tensor.nbytes
@@ -192,7 +225,7 @@ class Admission:
         thread_state: ThreadState,
         modules: list[nn.Module],
         tiers: DeviceTiers,
-        tier: str,
+        choice: _Choice,
         origin: StorageVersion,
         region: StridedRegion,
     ) -> Entry | None:
@@ -211,13 +244,15 @@ class Admission:
                 copy = region.copy(tensor)
             except torch.OutOfMemoryError:
                 return None  # the whole of it needs no memory to be saved
+            if choice.codec is not None:
+                copy[: region.residue] = 0  # not what the memory held before
             version = StorageVersion(copy, copy.untyped_storage())
             block = Block(version, copy, self._session.reclaim_queue, tiers.number)
             if tiers.device is not None:
                 block.stream = tiers.device.stream()
             block.origin = origin
-            if region.nbytes >= self._min_bytes or tier:
-                self._admit(block, tensor, thread_state, modules, tiers, tier)
+            if region.nbytes >= self._min_bytes or choice.tier:
+                self._admit(block, tensor, thread_state, modules, tiers, choice)
             else:
                 self._session.add(block)
                 self._count_left(
@@ -247,7 +282,7 @@ class Admission:
         thread_state: ThreadState,
         modules: list[nn.Module],
         tiers: DeviceTiers,
-        tier: str,
+        choice: _Choice,
     ) -> None:
         block.thread_state = thread_state
         if modules:
@@ -257,7 +292,11 @@ class Admission:
         # What has a gradient function was made by an operation that has ended. Another may be what this
         # operation made for itself and has yet to fill, without raising a version: rrelu's noise is.
         complete = tensor.requires_grad or block.origin is not block.storage_version
+        tier, codec = choice
         block.to_disk = tier == "disk"
+        if codec is not None:
+            block.codec, block.dtype = codec, tensor.dtype
+            block.is_whole = block.origin is not block.storage_version or _fills_its_storage(tensor)
         tiers.evictor.admit(block, at_once=bool(tier), complete=complete)
 
     def _pack_other(self, tensor: Tensor, thread_state: ThreadState) -> object:
@@ -324,12 +363,33 @@ def _no_tier(tiers: DeviceTiers) -> str:
     return _NO_TIER if tiers.device is None else _NO_HOST
 
 
+def _asked(
+    choose: Callable[[SavedTensor], Codec | None], saved: SavedTensor | None
+) -> Codec | None:
+    """What the stash's ``codec`` says for one tensor."""
+    assert saved is not None
+    codec = choose(saved)
+    if codec is not None and not isinstance(codec, Codec):
+        raise UsageError(f"the codec for {saved} is {codec!r}: allowed is a Codec, or None")
+    return codec
+
+
 def _is_parameter(tensor: Tensor) -> bool:
     """Whether ``tensor`` is a leaf that gets a gradient, a parameter frozen or not, or a view of one."""
     if _gets_gradient(tensor):
         return True
     base = tensor._base
     return base is not None and _gets_gradient(base)
+
+
+def _fills_its_storage(tensor: Tensor) -> bool:
+    """Whether every element of its storage has a value: ``tensor`` has all of them, or is a view of one that
+    autograd made and that has."""
+    nbytes, base = tensor.untyped_storage().nbytes(), tensor._base
+    whole = tensor if base is None or not base.requires_grad else base
+    if whole.nbytes != nbytes or whole.dtype != tensor.dtype:
+        return False
+    return whole.is_contiguous() or StridedRegion(whole).nbytes == nbytes
 
 
 def _may_be_being_filled(tensor: Tensor) -> bool:

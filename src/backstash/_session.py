@@ -239,7 +239,7 @@ class Session:
                 kind: [each for each in found[kind] if each.number == number] for kind in _CLEANUPS
             }
             tiers.restore(mine, waiting, cleanups)
-        self.blocks_alive = sum(each.serial >= 0 for each in found[BlockCleanup])
+        self.blocks_alive = sum(each.facts is not None for each in found[BlockCleanup])
 
 
 def _mark_of(each: Any) -> Any:

@@ -39,6 +39,10 @@ class Stats:
     """Bytes of all blocks so far, each storage counted once however many views of it were saved."""
     deduplicated_bytes: int
     """Bytes of saves that were views of a block already held, and so cost nothing."""
+    packed_bytes: int
+    """Bytes of the blocks that were packed so far, as they were."""
+    payload_bytes: int
+    """What they were packed to. It counts as held wherever it is: in place, on its way down, or below."""
     keep_bytes: int
     """Held in place now."""
     keep_peak_bytes: int
@@ -72,7 +76,8 @@ class Stats:
     prefetch_misses: int
     """Uses of a block that had not."""
     left: Mapping[str, Left]
-    """What was left where it was, by reason."""
+    """What was left where it was, by reason; what begins with ``"not packed: "`` was only left as large as it
+    was, and went where the budgets say."""
     notes: tuple[str, ...]
     """Fallbacks that were taken, each with its reason."""
 
@@ -91,6 +96,12 @@ class Stats:
         now, peak = format_bytes(self.host_bytes), format_bytes(self.host_peak_bytes)
         return [f"  in host    {now:>9} now {peak:>9} taken"]
 
+    def _packed_line(self) -> list[str]:
+        if not self.packed_bytes:
+            return []
+        was, now = format_bytes(self.packed_bytes), format_bytes(self.payload_bytes)
+        return [f"  packed     {was:>9} to {now}"]
+
     def __str__(self) -> str:
         size = format_bytes
         lines = [
@@ -103,6 +114,7 @@ class Stats:
             f"  read ahead {size(self.ahead_bytes):>9} now {size(self.ahead_peak_bytes):>9} peak",
             f"  moved      {size(self.written_bytes)} down, {size(self.read_bytes)} up; "
             f"{size(self.deduplicated_bytes)} saved again at no cost",
+            *self._packed_line(),
             f"  waited     {self.pack_stall_seconds:.3f} s in forward, "
             f"{self.unpack_stall_seconds:.3f} s in backward; "
             f"{self.prefetch_hits} blocks read ahead of need, {self.prefetch_misses} not",
@@ -124,6 +136,10 @@ def collect(
     for tier in below:
         tier.sweep()
     left = {reason: Left(*of_it) for reason, of_it in admission.left.items()}
+    for tiers in session.device_tiers:
+        for reason, (count, nbytes) in tiers.packer.refused.items():
+            known = left.get(f"not packed: {reason}", Left(0, 0))
+            left[f"not packed: {reason}"] = Left(known.count + count, known.nbytes + nbytes)
     if counts.small_saves:
         slow = left.get(SMALL, Left(0, 0))
         left[SMALL] = Left(slow.count + counts.small_saves, slow.nbytes + counts.small_bytes)
@@ -137,6 +153,8 @@ def collect(
         blocks=session.blocks_alive,
         eligible_bytes=admission.eligible_bytes,
         deduplicated_bytes=admission.deduplicated_bytes,
+        packed_bytes=sum(tiers.packer.packed_bytes for tiers in session.device_tiers),
+        payload_bytes=sum(tiers.packer.payload_bytes for tiers in session.device_tiers),
         keep_bytes=sum(evictor.resident.nbytes for evictor in evictors),
         keep_peak_bytes=sum(evictor.resident.peak_bytes for evictor in evictors),
         host_bytes=sum(tier.host_bytes for tier in below),

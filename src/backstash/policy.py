@@ -1,4 +1,4 @@
-"""Policies: which saved tensor goes to which tier.
+"""Policies: which saved tensor goes to which tier, and which is stored smaller.
 
 A policy is any ``callable(SavedTensor) -> Action | None``. A stash calls it in forward for each saved tensor
 that can be moved; ``None`` leaves the choice to the stash's default. What a policy raises comes out of the
@@ -14,12 +14,13 @@ from typing import Literal
 
 import torch
 
+from .codecs import EXACT, Codec
 from .errors import UsageError
 from .units import parse_bytes
 
-__all__ = ["Action", "Policy", "SavedTensor", "by_module", "first", "larger_than"]
+__all__ = ["Action", "CodecChoice", "Policy", "SavedTensor", "by_module", "first", "larger_than"]
 
-_TIERS = ("keep", "host", "disk")
+_TIERS = ("keep", "host", "disk", "pack")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,25 +50,43 @@ class Action:
     """What a stash does with a saved tensor.
 
     Raises:
-        UsageError: ``tier`` is no tier.
+        UsageError: ``tier`` is no tier, ``codec`` is no codec, or both contradict each other.
 
     >>> Action("disk")
-    Action(tier='disk')
+    Action(tier='disk', codec=None)
     """
 
-    tier: Literal["keep", "host", "disk"]
+    tier: Literal["keep", "host", "disk", "pack"]
     """``"keep"``: the tensor stays where it is, and no budget counts it. ``"host"``: an accelerator's tensor
     moves to host memory at once, also while ``keep`` has space; a CPU tensor is in host memory and stays.
-    ``"disk"``: the tensor moves to disk at once, an accelerator's through host memory."""
+    ``"disk"``: the tensor moves to disk at once, an accelerator's through host memory. ``"pack"``: the tensor
+    is stored smaller, by ``codec``; what that makes of it is in memory, counts as ``keep``, and moves down as
+    any other. What cannot be packed is treated as with ``None``, and ``stats().left`` says why."""
+
+    codec: Codec | None = None
+    """What makes the tensor smaller before it moves; ``None``: with ``"pack"`` the exact codecs
+    (:data:`backstash.codecs.EXACT`), else no codec. Not with ``"keep"``."""
 
     def __post_init__(self) -> None:
         if self.tier not in _TIERS:
             raise UsageError(
                 f"Action tier={self.tier!r}: allowed are {', '.join(map(repr, _TIERS))}"
             )
+        if self.codec is not None and not isinstance(self.codec, Codec):
+            raise UsageError(f"Action codec={self.codec!r}: allowed is a Codec, or None")
+        if self.codec is not None and self.tier == "keep":
+            raise UsageError(
+                'Action("keep") has no codec: the tensor stays as it is; Action("pack", codec) packs it'
+            )
+
+    @property
+    def packs_by(self) -> Codec | None:
+        """The codec that is asked to make the tensor smaller."""
+        return EXACT if self.codec is None and self.tier == "pack" else self.codec
 
 
 Policy = Callable[[SavedTensor], "Action | None"]
+CodecChoice = Codec | Callable[[SavedTensor], Codec | None]
 
 
 def first(*policies: Policy) -> Policy:

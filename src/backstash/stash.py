@@ -29,14 +29,16 @@ from ._runtime.trace import EventLog, Levels, Recording
 from ._runtime.trim import Trimmer
 from ._runtime.workers import Workers
 from ._saved.entry import Entry, WrapperEntry
+from ._saved.placement import Packed
 from ._saved.thread_state import ThreadState
 from ._session import Session
 from ._stats import Stats, collect
 from ._text import clean
-from ._tiers.device_tiers import TierConfig
+from ._tiers.device_tiers import DeviceTiers, TierConfig
 from ._torch.dynamo import leave_untraced
 from ._torch.modules import module_that_has
 from ._torch.versions import inplace_error
+from .codecs import Codec
 from .errors import (
     InplaceError,
     StashClosedError,
@@ -45,7 +47,7 @@ from .errors import (
     StashIOError,
     UsageError,
 )
-from .policy import Policy
+from .policy import CodecChoice, Policy
 from .stores import Disk, Store
 from .stores._buffer_pool import BufferPool
 from .units import parse_bytes, parse_limit
@@ -74,7 +76,9 @@ class Stash:
             on the machine each takes its share. CPU tensors do not use it.
         disk: ``None``, a directory, or a :class:`Disk`. Without one, CPU tensors stay in place.
         policy: ``callable(SavedTensor) -> Action | None``; ``None`` from it means the default.
-        codec: ``None``: bytes move as they are.
+        codec: what makes smaller the tensors that the default would move: a
+            :class:`~backstash.codecs.Codec`, or ``callable(SavedTensor) -> Codec | None``. ``None``: bytes stay
+            as they are. What a codec refuses is moved as it is, and ``stats().left`` says why.
         min_bytes: smaller tensors stay where they are.
         inflight: bytes that may be on their way down, their memory not yet let go.
         prefetch: bytes that may have come back before they are used.
@@ -104,7 +108,7 @@ class Stash:
         host: int | str | None = "auto",
         disk: str | os.PathLike[str] | Store | None = None,
         policy: Policy | None = None,
-        codec: None = None,
+        codec: CodecChoice | None = None,
         min_bytes: int | str = "64KiB",
         inflight: int | str = "128MiB",
         prefetch: int | str = "128MiB",
@@ -115,8 +119,10 @@ class Stash:
         host_bytes = -1 if host == "auto" else parse_limit(host, name="host")
         if policy is not None and not callable(policy):
             raise UsageError(f"policy={policy!r}: allowed is a callable of a SavedTensor, or None")
-        if codec is not None:
-            raise UsageError(f"codec={codec!r}: allowed is None; bytes move as they are")
+        if codec is not None and not (isinstance(codec, Codec) or callable(codec)):
+            raise UsageError(
+                f"codec={codec!r}: allowed is a Codec, a callable of a SavedTensor, or None"
+            )
         if on_full not in ("keep", "raise"):
             raise UsageError(f'on_full={on_full!r}: allowed are "keep" and "raise"')
         self.name = name
@@ -151,7 +157,7 @@ class Stash:
             self._config.tiers_of,
             keep=keep_limit,
         )
-        self._admission = Admission(self._session, policy=policy, min_bytes=min_nbytes)
+        self._admission = Admission(self._session, policy=policy, codec=codec, min_bytes=min_nbytes)
         self._local = threading.local()
 
     # Entering and leaving.
@@ -337,7 +343,7 @@ class Stash:
                 module = block.cleanup.module or "no module"
                 raise _changed(entry.shape, entry.dtype, module, placement.lost_at, source.version)
             session.predictor.use(block)
-            if self._event_log.on:
+            if self._event_log.on and block.cleanup.is_counted:
                 self._event_log.emit("use", entry.nbytes, *block.facts[1:])
             if placement.alias is not None:
                 view: Tensor | None = entry.view_of(placement.alias, 0)
@@ -346,11 +352,31 @@ class Stash:
             if view is not None:
                 prefetcher.ahead(block)
                 return view
-            load, mine = prefetcher.load(block)
+            packed = placement if isinstance(placement, Packed) else None
+            if packed is None:
+                load, mine = prefetcher.load(block)
         try:
+            if packed is not None:
+                return self._decode(entry, packed, tiers)
             return prefetcher.view(entry, load, mine=mine)
         except StashIOError as error:
             raise _unreadable(entry, error) from error
+
+    def _decode(self, entry: Entry, placement: Packed, tiers: DeviceTiers) -> Tensor:
+        """The saved view of a packed block."""
+        payload = None
+        if placement.payload is not None:
+            try:
+                payload = self._unpack_entry(placement.payload)
+            except StashIOError as error:
+                cause = error.__cause__
+                raise (cause if isinstance(cause, StashIOError) else error) from None
+        try:
+            root, low = tiers.packer.decode(entry, placement, payload)
+        except torch.OutOfMemoryError:
+            tiers.prefetcher.let_go()
+            root, low = tiers.packer.decode(entry, placement, payload)
+        return tiers.prefetcher.serve_decoded(entry, root, low)
 
     def _unpack_captured(self, entry: Entry) -> Tensor:
         """While a graph of the device is captured nothing can be asked of it: a block in place will do."""

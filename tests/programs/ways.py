@@ -19,6 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from backstash import Disk, Stash, graph, stash
 from backstash._tiers import segments as _segments
+from backstash.codecs import EXACT
 from backstash.errors import StashIOError, StashWarning
 from backstash.policy import Action, SavedTensor
 from backstash.stores import Store
@@ -55,6 +56,14 @@ class Way:
     """Operations that mean something else there."""
 
 
+def _packed(saved: SavedTensor) -> Action:
+    return Action("pack")
+
+
+def _sometimes_packed(saved: SavedTensor) -> Action | None:
+    return (Action("pack"), Action("disk", EXACT), Action("disk"), None)[saved.index % 4]
+
+
 def _sometimes(saved: SavedTensor) -> Action | None:
     return (Action("disk"), None, Action("keep"), Action("host"), None)[saved.index % 5]
 
@@ -83,6 +92,13 @@ WAYS: dict[str, Way] = {
     "a file, one by one": Way({"prefetch": 0}, disk="verify", one_by_one=True, leaves_out=COPIED),
     "policy": Way(
         {"keep": "4KiB", "policy": _sometimes, "prefetch": 0}, one_by_one=True, leaves_out=COPIED
+    ),
+    "packed": Way({"keep": None, "disk": None, "policy": _packed}, disk=""),
+    "packed, below": Way({"inflight": 0, "policy": _packed}),
+    "packed, on its way": Way(
+        {"keep": "1KiB", "prefetch": 0, "policy": _sometimes_packed},
+        one_by_one=True,
+        leaves_out=COPIED,
     ),
     "write fails": Way({"prefetch": 0}, disk="fails", one_by_one=True, leaves_out=COPIED),
     "full": Way({"inflight": 0}, disk="full", one_by_one=True),

@@ -22,7 +22,7 @@ from .._torch.profiling import is_profiling
 
 __all__ = ["Event", "EventLog", "Recording", "profiled"]
 
-Kind = Literal["save", "write", "land", "return", "lose", "read", "use", "free", "stall"]
+Kind = Literal["save", "write", "land", "return", "lose", "read", "use", "free", "stall", "pack"]
 Levels = tuple[int, int, int, int, int]
 
 _NOTHING: AbstractContextManager[Any] = nullcontext()
@@ -43,7 +43,8 @@ class Event:
     """``"save"``: a new block, in place. ``"write"``: its bytes, or a segment's, went down. ``"land"``: its
     memory was let go. ``"return"``: its write failed and it stays in place. ``"lose"``: it was changed in
     place while on its way. ``"read"``: its bytes came back. ``"use"``: backward was given one of its views.
-    ``"free"``: the last that needed it is gone. ``"stall"``: the computing thread waited."""
+    ``"free"``: the last that needed it is gone. ``"stall"``: the computing thread waited.
+    ``"pack"``: it was made smaller, to ``nbytes``."""
     seconds: float
     """When it began, by ``time.perf_counter()``."""
     duration_seconds: float

@@ -22,8 +22,9 @@ from torch import Tensor
 from .._runtime.reclaim import Cleanup, Ledger, ReclaimQueue
 from .._torch.storages import free_weak_ref, storage_identity, weak_ref
 from .._torch.versions import same_counter
+from ..codecs import Codec
 from .access_order import ForwardPass
-from .placement import Arrival, Placement, Resident
+from .placement import Arrival, Packed, Placement, Resident
 from .thread_state import ThreadState
 from .view import StridedRegion, with_bits_of
 
@@ -97,7 +98,7 @@ class Loaded:
 class BlockCleanup(Cleanup):
     """What a block leaves: what the budgets count for it."""
 
-    __slots__ = ("module", "nbytes", "resident_bytes", "serial")
+    __slots__ = ("is_counted", "module", "nbytes", "resident_bytes", "serial")
 
     def __init__(self, reclaim_queue: ReclaimQueue, number: int, nbytes: int) -> None:
         self.mark = reclaim_queue.mark
@@ -106,12 +107,14 @@ class BlockCleanup(Cleanup):
         self.nbytes = nbytes
         self.resident_bytes = 0  # that the keep budget counts
         self.serial = -1  # among all blocks of the stash, while it counts as one of them
+        self.is_counted = True  # not a packed block's payload, which has the serial of that
         self.module = ""
 
     @property
     def facts(self) -> tuple[int, int, str] | None:
         """See :attr:`Cleanup.facts`."""
-        return (self.nbytes, self.serial, self.module) if self.serial >= 0 else None
+        is_one = self.serial >= 0 and self.is_counted
+        return (self.nbytes, self.serial, self.module) if is_one else None
 
     def settle(self, ledger: Ledger) -> None:
         """See :meth:`Cleanup.settle`."""
@@ -134,9 +137,12 @@ class Block:
         "__weakref__",
         "address",
         "cleanup",
+        "codec",
+        "dtype",
         "entries",
         "forward_pass",
         "index",
+        "is_whole",
         "loaded",
         "nbytes",
         "number",
@@ -176,6 +182,12 @@ class Block:
         self.index = 0  # in its forward pass
         # What its entries need, as far as that had to be asked; None: all of it.
         self.saved_regions: list[StridedRegion] | None = None
+        # What is asked to make it smaller when it is complete, and the dtype that it is to be read in.
+        self.codec: Codec | None = None
+        self.dtype = alias.dtype
+        self.is_whole = (
+            True  # whether every element of it is a value, and none what memory held before
+        )
         self.to_disk = False  # whether it is to go to disk however much room the host has
         self.offset = 0  # of its first byte in its backing
         self.entries = 0  # how many saves it stands for
@@ -217,6 +229,9 @@ class Block:
 
     @property
     def where(self) -> str:
-        """The tier that has the bytes: ``"keep"`` until their write has completed."""
+        """The tier that has the bytes: ``"keep"`` until their write has completed. ``"packed"``, wherever the
+        payload is."""
+        if type(self.placement) is Packed:
+            return "packed"
         backing = self.placement.backing
         return "keep" if backing is None or self.placement.alias is not None else backing.tier

@@ -1,4 +1,4 @@
-"""Where a block's bytes are: in place, on their way down, below, or lost.
+"""Where a block's bytes are: in place, on their way down, below, packed into another block, or lost.
 
 A block has one *placement* and changes it by one assignment, so an interrupt finds either the old one or the
 new one. All counts and queues follow from the placements of the blocks that are alive.
@@ -10,15 +10,27 @@ come back by a *load*. Both are abstract here, since a block must name them; the
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Protocol
+from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from .._runtime.reclaim import Cleanup
 from .._runtime.transfer import Transfer
 from .._runtime.workers import Work
+from ..codecs import Codec
 
-__all__ = ["Arrival", "Backing", "Load", "Lost", "Placement", "Resident", "Stored", "Writing"]
+__all__ = [
+    "Arrival",
+    "Backing",
+    "Load",
+    "Lost",
+    "Packed",
+    "Placement",
+    "Resident",
+    "Stored",
+    "Writing",
+]
 
 
 class Arrival(Protocol):
@@ -103,7 +115,7 @@ class Backing(ABC):
 
 
 class Placement:
-    """Where a block is. Abstract: one of the four classes below."""
+    """Where a block is. Abstract: one of the classes below."""
 
     __slots__ = ()
 
@@ -150,6 +162,18 @@ class Stored(Placement):
     def __init__(self, backing: Backing | None, *, is_unordered: bool = False) -> None:
         self.backing = backing
         self.is_unordered = is_unordered
+
+
+class Packed(Placement):
+    """Encoded: the bytes follow from a smaller payload, which is a block of its own and moves as one."""
+
+    __slots__ = ("codec", "dtype", "payload", "recipe")
+
+    def __init__(self, codec: Codec, recipe: Any, dtype: torch.dtype, payload: Any) -> None:
+        self.codec = codec
+        self.recipe = recipe
+        self.dtype = dtype  # in which the whole storage was encoded
+        self.payload = payload  # its entry; None where the recipe says all
 
 
 class Lost(Placement):

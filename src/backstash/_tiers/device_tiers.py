@@ -28,6 +28,7 @@ from .host import HostTier
 from .host_backing import HostCleanup
 from .host_writeback import HostWriteback
 from .inflight import InflightWrites
+from .packing import Packer
 from .prefetch import Prefetcher
 from .resident import ResidentSet
 from .segments import Segments
@@ -42,6 +43,7 @@ class DeviceTiers(Ledger):
         number: of the device in the stash; the CPU's is 0.
         evictor: moves blocks down.
         prefetcher: brings them back.
+        packer: makes blocks smaller, and gives back what they were.
         tier: below the device's memory; ``None`` where there is none.
         device: what drives it; ``None`` for the CPU.
     """
@@ -51,12 +53,14 @@ class DeviceTiers(Ledger):
         number: int,
         evictor: Evictor,
         prefetcher: Prefetcher,
+        packer: Packer,
         *,
         tier: LowerTier | None,
         device: Device | None = None,
     ) -> None:
         self.number = number
         self.evictor = evictor
+        self.packer = packer
         self.prefetcher = prefetcher
         self.tier = tier
         self.device = device
@@ -145,7 +149,8 @@ class TierConfig:
         segments = None  # how small blocks get to a store; host memory takes them one by one
         if disk is not None:
             segments = Segments(disk, self.pool, resident, inflight, self.event_log)
-        evictor = Evictor(resident, health, inflight, tier=tier, segments=segments)
+        packer = Packer(resident, self.reclaim_queue, self.section, self.pool, device=device)
+        evictor = Evictor(resident, health, inflight, packer, tier=tier, segments=segments)
         prefetcher = Prefetcher(
             self.begin,
             tier,
@@ -155,7 +160,7 @@ class TierConfig:
             prefetch=self.prefetch,
             memory=memory,
         )
-        return DeviceTiers(number, evictor, prefetcher, tier=tier, device=device)
+        return DeviceTiers(number, evictor, prefetcher, packer, tier=tier, device=device)
 
     def _disk_tier(self) -> DiskTier | None:
         if self.store is None:

@@ -20,6 +20,7 @@ from .backing import DiskCleanup
 from .base import LowerTier
 from .health import TierHealth
 from .inflight import InflightWrites
+from .packing import Packer
 from .resident import ResidentSet
 from .segments import Segments
 
@@ -33,6 +34,7 @@ class Evictor:
         resident: what is in place.
         health: of the tier below.
         inflight: what is on its way.
+        packer: makes blocks smaller that are to be.
         tier: below the device's memory, if there is one. Where it ``runs_ahead``, compute goes on while a
             block larger than the window is alone in it; else such a block is moved within the call.
         segments: how small blocks get there; ``None``: as any other.
@@ -43,6 +45,7 @@ class Evictor:
         resident: ResidentSet,
         health: TierHealth,
         inflight: InflightWrites,
+        packer: Packer,
         *,
         tier: LowerTier | None = None,
         segments: Segments | None = None,
@@ -50,6 +53,7 @@ class Evictor:
         self.resident = resident
         self.health = health
         self.inflight = inflight
+        self._packer = packer
         self._tier = tier
         self._segments = segments
 
@@ -70,6 +74,11 @@ class Evictor:
         resident, inflight = self.resident, self.inflight
         if inflight.writes:
             inflight.complete(thread_state)
+        if block.codec is not None:
+            payload = self._packer.pack(block)
+            if payload is None:
+                return
+            block = payload
         if not (at_once and self._send(block, thread_state)):
             resident.queue.append(block)
             if resident.limit is not None or resident.memory is not None:

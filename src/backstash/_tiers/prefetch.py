@@ -129,13 +129,34 @@ class Prefetcher:
                     return view
                 load, mine = self.load(block)
 
+    def serve_decoded(self, entry: Entry, root: Tensor, low: int) -> Tensor:
+        """The saved view of a packed block, whose bytes begin at ``low`` of ``root``. Outside the section."""
+        block, section = entry.block, self._section
+        with section.lock, section:
+            view = self.at_hand(entry)  # another thread may have decoded the block meanwhile
+            if view is None:
+                view = self._take(entry, block, None, root, None, low)
+            self.ahead(block)
+        return view
+
     def _take(
-        self, entry: Entry, block: Block, backing: Backing, memory: Tensor, arrival: Any
+        self,
+        entry: Entry,
+        block: Block,
+        backing: Backing | None,
+        memory: Tensor,
+        arrival: Any,
+        low: int = 0,
     ) -> Tensor:
-        """Make the one storage that all of the block's views share, and serve the first of them."""
-        root, low = backing.storage_for(block.offset, block.address, block.nbytes, memory)
-        if backing.wanted <= 0:
-            self._drop_backing(backing)
+        """Make the one storage that all of the block's views share, and serve the first of them.
+
+        Without a ``backing``, it is ``memory``, in which the block begins at ``low``.
+        """
+        root = memory
+        if backing is not None:
+            root, low = backing.storage_for(block.offset, block.address, block.nbytes, memory)
+            if backing.wanted <= 0:
+                self._drop_backing(backing)
         block.turn += 1
         if block.entries == 1:  # nothing to hold: the next use reads again
             entry.turn, block.served = block.turn, 1
@@ -304,6 +325,11 @@ class Prefetcher:
                 self._forget_bytes(holder.cleanup)
         for holder in reversed(stay):
             window.appendleft(holder)
+
+    def let_go(self) -> None:
+        """Let go of what is held: the device ran out of memory. Outside the section."""
+        with self._section.lock, self._section:
+            self._shrink(to_bytes=0)
 
     def forget(self) -> None:
         """No block is alive any more."""

@@ -54,6 +54,11 @@ class ResidentSet:
             cause = "backward" if current_node() is not None else ""
             self.event_log.emit("save", *block.facts, cause=cause)
 
+    def hold(self, payload: Block) -> None:
+        """What a block was packed to, in place."""
+        payload.cleanup.resident_bytes = payload.nbytes
+        self.nbytes += payload.nbytes
+
     def leave(self, block: Block) -> None:
         """It is on its way down, or lost, and no longer counted."""
         cleanup = block.cleanup

@@ -63,10 +63,11 @@ class Lives:
 
 
 class _Block:
-    __slots__ = ("down", "lost", "nbytes", "path")
+    __slots__ = ("down", "lost", "nbytes", "path", "saved_bytes")
 
     def __init__(self, path: str, nbytes: int) -> None:
-        self.path, self.nbytes = path, nbytes
+        self.path, self.nbytes = path, nbytes  # smaller when it is packed
+        self.saved_bytes = nbytes
         self.down = self.lost = False
 
 
@@ -102,7 +103,7 @@ def lives_of(events: Iterable[Any]) -> Lives:
         if move is not None:
             moves.append(move)
         if event.kind == "free":
-            held -= alive.pop(event.block).nbytes
+            held -= alive.pop(event.block).saved_bytes
     modules = [ModuleUse(path, *counts) for path, counts in uses.items()]
     modules.sort(key=lambda each: (-each.saved_bytes, each.path))
     return Lives(tuple(modules), tuple(moves), paths, peak, recomputed)
@@ -121,6 +122,9 @@ def _move(event: Any, block: _Block) -> Move | None:
     if event.kind == "return" and block.down:
         block.down = False
         return Move(at, path, nbytes, -nbytes)
+    if event.kind == "pack":
+        block.nbytes = event.nbytes
+        return Move(at, path, event.nbytes - nbytes, 0)
     if event.kind == "lose" and not (block.down or block.lost):
         block.lost = True
         return Move(at, path, -nbytes, 0)

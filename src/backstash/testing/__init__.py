@@ -1,4 +1,4 @@
-"""For whoever writes a store: a conformance check, and stores that wait, fill up or fail on command.
+"""For whoever writes a store or a codec: conformance checks, and stores that wait, fill up or fail on command.
 
 The wrappers make races and faults repeatable: a test decides when a write ends, instead of sleeping and
 hoping. backstash's own tests use them.
@@ -17,9 +17,18 @@ import torch
 from ..errors import StashClosedError, StashFullError, StashIOError
 from ..stash import Stash
 from ..stores import Slot, Store
+from .codecs import check_codec
 from .device import TwinDevice
 
-__all__ = ["Failing", "Gated", "MemoryStore", "TwinDevice", "check_store", "stash_on"]
+__all__ = [
+    "Failing",
+    "Gated",
+    "MemoryStore",
+    "TwinDevice",
+    "check_codec",
+    "check_store",
+    "stash_on",
+]
 
 _SIZES = (1, 63, 64, 511, 512, 513, 4095, 4096, 4097, 70_001, 1 << 20, (1 << 20) + 24)
 

@@ -1,0 +1,214 @@
+"""Packing: a block becomes a smaller payload, which is a block of its own.
+
+The payload takes the packed block's place among those that may move: the ``keep`` budget counts it, and it
+goes down and comes back as any other. The packed block has no bytes; its entries have them decoded, once for
+all views.
+"""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+from torch import Tensor
+
+from .._device.base import Device
+from .._runtime.critical_section import CriticalSection
+from .._runtime.reclaim import ReclaimQueue
+from .._runtime.trace import profiled
+from .._saved.block import Block, StorageVersion
+from .._saved.entry import Entry
+from .._saved.placement import Packed
+from .._torch.dispatch import count_dispatch_modes, without_function_modes
+from ..codecs import Codec, Encoded
+from ..codecs._base import NOT_SMALLER, integers
+from ..errors import UsageError
+from ..stores._base import PAGE_BYTES
+from ..stores._buffer_pool import BufferPool
+from .resident import ResidentSet
+
+__all__ = ["Packer"]
+
+
+class Packer:
+    """Encodes the blocks of one device, and decodes them. The caller holds the stash's lock.
+
+    Args:
+        resident: what is in place, payloads too.
+        reclaim_queue: gets the cleanups of payloads.
+        section: the stash's.
+        pool: memory to decode to on the CPU.
+        device: whose blocks; ``None`` for the CPU.
+    """
+
+    def __init__(
+        self,
+        resident: ResidentSet,
+        reclaim_queue: ReclaimQueue,
+        section: CriticalSection,
+        pool: BufferPool,
+        *,
+        device: Device | None,
+    ) -> None:
+        self._resident = resident
+        self._reclaim_queue = reclaim_queue
+        self._section = section
+        self._pool = pool
+        self._device = device
+        self._checked: set[tuple[type, str, torch.dtype]] = set()  # on an accelerator
+        self.packed_bytes = self.payload_bytes = 0
+        """Bytes of the blocks that were packed so far, and of what was made of them."""
+        self.refused: dict[str, list[int]] = {}
+        """By reason: how many blocks were not packed, and their bytes."""
+
+    def pack(self, block: Block) -> Block | None:
+        """Encode a complete block in place as its ``codec`` does.
+
+        Returns the block that is to move: the payload's, or ``block`` itself where it is not packed; ``None``
+        where no bytes are left, or ``block`` was changed in place and is lost.
+        """
+        codec, block.codec = block.codec, None
+        assert codec is not None
+        source = block.storage_version
+        reason = self._reason_against(block, codec)
+        encoded = reason or self._encode(block, codec)
+        if source.changed:
+            self._resident.lose(block)
+            return None
+        if isinstance(encoded, str):
+            refused = self.refused.setdefault(encoded, [0, 0])
+            refused[0] += 1
+            refused[1] += block.nbytes
+            return block
+        return self._replace(block, codec, encoded)
+
+    def _reason_against(self, block: Block, codec: Codec) -> str:
+        if block.storage_version.changed:
+            return "changed"
+        if block.has_moved:
+            return "its storage was resized"
+        if block.nbytes % block.dtype.itemsize:
+            return "its storage is not a whole number of elements"
+        if not codec.exact and not block.is_whole:
+            return "it does not fill its storage, and its codec is lossy"
+        if count_dispatch_modes() > 0:
+            return "a dispatch mode of the program would see it"
+        if self._device is not None and self._device.stream() != block.stream:
+            return "it was made on another stream"
+        return ""
+
+    def _encode(self, block: Block, codec: Codec) -> Encoded | str:
+        """What ``codec`` makes of ``block``, or why that is not used."""
+        alias = block.placement.alias
+        assert alias is not None
+        count = block.nbytes // block.dtype.itemsize
+        try:
+            with without_function_modes(), torch.no_grad(), profiled("pack", block.cleanup.module):
+                values = alias.as_strided((block.nbytes // alias.element_size(),), (1,), 0)
+                values = values.view(block.dtype) if alias.dtype != block.dtype else values
+                assert values.numel() == count
+                encoded = codec.encode(values)
+                if isinstance(encoded, str):
+                    return encoded
+                if not isinstance(encoded, Encoded):
+                    raise UsageError(
+                        f"{codec!r} encoded to {type(encoded).__name__}: allowed is an Encoded, or a str that "
+                        "says why not"
+                    )
+                encoded = Encoded(_own(encoded.payload, values, codec), encoded.recipe)
+                if encoded.payload is not None and encoded.payload.nbytes >= block.nbytes:
+                    return NOT_SMALLER
+                if codec.exact and not self._comes_back(values, encoded, codec):
+                    return f"{codec!r} does not give the same bytes back"
+        except (torch.OutOfMemoryError, MemoryError):
+            return "no memory to pack it in"
+        return encoded
+
+    def _comes_back(self, values: Tensor, encoded: Encoded, codec: Codec) -> bool:
+        """Whether decoding gives the bits of ``values``; on an accelerator it is seen once that it does."""
+        key = type(codec), repr(codec), values.dtype
+        if self._device is not None and key in self._checked:
+            return True
+        root = self._memory(values.nbytes, values.device)
+        out = root[: values.nbytes].view(values.dtype)
+        codec.decode(encoded.payload, encoded.recipe, out)
+        is_same = torch.equal(integers(values), integers(out))
+        if is_same and self._device is not None:
+            self._checked.add(key)
+        return is_same
+
+    def _memory(self, nbytes: int, device: torch.device) -> Tensor:
+        if device.type == "cpu":
+            return self._pool.take(nbytes)
+        return torch.empty(nbytes, dtype=torch.uint8, device=device)
+
+    def _replace(self, block: Block, codec: Codec, encoded: Encoded) -> Block | None:
+        resident, payload, inner, entry = self._resident, encoded.payload, None, None
+        if payload is not None:
+            inner = self._payload_block(block, payload)
+            entry = Entry(inner, payload, 0)
+            inner.entries = 1
+            resident.hold(inner)
+        # From here on the payload is what there is: counts and queues follow.
+        block.placement = Packed(codec, encoded.recipe, block.dtype, entry)
+        resident.leave(block)
+        nbytes = inner.nbytes if inner is not None else 0
+        if inner is not None and block.index < len(block.forward_pass.blocks):
+            block.forward_pass.blocks[block.index] = weakref.ref(inner)
+        self.packed_bytes += block.nbytes
+        self.payload_bytes += nbytes
+        if resident.event_log.on:
+            resident.event_log.emit("pack", nbytes, *block.facts[1:])
+        return inner
+
+    def _payload_block(self, block: Block, payload: Tensor) -> Block:
+        version = StorageVersion(payload, payload.untyped_storage())
+        inner = Block(version, payload, self._reclaim_queue, block.number)
+        inner.thread_state, inner.stream, inner.to_disk = (
+            block.thread_state,
+            block.stream,
+            block.to_disk,
+        )
+        inner.forward_pass, inner.index = block.forward_pass, block.index
+        cleanup = inner.cleanup
+        cleanup.module, cleanup.is_counted = block.cleanup.module, False
+        cleanup.serial = block.cleanup.serial
+        return inner
+
+    def decode(self, entry: Entry, placement: Packed, payload: Tensor | None) -> tuple[Tensor, int]:
+        """A storage with the bytes of a packed block, and where they begin in it. Outside the section.
+
+        Args:
+            entry: of the block.
+            placement: of it.
+            payload: its payload.
+
+        Raises ``MemoryError`` or ``torch.OutOfMemoryError`` where there is no memory for them.
+        """
+        block = entry.block
+        on_cpu = self._device is None
+        low = block.address % PAGE_BYTES if on_cpu else 0
+        with self._section.lock, self._section:
+            root = self._memory(low + block.nbytes, entry.device)
+        with without_function_modes(), torch.no_grad(), profiled("unpack", block.cleanup.module):
+            out = root[low : low + block.nbytes].view(placement.dtype)
+            placement.codec.decode(payload, placement.recipe, out)
+        return root, low
+
+
+def _own(payload: Tensor | None, values: Tensor, codec: Codec) -> Tensor | None:
+    """``payload`` in memory of its own, with nothing else in it."""
+    if payload is None:
+        return None
+    if type(payload) is not Tensor or payload.device != values.device or payload.numel() == 0:
+        is_tensor = isinstance(payload, Tensor)
+        what = f"{tuple(payload.shape)} on {payload.device}" if is_tensor else repr(payload)
+        raise UsageError(
+            f"{codec!r} encoded to {type(payload).__name__} {what}: allowed is a Tensor on {values.device} "
+            "with elements, or None"
+        )
+    storage = payload.untyped_storage()
+    is_own = storage.data_ptr() != values.untyped_storage().data_ptr()
+    if is_own and payload.is_contiguous() and storage.nbytes() == payload.nbytes:
+        return payload.detach()
+    return payload.detach().clone(memory_format=torch.contiguous_format)

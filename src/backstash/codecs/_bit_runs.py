@@ -1,0 +1,49 @@
+"""Eight truth values in a byte, the first in its lowest bit.
+
+Eight bytes of 0 or 1 are one integer of 64 bits; its product with ``_GATHER`` has each of them in a bit of its
+own of the highest byte (the technique is known from bitboards, "magic multiplication"). Back, a byte chooses
+one of 256 rows of eight elements.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["nbytes_of", "pack", "rows_of", "unpack"]
+
+_GATHER = 0x0102040810204080
+
+
+def nbytes_of(count: int) -> int:
+    """The bytes of ``count`` bits."""
+    return -(-count // 8)
+
+
+def pack(truths: Tensor, out: Tensor) -> None:
+    """Write a flat bool tensor as bits to ``out``, ``uint8``; the last byte is filled up with zeros."""
+    whole = truths.numel() // 8 * 8
+    eights = truths[:whole].view(torch.uint8).view(torch.int64)
+    out[: whole // 8] = (eights * _GATHER).bitwise_right_shift_(56)
+    if whole < truths.numel():
+        last = torch.zeros(8, dtype=torch.uint8, device=truths.device)
+        last[: truths.numel() - whole] = truths[whole:]
+        out[whole // 8 :] = (last.view(torch.int64) * _GATHER).bitwise_right_shift_(56)
+
+
+def rows_of(low: int, high: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """For each byte, the eight elements that it stands for: ``low`` for a 0, ``high`` for a 1."""
+    byte = torch.arange(256, dtype=torch.int32, device=device).unsqueeze(1)
+    bit = torch.arange(8, dtype=torch.int32, device=device)
+    truths = byte.bitwise_right_shift(bit).bitwise_and_(1).to(torch.bool)
+    rows = torch.full((256, 8), low, dtype=dtype, device=device)
+    return rows.masked_fill_(truths, high)
+
+
+def unpack(bits: Tensor, rows: Tensor, out: Tensor) -> None:
+    """Write the elements that ``bits`` stand for to ``out``, which is flat and of the dtype of ``rows``."""
+    whole = out.numel() // 8 * 8
+    at = bits.to(torch.int32)
+    torch.index_select(rows, 0, at[: whole // 8], out=out[:whole].view(-1, 8))
+    if whole < out.numel():
+        out[whole:] = rows.index_select(0, at[whole // 8 :]).view(-1)[: out.numel() - whole]

@@ -1,0 +1,16 @@
+"""What lossy codecs take."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+__all__ = ["reals"]
+
+
+def reals(values: Tensor) -> Tensor | str:
+    """``values`` as real numbers, two for each complex one; or why it has none that may be rounded."""
+    if values.dtype.is_complex:
+        return values.view(values.dtype.to_real())
+    if not values.dtype.is_floating_point:
+        return "it is not of floating-point numbers"
+    return values

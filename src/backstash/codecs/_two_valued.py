@@ -1,0 +1,57 @@
+"""Two different elements: a bit each."""
+
+from __future__ import annotations
+
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from . import _bit_runs
+from ._base import NOT_SMALLER, NOT_WITHOUT_LOOKING, Codec, Encoded, integers, parts
+
+__all__ = ["TwoValued"]
+
+_SEVERAL = "it has more than two different elements"
+_LOOKED_AT = 64  # elements, before any other is
+
+
+@final
+class TwoValued(Codec):
+    """A tensor with at most two different elements becomes a bit for each, and the two.
+
+    Such are the noise of a dropout on the CPU (0 and 1/(1-p)) and masks that were cast to numbers.
+
+    >>> import torch
+    >>> TwoValued().encode(torch.tensor([0.0, 2.0, 2.0, 0.0]))
+    Encoded(payload=tensor([6], dtype=torch.uint8), recipe=(0, 1073741824))
+    """
+
+    def encode(self, values: Tensor) -> Encoded | str:
+        """See :meth:`Codec.encode`."""
+        if values.device.type != "cpu":
+            return NOT_WITHOUT_LOOKING
+        bits = integers(values)
+        count = bits.numel()
+        if len(set(bits[:: -(-count // _LOOKED_AT)].tolist())) > 2:
+            return _SEVERAL
+        low, high = (int(each) for each in bits.aminmax())
+        payload = torch.empty(_bit_runs.nbytes_of(count), dtype=torch.uint8, device=bits.device)
+        if payload.nbytes >= bits.nbytes:
+            return NOT_SMALLER
+        for part in parts(count, bits.device):
+            is_high = bits[part].eq(high)
+            if not bits[part].eq(low).bitwise_or_(is_high).all():
+                return _SEVERAL
+            _bit_runs.pack(is_high, payload[part.start // 8 : _bit_runs.nbytes_of(part.stop)])
+        return Encoded(payload, (low, high))
+
+    def decode(self, payload: Tensor | None, recipe: Any, out: Tensor) -> None:
+        """See :meth:`Codec.decode`."""
+        assert payload is not None
+        elements = integers(out)
+        low, high = recipe
+        rows = _bit_runs.rows_of(low, high, elements.dtype, out.device)
+        for part in parts(elements.numel(), out.device):
+            bits = payload[part.start // 8 : _bit_runs.nbytes_of(part.stop)]
+            _bit_runs.unpack(bits, rows, elements[part])
