@@ -1,19 +1,76 @@
-"""Two processes under DDP and under FSDP2, on gloo: see distributed_worker.py."""
+"""Processes under DDP, FSDP2 and tensor parallelism, on gloo: see distributed_worker.py and
+tensor_parallel_worker.py."""
 
 from pathlib import Path
 
 import pytest
 import torch
 
+from backstash import Stash
 from two_processes import run_two
 
 WORKER = Path(__file__).with_name("distributed_worker.py")
+TENSOR_PARALLEL = Path(__file__).with_name("tensor_parallel_worker.py")
 
-
-@pytest.mark.skipif(
+needs_gloo = pytest.mark.skipif(
     not (torch.distributed.is_available() and torch.distributed.is_gloo_available()),
     reason="torch was built without gloo",
 )
+
+
+@needs_gloo
 def test_ddp_and_fsdp2_have_plain_s_gradients(tmp_path):
     run_two(WORKER, tmp_path / "store", tmp_path)
     assert {path.name for path in tmp_path.iterdir()} <= {"store"}
+
+
+@needs_gloo
+def test_tensor_parallel_models_have_plain_s_gradients(tmp_path):
+    run_two(TENSOR_PARALLEL, tmp_path / "store", tmp_path, 2)
+    assert {path.name for path in tmp_path.iterdir()} <= {"store", "done-0", "done-1"}
+
+
+class FilledLater(torch.Tensor):
+    """As a collective's result: its memory is filled when it is waited for, and raises no version."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    def __tensor_flatten__(self):
+        return ["inner"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner, context, size, stride):
+        return FilledLater(inner["inner"])
+
+    def trigger_wait(self):
+        self.inner.data.fill_(3.0)
+        return self.inner
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        args = [each.inner if isinstance(each, FilledLater) else each for each in args]
+        return function(*args, **(kwargs or {}))
+
+
+def test_what_a_collective_still_fills_is_waited_for_before_it_is_copied(tmp_path):
+    class Save(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, w, later):
+            ctx.save_for_backward(later)
+            return w.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            return ctx.saved_tensors[0].inner * grad, None
+
+    w = torch.ones(64, requires_grad=True)
+    with Stash(disk=tmp_path, min_bytes=0, inflight=0) as stash:
+        out = Save.apply(w, FilledLater(torch.zeros(64)))
+    out.sum().backward()
+    assert stash.stats().eligible_bytes == 64 * 4
+    assert torch.equal(w.grad, torch.full((64,), 3.0))

@@ -1,14 +1,14 @@
-"""Runs a script as two processes that talk over gloo."""
+"""Runs a script as processes that talk over gloo, two unless said otherwise."""
 
 import os
 import subprocess
 import sys
 
 
-def run_two(worker, *arguments):
-    """``python worker RANK ARGUMENT ...`` for ranks 0 and 1, each on one thread: what each printed.
+def run_two(worker, *arguments, world=2):
+    """``python worker RANK ARGUMENT ...`` for the ranks below ``world``, each on one thread: what each printed.
 
-    Both have to succeed.
+    All have to succeed.
     """
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     workers = [
@@ -19,7 +19,7 @@ def run_two(worker, *arguments):
             stderr=subprocess.STDOUT,
             text=True,
         )
-        for rank in range(2)
+        for rank in range(world)
     ]
     try:
         outputs = [worker.communicate(timeout=100)[0] for worker in workers]

@@ -19,7 +19,7 @@ from ._session import Session
 from ._tiers.device_tiers import DeviceTiers
 from ._torch.modules import is_buffer, is_parameter, module_path, running_modules
 from ._torch.storages import storage_identity
-from ._torch.tensors import is_wrapper_subclass
+from ._torch.tensors import is_wrapper_subclass, wait_for_collective
 from .codecs import Codec
 from .errors import StashClosedError, UsageError
 from .policy import Action, CodecChoice, Policy, SavedTensor
@@ -314,6 +314,7 @@ class Admission:
             return self._stay(tensor, reason)
         if _is_parameter(tensor):
             return self._stay(tensor, _PARAMETER)
+        wait_for_collective(tensor)
         known = self._wrappers.get(id(tensor))
         if known is not None and known.is_of(tensor):
             return known

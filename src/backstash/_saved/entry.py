@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._torch.tensors import is_wrapper_subclass, toggle_bits
+from .._torch.tensors import is_wrapper_subclass, taken_apart, toggle_bits
 from .block import Block
 from .view import StridedRegion, extent_bytes, raw_alias, reason_to_stay, with_bits_of
 
@@ -90,6 +90,7 @@ class WrapperEntry:
         "dtype",
         "kind",
         "offsets",
+        "others",
         "parts",
         "seen",
         "shape",
@@ -97,14 +98,13 @@ class WrapperEntry:
     )
 
     def __init__(self, tensor: Any, pack: Callable[[Tensor], object]) -> None:
-        names, self.context = tensor.__tensor_flatten__()
+        inner, self.others, self.context = taken_apart(tensor)
         self.kind = type(tensor)
         self.shape = tensor.shape
         self.dtype = tensor.dtype
         self.device = tensor.device
         self.stride = tensor.stride()
         self.seen = [(weakref.ref(each), each._version) for each in _with_inner(tensor)]
-        inner = {name: getattr(tensor, name) for name in names}
         self.offsets = {name: _offset_of(part) for name, part in inner.items()}
         self.parts = {name: pack(part) for name, part in inner.items()}
 
@@ -128,7 +128,7 @@ class WrapperEntry:
             name: _at_offset(unpack(part), self.offsets[name]) for name, part in self.parts.items()
         }
         rebuilt: Tensor = self.kind.__tensor_unflatten__(
-            parts, self.context, self.shape, self.stride
+            {**parts, **self.others}, self.context, self.shape, self.stride
         )
         return rebuilt
 
@@ -136,8 +136,8 @@ class WrapperEntry:
 def _with_inner(tensor: Any) -> Iterator[Tensor]:
     yield tensor
     if is_wrapper_subclass(tensor):
-        for name in tensor.__tensor_flatten__()[0]:
-            yield from _with_inner(getattr(tensor, name))
+        for part in taken_apart(tensor)[0].values():
+            yield from _with_inner(part)
 
 
 def _offset_of(part: Tensor) -> int | None:

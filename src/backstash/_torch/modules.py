@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from .lookup import optional
 from .module_parts import own_buffers, own_parameters
 from .storages import storage_identity
+from .tensors import is_wrapper_subclass, taken_apart
 
 __all__ = [
     "CALL_CODE",
@@ -29,6 +30,8 @@ __all__ = [
     "module_that_has",
     "running_modules",
 ]
+
+_PLAIN = (Tensor, nn.Parameter, type(None))
 
 CALL_CODE: Any = optional("torch.nn.Module._call_impl.__code__", None)
 """The code of the frames that run a module's forward, with the module as their local variable ``self``. In
@@ -103,6 +106,8 @@ def is_buffer(cdata: int, modules: list[nn.Module]) -> bool:
             for tensor in tensors.values():
                 if _cdata_of(tensor) == cdata:
                     return True
+                if type(tensor) not in _PLAIN and _is_part_of(cdata, tensor):
+                    return True
     return False
 
 
@@ -121,6 +126,14 @@ def module_that_has(tensor: Tensor) -> str:
                     longest = len(path)
                     found = f"{path or f'({type(module).__name__})'}, whose {name} it is,"
     return found
+
+
+def _is_part_of(cdata: int, tensor: Any) -> bool:
+    """Whether a wrapper subclass (a DTensor, say) is made of a tensor with this storage."""
+    return is_wrapper_subclass(tensor) and any(
+        _cdata_of(part) == cdata or _is_part_of(cdata, part)
+        for part in taken_apart(tensor)[0].values()
+    )
 
 
 def _cdata_of(tensor: Tensor | None) -> int:

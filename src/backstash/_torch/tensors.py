@@ -23,7 +23,9 @@ __all__ = [
     "is_zero_tensor",
     "neg_view",
     "parts_of",
+    "taken_apart",
     "toggle_bits",
+    "wait_for_collective",
 ]
 
 _PLAIN = (Tensor, torch.nn.Parameter)
@@ -75,6 +77,35 @@ def toggle_bits(tensor: Tensor, *, conj: bool, neg: bool) -> Tensor:
     return tensor.conj() if conj else tensor
 
 
+def taken_apart(tensor: Any) -> tuple[dict[str, Tensor], dict[str, object], object]:
+    """What ``__tensor_flatten__`` of a wrapper subclass gives: its inner tensors, other attributes, context.
+
+    From torch 2.13 on the names may be of attributes that are no tensors (a DTensor's ``device_mesh``);
+    ``__tensor_unflatten__`` takes those among the inner tensors.
+    """
+    names, context = tensor.__tensor_flatten__()
+    tensors: dict[str, Tensor] = {}
+    others: dict[str, object] = {}
+    for name in names:
+        value = getattr(tensor, name)
+        if isinstance(value, Tensor):
+            tensors[name] = value
+        else:
+            others[name] = value
+    return tensors, others, context
+
+
+def wait_for_collective(tensor: Any) -> None:
+    """Wait until the collective that fills an ``AsyncCollectiveTensor`` has ended; any other returns at once.
+
+    The class is known by its method ``trigger_wait`` (torch 2.11 to 2.15), so that ``torch.distributed`` is not
+    imported for it. Where torch lacks the method, there is no such tensor.
+    """
+    wait = getattr(tensor, "trigger_wait", None)
+    if wait is not None:
+        wait()
+
+
 def parts_of(tensor: Any) -> list[Tensor] | None:
     """The tensors that a wrapper subclass or a sparse tensor is made of; ``None`` for any other.
 
@@ -85,7 +116,7 @@ def parts_of(tensor: Any) -> list[Tensor] | None:
     if type(tensor) in _PLAIN and tensor.layout is torch.strided:
         return None
     if is_wrapper_subclass(tensor):
-        return [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+        return list(taken_apart(tensor)[0].values())
     if tensor.layout is torch.sparse_coo:
         return [tensor._indices(), tensor._values()]
     if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
