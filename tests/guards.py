@@ -185,9 +185,15 @@ def _forget_the_change(prefetcher: Prefetcher, entry: Any) -> None:
 
 
 def _do_not_wait(
-    prefetcher: Prefetcher, entry: Any, block: Any, backing: Any, memory: Any, arrival: Any
+    prefetcher: Prefetcher,
+    entry: Any,
+    block: Any,
+    backing: Any,
+    memory: Any,
+    arrival: Any,
+    low: int = 0,
 ) -> Any:
-    return _TAKE_LOADED(prefetcher, entry, block, backing, memory, None)
+    return _TAKE_LOADED(prefetcher, entry, block, backing, memory, None, low)
 
 
 def _return_without_memory(resident: ResidentSet, block: Any) -> None:

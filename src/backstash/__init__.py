@@ -41,6 +41,7 @@ else:
         "StashWarning": "errors",
     }
     _MODULES = (
+        "codecs",
         "errors",
         "graph",
         "hooks",

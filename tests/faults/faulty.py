@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from backstash import Disk, Stash
+from backstash import Action, Disk, Stash
 from backstash.testing import TwinDevice, stash_on
 from oracle import same_bits
 
@@ -28,6 +28,9 @@ MIXES: dict[str, Mix] = {
     "disk": lambda where: Stash(disk=Disk(where, verify=True), min_bytes=64),
     "at once": lambda where: Stash(disk=where, min_bytes=64, inflight=0, prefetch="1MiB"),
     "keep": lambda where: Stash(keep="300KiB", disk=where, min_bytes=64, inflight="1MiB"),
+    "packed": lambda where: Stash(
+        policy=lambda saved: Action("pack"), keep="20KiB", disk=where, min_bytes=64, inflight="1MiB"
+    ),
     "accelerator": lambda where: stash_on(
         TwinDevice(chance=0.3),
         keep="300KiB",
@@ -40,14 +43,16 @@ MIXES: dict[str, Mix] = {
 
 
 def forward(inputs: Sequence[Tensor] = INPUTS) -> Tensor:
-    """A loss: elementwise chains, views that share a storage, and a part of one."""
+    """A loss: elementwise chains, views that share a storage, a part of one, and one with zeros."""
     loss = torch.zeros(())
     for each in inputs:
         y = each
         for _ in range(3):
             y = y.exp() * 0.5
         rows = y.view(-1, 100)
-        loss = loss + (rows[:40] * rows[40:80]).sum() + y.square().sum()
+        loss = (
+            loss + (rows[:40] * rows[40:80]).sum() + y.square().sum() + each.relu().square().sum()
+        )
     return loss
 
 

@@ -14,12 +14,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest import mock
 
+import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from backstash import Disk, Stash, graph, stash
 from backstash._tiers import segments as _segments
-from backstash.codecs import EXACT
+from backstash.codecs import EXACT, Codec, Encoded, FirstOf
 from backstash.errors import StashIOError, StashWarning
 from backstash.policy import Action, SavedTensor
 from backstash.stores import Store
@@ -56,12 +57,27 @@ class Way:
     """Operations that mean something else there."""
 
 
+class Halves(Codec):
+    """Exact, and takes any tensor: half of the bytes are the payload, and the recipe has the others."""
+
+    def encode(self, values: Tensor) -> Encoded | str:
+        bytes_ = values.view(torch.uint8)
+        half = bytes_.numel() // 2
+        return Encoded(bytes_[:half].clone(), bytes_[half:].clone()) if half else "it is one byte"
+
+    def decode(self, payload: Tensor | None, recipe: Any, out: Tensor) -> None:
+        assert payload is not None
+        torch.cat([payload, recipe], out=out.view(torch.uint8))
+
+
 def _packed(saved: SavedTensor) -> Action:
-    return Action("pack")
+    return Action("pack", FirstOf(EXACT, Halves()))
 
 
 def _sometimes_packed(saved: SavedTensor) -> Action | None:
-    return (Action("pack"), Action("disk", EXACT), Action("disk"), None)[saved.index % 4]
+    return (Action("pack", Halves()), Action("disk", Halves()), Action("disk"), None)[
+        saved.index % 4
+    ]
 
 
 def _sometimes(saved: SavedTensor) -> Action | None:
@@ -94,8 +110,8 @@ WAYS: dict[str, Way] = {
         {"keep": "4KiB", "policy": _sometimes, "prefetch": 0}, one_by_one=True, leaves_out=COPIED
     ),
     "packed": Way({"keep": None, "disk": None, "policy": _packed}, disk=""),
-    "packed, below": Way({"inflight": 0, "policy": _packed}),
-    "packed, on its way": Way(
+    "packed, then moved": Way({"inflight": 0, "policy": _packed}),
+    "packed, or not": Way(
         {"keep": "1KiB", "prefetch": 0, "policy": _sometimes_packed},
         one_by_one=True,
         leaves_out=COPIED,
@@ -111,6 +127,16 @@ WAYS: dict[str, Way] = {
     ),
     "two threads": Way(
         {"keep": "5KiB", "inflight": "8KiB"},
+        one_by_one=True,
+        holds=False,
+        threads=2,
+        leaves_out=COPIED,
+    ),
+    "packed, on an accelerator": Way(
+        {"disk": None, "keep": "3KiB", "policy": _packed}, chance=0.3, disk="", leaves_out=COPIED
+    ),
+    "packed, two threads": Way(
+        {"keep": "5KiB", "inflight": "8KiB", "policy": _packed},
         one_by_one=True,
         holds=False,
         threads=2,

@@ -19,7 +19,7 @@ from backstash.report import SavedReport, saved_report
 from backstash.report._saved.advice import budgets
 from backstash.report._saved.save import Found, Save, Stored
 from backstash.report._saved.text import where_of
-from backstash.report._saved.waste import MASK, ZEROS, find_waste
+from backstash.report._saved.waste import CONSTANT, MASK, ZEROS, find_waste
 
 COUNT = 40_000
 
@@ -36,9 +36,11 @@ def test_masks_indices_and_zeros_are_found() -> None:
     assert of(torch.cat([coin, coin])) == (MASK, COUNT // 4)
     assert of(torch.where(coin, 2.0, 0.0)) == (MASK, COUNT // 8 + 8)
     assert of(torch.where(coin, 2.0, 0.0).to(torch.float64)) == (MASK, COUNT // 8 + 16)
-    assert of(torch.arange(COUNT) % 200) == ("int64: all fit uint8", COUNT)
-    assert of(torch.arange(COUNT) - 5) == ("int64: all fit int32", 4 * COUNT)
-    assert of((torch.arange(COUNT) % 9).int() - 4) == ("int32: all fit int8", COUNT)
+    assert of(torch.arange(COUNT) % 200) == ("int64: 1 of 8 bytes would do", COUNT)
+    assert of(torch.arange(COUNT) * 3 - 5) == ("int64: 4 of 8 bytes would do", 4 * COUNT)
+    assert of((torch.arange(COUNT) % 9).int() - 4) == ("int32: 1 of 4 bytes would do", COUNT)
+    assert of(torch.arange(COUNT) % 100 + 2**40) == ("int64: 1 of 8 bytes would do", COUNT)
+    assert of(torch.full((COUNT,), -0.0)) == of(torch.full((COUNT,), 7)) == (CONSTANT, 0)
     values = torch.randn(COUNT).relu()
     assert of(values) == (ZEROS, COUNT // 8 + 4 * int(values.count_nonzero()))
     images = torch.randn(4, 8, 40, 40).relu().to(memory_format=torch.channels_last)
@@ -49,7 +51,7 @@ def test_nothing_is_found_where_nothing_is() -> None:
     torch.manual_seed(0)
     dense = torch.randn(COUNT)
     assert of(dense) == ("", dense.nbytes)
-    assert of(torch.arange(COUNT) + 2**40) == ("", 8 * COUNT)
+    assert of(torch.arange(COUNT) * 2**40) == ("", 8 * COUNT)
     # 0.0 and -0.0 are two values, and so are two NaNs of unlike bits: with a third it is no mask.
     signs = torch.where(torch.rand(COUNT) > 0.5, 0.0, -0.0)
     signs[COUNT // 2 + 1] = 1.0
@@ -77,7 +79,9 @@ def test_what_is_claimed_holds_the_values(data: st.DataObject) -> None:
     values = torch.tensor(few)[torch.randint(len(few), (COUNT,))]
     what, nbytes = of(values)
     patterns = values.view(torch.int32)
-    if what == MASK:
+    if what == CONSTANT:
+        assert patterns.unique().numel() == 1 and nbytes == 0
+    elif what == MASK:
         assert patterns.unique().numel() <= 2 and nbytes == COUNT // 8 + 8
     elif what == ZEROS:
         assert nbytes == COUNT // 8 + 4 * int((patterns != 0).sum())
@@ -112,7 +116,7 @@ def test_waste_is_added_up_over_alike_modules() -> None:
     found = {(waste.what, waste.name): waste for waste in saved.waste}
     masks = found[MASK, "blocks.*"]
     assert (masks.tensors, masks.nbytes) == (3, 3 * 4 * 8 * 4096 * 4)
-    assert found["int64: all fit int16", "pool"].could_be_bytes == 4 * 8 * 2048 * 2
+    assert found["int64: 2 of 8 bytes would do", "pool"].could_be_bytes == 4 * 8 * 2048 * 2
     assert (ZEROS, "relu") in found
     assert any("one bit each would do" in line for line in str(saved).splitlines())
     with saved_report(look=False) as unseen:

@@ -112,7 +112,7 @@ class WrapperEntry:
     def where(self) -> str:
         """The lowest tier that has bytes of a part."""
         places = {getattr(part, "where", "keep") for part in self.parts.values()}
-        return next((tier for tier in ("disk", "host") if tier in places), "keep")
+        return next((tier for tier in ("disk", "host", "packed") if tier in places), "keep")
 
     def is_of(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` is what was packed, and neither it nor what it is made of has changed."""

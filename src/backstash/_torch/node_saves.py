@@ -40,7 +40,7 @@ class SavedValue:
     nbytes: int | None
     """The bytes of its elements, or ``None`` likewise."""
     where: str
-    """``"in place"``; a stash's ``"keep"``, ``"host"`` or ``"disk"``; ``"recomputed"`` for what
+    """``"in place"``; a stash's ``"keep"``, ``"packed"``, ``"host"`` or ``"disk"``; ``"recomputed"`` for what
     ``torch.utils.checkpoint`` dropped and will compute again; ``"hooks"`` for an object that only its hooks
     can read; ``"freed"`` after a backward without ``retain_graph``."""
 

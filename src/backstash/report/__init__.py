@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from .._torch.dynamo import leave_untraced as _leave_untraced
 from ._draw import Drawing, draw
+from ._gradient_errors import GradientError, GradientErrors, gradient_errors
 from ._page import render_page
 from ._saved import SavedReport, saved_report
 from ._steps import StepMarks
@@ -15,10 +16,13 @@ from ._timeline import Timeline, timeline
 
 __all__ = [
     "Drawing",
+    "GradientError",
+    "GradientErrors",
     "SavedReport",
     "StepMarks",
     "Timeline",
     "draw",
+    "gradient_errors",
     "render_page",
     "saved_report",
     "timeline",

@@ -39,6 +39,7 @@ _PLACES = {
     "host": "host",
     "disk": "disk",
     "compressed": "packed",
+    "packed": "packed",
     "recomputed": "again",
     "freed": "freed",
     "hooks": "hooks",

@@ -24,9 +24,9 @@ class Place:
     """A place where saved tensors are stored, how many are there, and how many bytes."""
 
     where: str
-    """``"in place"``, ``"keep"``, ``"host"``, ``"disk"``, ``"compressed"``, ``"recomputed"``, ``"freed"``, or
-    ``"hooks"`` if only the hooks that packed the tensor can read it. A packed object may name another place in
-    its attribute ``where``."""
+    """``"in place"``, ``"keep"``, ``"host"``, ``"disk"``, ``"packed"``, ``"compressed"``, ``"recomputed"``,
+    ``"freed"``, or ``"hooks"`` if only the hooks that packed the tensor can read it. A packed object may name
+    another place in its attribute ``where``."""
     count: int
     """How many tensors."""
     nbytes: int

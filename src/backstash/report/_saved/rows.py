@@ -34,9 +34,9 @@ class Row:
     recomputed_bytes: int
     """Bytes of storages that ``torch.utils.checkpoint`` dropped and will recompute; in no other figure."""
     where: Mapping[str, int] = field(hash=False)
-    """``saved_bytes`` by place, most first, without those of parameters and buffers. ``"in place"``; ``"keep"``
-    or ``"disk"`` of a stash; ``"host"``, ``"copied"`` or ``"compressed"`` by other hooks; ``"hooks"`` if only
-    the hooks that packed a tensor can read it."""
+    """``saved_bytes`` by place, most first, without those of parameters and buffers. ``"in place"``;
+    ``"keep"``, ``"packed"`` or ``"disk"`` of a stash; ``"host"``, ``"copied"`` or ``"compressed"`` by other
+    hooks; ``"hooks"`` if only the hooks that packed a tensor can read it."""
 
     @property
     def module(self) -> str:

@@ -8,7 +8,7 @@ from ..._text import clean
 from ...units import format_bytes
 from .rows import Row
 from .summary import Summary
-from .waste import Waste
+from .waste import PART, Waste
 
 __all__ = ["as_rich", "as_text", "where_of"]
 
@@ -108,6 +108,10 @@ def _below(report: Summary) -> list[str]:
     if report.waste:
         lines += ["", "could be smaller, exactly:"]
         lines += [f"  {line}" for line in _waste_lines(report.waste)]
+        packable = [each for each in report.waste if each.what != PART]
+        if packable:
+            gain = sum(each.nbytes - each.could_be_bytes for each in packable)
+            lines.append(f'  Stash(policy=lambda saved: Action("pack")): {format_bytes(gain)} less')
     if report.advice:
         lines += ["", "advice:"]
     for each in report.advice:

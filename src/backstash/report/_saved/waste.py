@@ -18,18 +18,19 @@ from ..._torch.tensors import is_functorch_wrapped
 from .rows import pattern
 from .save import Save
 
-__all__ = ["LEAST_BYTES", "MASK", "ZEROS", "Waste", "find_waste", "wasted"]
+__all__ = ["CONSTANT", "LEAST_BYTES", "MASK", "PART", "ZEROS", "Waste", "find_waste", "wasted"]
 
 MASK = "two values: one bit each would do"
+CONSTANT = "one value: no byte for an element would do"
 ZEROS = "zeros: a bitmap and the others would do"
-_PART = "a small part holds a large storage: a copy would do"
+PART = "a small part holds a large storage: a copy would do"
 _FEW_ZEROS = 0.25  # below, a bitmap and the other values save too little
 LEAST_BYTES = 64 << 10
 """Tensors and storages below this are not reported."""
 _SAMPLE = 128
 _CHUNK = 1 << 20
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32)
+_SIZES = (1, 2, 4)  # bytes of an integer
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,12 +78,12 @@ def find_waste(tensor: Tensor) -> tuple[str, int] | None:
 
 def _integers(values: Tensor, nbytes: int) -> tuple[str, int]:
     low, high = (int(each) for each in torch.aminmax(values))
-    for dtype in _INTEGERS:
-        limits = torch.iinfo(dtype)
-        if limits.min <= low and high <= limits.max and dtype.itemsize < values.element_size():
-            name = str(dtype).removeprefix("torch.")
+    if low == high:
+        return CONSTANT, 0
+    for size in _SIZES:
+        if high - low < 1 << 8 * size and size < values.element_size():
             own = str(values.dtype).removeprefix("torch.")
-            return f"{own}: all fit {name}", values.numel() * dtype.itemsize
+            return f"{own}: {size} of {values.element_size()} bytes would do", values.numel() * size
     return "", nbytes
 
 
@@ -94,6 +95,8 @@ def _floats(flat: Tensor, nbytes: int) -> tuple[str, int]:
     low, high = _ends(sample)
     if low == high:  # the other value is rare, or there is none
         low, high = _ends(bits)
+        if low == high:
+            return CONSTANT, 0
     if _has_only(sample, low, high) and _has_only(bits, low, high):
         return MASK, -(-count // 8) + 2 * flat.element_size()
     if _has_zeros(sample):
@@ -173,4 +176,4 @@ def _wastes(save: Save) -> Iterable[tuple[str, int, int]]:
     for each in save.first:
         if each.kind == "activation" and save.where == "in place" and each.nbytes >= LEAST_BYTES:
             if each.saved_bytes * 2 <= each.nbytes:
-                yield _PART, each.nbytes, each.saved_bytes
+                yield PART, each.nbytes, each.saved_bytes

@@ -1,0 +1,165 @@
+"""``gradient_errors``: how far the gradients under a lossy codec are from the exact ones, on one's own step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .._text import clean
+from ..errors import UsageError
+
+__all__ = ["GradientError", "GradientErrors", "gradient_errors"]
+
+
+@dataclass(frozen=True, slots=True)
+class GradientError:
+    """One parameter's gradient beside the exact one."""
+
+    name: str
+    """The parameter's name in the module."""
+    relative_l2_error: float
+    """The L2 norm of the difference over that of the exact gradient; 0 where both are zero, infinite where
+    only the exact one is."""
+    cosine: float
+    """Of the angle between both: 1 where they point the same way, and where both are zero; NaN where one is."""
+    norm: float
+    """The L2 norm of the exact gradient."""
+
+
+@dataclass(frozen=True, slots=True)
+class GradientErrors:
+    """What :func:`gradient_errors` found; ``str()`` is a table."""
+
+    rows: tuple[GradientError, ...]
+    """A row for each parameter that has a gradient, the one with the largest error first."""
+    loss_is_equal: bool
+    """Whether both losses have the same bits: a codec changes nothing in forward."""
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether no gradient differs."""
+        return all(row.relative_l2_error == 0 for row in self.rows)
+
+    def __str__(self) -> str:
+        if self.is_exact:
+            return f"{len(self.rows)} gradients, each equal to the exact one"
+        width = max(len(clean(row.name)) for row in self.rows)
+        lines = [f"{'parameter':{width}}  relative L2 error    cosine  norm"]
+        lines += [
+            f"{clean(row.name):{width}}  {row.relative_l2_error:17.3g}  {row.cosine:8.6f}  {row.norm:.3g}"
+            for row in self.rows
+        ]
+        if not self.loss_is_equal:
+            lines.append(
+                "the losses differ: the step does not repeat itself, so the errors are not a codec's"
+            )
+        return "\n".join(lines)
+
+
+def gradient_errors(
+    step: Callable[[], Tensor], module: nn.Module, under: AbstractContextManager[Any]
+) -> GradientErrors:
+    """Run a step twice, once plainly and once ``under`` a stash, and compare the gradients of each parameter.
+
+    For judging a lossy codec (:class:`backstash.codecs.BFloat16`, ``Float8``, ``Int8``) by what it does to a
+    program's own gradients. Afterwards the gradients, the buffers and PyTorch's random number states are as
+    before; random numbers of Python or NumPy are the step's own to repeat.
+
+    Args:
+        step: computes the loss, a tensor of one element, from ``module``. It does not call ``backward``.
+        module: whose parameters are compared.
+        under: a stash, or another context in which the step's forward and backward run the second time.
+
+    Raises:
+        UsageError: ``step`` returned no loss with a gradient function.
+
+    >>> from backstash import Stash
+    >>> from backstash.codecs import BFloat16
+    >>> model = nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 1))
+    >>> x = torch.randn(128, 64)
+    >>> found = gradient_errors(lambda: model(x).square().mean(), model, Stash(codec=BFloat16()))
+    >>> all(row.relative_l2_error < 0.01 and row.cosine > 0.9999 for row in found.rows)
+    True
+    """
+    named = [(name, each) for name, each in module.named_parameters() if each.requires_grad]
+    before = [each.grad for _, each in named]
+    try:
+        exact_loss, exact = _gradients(step, module, named, nullcontext())
+        loss, found = _gradients(step, module, named, under)
+    finally:
+        for (_, parameter), gradient in zip(named, before, strict=True):
+            parameter.grad = gradient
+    rows = [
+        _compared(name, one, other)
+        for (name, _), one, other in zip(named, exact, found, strict=True)
+        if one is not None or other is not None
+    ]
+    rows.sort(key=lambda row: -row.relative_l2_error)
+    return GradientErrors(tuple(rows), torch.equal(exact_loss, loss))
+
+
+def _gradients(
+    step: Callable[[], Tensor],
+    module: nn.Module,
+    named: list[tuple[str, nn.Parameter]],
+    under: AbstractContextManager[Any],
+) -> tuple[Tensor, list[Tensor | None]]:
+    """The loss and the gradients of one run, after which all else is as before it."""
+    buffers = [(each, each.detach().clone()) for each in module.buffers()]
+    with _random_states(module):
+        for _, parameter in named:
+            parameter.grad = None
+        try:
+            with under:
+                loss = step()
+                if not isinstance(loss, Tensor) or loss.grad_fn is None:
+                    raise UsageError(
+                        f"gradient_errors: step returned {type(loss).__name__}: allowed is a loss that follows "
+                        "from parameters, before its backward"
+                    )
+                loss.backward()  # type: ignore[no-untyped-call]
+        finally:
+            with torch.no_grad():
+                for buffer, value in buffers:
+                    buffer.copy_(value)
+    return loss.detach(), [parameter.grad for _, parameter in named]
+
+
+def _random_states(module: nn.Module) -> ExitStack:
+    """The states of PyTorch's generators are as before when this context ends."""
+    devices: dict[str, set[int]] = {}
+    for parameter in module.parameters():
+        if parameter.device.type not in ("cpu", "meta"):
+            devices.setdefault(parameter.device.type, set()).add(parameter.device.index or 0)
+    stack = ExitStack()
+    stack.enter_context(torch.random.fork_rng(devices=[]))
+    for kind, indices in devices.items():
+        stack.enter_context(torch.random.fork_rng(devices=sorted(indices), device_type=kind))
+    return stack
+
+
+def _compared(name: str, exact: Tensor | None, other: Tensor | None) -> GradientError:
+    one, two = (_numbers(each, other if each is None else each) for each in (exact, other))
+    norm, its_norm = float(one.norm()), float(two.norm())
+    difference = float((one - two).norm())
+    error = difference / norm if norm else (math.inf if its_norm else 0.0)
+    if norm and its_norm:
+        cosine = min(1.0, float(one @ two) / (norm * its_norm))
+    else:
+        cosine = math.nan if norm or its_norm else 1.0
+    return GradientError(name, error, cosine, norm)
+
+
+def _numbers(gradient: Tensor | None, like: Tensor | None) -> Tensor:
+    """A gradient's elements in double precision; zeros where there is none."""
+    if gradient is None:
+        assert like is not None
+        return torch.zeros_like(like.detach(), dtype=torch.float64).flatten()
+    flat = gradient.detach().to_dense().flatten()
+    return torch.view_as_real(flat).flatten().double() if flat.is_complex() else flat.double()
