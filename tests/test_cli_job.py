@@ -104,8 +104,10 @@ def test_each_process_of_a_launcher_has_lines_and_files_of_its_own(tmp_path: Pat
 
 def test_a_launcher_under_backstash_is_told_how_to_go_around_it(tmp_path: Path) -> None:
     script = write(tmp_path / "rank.py", RANK)
-    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2", str(script)]
-    ended = under_stash(launcher, tmp_path, "--disk", str(tmp_path))
+    arguments = ["--nproc-per-node", "2", str(script)]
+    own = f"from torch.distributed.run import main\nmain({arguments})"
+    launcher = write(tmp_path / "launch.py", own)
+    ended = under_stash([str(launcher)], tmp_path, "--disk", str(tmp_path))
     assert ended.returncode == 0
     assert "note       nothing was saved for backward\n" in ended.stderr
     assert "torchrun ... -m backstash run ... SCRIPT" in ended.stderr

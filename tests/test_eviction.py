@@ -140,7 +140,7 @@ class Way:
 
 def another(alive=True):
     thread_state = ThreadState()
-    thread_state.thread = SimpleNamespace(is_alive=lambda: alive)
+    thread_state.thread = lambda: SimpleNamespace(is_alive=lambda: alive)
     return thread_state
 
 

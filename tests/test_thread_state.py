@@ -28,7 +28,7 @@ def test_a_copy_is_judged_by_its_own_thread_or_when_that_has_ended():
     thread.start()
     assert made.wait(30)
     (their,) = theirs
-    assert mine.thread is threading.current_thread() and their.thread is thread
+    assert mine.thread() is threading.current_thread() and their.thread() is thread
     assert mine.may_judge(mine) is True and their.may_judge(their) is True
     assert mine.may_judge(their) is False
     assert their.may_judge(mine) is False

@@ -148,7 +148,7 @@ class Session:
 
     def new_thread_state(self) -> ThreadState:
         """The state of this thread. Those of threads that have ended are closed, and need not be kept."""
-        for ended in [each for each in self.thread_states if not each.thread.is_alive()]:
+        for ended in [each for each in self.thread_states if not each.is_alive()]:
             self.thread_states.remove(ended)
             self._ended += ended.counts
             self.adopt(ended)

@@ -11,7 +11,7 @@ import backstash
 
 PACKAGE = Path(backstash.__file__).parent
 UNPICKLERS = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
-RUNS_SCRIPTS = PACKAGE / "cli" / "_script.py"  # what the user asked to run
+RUNS_SCRIPTS = PACKAGE / "cli" / "_importlib_bootstrap.py"  # what the user asked to run
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 
 

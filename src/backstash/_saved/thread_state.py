@@ -56,7 +56,7 @@ class ThreadState:
     )
 
     def __init__(self) -> None:
-        self.thread = threading.current_thread()
+        self.thread = weakref.ref(threading.current_thread())  # weak: it may end
         self.scopes: list[Scope] = []  # hook pairs that this thread has pushed and not yet popped
         self.waiting: deque[tuple[weakref.ref[Any], bool]] = (
             deque()
@@ -69,6 +69,11 @@ class ThreadState:
         """What this thread has given so far."""
         return Counts(self.saves, self.small_saves, self.small_bytes)
 
+    def is_alive(self) -> bool:
+        """Whether the thread has not ended."""
+        thread = self.thread()
+        return thread is not None and thread.is_alive()
+
     def may_judge(self, other: ThreadState) -> bool:
         """Whether this thread, now inside the stash, may judge a copy that ``other``'s thread began."""
-        return other is self or not other.thread.is_alive()
+        return other is self or not other.is_alive()

@@ -112,4 +112,4 @@ def _level() -> int:
 
 
 def _is_ours(module: object) -> bool:
-    return str(module).partition(".")[0] in ("backstash", "torch")
+    return str(module).partition(".")[0] in (__name__.partition(".")[0], "torch")

@@ -28,7 +28,7 @@ CHECKPOINT_MODULE = torch.utils.checkpoint.__name__
 _CACHING = "_CachingTorchDispatchMode"
 _NOT_REENTRANT = "_checkpoint_without_reentrant_generator"
 _AGAIN = ("backward", "unpack_hook")  # of the reentrant kind, and of the other
-_BETWEEN = ("backstash.", "torch.autograd.function")
+_BETWEEN = (__name__.partition(".")[0] + ".", "torch.autograd.function")
 
 
 def is_caching() -> bool:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import mmap
 import os
+import threading
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 
@@ -103,13 +104,34 @@ def _timed(
     """Move the slots until the time is up; return those that were moved, and bytes per second."""
     started = time.perf_counter()
     done: list[Slot] = []
-    with ThreadPoolExecutor(threads) as pool:
-        for at in range(0, len(slots), threads):
-            # All threads share one source and target: what is measured is the disk, not the bytes.
-            part = slots[at : at + threads]
-            list(pool.map(move, part, [address] * len(part)))
-            done += part
-            say(f"{what}: {len(done)} of {len(slots)} x {_SLOT_BYTES >> 20} MiB")
-            if time.perf_counter() - started > _MOST_SECONDS:
-                break
+    for at in range(0, len(slots), threads):
+        # All threads share one source and target: what is measured is the disk, not the bytes.
+        part = slots[at : at + threads]
+        _at_once([functools.partial(move, slot, address) for slot in part])
+        done += part
+        say(f"{what}: {len(done)} of {len(slots)} x {_SLOT_BYTES >> 20} MiB")
+        if time.perf_counter() - started > _MOST_SECONDS:
+            break
     return done, len(done) * _SLOT_BYTES / (time.perf_counter() - started)
+
+
+def _at_once(calls: Sequence[Callable[[], None]]) -> None:
+    """Make each call on a thread of its own; raise the error of one that failed.
+
+    A pool of ``concurrent.futures`` takes nothing once the interpreter has begun to end.
+    """
+    errors: list[BaseException] = []
+
+    def make(call: Callable[[], None]) -> None:
+        try:
+            call()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=make, args=(call,)) for call in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]

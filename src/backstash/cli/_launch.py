@@ -1,4 +1,8 @@
-"""Start the interpreter that runs a script, with a plan of what to do around it."""
+"""Start the interpreter that runs a script, with a plan of what to do around it.
+
+The plan goes in one variable of the environment, which holds 128 KiB at most: so the script's own
+arguments are not in it, but on the command line alone.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +10,30 @@ import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
+from re import fullmatch
 from typing import Any, NoReturn
 
 from ._arguments import Parser
 
-__all__ = ["interpreter_options", "replace_process", "split"]
+__all__ = ["check", "interpreter_options", "replace_process", "split"]
 
-_SCRIPT = Path(__file__).with_name("_script.py")
+_SCRIPT = Path(__file__).with_name("_importlib_bootstrap.py")
 _PLAN_VARIABLE = "BACKSTASH_RUN"
+_PYTHON = r"python[\d.]*t?|pypy[\d.]*|ipython"
+# What starts a script by itself, and the order in which both can be used; {} is `backstash run`.
+_IN_FRONT = {
+    r"torchrun|torch\.distributed\.(run|launch)": "torchrun ... -m {} ... SCRIPT",
+    r"accelerate|accelerate\.commands\.launch": "accelerate launch ... -m {} ... SCRIPT",
+    r"deepspeed|deepspeed\.launcher\.runner": "deepspeed ... --module {} ... SCRIPT",
+    r"srun": "srun ... {} ... SCRIPT",
+    r"mpirun|mpiexec": "mpirun ... {} ... SCRIPT",
+    r"uv": "uv run {} ... SCRIPT",
+    r"poetry": "poetry run {} ... SCRIPT",
+    r"conda|mamba": "conda run {} ... SCRIPT",
+}
+_LONG_WITH_VALUE = "--check-hash-based-pycs"
 
 
 def split(parser: Parser, arguments: list[str]) -> tuple[list[str], bool, list[str]]:
@@ -35,33 +54,99 @@ def split(parser: Parser, arguments: list[str]) -> tuple[list[str], bool, list[s
     return own, is_module, rest[1:] if rest[:1] in (["-m"], ["--"]) else rest
 
 
+def check(parser: Parser, is_module: bool, rest: list[str]) -> None:
+    """Refuse what is no script and no module, with a word about what was perhaps meant."""
+    if not rest:
+        parser.error(f"no script given; allowed: {parser.usage}")
+    target = rest[0]
+    for pattern, right in _IN_FRONT.items():
+        if fullmatch(pattern, target if is_module else os.path.basename(target)):
+            words = " ".join(["-m"] * is_module + [target])
+            parser.error(f"{words!r} goes in front of backstash: {right.format(parser.prog)}")
+    if is_module:
+        return
+    if fullmatch(_PYTHON, os.path.basename(target)):
+        script = next((each for each in rest[1:] if not each.startswith("-")), "SCRIPT")
+        parser.error(
+            f"leave out {target!r}: the script runs in the Python that runs backstash; "
+            f"allowed: {parser.prog} [OPTION ...] {script}"
+        )
+    if not os.path.exists(target):
+        parser.error(f"no script {target!r}; allowed: a Python file, or -m MODULE")
+    if os.path.isdir(target) and not os.path.exists(os.path.join(target, "__main__.py")):
+        parser.error(
+            f"{target!r} is a directory without a __main__.py; allowed: a Python file, or -m MODULE"
+        )
+    if os.path.isfile(target) and _begins_like_a_program(target):
+        parser.error(f"{target!r} is a program, no script; allowed: a Python file, or -m MODULE")
+
+
+def _begins_like_a_program(path: str) -> bool:
+    try:
+        with open(path, "rb") as file:
+            return file.read(4) == b"\x7fELF"
+    except OSError:  # the interpreter will say it in its own words
+        return False
+
+
 def replace_process(
     plan: dict[str, Any], arguments: list[str], variables: Mapping[str, str]
 ) -> NoReturn:
-    """Replace this process by an interpreter that runs ``_script.py`` with ``plan``.
+    """Replace this process by an interpreter that runs ``_importlib_bootstrap.py`` with ``plan``.
 
     Args:
-        plan: plain values. ``target`` and ``is_module`` say what to run. ``session`` names the module
-            beside this one whose ``Session`` is made from the plan once torch has been imported.
+        plan: plain values; ``arguments`` are added to them later. ``target`` and ``is_module`` say what to
+            run. ``session`` names the module beside this one whose ``Session`` is made from the plan once
+            torch has been imported. ``restore`` are the variables that the script finds, ``None`` for none;
+            ``read_later`` those that torch and the stash find for the moment in which they read them.
         arguments: the script's own arguments.
         variables: added to the environment.
     """
-    sys.stdout.flush()
-    sys.stderr.flush()
-    plan = {**plan, "root": str(Path(__file__).resolve().parents[2])}
-    command = [sys.executable, *interpreter_options(sys.orig_argv[1:]), str(_SCRIPT), *arguments]
+    for stream in (sys.stdout, sys.stderr):
+        if (
+            stream is not None
+        ):  # it is not there, or nobody reads it: no reason not to run the script
+            with suppress(OSError, ValueError):
+                stream.flush()
+    options = interpreter_options(sys.orig_argv[1:])
+    script = ["-m", plan["target"]] if plan["is_module"] else [plan["target"]]
+    plan = {
+        **plan,
+        "root": str(Path(__file__).resolve().parents[2]),
+        "started": [sys.orig_argv[0], *options, *script],
+    }
+    command = [sys.executable, *options, str(_SCRIPT), *arguments]
     environ = {**os.environ, **variables, _PLAN_VARIABLE: json.dumps(plan)}
     os.execve(sys.executable, command, environ)
 
 
 def interpreter_options(arguments: Sequence[str]) -> list[str]:
-    """The options of ``python`` itself, among the arguments that the interpreter was started with."""
+    """The options of ``python`` itself, among the arguments that the interpreter was started with.
+
+    Without ``-x``, which would skip a line of the file that is run instead of the script.
+
+    >>> interpreter_options(["-um", "backstash", "run", "-v"])
+    ['-u']
+    """
     options = []
     rest = iter(arguments)
     for argument in rest:
-        if not argument.startswith("-") or argument.startswith(("-m", "-c")) or argument == "-":
+        if argument.startswith("--"):
+            options += [argument, *([next(rest, "")] if argument == _LONG_WITH_VALUE else ())]
+            continue
+        if not argument.startswith("-") or argument == "-":
             break
-        options.append(argument)
-        if argument in ("-X", "-W", "--check-hash-based-pycs"):
-            options.append(next(rest, ""))
+        flags, ends, value = _read(argument[1:])
+        if flags:
+            options.append(f"-{flags}")
+        if ends in "mc" and ends:
+            break
+        if ends:
+            options += [f"-{ends}{value}"] if value else [f"-{ends}", next(rest, "")]
     return options
+
+
+def _read(letters: str) -> tuple[str, str, str]:
+    """Of one argument: its flags; the letter that takes a value, if one does; what of that value is there."""
+    at = next((at for at, letter in enumerate(letters) if letter in "cmWX"), len(letters))
+    return letters[:at].replace("x", ""), letters[at : at + 1], letters[at + 1 :]

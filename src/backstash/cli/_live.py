@@ -48,7 +48,7 @@ class Live:
         self._stash = stash
         self._moments = moments
         self._last: Any = None
-        streams = [each for each in (sys.stdout, sys.stderr) if each is not None and each.isatty()]
+        streams = [sys.stderr, *([sys.stdout] if _is_terminal(sys.stdout) else [])]
         self._line = StatusLine(sys.stderr, streams)
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="backstash live line", daemon=True)
@@ -58,7 +58,7 @@ class Live:
     def suits() -> bool:
         """Whether stderr is a terminal that can clear a line, and can be shared with the script."""
         stream = sys.stderr
-        if stream is None or not stream.isatty() or os.environ.get("TERM", "dumb") == "dumb":
+        if not _is_terminal(stream) or os.environ.get("TERM", "dumb") == "dumb":
             return False
         return hasattr(stream, "__dict__") and (
             sys.stdout is None or hasattr(sys.stdout, "__dict__")
@@ -82,6 +82,13 @@ class Live:
             looks.append(stats)
             parts = live_parts(looks, list(self._moments[-_RECENT_STEPS - 1 :]), len(self._moments))
             self._line.show(live_text(parts, shutil.get_terminal_size().columns))
+
+
+def _is_terminal(stream: Any) -> bool:
+    try:
+        return bool(stream.isatty())
+    except (AttributeError, ValueError):  # there is none, it is the script's own, or it is closed
+        return False
 
 
 def live_parts(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import sys
+import shlex
 import threading
 import time
 from collections.abc import Sequence
@@ -18,15 +18,11 @@ from ._disk_speed import DiskSpeed, measure
 from ._machine import IN_MEMORY, file_system, machine, versions
 from ._profile_text import Cost, show
 from ._progress import Progress
-from ._summary import outcome
+from ._say import say
 
 __all__ = ["Session"]
 
 _MEASURED_BYTES = 256 << 20
-
-
-class _Enough(SystemExit):
-    """Ends the script after its last step, as ``sys.exit()`` would."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +44,10 @@ class Session:
 
     def __init__(self, plan: dict[str, Any]) -> None:
         self._plan = plan
+        self._command = " ".join([plan["command"], shlex.join(plan["arguments"])]).rstrip()
         self._steps: list[_Step] = []
         self._notes: list[str] = []
+        self._had_enough = False
         if threading.current_thread() is not threading.main_thread():
             self._notes.append(
                 "torch was first imported in a thread other than the main one: only that thread is seen"
@@ -65,36 +63,37 @@ class Session:
             self._steps.append(_Step(self._saved.take(), now - self._began))
             self._began = now
         if len(self._steps) >= self._plan["steps"]:
-            raise _Enough(0)
+            self._had_enough = True
+            raise SystemExit(0)  # ends the script after its last step, as sys.exit() would
 
-    def end(self, error: BaseException | None) -> None:
+    def end(self, outcome: str) -> None:
         """Print the report and the budgets on stdout; write the files that the plan asks for.
 
         Args:
-            error: what the script raised; ``None`` when it ran to its end. It is only named in the report.
+            outcome: how the script has ended; it is only named in the report.
         """
         self._marks.remove()
         try:
             self._saved.__exit__(None, None, None)
         except StashError as problem:
             self._notes.append(f"the script left contexts in the wrong order: {problem}")
-        report, title = self._choose(error)
+        report, title = self._choose(outcome)
         if report is None:
-            print(f"backstash profile: {title}", file=sys.stderr)
+            say(f"backstash profile: {title}")
             return
         speed = self._measure()
         costs = costs_of(report, self._plan["disk"], speed)
         show(report, title, costs, self._plan["disk"], speed, self._notes)
         if self._plan["html"] is not None:
-            self._write("--html", lambda path: report.to_html(path, title=self._plan["command"]))
+            self._write("--html", lambda path: report.to_html(path, title=self._command))
         if self._plan["json"] is not None:
-            figures = self._figures(error, report, costs, speed)
+            figures = self._figures(outcome, report, costs, speed)
             self._write("--json", lambda path: _dump(figures, path))
 
-    def _choose(self, error: BaseException | None) -> tuple[SavedReport | None, str]:
+    def _choose(self, outcome: str) -> tuple[SavedReport | None, str]:
         """The report to show, and its title; or ``None``, and why there is no report."""
-        ended = "" if isinstance(error, _Enough) else f"; the script ended first: {outcome(error)}"
-        if ended and error is None:
+        ended = "" if self._had_enough else f"; the script ended first: {outcome}"
+        if ended and outcome == "finished":
             ended = "; the script had no more"
         if self._steps:
             at = max(range(len(self._steps)), key=lambda i: (self._steps[i].report.peak_bytes, i))
@@ -109,9 +108,9 @@ class Session:
             self._notes.append(
                 "no optimizer has stepped, so the script was not divided into steps: this is all of it"
             )
-            return self._saved, f"the whole script ({outcome(error)})"
+            return self._saved, f"the whole script ({outcome})"
         return None, (
-            f"nothing was saved for backward in the main thread ({outcome(error)}): there was no forward "
+            f"nothing was saved for backward in the main thread ({outcome}): there was no forward "
             "with gradients. Give a script that trains, and the arguments that make it train."
         )
 
@@ -123,20 +122,23 @@ class Session:
         with Progress() as progress:
             try:
                 return measure(self._plan["disk"], _MEASURED_BYTES, progress.say)
-            except StashError as problem:
+            except (
+                StashError,
+                RuntimeError,
+            ) as problem:  # no thread, where the interpreter is ending
                 self._notes.append(f"the disk was not measured: {problem}")
                 return None
 
     def _figures(
         self,
-        error: BaseException | None,
+        outcome: str,
         report: SavedReport,
         costs: Sequence[Cost],
         speed: DiskSpeed | None,
     ) -> dict[str, Any]:
         return {
-            "command": self._plan["command"],
-            "outcome": "enough steps" if isinstance(error, _Enough) else outcome(error),
+            "command": self._command,
+            "outcome": "enough steps" if self._had_enough else outcome,
             "steps": [
                 {
                     "seconds": step.seconds,
@@ -158,7 +160,7 @@ class Session:
         try:
             write(self._plan[option.removeprefix("--")])
         except OSError as error:
-            print(f"backstash profile: {option}: {error}", file=sys.stderr)
+            say(f"backstash profile: {option}: {error}")
 
 
 def costs_of(report: SavedReport, disk: str, speed: DiskSpeed | None) -> tuple[Cost, ...]:

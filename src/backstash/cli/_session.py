@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+import shlex
+import signal
 import statistics
-import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from itertools import pairwise
 from typing import Any
 
 import torch
 
-from .. import Disk, Stash
+from .. import Disk, Stash, StashError
+from ..errors import UsageError
 from ..launcher import Job
 from ..report import StepMarks, Timeline, render_page, timeline
 from ._allocator import is_loaded
@@ -22,7 +25,9 @@ from ._live import Live
 from ._machine import machine, versions
 from ._resident import resident_bytes, resident_peak_bytes
 from ._run_page import run_page
-from ._summary import Resident, outcome, summary
+from ._say import say
+from ._sigterm import BeforeTermination
+from ._summary import Resident, summary
 from ._threads import Threads
 
 __all__ = ["Session"]
@@ -47,7 +52,13 @@ class Session:
     """
 
     def __init__(self, plan: dict[str, Any]) -> None:
-        torch.empty(1)  # torch reads THP_MEM_ALLOC_ENABLE at its first allocation, and then no more
+        if plan["disk"] is None and plan["keep"] is not None:
+            # As the package was built: asking for devices now could do what the script would do otherwise.
+            if torch.accelerator.current_accelerator() is None:
+                raise UsageError(
+                    f"--host {plan['host']} is for the tensors of an accelerator, and this PyTorch was built "
+                    "without one; give --disk DIR"
+                )
         self._plan = plan
         self._job = Job.now()
         self._notes = list(_notes(plan["allocator"]["kind"]))
@@ -73,18 +84,40 @@ class Session:
         # One line for all processes that share the terminal.
         quiet = plan["quiet"] or self._job.local_rank > 0 or not Live.suits()
         self._live = None if quiet else Live(self._stash, self._marks.moments)
+        self._arguments = list(plan["arguments"])
+        self._ended = False
+        self._ending = threading.Lock()
+        self._before_termination = BeforeTermination(self._terminated)
         self._threads = Threads(self._stash)  # last, so that our own threads do not enter the stash
 
     def _stepped(self) -> None:
         if self._line is not None and len(self._marks.moments) >= _RECORDED_STEPS:
             self._line.remove()
 
-    def end(self, error: BaseException | None) -> None:
+    def end(self, outcome: str) -> None:
         """Leave the stash; print the summary on stderr and write the JSON, as far as the plan says.
 
         Args:
-            error: what the script raised; ``None`` when it ran to its end. It is only named in the figures.
+            outcome: how the script has ended; it is only named in the figures.
         """
+        self._before_termination.remove()
+        with self._ending:
+            if not self._ended:
+                self._ended = True
+                with suppress(
+                    StashError
+                ):  # the script has left contexts of its own in another order
+                    self._stash.__exit__(None, None, None)
+                self._tell(outcome)
+
+    def _terminated(self) -> None:
+        """SIGTERM is about to end the process: tell what there is, while the other threads go on."""
+        with self._ending:
+            if not self._ended:
+                self._ended = True
+                self._tell(signal.SIGTERM.name)
+
+    def _tell(self, outcome: str) -> None:
         self._threads.remove()
         if self._live is not None:
             self._live.stop()
@@ -94,15 +127,14 @@ class Session:
             self._line.remove()
         if self._graph is not None:
             self._graph.remove()
-        self._stash.__exit__(None, None, None)
         stats = self._stash.stats()
         if stats.saves == 0:
             self._notes.append("nothing was saved for backward")
         if stats.saves == 0 or Job.now().processes > self._job.processes:
             self._notes.append(_CHILDREN)
         figures = {
-            "command": self._plan["command"],
-            "outcome": outcome(error),
+            "command": " ".join([self._plan["command"], shlex.join(self._arguments)]).rstrip(),
+            "outcome": outcome,
             "seconds": seconds,
             "steps": _steps(self._marks),
             "stats": stats.as_dict(),
@@ -113,11 +145,10 @@ class Session:
             "versions": versions() | {"torch": torch.__version__},
             "machine": machine().as_dict(),
             "settings": {name: self._plan[name] for name in _SETTINGS},
-            "script": self._plan["script"],
+            "script": [*["-m"] * self._plan["is_module"], self._plan["target"], *self._arguments],
         }
         if not self._plan["quiet"]:
-            text = summary(figures, self._plan["compare"], self._job.label)
-            print(text, file=sys.stderr)
+            say(summary(figures, self._plan["compare"], self._job.label))
         if self._plan["json"] is not None:
             self._write("json", lambda: json.dumps(figures, indent=2) + "\n")
         line = self._line
@@ -133,7 +164,7 @@ class Session:
             with open(self._job.file(self._plan[option]), "w", encoding="utf-8") as file:
                 file.write(text())
         except OSError as error:
-            print(f"backstash run: --{option}: {error}", file=sys.stderr)
+            say(f"backstash run: --{option}: {error}")
 
 
 def _steps(marks: StepMarks) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import threading
 from collections.abc import Callable
@@ -20,9 +19,14 @@ class Threads:
         pid = os.getpid()
 
         def start(thread: threading.Thread) -> None:
-            if os.getpid() == pid:  # a forked process runs as if started from plain Python
-                thread.run = functools.partial(_held, stash, thread.run)  # type: ignore[method-assign]
-            before(thread)
+            # A forked process runs as if started from plain Python.
+            undo = _hold(stash, thread) if os.getpid() == pid else None
+            try:
+                before(thread)
+            except BaseException:
+                if undo is not None:
+                    undo()
+                raise
 
         self._own = start
         threading.Thread.start = start  # type: ignore[method-assign, assignment]
@@ -33,6 +37,43 @@ class Threads:
             threading.Thread.start = self._before  # type: ignore[method-assign]
 
 
-def _held(stash: Stash, run: Callable[[], None]) -> None:
-    with stash:
-        run()
+def _hold(stash: Stash, thread: threading.Thread) -> Callable[[], None]:
+    """Have ``thread.run`` run within ``stash``; return what undoes that.
+
+    It is undone as soon as the thread runs: what stands in for ``run`` would be part of a cycle, and the
+    thread alive until the collector comes.
+    """
+    attributes, run = vars(thread), thread.run
+    own = {name: attributes[name] for name in ("run",) if name in attributes}
+
+    def undo() -> None:
+        attributes.pop("run", None)
+        attributes.update(own)
+
+    def held() -> None:
+        undo()
+        try:
+            with stash:
+                run()
+        except BaseException:
+            _hide_own_frames()
+            raise
+
+    attributes["run"] = held
+    return undo
+
+
+def _hide_own_frames() -> None:
+    """Leave frames of this file out of the traceback that ``threading`` prints next."""
+    hook = threading.excepthook
+
+    def show(args: threading.ExceptHookArgs) -> None:
+        threading.excepthook = hook
+        at = args.exc_traceback
+        while at is not None and at.tb_next is not None:
+            if at.tb_next.tb_frame.f_code.co_filename == __file__:
+                at.tb_next = at.tb_next.tb_next
+            at = at.tb_next
+        hook(args)
+
+    threading.excepthook = show

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import os
 import shlex
 import tempfile
 from collections.abc import Sequence
 
 from ._arguments import Parser, directory, new_file
-from ._launch import replace_process, split
+from ._launch import check, replace_process, split
 
 __all__ = ["main"]
 
@@ -50,10 +49,7 @@ def main(arguments: Sequence[str]) -> int:
     parser = _parser()
     own, is_module, rest = split(parser, list(arguments))
     options = parser.read(own)
-    if not rest:
-        parser.error(f"no script given; allowed: {_USAGE}")
-    if not is_module and not os.path.exists(rest[0]):
-        parser.error(f"no script {rest[0]!r}; allowed: a Python file, or -m MODULE")
+    check(parser, is_module, rest)
     plan = {
         "name": "profile",
         "session": "_profile_session",
@@ -65,8 +61,10 @@ def main(arguments: Sequence[str]) -> int:
         "html": options.html,
         "quiet": False,
         "restore": {},
-        "restore_later": {},
-        "command": shlex.join(["backstash", "profile", *arguments]),
+        "read_later": {},
+        "command": shlex.join(
+            ["backstash", "profile", *arguments[: len(arguments) - len(rest) + 1]]
+        ),
     }
     replace_process(plan, rest[1:], {})
 

@@ -12,11 +12,12 @@ from typing import Any
 
 from ._allocator import CHOICES, Allocator, choose, find
 from ._arguments import Parser, directory, limit, new_file, size
-from ._launch import replace_process, split
+from ._launch import check, replace_process, split
 
 __all__ = ["main"]
 
-# torch reads the first at its first allocation; the second tells the stash that it need not trim.
+# torch reads the first at its first allocation; the second tells the stash that it need not trim. The script
+# and the processes that it starts find them as they were before, at all times.
 _READ_LATER = ("THP_MEM_ALLOC_ENABLE", "MALLOC_MMAP_THRESHOLD_")
 _USAGE = "backstash run [OPTION ...] (SCRIPT | -m MODULE) [ARG ...]"
 _DESCRIPTION = """\
@@ -67,12 +68,14 @@ def main(arguments: Sequence[str]) -> int:
     parser = _parser()
     own, is_module, rest = split(parser, list(arguments))
     options = parser.read(own)
-    _check(parser, options, is_module, rest)
+    check(parser, is_module, rest)
+    _check(parser, options)
     try:
         allocator = choose(options.malloc, os.environ, find())
     except LookupError as error:
         parser.error(str(error.args[0]))
-    plan = _plan(options, list(arguments), is_module, rest, allocator)
+    own = list(arguments[: len(arguments) - len(rest) + 1])  # as far as SCRIPT
+    plan = _plan(options, own, is_module, rest[0], allocator)
     replace_process(plan, rest[1:], allocator.environment)
 
 
@@ -90,7 +93,6 @@ def _parser() -> Parser:
         "--host",
         metavar="SIZE",
         type=_or_auto,
-        default="auto",
         help="bytes of pinned host memory for an accelerator's tensors (default auto)",
     )
     add("--disk", metavar="DIR", type=directory, help="an existing directory on a fast disk")
@@ -157,25 +159,24 @@ def _figures(text: str) -> dict[str, Any]:
         ) from None
 
 
-def _check(parser: Parser, options: argparse.Namespace, is_module: bool, rest: list[str]) -> None:
-    if not rest:
-        parser.error(f"no script given; allowed: {_USAGE}")
-    if not is_module and not os.path.exists(rest[0]):
-        parser.error(f"no script {rest[0]!r}; allowed: a Python file, or -m MODULE")
-    if options.disk is None and options.keep == 0 and options.host == "auto":
-        parser.error(
-            "nowhere to hold anything; give --disk DIR, for example --disk /scratch, or for the tensors of "
-            "a GPU --host SIZE, for example --host 24GiB"
-        )
+def _check(parser: Parser, options: argparse.Namespace) -> None:
+    """Refuse budgets that could not hold: those of tiers that are not there, or have nothing below them."""
     if options.disk is None and options.max_bytes is not None:
         parser.error("--max-bytes is for the disk; give --disk DIR as well")
+    if options.disk is None and options.host is None and options.keep is not None:
+        what = "nowhere to hold anything" if options.keep == 0 else "--keep alone bounds nothing"
+        parser.error(
+            f"{what}: give --disk DIR, for example --disk /scratch, or for the tensors of a GPU "
+            "--host SIZE, for example --host 24GiB or --host auto"
+        )
+    options.host = "auto" if options.host is None else options.host
 
 
 def _plan(
     options: argparse.Namespace,
-    arguments: list[str],
+    own: list[str],
     is_module: bool,
-    rest: list[str],
+    target: str,
     allocator: Allocator,
 ) -> dict[str, Any]:
     before = {name: os.environ.get(name) for name in allocator.environment}
@@ -183,15 +184,16 @@ def _plan(
     return {name: getattr(options, name) for name in ("disk", *sizes)} | {
         "name": "run",
         "session": "_session",
-        "target": rest[0],
+        "target": target,
         "is_module": is_module,
-        "script": ["-m", *rest] if is_module else rest,
         "json": options.json,
         "report": options.report,
         "compare": options.compare,
         "quiet": options.quiet,
         "allocator": allocator.as_dict(),
-        "restore": {name: value for name, value in before.items() if name not in _READ_LATER},
-        "restore_later": {name: value for name, value in before.items() if name in _READ_LATER},
-        "command": shlex.join(["backstash", "run", *arguments]),
+        "restore": before,
+        "read_later": {
+            name: value for name, value in allocator.environment.items() if name in _READ_LATER
+        },
+        "command": shlex.join(["backstash", "run", *own]),
     }

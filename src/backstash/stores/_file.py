@@ -21,6 +21,7 @@ from ._base import PAGE_BYTES
 __all__ = ["UnnamedFile"]
 
 _CALL_BYTES = 16 << 20  # one system call moves at most this: 4 to 16 MiB a call run at full speed
+_STANDARD_ERROR = 2
 _SYNC_WRITE_AND_WAIT = 7  # SYNC_FILE_RANGE_WAIT_BEFORE | _WRITE | _WAIT_AFTER
 
 
@@ -143,7 +144,23 @@ def _bytes_at(address: int, nbytes: int) -> ctypes.Array[ctypes.c_char]:
 
 
 def _create(directory: str, flags: int) -> int:
-    flags |= os.O_RDWR
+    """A new file's descriptor, above the standard ones.
+
+    A process may be started with those closed, and the next file to be opened then gets their numbers:
+    what any library writes to stderr would be written over saved tensors.
+    """
+    fd = _open_unnamed(directory, flags | os.O_RDWR)
+    if fd > _STANDARD_ERROR:
+        return fd
+    import fcntl
+
+    try:
+        return fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, _STANDARD_ERROR + 1)
+    finally:
+        os.close(fd)
+
+
+def _open_unnamed(directory: str, flags: int) -> int:
     if hasattr(os, "O_TMPFILE"):
         try:
             return os.open(directory, flags | os.O_TMPFILE, 0o600)

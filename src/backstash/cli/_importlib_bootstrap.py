@@ -6,39 +6,50 @@ seen by the script: it finds `sys.argv`, `sys.path`, `__main__`, the environment
 line as plain Python gives them.
 
 torch is not imported here: a script may set `OMP_NUM_THREADS` and the like before it imports
-torch, and that has to work. The stash is entered when the script's own import of torch has ended.
+torch, and that has to work. The stash is entered when the script's own import of torch has ended,
+and left when the threads that the script waits for have ended, too.
+
+The file's name is one that Python's warnings pass over: a frame whose file has `importlib` and
+`_bootstrap` in its name is counted by no `stacklevel`. So a warning that points beyond the script
+names `sys:1`, as in plain Python, and not this file.
 """
 
 from __future__ import annotations
 
+import atexit
 import importlib
 import importlib.util
 import json
 import os
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader, SourcelessFileLoader
-from typing import Any
+from typing import Any, NoReturn
 
 __all__: list[str] = []
 
 _PLAN_VARIABLE = "BACKSTASH_RUN"
+_BESIDE = (
+    "backstash_beside"  # what backstash is called where `backstash` is a package of the script's
+)
 
 
-class _NotRunnable(SystemExit):
-    """There is no script to run; a message about it has been printed."""
+class _NotRunnable(Exception):
+    """There is no script to run; the message says what there is instead."""
 
 
 class _TorchImport(MetaPathFinder):
-    """A finder that calls ``then`` once, right after torch has been imported.
+    """A finder that calls ``now`` right after torch has been imported, and then ``then``, each once.
 
     A script may import a part of backstash first, which imports torch. ``then`` is called after both imports
-    have ended, since it imports backstash itself. ``importlib.util.find_spec("torch")`` alone does not call it.
+    have ended, since it imports backstash itself. ``importlib.util.find_spec("torch")`` alone calls nothing.
     """
 
-    def __init__(self, then: Callable[[], None]) -> None:
+    def __init__(self, now: Callable[[], None], then: Callable[[], None]) -> None:
+        self._now = now
         self._then = then
         self._under_way = 0
 
@@ -49,10 +60,10 @@ class _TorchImport(MetaPathFinder):
         found = (finder.find_spec(name, path, target) for finder in others)
         spec = next((spec for spec in found if spec is not None), None)
         if spec is not None and hasattr(spec.loader, "exec_module"):
-            self._follow(spec.loader)
+            self._follow(spec.loader, name)
         return spec
 
-    def _follow(self, loader: Any) -> None:
+    def _follow(self, loader: Any, name: str) -> None:
         execute = loader.exec_module
 
         def exec_module(module: types.ModuleType) -> None:
@@ -62,6 +73,8 @@ class _TorchImport(MetaPathFinder):
                 execute(module)
             finally:
                 self._under_way -= 1
+            if name == "torch":
+                self._now()
             if self._under_way == 0 and "torch" in sys.modules and self in sys.meta_path:
                 sys.meta_path.remove(self)
                 self._then()
@@ -76,54 +89,109 @@ class _Run:
         self._plan = plan
         self._pid = os.getpid()
         self._session: Any = None
+        self._package = ""
+        self._outcome = "finished"
+        self._refused = False
+
+    def let_torch_read(self) -> None:
+        """Show torch the settings that it reads at its first allocation, and then no more."""
+        with _variables(self._plan["read_later"]):
+            sys.modules["torch"].empty(1)
 
     def begin(self) -> None:
         """Enter the stash. Called when torch has just been imported."""
-        if importlib.util.find_spec("backstash") is None:
-            sys.path.append(self._plan["root"])
-        from backstash.errors import StashError
-
-        session = importlib.import_module(f"backstash.cli.{self._plan['session']}")
+        errors, session = self._part("errors"), self._part(f"cli.{self._plan['session']}")
         try:
-            self._session = session.Session(self._plan)
-        except StashError as error:
-            print(f"backstash {self._plan['name']}: {error}", file=sys.stderr)
-            raise _NotRunnable(2) from None
-        _restore(self._plan["restore_later"])
+            with _variables(self._plan["read_later"]):
+                self._session = session.Session(self._plan)
+        except errors.StashError as error:
+            self.refuse(f"backstash {self._plan['name']}: {error}")
 
-    def end(self, error: BaseException | None) -> None:
+    def refuse(self, text: str) -> NoReturn:
+        """End with status 2 after ``text`` and without a summary: it is not the script that ended."""
+        self._refused = True
+        self._say(text)
+        raise SystemExit(2) from None
+
+    def failed(self, error: BaseException) -> None:
+        """The script's main module has ended by ``error``. Threads that it waits for may go on."""
+        if self._session is not None:
+            self._outcome = self._part("cli._summary").outcome(error)
+
+    def end(self) -> None:
         """Leave the stash and print the summary; in a process that the script forked, neither."""
-        if os.getpid() != self._pid or isinstance(error, _NotRunnable):
+        if os.getpid() != self._pid or self._refused:
             return
         if self._session is not None:
             try:
-                self._session.end(error)
+                self._session.end(self._outcome)
             except Exception as problem:  # how the script ended must not depend on the summary
-                print(f"backstash: no summary: {problem!r}", file=sys.stderr)
+                self._say(f"backstash: no summary: {problem!r}")
         elif not self._plan["quiet"]:
-            print("backstash: the script did not import torch, nothing was held", file=sys.stderr)
+            self._say("backstash: the script did not import torch, nothing was held")
+
+    def _part(self, name: str) -> Any:
+        self._package = self._package or _import_own(self._plan["root"])
+        return importlib.import_module(f"{self._package}.{name}")
+
+    def _say(self, text: str) -> None:
+        self._part("cli._say").say(text)
+
+
+def _import_own(root: str) -> str:
+    """Import this file's package, and return the name that it has.
+
+    That is not ``backstash`` where the script would find another package of that name, or none: then it
+    still does.
+    """
+    own = os.path.join(root, "backstash", "__init__.py")
+    try:
+        spec = importlib.util.find_spec("backstash")
+    except (ImportError, ValueError):
+        spec = None
+    if spec is not None and spec.origin is not None and os.path.realpath(spec.origin) == own:
+        return "backstash"
+    where = [os.path.dirname(own)]
+    spec = importlib.util.spec_from_file_location(_BESIDE, own, submodule_search_locations=where)
+    assert spec is not None and spec.loader is not None
+    sys.modules[_BESIDE] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return _BESIDE
 
 
 def _main() -> None:
     plan = json.loads(os.environ.pop(_PLAN_VARIABLE))
-    _restore(plan["restore"])
+    _set(plan["restore"])
+    plan["arguments"] = sys.argv[1:]
+    sys.orig_argv[:] = [*plan["started"], *sys.argv[1:]]
     run = _Run(plan)
-    sys.meta_path.insert(0, _TorchImport(run.begin))
-    error = _execute(plan)
-    _report(error)
-    run.end(error)
-    if error is None:
-        return
-    if isinstance(error, SystemExit) and not _is_status(error.code):
-        sys.exit(1)
-    # What there was to print has been printed, without the frames of this file. Raising once more
-    # lets the interpreter end as it would: atexit first, then the status, or SIGINT for a
-    # KeyboardInterrupt.
-    sys.excepthook = lambda *_: None
-    raise error
+    atexit.register(run.end)  # the first to be registered is the last to be called
+    sys.meta_path.insert(0, _TorchImport(run.let_torch_read, run.begin))
+    try:
+        code, main = _prepare(plan["target"], plan["is_module"])
+        sys.modules["__main__"] = main
+        exec(code, main.__dict__)
+    except _NotRunnable as problem:
+        run.refuse(f"backstash: {problem}")
+    except BaseException as error:
+        run.failed(error)
+        if not isinstance(error, SystemExit):  # of which the interpreter prints no traceback
+            _hide_own_frames()
+        raise
 
 
-def _restore(variables: dict[str, str | None]) -> None:
+@contextmanager
+def _variables(values: Mapping[str, str]) -> Iterator[None]:
+    """Environment variables that are there for a moment, as no process that the script starts sees them."""
+    before = {name: os.environ.get(name) for name in values}
+    _set(values)
+    try:
+        yield
+    finally:
+        _set(before)
+
+
+def _set(variables: Mapping[str, str | None]) -> None:
     for name, value in variables.items():
         if value is None:
             os.environ.pop(name, None)
@@ -131,42 +199,31 @@ def _restore(variables: dict[str, str | None]) -> None:
             os.environ[name] = value
 
 
-def _is_status(code: object) -> bool:
-    return code is None or isinstance(code, int)
+def _hide_own_frames() -> None:
+    """Let the interpreter print the traceback of what the script has raised as if it had run it itself."""
+    hook = getattr(sys, "excepthook", sys.__excepthook__)
 
-
-def _execute(plan: dict[str, Any]) -> BaseException | None:
-    """Run the script to its end; return what it raised, without this file's frames."""
-    try:
-        code, main = _prepare(plan["target"], plan["is_module"])
-        sys.modules["__main__"] = main
-        exec(code, main.__dict__)
-    except BaseException as error:
-        traceback = error.__traceback__
+    def show(
+        kind: type[BaseException], error: BaseException, traceback: types.TracebackType | None
+    ) -> None:
+        sys.excepthook = hook
         while traceback is not None and _is_before_the_script(traceback.tb_frame.f_code):
             traceback = traceback.tb_next
-        return error.with_traceback(traceback)
-    return None
+        sys.last_traceback = error.__traceback__ = traceback
+        hook(kind, error, traceback)
+
+    sys.excepthook = show
 
 
 def _is_before_the_script(code: types.CodeType) -> bool:
     return code.co_filename == __file__ or code.co_filename.startswith("<frozen ")
 
 
-def _report(error: BaseException | None) -> None:
-    """Print what the interpreter would print for ``error``."""
-    if isinstance(error, SystemExit):
-        if not _is_status(error.code):
-            print(error.code, file=sys.stderr)
-    elif error is not None:
-        sys.excepthook(type(error), error, error.__traceback__)
-
-
 def _prepare(target: str, is_module: bool) -> tuple[types.CodeType, types.ModuleType]:
     """Set ``sys.path`` and ``sys.argv``; return the code and the module that it will run as."""
     safe = getattr(sys.flags, "safe_path", False)
     if not safe:
-        del sys.path[0]  # this file's directory
+        sys.path_importer_cache.pop(sys.path.pop(0), None)  # this file's directory
     if is_module:
         if not safe:
             sys.path.insert(0, os.getcwd())
@@ -198,11 +255,7 @@ def _module(name: str) -> tuple[types.CodeType, types.ModuleType]:
         spec = _find(f"{name}.__main__")
     loader: Any = None if spec is None else spec.loader
     if spec is None or loader is None or not hasattr(loader, "get_code"):
-        print(
-            f"backstash: {name!r} is nothing to run; allowed: what `python -m` takes",
-            file=sys.stderr,
-        )
-        raise _NotRunnable(2)
+        raise _NotRunnable(f"{name!r} is nothing to run; allowed: what `python -m` takes")
     if sys.argv[0] == "-m" and spec.origin:
         sys.argv[0] = spec.origin
     return loader.get_code(spec.name), _main_module(spec, loader, spec.origin)
@@ -229,6 +282,8 @@ def _main_module(spec: ModuleSpec | None, loader: Any, path: str | None) -> type
         __package__=None if spec is None else spec.parent,
         __spec__=spec,
     )
+    if sys.version_info < (3, 14):
+        main.__annotations__ = {}
     return main
 
 
