@@ -542,3 +542,32 @@ def test_a_budget_with_nothing_below_it_is_refused(
         f"backstash run: --host {1 << 30} is for the tensors of an accelerator, and this PyTorch was built "
         "without one; give --disk DIR\n"
     )
+
+
+TRANSFORMS = """
+import torch, backstash
+x = torch.linspace(0, 1, 40_000).reshape(200, 200)
+print(torch.func.grad(lambda t: (t.sin() * t.exp()).sum())(x).double().sum().item().hex())
+y = x.clone().requires_grad_()
+y.exp().sin().sum().backward()
+print(y.grad.double().sum().item().hex())
+"""
+
+
+def test_a_script_with_torch_func_runs_as_it_is(tmp_path: Path) -> None:
+    write(tmp_path / "script.py", TRANSFORMS)
+    ended = under_stash(["script.py"], tmp_path, "--disk", ".", "--json", "run.json")
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout == start(["script.py"], tmp_path).stdout
+    figures = json.loads((tmp_path / "run.json").read_text())
+    assert figures["stats"]["written_bytes"] == 160_000
+    assert [
+        each["count"] for reason, each in figures["stats"]["left"].items() if "torch.func" in reason
+    ] == [1]
+    assert "torch.func" in ended.stderr
+    profiled = start(["-m", "backstash", "profile", "script.py"], tmp_path)
+    assert "torch.func (grad, vjp, jacrev, hessian) ran 1 times" in profiled.stdout, profiled.stderr
+    write(tmp_path / "script.py", TRANSFORMS.partition("y = ")[0])
+    profiled = start(["-m", "backstash", "profile", "script.py"], tmp_path)
+    assert profiled.returncode == 0
+    assert "torch.func (grad, vjp, jacrev, hessian) ran 1 times" in profiled.stderr

@@ -1,11 +1,13 @@
 """torch.func, fake tensors and torch.compile under a stash: they work, or the error says what to do."""
 
+import threading
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import backstash
@@ -84,7 +86,7 @@ def test_vmap_over_autograd_grad(tmp_path):
 
 
 def test_functional_jacobian_and_hessian(tmp_path):
-    """torch.autograd.functional is ordinary autograd, so it works where torch.func refuses."""
+    """torch.autograd.functional is ordinary autograd."""
 
     def program():
         x = leaf(40, seed=3).detach()
@@ -104,31 +106,143 @@ REVERSE = {
 }
 
 
+TRANSFORMS = "torch.func.grad, vjp, jacrev or hessian, so many calls"
+
+
+def values(result):
+    return result if isinstance(result, tuple) else (result,)
+
+
+class Transforms(nn.Module):
+    def __init__(self, name):
+        super().__init__()
+        self.name = name
+
+    def forward(self, x):
+        return REVERSE[self.name]()
+
+
+HELD = {
+    "with": lambda stash, name: stash(lambda: REVERSE[name]())(),
+    "twice": lambda stash, name: stash(stash(lambda: REVERSE[name]()))(),
+    "attached": lambda stash, name: attached_call(stash, Transforms(name)),
+    "report": lambda stash, name: reported_call(stash, name),
+}
+
+
+def attached_call(stash, module):
+    with stash.attach(module):
+        return module(leaf())
+
+
+def reported_call(stash, name):
+    with saved_report() as saved, stash:
+        result = REVERSE[name]()
+    assert "torch.func (grad, vjp, jacrev, hessian) ran 1 times" in " ".join(saved.notes)
+    return result
+
+
 @pytest.mark.parametrize("name", REVERSE)
-@pytest.mark.parametrize("form", ["with", "decorator"])
-def test_reverse_mode_transforms_are_refused_with_a_remedy(tmp_path, name, form):
-    stash = Stash(disk=tmp_path)
-    with pytest.raises(UsageError, match=r"torch\.autograd\.grad, which works"):
-        if form == "with":
+@pytest.mark.parametrize("form", HELD)
+def test_the_stash_steps_aside_for_reverse_mode_transforms(tmp_path, name, form):
+    want = values(REVERSE[name]())
+    stash = Stash(disk=tmp_path, min_bytes=0)
+    got = values(HELD[form](stash, name))
+    assert all(same_bits(*pair) for pair in zip(got, want, strict=True))
+    (left,) = (left for reason, left in stash.stats().left.items() if TRANSFORMS in reason)
+    assert (left.count, left.nbytes) == ((2 if form == "twice" else 1), 0)
+    saves = stash.stats().saves
+    with stash:  # and it is back
+        loss = f(leaf())
+    assert stash.stats().saves == saves + 4
+    loss.backward()
+    stash.close()
+
+
+def test_the_stash_is_back_after_a_transform_that_fails(tmp_path):
+    stash = Stash(disk=tmp_path, min_bytes=0)
+    with stash:
+        with pytest.raises(ZeroDivisionError):
+            torch.func.grad(lambda x: 1 / 0)(leaf())
+        saves = stash.stats().saves
+        f(leaf())
+        assert stash.stats().saves == saves + 4
+    stash.close()
+
+
+@pytest.mark.parametrize("order", ["inside", "outside"])
+def test_beside_another_s_pair_the_refusal_is_torch_s_own_and_nothing_is_broken(tmp_path, order):
+    stash, other = Stash(disk=tmp_path), torch.autograd.graph.save_on_cpu()
+    first, second = (stash, other) if order == "inside" else (other, stash)
+    with first, second:
+        with pytest.raises(RuntimeError, match="support saved tensor hooks"):
+            torch.func.grad(f)(leaf())
+        f(leaf()).backward()
+    f(leaf()).backward()
+    assert TRANSFORMS not in " ".join(stash.stats().left)
+    stash.close()
+
+
+def test_a_transform_within_a_transform_and_on_several_threads(tmp_path):
+    twice = torch.func.grad(lambda x: torch.func.grad(f)(x).sin().sum())
+    want = twice(leaf())
+    stash, got = Stash(disk=tmp_path), []
+
+    def work():
+        for _ in range(20):
             with stash:
-                REVERSE[name]()
-        else:
-            stash(REVERSE[name])()
+                got.append(twice(leaf()))
+                loss = f(leaf())
+            loss.backward()
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(got) == 80 and all(same_bits(each, want) for each in got)
+    assert next(n.count for r, n in stash.stats().left.items() if TRANSFORMS in r) == 80
     stash.close()
 
 
-@pytest.mark.parametrize("name", REVERSE)
-def test_inside_an_attached_module_the_refusal_is_torch_s_own(tmp_path, name):
-    """No hook can change what a module's forward raises."""
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_a_compiled_transform_under_a_stash(tmp_path, backend, fullgraph):
+    """The tracer disables hooks by itself, and where that was refused, never enabled them again."""
+    torch._dynamo.reset()
 
-    class Transforms(nn.Module):
-        def forward(self, x):
-            return REVERSE[name]()
+    def step(x):
+        return (x * torch.func.grad(f)(x.detach() * 2)).sin().exp()
 
-    stash, module = Stash(disk=tmp_path), Transforms()
-    with stash.attach(module), pytest.raises(RuntimeError, match="support saved tensor hooks"):
-        module(leaf())
+    x = leaf()
+    want = gradients(step(x), x)
+    compiled = torch.compile(step, backend=backend, fullgraph=fullgraph)
+    stash = Stash(disk=tmp_path, min_bytes=0)
+    for _ in range(2):
+        with stash:
+            x = leaf()
+            assert same_bits(*gradients(compiled(x), x), *want)
+            again = leaf()
+            checkpoint(f, again * 2, use_reentrant=False).backward()
+    x = leaf()
+    assert same_bits(*gradients(compiled(x), x), *want), "without the stash"
+    assert stash.stats().saves > 0
     stash.close()
+    torch._dynamo.reset()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_compiled_transform_that_is_refused_leaves_hooks_enabled(tmp_path):
+    torch._dynamo.reset()
+    stash = Stash(disk=tmp_path)
+    compiled = torch.compile(lambda x: torch.func.grad(f)(x) * 2, backend="eager")
+    with pytest.raises((RuntimeError, UsageError)), stash, torch.autograd.graph.save_on_cpu():
+        compiled(leaf())
+    again = leaf()
+    checkpoint(f, again * 2, use_reentrant=False).backward()
+    stash.close()
+    torch._dynamo.reset()
 
 
 def test_a_stash_inside_a_reverse_mode_transform_is_refused_with_a_remedy(tmp_path):

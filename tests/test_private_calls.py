@@ -66,6 +66,15 @@ USED = {
         "torch.autograd.Variable._execution_engine.queue_callback",
         "torch.autograd._get_sequence_nr",
     },
+    "func_transforms.py": {
+        "_saved_tensors_hooks_disable",
+        "_saved_tensors_hooks_enable",
+        "torch._C._autograd",
+        "torch._C._autograd._saved_tensors_hooks_disable",
+        "torch._C._autograd._saved_tensors_hooks_enable",
+        "torch._C._autograd._saved_tensors_hooks_get_disabled_error_message",
+        "torch._C._autograd._top_saved_tensors_default_hooks",
+    },
     "hook_dicts.py": {
         "_WrappedHook",
         "_backward_hooks",

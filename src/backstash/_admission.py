@@ -27,6 +27,10 @@ from .policy import Action, CodecChoice, Policy, SavedTensor
 __all__ = ["SMALL", "Admission"]
 
 SMALL = "smaller than min_bytes"
+_TRANSFORM = (
+    "torch.func.grad, vjp, jacrev or hessian, so many calls: hooks are not allowed inside, and what it saved "
+    "is not known"
+)
 _NO_TIER = "no tier below: give disk="
 _NO_HOST = "no tier below: give host="
 _FORKED = "a forked process: make a stash in it"
@@ -337,6 +341,11 @@ class Admission:
         if type(part) is not Tensor or reason_to_stay(part):
             return self.hook(thread_state)(part.detach().clone())
         return self.hook(thread_state)(snapshot(part))
+
+    def stepped_aside(self) -> None:
+        """A transform of ``torch.func`` runs without the hooks; how many bytes it saves is not known."""
+        with self._session.section.lock:
+            self._count_left(_TRANSFORM, 0)
 
     def _stay(self, tensor: Tensor, reason: str) -> object:
         """Leave ``tensor`` where it is, with its version, for a stated reason."""

@@ -19,6 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ._saved.thread_state import ThreadState
 from ._torch.dynamo import untraced
+from ._torch.func_transforms import let_transforms_pass
 from ._torch.hook_stack import Scope, own_pack, take_out
 from ._torch.modules import call_frame, is_running
 from .errors import UsageError
@@ -34,6 +35,7 @@ def enter_scope(
 ) -> None:
     """Push a hook pair for this thread. Raises ``RuntimeError`` where hooks are disabled."""
     _clear_stale(thread_state)
+    let_transforms_pass()
     scope = Scope(saved_tensors_hooks(pack, unpack), frame)
     try:
         thread_state.scopes.append(scope)

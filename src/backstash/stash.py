@@ -36,6 +36,7 @@ from ._stats import Stats, collect
 from ._text import clean
 from ._tiers.device_tiers import DeviceTiers, TierConfig
 from ._torch.dynamo import leave_untraced
+from ._torch.func_transforms import REFUSAL
 from ._torch.modules import module_that_has
 from ._torch.versions import inplace_error
 from .codecs import Codec
@@ -196,7 +197,7 @@ class Stash:
         if isinstance(error, torch.OutOfMemoryError):
             with self._session.section.lock, self._session.section:
                 self._session.ease()
-        if isinstance(error, RuntimeError) and _REFUSAL in str(error):
+        if isinstance(error, RuntimeError) and REFUSAL in str(error):
             raise UsageError(_REMEDY) from error
 
     def _enter(self, frame: FrameType | None) -> None:
@@ -206,9 +207,11 @@ class Stash:
             )
         thread_state = self._thread_state()
         try:
-            enter_scope(thread_state, self._admission.hook(thread_state), self.unpack, frame)
+            pack: Any = self._admission.hook(thread_state)
+            pack.steps_aside = self._admission.stepped_aside
+            enter_scope(thread_state, pack, self.unpack, frame)
         except RuntimeError as error:
-            if _REFUSAL in str(error):
+            if REFUSAL in str(error):
                 raise UsageError(_REMEDY) from error
             raise
 
@@ -449,10 +452,10 @@ class Stash:
         )
 
 
-_REFUSAL = "support saved tensor hooks"  # what torch.func says
 _REMEDY = (
-    "torch.func.grad, vjp, jacrev and hessian and a stash refuse to run inside one another, as with any "
-    "saved-tensors hooks: keep them apart, or use torch.autograd.grad, which works"
+    "no stash can be entered inside torch.func.grad, vjp, jacrev or hessian, and none of these runs where "
+    "saved-tensors hooks other than a stash's are active: keep them apart, or use torch.autograd.grad, "
+    "which works"
 )
 
 

@@ -142,10 +142,10 @@ def replace_current(pair: Pair) -> None:
     push(*pair)
 
 
-def take_all() -> list[Pair]:
-    """Empty this thread's stack; the newest pair comes first."""
-    pairs = []
+def take_all(pairs: list[Pair] | None = None) -> list[Pair]:
+    """Empty this thread's stack and return its pairs, appended to ``pairs``; the newest comes first."""
+    pairs = [] if pairs is None else pairs
     while (pair := current_pair()) is not None:
+        pairs += (pair,)  # no call between this and the pop: nothing interrupts
         _autograd._pop_saved_tensors_default_hooks()
-        pairs.append(pair)
     return pairs

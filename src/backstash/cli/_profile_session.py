@@ -109,10 +109,12 @@ class Session:
                 "no optimizer has stepped, so the script was not divided into steps: this is all of it"
             )
             return self._saved, f"the whole script ({outcome})"
-        return None, (
-            f"nothing was saved for backward in the main thread ({outcome}): there was no forward "
-            "with gradients. Give a script that trains, and the arguments that make it train."
+        inside = next((note for note in self._saved.notes if note.startswith("torch.func")), "")
+        why = inside or (
+            "there was no forward with gradients. Give a script that trains, and the arguments that make it "
+            "train"
         )
+        return None, f"nothing was saved for backward in the main thread ({outcome}): {why}."
 
     def _measure(self) -> DiskSpeed | None:
         if file_system(self._plan["disk"]) in IN_MEMORY:

@@ -32,6 +32,7 @@ from ..._torch.checkpoints import (
 )
 from ..._torch.dispatch import without_function_modes
 from ..._torch.engine import in_backward
+from ..._torch.func_transforms import let_transforms_pass
 from ..._torch.hook_stack import Pair, current_pair, pop_owned
 from ..._torch.module_parts import own_buffers, own_parameters
 from ..._torch.modules import CALL_CODE, module_path
@@ -71,6 +72,7 @@ class Recorder:
 
     def start(self) -> None:
         """Begin, on this thread. Raises ``RuntimeError`` if saved-tensors hooks are disabled."""
+        let_transforms_pass()
         outer = current_pair()
         base = _Base(self, outer)
         push_unseen(base.pack, base.unpack)
@@ -201,6 +203,9 @@ class _Base:
         if self.outer is None:
             return self.owner.pack(tensor, None, Held.get)
         return self.owner.pack(tensor, *self.outer)
+
+    def steps_aside(self) -> None:
+        self.owner.found.transforms += 1
 
     def unpack(self, packed: Packed) -> Tensor:
         return packed.get()

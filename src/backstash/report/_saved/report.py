@@ -40,8 +40,8 @@ def saved_report(model: nn.Module | None = None, *, look: bool = True) -> SavedR
             masks, indices and zeros that take more bytes than they need. Default ``True``.
 
     Saves on other threads are not recorded, nor is what a custom function keeps without ``save_for_backward``.
-    What ``torch.compile`` keeps inside its graphs is counted for the module whose call was compiled. As under
-    any hooks, ``torch.func.grad`` and the like refuse to run.
+    What ``torch.compile`` keeps inside its graphs is counted for the module whose call was compiled. What
+    ``torch.func.grad`` and the like save is not seen; a note says how often they ran.
 
     Raises:
         UsageError: from ``__enter__``, if the report was entered before; from ``__exit__``, if contexts are
@@ -245,6 +245,11 @@ class SavedReport:
             notes.append(
                 f"reentrant checkpointing saved {len(again)} tensor(s) to compute from again; it saves "
                 "nothing else while it runs, so how much it let go is not known"
+            )
+        if found.transforms:
+            notes.append(
+                f"torch.func (grad, vjp, jacrev, hessian) ran {found.transforms} times: hooks are not allowed "
+                "inside, so what it saved is not known"
             )
         if found.is_selective:
             notes.append(

@@ -126,7 +126,16 @@ class Save:
 class Found:
     """Everything that a report has recorded."""
 
-    __slots__ = ("calls", "foreign", "has_calls", "is_selective", "lives", "not_looked", "saves")
+    __slots__ = (
+        "calls",
+        "foreign",
+        "has_calls",
+        "is_selective",
+        "lives",
+        "not_looked",
+        "saves",
+        "transforms",
+    )
 
     def __init__(self) -> None:
         self.saves: list[Save] = []
@@ -136,6 +145,7 @@ class Found:
         self.has_calls = True  # False where calls could not be told apart
         self.foreign: dict[str, int] = {}  # bytes that went to foreign pack hooks, by name
         self.is_selective = False  # a checkpoint keeps outputs that no hook sees
+        self.transforms = 0  # of torch.func, inside which no hook is allowed
         self.not_looked = 0  # large tensors whose values could not be read
 
 
