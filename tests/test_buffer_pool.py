@@ -191,6 +191,8 @@ def test_memory_is_private_to_the_process(monkeypatch):
     [
         ("7f00 r-xp /usr/lib/libtcmalloc_minimal.so.4\n", "tcmalloc"),
         ("7f00 r-xp /usr/lib/libjemalloc.so.2\n", "jemalloc"),
+        ("7f00 r-xp /v/lib/libtbbmalloc_proxy.so.2\n", "tbb"),
+        ("7f00 r-xp /v/lib/libtbbmalloc.so.2\n", ""),
         ("7f00 r-xp /usr/lib/libc.so.6\n/home/tcmalloc/x\n", ""),
         (None, ""),
     ],
@@ -234,7 +236,7 @@ def test_memory_of_the_heap_is_taken_where_it_lies_on_a_page(monkeypatch, aligne
     assert pool.idle_bytes == (256 << 10) * (1 if aligned else 2)
 
 
-@pytest.mark.parametrize("allocator", ["", "jemalloc"])
+@pytest.mark.parametrize("allocator", ["", "jemalloc", "tbb"])
 def test_elsewhere_the_heap_is_not_asked(monkeypatch, allocator):
     monkeypatch.setattr(_buffer_pool, "preloaded_allocator", lambda: allocator)
     pool = BufferPool(idle_bytes=1 << 20)

@@ -1,14 +1,18 @@
 """Which allocator `backstash run` chooses, and what it sets to get it."""
 
+import os
+import platform
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from backstash.cli._allocator import CHOICES, choose, find, is_loaded, preloaded
+from backstash.cli._allocator import CHOICES, INSTALL_HINT, choose, find, is_loaded, preloaded
 
 TCMALLOC = {"tcmalloc": "/lib/libtcmalloc_minimal.so.4"}
+TBB = {"tbb": "/venv/lib/libtbbmalloc_proxy.so.2"}
 
 
 def test_auto_takes_tcmalloc_where_it_is_installed() -> None:
@@ -70,7 +74,68 @@ def test_one_that_is_missing_is_named_with_what_is_there() -> None:
         LookupError, match=r"--malloc jemalloc.*not installed.*auto, glibc, tcmalloc"
     ):
         choose("jemalloc", {}, TCMALLOC, "glibc")
-    assert {"auto", "glibc", "tcmalloc", "jemalloc", "mimalloc", "none"} == set(CHOICES)
+    assert {"auto", "glibc", "tcmalloc", "jemalloc", "mimalloc", "tbb", "none"} == set(CHOICES)
+
+
+def test_without_tcmalloc_auto_takes_tbb_and_preloads_what_it_needs_first() -> None:
+    allocator = choose("auto", {"LD_PRELOAD": "/lib/libprofiler.so"}, TBB, "glibc")
+    assert (allocator.kind, allocator.library) == ("tbb", TBB["tbb"])
+    assert allocator.environment["LD_PRELOAD"] == (
+        "/venv/lib/libtbbmalloc.so.2:/venv/lib/libtbbmalloc_proxy.so.2:/lib/libprofiler.so"
+    )
+    assert choose("auto", {}, TBB | TCMALLOC, "glibc").kind == "tcmalloc"
+    assert preloaded(dict(allocator.environment)) == "tbb"
+
+
+def test_a_missing_tbb_is_named_with_what_pip_installs() -> None:
+    with pytest.raises(LookupError, match=r"--malloc tbb.*pip install 'backstash\[fast\]'"):
+        choose("tbb", {}, TCMALLOC, "glibc")
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="tbb has wheels for x86-64 alone")
+def test_what_needs_no_root_is_named_first() -> None:
+    assert INSTALL_HINT.startswith("pip install 'backstash[fast]'")
+    assert "libtcmalloc-minimal4" in INSTALL_HINT
+
+
+@pytest.mark.parametrize(
+    ("site", "lib"),
+    [("lib/python3.11/site-packages", "lib"), ("target", "target/lib")],
+    ids=["in an environment", "pip install --target"],
+)
+def test_tbb_is_found_where_pip_put_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, site: str, lib: str
+) -> None:
+    (tmp_path / site / "tbb-2023.2.0.dist-info").mkdir(parents=True)
+    (tmp_path / lib).mkdir(exist_ok=True)
+    proxy = tmp_path / lib / "libtbbmalloc_proxy.so.2"
+    shutil.copyfile(sys.executable, proxy)
+    monkeypatch.setattr(sys, "path", [str(tmp_path / site)])
+    monkeypatch.setattr(sys, "prefix", str(tmp_path / "elsewhere"))
+    assert "tbb" not in find()  # alone it cannot be loaded
+    shutil.copyfile(sys.executable, tmp_path / lib / "libtbbmalloc.so.2")
+    assert find()["tbb"] == str(proxy)
+
+
+def test_a_path_that_cannot_be_in_a_list_is_passed_over(tmp_path: Path) -> None:
+    spaced = tmp_path / "my project"
+    spaced.mkdir()
+    shutil.copyfile(sys.executable, spaced / "libtcmalloc.so.4")
+    assert find([str(spaced)]) == {}
+
+
+@pytest.mark.skipif("tbb" not in find(), reason="needs pip install 'backstash[fast]'")
+def test_a_process_with_tbb_preloaded_starts_in_silence_and_uses_it() -> None:
+    allocator = choose("tbb", {}, find())
+    shown = "from backstash.stores._buffer_pool import preloaded_allocator as kind; print(kind())"
+    done = subprocess.run(
+        [sys.executable, "-c", shown],
+        env={**os.environ, **allocator.environment},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert (done.stdout, done.stderr) == ("tbb\n", "")
 
 
 def test_only_libraries_for_this_machine_are_found(tmp_path: Path) -> None:
@@ -87,6 +152,7 @@ def test_only_libraries_for_this_machine_are_found(tmp_path: Path) -> None:
 def test_everything_found_here_exists() -> None:
     for kind, path in find().items():
         assert Path(path).name.startswith(f"lib{kind}")
+        assert not set(path) & set(" :")
         assert Path(path).is_file()
 
 
@@ -95,4 +161,6 @@ def test_a_library_is_loaded_when_it_is_mapped(tmp_path: Path) -> None:
     maps.write_text("7f00-7f01 r-xp 0 08:01 1 /usr/lib/libtcmalloc_minimal.so.4.5.10\n")
     assert is_loaded("tcmalloc", maps)
     assert not is_loaded("jemalloc", maps)
+    maps.write_text("7f00-7f01 r-xp 0 08:01 1 /venv/lib/libtbbmalloc.so.2\n")
+    assert not is_loaded("tbb", maps)  # the proxy alone stands in for malloc
     assert not is_loaded("tcmalloc", tmp_path / "missing")

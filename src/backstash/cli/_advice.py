@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..units import format_bytes
+from ._allocator import INSTALL_HINT
 
 __all__ = ["advice", "stash_line"]
 
@@ -42,9 +43,9 @@ def advice(figures: dict[str, Any], saved_peak_bytes: int | None) -> list[dict[s
     if figures["allocator"]["kind"] in ("glibc", "none"):
         found.append(
             _advice(
-                "The memory allocator keeps much of the memory that is freed. backstash run preloads tcmalloc "
-                "where it is installed; the process then takes less memory.",
-                "apt install libtcmalloc-minimal4",
+                "The memory allocator keeps much of the memory that is freed. backstash run preloads one "
+                "that reuses it, tcmalloc or tbb, where it is installed.",
+                INSTALL_HINT,
             )
         )
     found.append(_advice("The same inside your own code:", stash_line(settings)))

@@ -13,6 +13,7 @@ here changes the process it runs in.
 
 from __future__ import annotations
 
+import glob
 import os
 import platform
 import subprocess
@@ -33,13 +34,20 @@ _FILES = {
     ),
     "jemalloc": ("libjemalloc.so.2", "libjemalloc.so"),
     "mimalloc": ("libmimalloc.so.3", "libmimalloc.so.2", "libmimalloc.so"),
+    "tbb": ("libtbbmalloc_proxy.so.2", "libtbbmalloc_proxy.so"),
 }
+# What lies beside a library and has to be preloaded before it, where the loader would not find it by itself.
+_BESIDE = {"tbb": "libtbbmalloc.so.2"}
 CHOICES = ("auto", "glibc", *_FILES, "none")
-INSTALL_HINT = (
+_FROM_PYPI = "pip install 'backstash[fast]'"  # tbb, which has wheels for Linux on x86-64 alone
+_FROM_THE_SYSTEM = (
     "apt install libtcmalloc-minimal4, dnf install gperftools-libs, conda install gperftools"
 )
+INSTALL_HINT = (
+    f"{_FROM_PYPI}, or {_FROM_THE_SYSTEM}" if platform.machine() == "x86_64" else _FROM_THE_SYSTEM
+)
 
-_AUTOMATIC = ("tcmalloc",)  # what `auto` may preload: those that were measured to be better
+_AUTOMATIC = ("tcmalloc", "tbb")  # what `auto` may preload, the fastest first, as it was measured
 _MAP_FROM_BYTES = 1 << 20  # a freed block of this size or more goes back to the system at once
 _HUGE_TENSORS = {"THP_MEM_ALLOC_ENABLE": "1"}  # torch: huge pages for tensors of 2 MiB or more
 _GLIBC = {"MALLOC_MMAP_THRESHOLD_": str(_MAP_FROM_BYTES), **_HUGE_TENSORS}
@@ -49,6 +57,7 @@ _WHY = {
     "tcmalloc": "it reuses the memory of freed tensors",
     "jemalloc": "asked for",
     "mimalloc": "asked for",
+    "tbb": "it reuses the memory of freed tensors",
     "glibc": "tuned so that the memory of freed tensors goes back to the system",
 }
 
@@ -58,7 +67,7 @@ class Allocator:
     """A choice of allocator."""
 
     kind: str
-    """``tcmalloc``, ``jemalloc``, ``mimalloc``, ``glibc`` (tuned) or ``none`` (left as it is)."""
+    """``tcmalloc``, ``jemalloc``, ``mimalloc``, ``tbb``, ``glibc`` (tuned) or ``none`` (left as it is)."""
     reason: str
     """Why it was chosen, in words."""
     library: str = ""
@@ -108,8 +117,8 @@ def choose(
 
 
 def _preload(kind: str, library: str, environ: Mapping[str, str]) -> Allocator:
-    earlier = environ.get("LD_PRELOAD", "")
-    value = f"{library}:{earlier}" if earlier else library
+    beside = os.path.join(os.path.dirname(library), _BESIDE[kind]) if kind in _BESIDE else ""
+    value = ":".join(filter(None, (beside, library, environ.get("LD_PRELOAD", ""))))
     huge = {name: value for name, value in _HUGE_TENSORS.items() if name not in environ}
     return Allocator(kind, _WHY[kind], library, {"LD_PRELOAD": value, **huge})
 
@@ -121,13 +130,14 @@ def _tuned_glibc(asked: str, environ: Mapping[str, str]) -> Allocator:
         settings[_TUNABLES] = f"{tunables}:{_HUGE_PAGES}" if tunables else _HUGE_PAGES
     reason = _WHY["glibc"]
     if asked == "auto":
-        reason += f"; tcmalloc, which is faster, is not installed: {INSTALL_HINT}"
+        reason += f"; an allocator that is faster can be installed: {INSTALL_HINT}"
     return Allocator("glibc", reason, "", settings)
 
 
 def _missing(asked: str, installed: Mapping[str, str]) -> str:
     there = ", ".join(["auto", "glibc", *installed, "none"])
-    hint = f"; {INSTALL_HINT}" if asked == "tcmalloc" else ""
+    hints = {"tcmalloc": f"; {_FROM_THE_SYSTEM}", "tbb": f"; {_FROM_PYPI}"}
+    hint = hints.get(asked, "")
     return f"--malloc {asked}: {_FILES[asked][0]} is not installed{hint}; allowed here: {there}"
 
 
@@ -135,14 +145,20 @@ def preloaded(environ: Mapping[str, str]) -> str:
     """The kind of allocator that ``LD_PRELOAD`` in ``environ`` already names; ``""`` for none."""
     files = environ.get("LD_PRELOAD", "").replace(":", " ").split()
     return next(
-        (kind for kind in _FILES for file in files if f"lib{kind}" in os.path.basename(file)), ""
+        (kind for kind in _FILES for file in files if _mark(kind) in f"/{os.path.basename(file)}"),
+        "",
     )
+
+
+def _mark(kind: str) -> str:
+    """What the path of a library of ``kind`` has in it, whatever the version."""
+    return "/libtbbmalloc_proxy" if kind == "tbb" else f"/lib{kind}"
 
 
 def is_loaded(kind: str, maps: Path = Path("/proc/self/maps")) -> bool:
     """Whether this process has mapped the library of ``kind``; the loader skips one that it cannot use."""
     try:
-        return f"/lib{kind}" in maps.read_text()
+        return _mark(kind) in maps.read_text()
     except OSError:
         return False
 
@@ -152,18 +168,28 @@ def find(directories: Iterable[str] | None = None) -> dict[str, str]:
 
     Args:
         directories: where to look, in order; ``None``: the interpreter's own library directory (where
-            conda puts them), what ``ldconfig`` knows, and the usual system directories.
+            conda puts them), where pip puts tbb's, what ``ldconfig`` knows, and the usual system
+            directories. One whose path has a space or a colon is passed over: ``LD_PRELOAD`` is a list
+            that is separated by these.
     """
     where = list(_directories() if directories is None else directories)
     mine = _elf_kind(sys.executable)
     found = {}
     for kind, names in _FILES.items():
         paths = (os.path.join(directory, name) for name in names for directory in where)
-        usable = (path for path in paths if os.path.isfile(path) and _elf_kind(path) == mine)
-        path = next(usable, None)
+        path = next((path for path in paths if _is_usable(kind, path, mine)), None)
         if path is not None:
             found[kind] = path
     return found
+
+
+def _is_usable(kind: str, path: str, machine: bytes) -> bool:
+    needed = [path]
+    if kind in _BESIDE:
+        needed.append(os.path.join(os.path.dirname(path), _BESIDE[kind]))
+    return not set(path) & set(" :") and all(
+        os.path.isfile(file) and _elf_kind(file) == machine for file in needed
+    )
 
 
 def _directories() -> list[str]:
@@ -175,8 +201,19 @@ def _directories() -> list[str]:
         "/usr/local/lib",
         "/usr/lib",
     ]
-    listed = [os.path.join(sys.prefix, "lib"), *_cached_by_the_loader(), *usual]
+    own = os.path.join(sys.prefix, "lib")
+    listed = [own, *_beside_site_packages(), *_cached_by_the_loader(), *usual]
     return list(dict.fromkeys(listed))
+
+
+def _beside_site_packages() -> list[str]:
+    """Where pip put tbb's libraries: in PREFIX/lib for PREFIX/lib/pythonX/site-packages, else in TARGET/lib."""
+    return [
+        os.path.normpath(os.path.join(entry, *to_lib))
+        for entry in sys.path
+        if glob.glob(os.path.join(glob.escape(entry), "tbb-*.dist-info"))
+        for to_lib in (("..", ".."), ("lib",))
+    ]
 
 
 def _cached_by_the_loader() -> list[str]:

@@ -150,7 +150,9 @@ def _remarks(facts: dict[str, Any]) -> list[str]:
     elif slowest < _SLOW_BYTES_PER_SECOND:
         remarks.append(f"this disk moves {_speed(slowest)}: backward may wait for it")
     if facts["allocator"]["kind"] == "glibc":
-        remarks.append(f"`backstash run` would use less memory with tcmalloc: {INSTALL_HINT}")
+        remarks.append(
+            f"an allocator that reuses memory makes `backstash run` faster: {INSTALL_HINT}"
+        )
     if facts["machine"]["huge_pages"] == "never":
         remarks.append("transparent huge pages are off: reading back costs more processor time")
     return remarks

@@ -53,8 +53,9 @@ questions:
   What does --report cost? The first 5 optimizer steps are recorded, which takes some memory and
                            time (benchmarks/recording_overhead.py); later steps cost nothing.
   Why an allocator?        The memory of tensors that went to disk should be used again. glibc keeps
-                           it in pieces; tcmalloc reuses it. `auto` preloads tcmalloc where it is
-                           installed, and otherwise tunes glibc. `none` changes nothing. The summary
+                           it in pieces; tcmalloc and tbb reuse it. `auto` preloads the first of these
+                           that is installed (pip install 'backstash[fast]' brings tbb on Linux on
+                           x86-64), and otherwise tunes glibc. `none` changes nothing. The summary
                            says what was chosen and why.
 """
 

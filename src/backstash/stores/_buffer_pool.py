@@ -24,7 +24,12 @@ __all__ = ["BufferPool", "mapped", "preloaded_allocator"]
 
 _HUGE_BYTES = 2 << 20
 _HEAP_BYTES = 256 << 10  # tcmalloc gives whole pages from here on
-_ALLOCATORS = ("tcmalloc", "jemalloc", "mimalloc")
+_ALLOCATORS = {  # by how the names of their libraries begin
+    "libtcmalloc": "tcmalloc",
+    "libjemalloc": "jemalloc",
+    "libmimalloc": "mimalloc",
+    "libtbbmalloc_proxy": "tbb",
+}
 
 
 @functools.cache
@@ -35,7 +40,7 @@ def preloaded_allocator() -> str:
             mapped = maps.read()
     except OSError:
         return ""
-    return next((name for name in _ALLOCATORS if f"lib{name}" in mapped), "")
+    return next((name for file, name in _ALLOCATORS.items() if file in mapped), "")
 
 
 def _class_of(nbytes: int) -> int:

@@ -26,6 +26,7 @@ class Variant:
 _ALL = (
     Variant("plain", "plain PyTorch", "nothing", "none"),
     Variant("plain-tcmalloc", "plain PyTorch, tcmalloc", "nothing", "tcmalloc"),
+    Variant("plain-tbb", "plain PyTorch, tbb", "nothing", "tbb"),
     Variant("plain-glibc", "plain PyTorch, glibc set up", "nothing", "glibc"),
     Variant("save_on_cpu", "`save_on_cpu`", "save_on_cpu", "none"),
     Variant("recipe", "the tutorial's recipe", "recipe", "none"),
@@ -34,6 +35,10 @@ _ALL = (
     Variant("stash", "`Stash(disk=...)`", "stash", "none"),
     Variant("stash-tcmalloc", "`Stash(disk=...)`, tcmalloc", "stash", "tcmalloc"),
     Variant("run", "`backstash run`", "nothing", "auto", launched=True),
+    Variant(
+        "run-tcmalloc", "`backstash run --malloc tcmalloc`", "nothing", "tcmalloc", launched=True
+    ),
+    Variant("run-tbb", "`backstash run --malloc tbb`", "nothing", "tbb", launched=True),
     Variant("run-none", "`backstash run --malloc none`", "nothing", "none", launched=True),
     Variant("run-glibc", "`backstash run --malloc glibc`", "nothing", "glibc", launched=True),
     Variant(
@@ -48,6 +53,7 @@ VARIANTS = {variant.key: variant for variant in _ALL}
 DEFAULT = (
     "plain",
     "plain-tcmalloc",
+    "plain-tbb",
     "plain-glibc",
     "save_on_cpu",
     "recipe",
