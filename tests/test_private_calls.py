@@ -128,6 +128,7 @@ USED = {
         "torch.UntypedStorage._cdata",
         "torch.UntypedStorage._free_weak_ref",
         "torch.UntypedStorage._weak_ref",
+        "torch._C._storage_Use_Count",
     },
     "tensors.py": {
         "_fix_weakref",

@@ -29,6 +29,7 @@ from ._runtime.trace import EventLog, Levels, Recording
 from ._runtime.trim import Trimmer
 from ._runtime.workers import Workers
 from ._saved.entry import Entry, WrapperEntry
+from ._saved.handout import RETURNS_NONE, hand_out
 from ._saved.placement import Packed
 from ._saved.thread_state import ThreadState
 from ._session import Session
@@ -36,8 +37,10 @@ from ._stats import Stats, collect
 from ._text import clean
 from ._tiers.device_tiers import DeviceTiers, TierConfig
 from ._torch.dynamo import leave_untraced
+from ._torch.engine import current_node
 from ._torch.func_transforms import REFUSAL
 from ._torch.modules import module_that_has
+from ._torch.storages import has_other_owners
 from ._torch.versions import inplace_error
 from .codecs import Codec
 from .errors import (
@@ -305,22 +308,27 @@ class Stash:
         """
         kind = type(packed)
         if kind is Tensor and packed._version == 0:  # nearly every small tensor
-            return packed  # type: ignore[no-any-return]
+            return packed if type(current_node()) in RETURNS_NONE else hand_out(packed)
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False):  # what is made in that mode has no version to check
                 return self.unpack(packed)
         if kind is Entry:
-            return self._unpack_entry(packed)
+            view = self._unpack_entry(packed)
+            if type(current_node()) in RETURNS_NONE:
+                return view
+            view = view.detach()  # a view would own what it is cut from
+            # Where it was loaded for this use alone, nobody else has its memory.
+            return hand_out(view) if has_other_owners(view) else view
         if kind is WrapperEntry:
             rebuilt: Tensor = packed.rebuild(self.unpack)
-            return rebuilt
+            return rebuilt if type(current_node()) in RETURNS_NONE else hand_out(rebuilt)
         tensor, version, *where = packed if kind is tuple else (packed, 0)
         if tensor._version != version:
             module = (
                 (where and where[0]) or module_that_has(tensor) or ("no module" if where else "")
             )
             raise _changed(tensor.shape, tensor.dtype, module, tensor._version, version)
-        return tensor  # type: ignore[no-any-return]
+        return tensor if type(current_node()) in RETURNS_NONE else hand_out(tensor)
 
     def _unpack_entry(self, entry: Entry) -> Tensor:
         session, block = self._session, entry.block

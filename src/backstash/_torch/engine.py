@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torch.autograd import graph as stock
+from torch.autograd.function import BackwardCFunction
 
 from .lookup import optional, required
 
@@ -17,6 +18,7 @@ __all__ = [
     "current_node",
     "in_backward",
     "may_execute",
+    "may_return_saved",
     "number_of",
     "output_metadata",
     "queue_callback",
@@ -79,6 +81,14 @@ def may_execute(node: stock.Node) -> bool:
         return bool(_will_execute(node))
     except RuntimeError:  # a leaf under autograd.grad: the engine does not tell
         return True
+
+
+def may_return_saved(node: stock.Node) -> bool:
+    """Whether what ``node`` returns may be a tensor that it saved: it is a custom function, in Python or C++.
+
+    PyTorch's own operations compute what they return.
+    """
+    return isinstance(node, BackwardCFunction) or type(node).__name__ == "CppFunction"
 
 
 def number_of(node: Any) -> int:

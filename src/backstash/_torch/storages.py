@@ -17,6 +17,7 @@ from .lookup import optional, required
 
 __all__ = [
     "free_weak_ref",
+    "has_other_owners",
     "keep_identity",
     "storage_identity",
     "storage_of",
@@ -43,6 +44,20 @@ keep_identity: Callable[[torch.UntypedStorage], object] = required(
     "torch.multiprocessing.reductions.StorageWeakRef", _KEEPS
 )
 """An object that owns a weak reference to a storage. Undocumented; where torch lacks it: ``UsageError``."""
+
+
+_use_count: Callable[[int], int] = optional("torch._C._storage_Use_Count", lambda identity: 3)
+
+
+def has_other_owners(tensor: Tensor) -> bool:
+    """Whether another tensor or storage object has the memory of ``tensor``, which has no such object yet.
+
+    Where torch lacks the call, or the tensor has no storage of its own: yes, which costs a copy.
+    """
+    storage = storage_of(tensor)
+    return (
+        storage is None or _use_count(storage_identity(storage)) > 2
+    )  # the tensor, and this object
 
 
 def storage_of(tensor: Tensor) -> torch.UntypedStorage | None:

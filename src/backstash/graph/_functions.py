@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from .._saved.handout import hand_out
 from .._torch.hook_stack import Pair, current_pair, own_pack, pop_owned, push, replace_current
 from .._torch.versions import Held, Routed
 from ..errors import UsageError
@@ -202,7 +203,7 @@ class _SavesOfOneCall:
                 self._finish()
 
     def unpack(self, packed: Held | Routed) -> Tensor:
-        return packed.get()
+        return hand_out(packed.get())
 
     def _finish(self) -> None:
         if self.under is None:

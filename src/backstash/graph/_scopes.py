@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
+from .._saved.handout import hand_out
 from .._torch.hook_stack import Pair, current_pair, pop_owned, push, take_all
 from .._torch.versions import Held, Routed
 from ..errors import UsageError
@@ -113,4 +114,4 @@ class _Chosen:
         return Held(tensor)
 
     def unpack(self, packed: Held | Routed) -> Tensor:
-        return packed.get()
+        return hand_out(packed.get())
