@@ -27,12 +27,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from backstash import Stash
+from backstash import Action, Stash
 from backstash.testing import TwinDevice, stash_on
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
 from oracle import same_bits
+from packers import ANYTHING
 
 TEXT = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 WIDE = {**TEXT, "intermediate_size": 64, "max_position_embeddings": 64}
@@ -134,6 +135,9 @@ Mix = Callable[[str], AbstractContextManager[Any]]
 MIXES: dict[str, Mix] = {
     "disk": lambda where: Stash(disk=where, min_bytes=0, inflight=0),
     "keep and disk": lambda where: Stash(keep="64KiB", disk=where, min_bytes=64, inflight="32KiB"),
+    "packed": lambda where: Stash(
+        policy=lambda saved: Action("pack", ANYTHING), keep="16KiB", disk=where, min_bytes=0
+    ),
     "accelerator": lambda where: stash_on(
         TwinDevice(chance=0.3), host="1MiB", disk=where, min_bytes=0, inflight="64KiB"
     ),

@@ -23,9 +23,11 @@ from backstash._saved.thread_state import ThreadState
 from backstash._session import Session
 from backstash._tiers import host_backing as _host_backing
 from backstash._tiers import host_writeback as _host_writeback
+from backstash._tiers import packing as _packing
 from backstash._tiers.backing import DiskCleanup
 from backstash._tiers.disk import DiskTier
 from backstash._tiers.eviction import Evictor
+from backstash._tiers.packing import Packer
 from backstash._tiers.prefetch import Prefetcher
 from backstash._tiers.resident import ResidentSet
 from backstash.stash import Stash
@@ -447,6 +449,23 @@ GUARDS: dict[str, Guard] = {
         _replaced(_view.StridedRegion, "covers", lambda region, other: True),
         "below",
         witness=(("fill", 0, 0),),
+    ),
+    # What is packed.
+    "what is packed gives its bytes back": Guard(
+        "a codec that says it is exact may not be",
+        _replaced(Packer, "_comes_back", lambda packer, values, encoded, codec: True),
+        "packed wrong",
+        short=20,
+    ),
+    "the version when it is packed": Guard(
+        "a block that waited may have changed since it was saved",
+        _unchecked_in("pack"),
+        "packed$",
+    ),
+    "a payload has memory of its own": Guard(
+        "a codec may return a part of what it was given",
+        _replaced(_packing, "_own", lambda payload, values, codec: payload),
+        not_searched="the version of what they share tells of a change; tests/test_packed.py has it",
     ),
     # Subclasses and scopes.
     "a subclass that has changed": Guard(

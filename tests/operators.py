@@ -19,10 +19,11 @@ from torch.testing._internal.custom_op_db import custom_op_db
 from torch.testing._internal.opinfo.definitions.nested import njt_op_db
 from torch.utils._pytree import tree_leaves, tree_map
 
-from backstash import Disk, Stash
+from backstash import Action, Disk, Stash
 from backstash._tiers import segments as _segments
 from backstash.testing import TwinDevice, stash_on
 from oracle import same_bits
+from packers import ANYTHING
 
 ATTEMPTS = 5
 
@@ -198,6 +199,9 @@ MIXES: dict[str, _Make] = {
     "keep, disk": lambda where: Stash(keep=512, disk=where, min_bytes=0, inflight=512),
     "in flight": lambda where: Stash(disk=where, min_bytes=0),
     "straight": lambda where: Stash(disk=Disk(where, verify=True), min_bytes=0),
+    "packed": lambda where: Stash(
+        policy=lambda saved: Action("pack", ANYTHING), keep=512, disk=where, min_bytes=0, inflight=0
+    ),
     "host": lambda where: stash_on(TwinDevice(chance=0.3), host="64MiB", min_bytes=0),
     "host, disk": lambda where: stash_on(
         TwinDevice(chance=0.3), host="256KiB", disk=where, min_bytes=0, inflight="16KiB"

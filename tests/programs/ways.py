@@ -14,17 +14,16 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest import mock
 
-import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from backstash import Disk, Stash, graph, stash
 from backstash._tiers import segments as _segments
-from backstash.codecs import EXACT, Codec, Encoded, FirstOf
 from backstash.errors import StashIOError, StashWarning
 from backstash.policy import Action, SavedTensor
 from backstash.stores import Store
 from backstash.testing import Failing, Gated, MemoryStore, TwinDevice, stash_on
+from packers import ANYTHING, Halves, Wrong
 
 from .acts import CONTEXTS, is_alone
 from .operations import COPIED, UNSEEN
@@ -57,21 +56,12 @@ class Way:
     """Operations that mean something else there."""
 
 
-class Halves(Codec):
-    """Exact, and takes any tensor: half of the bytes are the payload, and the recipe has the others."""
-
-    def encode(self, values: Tensor) -> Encoded | str:
-        bytes_ = values.view(torch.uint8)
-        half = bytes_.numel() // 2
-        return Encoded(bytes_[:half].clone(), bytes_[half:].clone()) if half else "it is one byte"
-
-    def decode(self, payload: Tensor | None, recipe: Any, out: Tensor) -> None:
-        assert payload is not None
-        torch.cat([payload, recipe], out=out.view(torch.uint8))
+def _packed_wrong(saved: SavedTensor) -> Action:
+    return Action("pack", Wrong())
 
 
 def _packed(saved: SavedTensor) -> Action:
-    return Action("pack", FirstOf(EXACT, Halves()))
+    return Action("pack", ANYTHING)
 
 
 def _sometimes_packed(saved: SavedTensor) -> Action | None:
@@ -132,6 +122,7 @@ WAYS: dict[str, Way] = {
         threads=2,
         leaves_out=COPIED,
     ),
+    "packed wrong": Way({"inflight": 0, "policy": _packed_wrong}),
     "packed, on an accelerator": Way(
         {"disk": None, "keep": "3KiB", "policy": _packed}, chance=0.3, disk="", leaves_out=COPIED
     ),

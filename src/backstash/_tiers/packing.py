@@ -83,8 +83,6 @@ class Packer:
         return self._replace(block, codec, encoded)
 
     def _reason_against(self, block: Block, codec: Codec) -> str:
-        if block.storage_version.changed:
-            return "changed"
         if block.has_moved:
             return "its storage was resized"
         if block.nbytes % block.dtype.itemsize:

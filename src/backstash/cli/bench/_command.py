@@ -28,7 +28,7 @@ from ._variants import DEFAULT, VARIANTS
 
 __all__ = ["main"]
 
-_KINDS = ("gpt", "resnet", "overhead", "alive", "limit", "limits", "gradients")
+_KINDS = ("gpt", "llama", "resnet", "unet", "overhead", "alive", "limit", "limits", "gradients")
 _DISK_BYTES = 256 << 20  # written and read to say how fast the disk is
 _USAGE = "backstash bench [OPTION ...] [WHAT ...]"
 _DESCRIPTION = """\
@@ -38,7 +38,9 @@ figure. Prints a markdown table; --out writes every figure to a file.
 
 WHAT is one or more of:
   gpt       a step of 12 transformer blocks: time, resident peak, gradients compared to the bit
+  llama     the same for 12 blocks as in Llama
   resnet    the same for a ResNet of Bottlenecks
+  unet      the same for a U-Net
   overhead  the cost of each save, in a chain of 10,000 operations that save small tensors
   alive     the cost of a pack and an unpack while up to a million saved tensors are alive
   limit     training in a control group with half the memory that a step saves
@@ -56,7 +58,7 @@ examples:
   backstash bench gpt --only plain,stash,run
   backstash bench --table gpt.json
 
-variants of gpt and resnet, for --only:
+variants of the models, for --only:
 {_VARIANTS}
 """
 

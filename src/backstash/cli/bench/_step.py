@@ -27,7 +27,7 @@ def step(
     """Time training steps of ``workload`` and return the figures of every process.
 
     Args:
-        workload: ``gpt`` or ``resnet``.
+        workload: ``gpt``, ``llama``, ``resnet`` or ``unet``.
         keys: the variants, as keys of ``VARIANTS``.
         repeats: how many processes each variant gets. Each round starts with another variant.
         steps: how many steps a process times, after one that it does not.

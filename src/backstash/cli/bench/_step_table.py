@@ -44,6 +44,9 @@ class Row:
     """That peak over plain's."""
     on_disk: float | None
     """Bytes that went to disk over bytes that could; ``None`` where there is no stash."""
+    left: float | None
+    """Bytes that were still to be held or moved after packing, over bytes that could; ``None`` without a stash
+    that packs."""
     exact: bool
     """Whether every process had plain's losses and gradients, to the bit."""
 
@@ -78,6 +81,7 @@ def _row(key: str, runs: list[dict[str, Any]], good: dict[str, list[dict[str, An
         peak_bytes=int(peak),
         peak_share=peak / max(1, statistics.median(map(_peak, base))),
         on_disk=_on_disk(runs),
+        left=_left(runs),
         exact=all(
             (run["losses"], run["gradients"]) == (base[0]["losses"], base[0]["gradients"])
             for run in runs
@@ -111,5 +115,14 @@ def _on_disk(runs: list[dict[str, Any]]) -> float | None:
         run["stats"]["written_bytes"] / max(1, run["stats"]["eligible_bytes"])
         for run in runs
         if run.get("stats")
+    ]
+    return statistics.median(shares) if shares else None
+
+
+def _left(runs: list[dict[str, Any]]) -> float | None:
+    shares = [
+        1 - (stats["packed_bytes"] - stats["payload_bytes"]) / max(1, stats["eligible_bytes"])
+        for run in runs
+        if (stats := run.get("stats")) and stats.get("packed_bytes")
     ]
     return statistics.median(shares) if shares else None

@@ -21,6 +21,7 @@ _STEP_HEAD = (
     "of plain's",
     "on disk",
     "gradients",
+    "left after packing",
 )
 
 
@@ -54,6 +55,8 @@ def table(results: dict[str, Any]) -> str:
 
 def _step(section: dict[str, Any]) -> str:
     times = f"{section['repeats']} processes each, interleaved, {section['steps']} steps in each"
+    found = step_rows(section)
+    head = _STEP_HEAD if any(row.left is not None for row in found) else _STEP_HEAD[:-1]
     rows = [
         (
             row.title,
@@ -64,15 +67,16 @@ def _step(section: dict[str, Any]) -> str:
             f"{row.peak_share:.0%}",
             "" if row.on_disk is None else f"{row.on_disk:.0%}",
             "equal" if row.exact else "differ",
-        )
-        for row in step_rows(section)
+            "" if row.left is None else f"{row.left:.0%}",
+        )[: len(head)]
+        for row in found
     ]
     failed = [
         f"`{run['variant']}` failed: {run['failed']}" for run in section["runs"] if "failed" in run
     ]
     skipped = [f"`{key}` skipped: {why}" for key, why in section["skipped"].items()]
     title = f"{section['description']}; {times}:"
-    return "\n\n".join([title, markdown(_STEP_HEAD, rows), *failed, *skipped])
+    return "\n\n".join([title, markdown(head, rows), *failed, *skipped])
 
 
 def _overhead(section: dict[str, Any]) -> str:

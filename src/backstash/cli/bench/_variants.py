@@ -34,6 +34,8 @@ _ALL = (
     Variant("checkpoint-tcmalloc", "`torch.utils.checkpoint`, tcmalloc", "checkpoint", "tcmalloc"),
     Variant("stash", "`Stash(disk=...)`", "stash", "none"),
     Variant("stash-tcmalloc", "`Stash(disk=...)`, tcmalloc", "stash", "tcmalloc"),
+    Variant("pack", '`Action("pack")`, then disk', "pack", "none"),
+    Variant("pack-memory", '`Action("pack")` in memory', "pack-memory", "none"),
     Variant("run", "`backstash run`", "nothing", "auto", launched=True),
     Variant(
         "run-tcmalloc", "`backstash run --malloc tcmalloc`", "nothing", "tcmalloc", launched=True

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from ... import Stash
+from ... import Action, SavedTensor, Stash
 from ._workloads import Around, call
 
 __all__ = ["WAYS", "Way", "recipe"]
@@ -62,8 +62,15 @@ def _checkpointed(block: nn.Module, x: Tensor) -> Tensor:
 
 
 def _stash(directory: str, min_bytes: int) -> Way:
-    stash = Stash(disk=directory, min_bytes=min_bytes, name="bench")
+    return _under(Stash(disk=directory, min_bytes=min_bytes, name="bench"))
+
+
+def _under(stash: Stash) -> Way:
     return lambda: stash, call
+
+
+def _pack(saved: SavedTensor) -> Action:
+    return Action("pack")
 
 
 WAYS: dict[str, Callable[[str, int], Way]] = {
@@ -72,5 +79,11 @@ WAYS: dict[str, Callable[[str, int], Way]] = {
     "recipe": lambda directory, min_bytes: (lambda: recipe(directory), call),
     "checkpoint": lambda directory, min_bytes: (nullcontext, _checkpointed),
     "stash": _stash,
+    "pack": lambda directory, min_bytes: _under(
+        Stash(disk=directory, policy=_pack, min_bytes=min_bytes, name="bench")
+    ),
+    "pack-memory": lambda directory, min_bytes: _under(
+        Stash(keep=None, policy=_pack, min_bytes=min_bytes, name="bench")
+    ),
 }
 """From name to a function of the disk's directory and the stash's ``min_bytes``."""
