@@ -22,9 +22,10 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
-from backstash import Disk, graph
+from backstash import Action, Disk, graph
 from backstash._device import accelerator as _accelerator
 from backstash._device.pinned_pool import PinnedPool
+from backstash.codecs import BFloat16
 from backstash.errors import InplaceError, UsageError
 from gpu_place import MIB, Place, Skip, same
 from numbered import number_ahead
@@ -496,6 +497,45 @@ def views_and_kinds(place: Place) -> None:
     stash.close()
 
 
+def masks_packed(place: Place) -> None:
+    """Masks are packed to bits without a look at them, on several streams too; a lossy codec by name."""
+    x = place.batch(rows=4).requires_grad_()
+
+    def program(x: torch.Tensor) -> torch.Tensor:
+        y = x
+        for step in range(4):
+            y = torch.where(y > 0.1 * step, y.sin(), 0.5)
+        return y.square().sum()
+
+    true = torch.autograd.grad(program(x), x)
+    for options in ({}, {"keep": 1024}, {"codec": None}):
+        policy = (lambda saved: Action("pack")) if "codec" not in options else None
+        stash = place.stash(host=2048, inflight=4, prefetch=4, policy=policy, **options)
+        for _ in range(2):
+            with stash:
+                loss = program(x)
+            if place.is_real:
+                stream = torch.Stream(place.device)
+                node = loss.grad_fn.next_functions[0][0].next_functions[0][0]
+                stream.wait_stream(torch.accelerator.current_stream(place.device))
+                before = torch.accelerator.current_stream(place.device)
+                torch.accelerator.set_stream(stream)
+                seen = [node._saved_condition.clone()]
+                torch.accelerator.set_stream(before)
+                before.wait_stream(stream)
+                same(seen, [node._saved_condition], "looked at by another stream")
+            same(list(torch.autograd.grad(loss, x)), list(true), str(options))
+        packed = stash.stats().packed_bytes
+        assert bool(packed) == (policy is not None), f"{packed} bytes packed"
+        stash.close()
+    stash = place.stash(host=2048, codec=BFloat16())
+    with stash:
+        loss = (x * 2).exp().sum()
+    found = torch.autograd.grad(loss, x)
+    same(list(found), [2 * (x * 2).exp().bfloat16().to(x.dtype).detach()], "bfloat16")
+    stash.close()
+
+
 def graphs_in_turn(place: Place) -> None:
     """Several graphs alive at once, one dropped without backward, gradients accumulated."""
     model, stash = place.model(layers=4), place.stash(host=2048, inflight=8, prefetch=8)
@@ -830,6 +870,7 @@ CHECKS |= {
         checkpoint_autocast_thread,
         disk_under_host,
         views_and_kinds,
+        masks_packed,
         graphs_in_turn,
         save_on_cpu_of_ours,
         pinning_refused,

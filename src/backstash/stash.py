@@ -383,11 +383,11 @@ class Stash:
                 cause = error.__cause__
                 raise (cause if isinstance(cause, StashIOError) else error) from None
         try:
-            root, low = tiers.packer.decode(entry, placement, payload)
+            decoded = tiers.packer.decode(entry, placement, payload)
         except torch.OutOfMemoryError:
             tiers.prefetcher.let_go()
-            root, low = tiers.packer.decode(entry, placement, payload)
-        return tiers.prefetcher.serve_decoded(entry, root, low)
+            decoded = tiers.packer.decode(entry, placement, payload)
+        return tiers.prefetcher.serve_decoded(entry, *decoded)
 
     def _unpack_captured(self, entry: Entry) -> Tensor:
         """While a graph of the device is captured nothing can be asked of it: a block in place will do."""

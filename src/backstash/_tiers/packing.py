@@ -8,6 +8,7 @@ all views.
 from __future__ import annotations
 
 import weakref
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from .._runtime.reclaim import ReclaimQueue
 from .._runtime.trace import profiled
 from .._saved.block import Block, StorageVersion
 from .._saved.entry import Entry
-from .._saved.placement import Packed
+from .._saved.placement import Arrival, Packed
 from .._torch.dispatch import count_dispatch_modes, without_function_modes
 from ..codecs import Codec, Encoded
 from ..codecs._base import NOT_SMALLER, integers
@@ -173,8 +174,11 @@ class Packer:
         cleanup.serial = block.cleanup.serial
         return inner
 
-    def decode(self, entry: Entry, placement: Packed, payload: Tensor | None) -> tuple[Tensor, int]:
-        """A storage with the bytes of a packed block, and where they begin in it. Outside the section.
+    def decode(
+        self, entry: Entry, placement: Packed, payload: Tensor | None
+    ) -> tuple[Tensor, int, Arrival | None]:
+        """A storage with the bytes of a packed block, where they begin in it, and what each user of it is to
+        be ordered after. Outside the section.
 
         Args:
             entry: of the block.
@@ -183,15 +187,35 @@ class Packer:
 
         Raises ``MemoryError`` or ``torch.OutOfMemoryError`` where there is no memory for them.
         """
-        block = entry.block
-        on_cpu = self._device is None
-        low = block.address % PAGE_BYTES if on_cpu else 0
+        block, device = entry.block, self._device
+        if device is not None and payload is not None:
+            # The program may have waited for the tensor, not for what was made of it afterwards.
+            _MadeOn(device, block.stream, payload).order()
+        low = block.address % PAGE_BYTES if device is None else 0
         with self._section.lock, self._section:
             root = self._memory(low + block.nbytes, entry.device)
         with without_function_modes(), torch.no_grad(), profiled("unpack", block.cleanup.module):
             out = root[low : low + block.nbytes].view(placement.dtype)
             placement.codec.decode(payload, placement.recipe, out)
-        return root, low
+        return root, low, None if device is None else _MadeOn(device, device.stream(), root)
+
+
+class _MadeOn:
+    """Memory of an accelerator that one stream has filled, for those that use it."""
+
+    __slots__ = ("_device", "_memory", "_stream")
+
+    def __init__(self, device: Device, stream: Any, memory: Tensor) -> None:
+        self._device = device
+        self._stream = stream
+        self._memory = memory
+
+    def order(self) -> None:
+        """See :meth:`Arrival.order`."""
+        stream = self._device.stream()
+        if stream != self._stream:
+            stream.wait_stream(self._stream)
+            self._device.used(self._memory)
 
 
 def _own(payload: Tensor | None, values: Tensor, codec: Codec) -> Tensor | None:

@@ -129,13 +129,13 @@ class Prefetcher:
                     return view
                 load, mine = self.load(block)
 
-    def serve_decoded(self, entry: Entry, root: Tensor, low: int) -> Tensor:
+    def serve_decoded(self, entry: Entry, root: Tensor, low: int, arrival: Any) -> Tensor:
         """The saved view of a packed block, whose bytes begin at ``low`` of ``root``. Outside the section."""
         block, section = entry.block, self._section
         with section.lock, section:
             view = self.at_hand(entry)  # another thread may have decoded the block meanwhile
             if view is None:
-                view = self._take(entry, block, None, root, None, low)
+                view = self._take(entry, block, None, root, arrival, low)
             self.ahead(block)
         return view
 

@@ -253,7 +253,7 @@ WORKLOADS: dict[str, Callable[[], Workload]] = {
     "gpt": lambda: _gpt(12, 512, 8, 512),
     "llama": lambda: _llama(12, 512, 8, 512),
     "resnet": lambda: _resnet((3, 4, 6, 3), 64, 16, 160),
-    "unet": lambda: _unet(4, 32, 8, 192),
+    "unet": lambda: _unet(4, 16, 8, 128),
     "gpt-large": lambda: _gpt(24, 512, 8, 512),
     "gpt-long": lambda: _gpt(32, 256, 8, 1024),
     "gpt-tiny": lambda: _gpt(2, 64, 4, 64),
