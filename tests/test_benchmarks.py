@@ -224,7 +224,7 @@ def test_without_plain_there_is_nothing_to_compare_with() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["nothing"], "unknown benchmark 'nothing'; allowed: gpt, resnet"),
+        (["nothing"], "unknown benchmark 'nothing'; allowed: gpt, llama"),
         (["--only", "plain,fast"], "'fast'; allowed: plain, "),
         (["--repeats", "0"], "a whole number of at least 1"),
         (["--table", "missing.json"], "a file that --out wrote"),
