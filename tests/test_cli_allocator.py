@@ -44,14 +44,14 @@ def test_an_allocator_that_the_caller_preloads_is_left_alone() -> None:
 def test_without_tcmalloc_auto_sets_glibc_up_and_says_what_would_help() -> None:
     allocator = choose("auto", {}, {"jemalloc": "/lib/libjemalloc.so.2"}, "glibc")
     assert allocator.kind == "glibc"
-    assert "MALLOC_MMAP_THRESHOLD_" in allocator.environment
+    assert allocator.environment["MALLOC_MMAP_MAX_"] == "0"
     assert "libtcmalloc-minimal4" in allocator.reason
 
 
 def test_what_the_caller_set_for_glibc_is_kept() -> None:
     environ = {"MALLOC_MMAP_THRESHOLD_": "4096", "GLIBC_TUNABLES": "glibc.malloc.check=3"}
     allocator = choose("glibc", environ, TCMALLOC, "glibc")
-    assert "MALLOC_MMAP_THRESHOLD_" not in allocator.environment
+    assert not {"MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_"} & set(allocator.environment)
     tunables = "glibc.malloc.check=3:glibc.malloc.hugetlb=1"
     assert allocator.environment["GLIBC_TUNABLES"] == tunables
     environ = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=2"}

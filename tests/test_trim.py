@@ -1,10 +1,12 @@
 import ctypes
+import os
+import re
 
 import pytest
 
 from backstash import Stash
 from backstash._runtime import trim as _trim
-from backstash._runtime.trim import Trimmer
+from backstash._runtime.trim import Trimmer, _Heap
 from backstash.errors import SizeError
 
 
@@ -29,6 +31,40 @@ def test_memory_is_given_back_once_in_a_while(calls, monkeypatch):
         trimmer.freed(1)
         assert len(calls) == before + 1
     assert calls == 2 * [("malloc_trim", 0)], "all that can be given back, on a worker"
+
+
+def test_the_heap_is_advised_of_huge_pages_as_it_grows(calls):
+    trimmer = trimmer_of(calls)
+    trimmer._heap.advise = lambda: calls.append("advised")
+    for _ in range(4):
+        trimmer.freed(8 << 20)
+    assert calls == 2 * ["advised"]
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/smaps"), reason="the system shows no flags")
+def test_all_of_the_heap_has_the_advice():
+    heap = _Heap.find()
+    heap.advise()
+    with open("/proc/self/smaps") as lines:
+        areas = re.split(r"\n(?=[0-9a-f]+-[0-9a-f]+ )", lines.read())
+    flags = [area.rpartition("VmFlags:")[2].split() for area in areas if "[heap]" in area]
+    assert flags
+    assert all("hg" in found for found in flags) or not _has_huge_pages()
+
+
+def _has_huge_pages():
+    try:
+        with open("/sys/kernel/mm/transparent_hugepage/enabled") as file:
+            return bool(file.read())
+    except OSError:
+        return False
+
+
+def test_a_process_without_a_heap_is_not_advised(tmp_path):
+    maps = tmp_path / "maps"
+    maps.write_text("7f00-7f01 r-xp 0 08:01 1 /usr/lib/libc.so.6\n")
+    assert _Heap.find(str(maps)) is None
+    assert _Heap.find(str(tmp_path / "missing")) is None
 
 
 def test_the_setting_says_how_often(calls, monkeypatch):

@@ -48,9 +48,15 @@ INSTALL_HINT = (
 )
 
 _AUTOMATIC = ("tcmalloc", "tbb")  # what `auto` may preload, the fastest first, as it was measured
-_MAP_FROM_BYTES = 1 << 20  # a freed block of this size or more goes back to the system at once
 _HUGE_TENSORS = {"THP_MEM_ALLOC_ENABLE": "1"}  # torch: huge pages for tensors of 2 MiB or more
-_GLIBC = {"MALLOC_MMAP_THRESHOLD_": str(_MAP_FROM_BYTES), **_HUGE_TENSORS}
+# One heap in huge pages for tensors of any size, which free() never shrinks: what is freed is used again.
+# The stash itself gives back, with malloc_trim, what forward let go.
+_GLIBC = {
+    "MALLOC_MMAP_MAX_": "0",
+    "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
+    "MALLOC_TOP_PAD_": str(64 << 20),
+    **_HUGE_TENSORS,
+}
 _TUNABLES = "GLIBC_TUNABLES"
 _HUGE_PAGES = "glibc.malloc.hugetlb=1"  # glibc 2.35 and later: huge pages for the rest
 _WHY = {
@@ -58,7 +64,7 @@ _WHY = {
     "jemalloc": "asked for",
     "mimalloc": "asked for",
     "tbb": "it reuses the memory of freed tensors",
-    "glibc": "tuned so that the memory of freed tensors goes back to the system",
+    "glibc": "tuned so that the memory of freed tensors is used again, in huge pages",
 }
 
 
@@ -125,6 +131,8 @@ def _preload(kind: str, library: str, environ: Mapping[str, str]) -> Allocator:
 
 def _tuned_glibc(asked: str, environ: Mapping[str, str]) -> Allocator:
     settings = {name: value for name, value in _GLIBC.items() if name not in environ}
+    if "MALLOC_MMAP_THRESHOLD_" in environ:  # the caller wants large tensors mapped
+        settings.pop("MALLOC_MMAP_MAX_", None)
     tunables = environ.get(_TUNABLES, "")
     if "glibc.malloc.hugetlb" not in tunables:
         settings[_TUNABLES] = f"{tunables}:{_HUGE_PAGES}" if tunables else _HUGE_PAGES

@@ -16,9 +16,9 @@ from ._launch import check, replace_process, split
 
 __all__ = ["main"]
 
-# torch reads the first at its first allocation; the second tells the stash that it need not trim. The script
-# and the processes that it starts find them as they were before, at all times.
-_READ_LATER = ("THP_MEM_ALLOC_ENABLE", "MALLOC_MMAP_THRESHOLD_")
+# torch reads it at its first allocation. The script and the processes that it starts find it as it was before,
+# at all times.
+_READ_LATER = ("THP_MEM_ALLOC_ENABLE",)
 _USAGE = "backstash run [OPTION ...] (SCRIPT | -m MODULE) [ARG ...]"
 _DESCRIPTION = """\
 Run a Python training script, unmodified, with what autograd saves for backward held within a memory
