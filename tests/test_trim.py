@@ -37,7 +37,7 @@ def test_the_heap_is_advised_of_huge_pages_as_it_grows(calls):
     trimmer = trimmer_of(calls)
     trimmer._heap.advise = lambda: calls.append("advised")
     for _ in range(4):
-        trimmer.freed(8 << 20)
+        trimmer.freed(32 << 20)
     assert calls == 2 * ["advised"]
 
 

@@ -27,7 +27,7 @@ from ..units import parse_bytes
 __all__ = ["Trimmer"]
 
 _EVERY_BYTES = 256 << 20
-_ADVISE_EVERY_BYTES = 16 << 20
+_ADVISE_EVERY_BYTES = 64 << 20
 
 
 class Trimmer:

@@ -12,6 +12,7 @@ from typing import Any
 
 from ..memory import memory_group
 from ..units import format_bytes
+from . import _allocator_speed
 from ._allocator import INSTALL_HINT, choose, find
 from ._arguments import Parser, directory, size
 from ._disk_speed import measure
@@ -22,8 +23,8 @@ __all__ = ["Advice", "advise", "main"]
 
 _DESCRIPTION = """\
 Measure what this machine offers a stash: the disk under DIR (written and read for some seconds;
-nothing is left on it), memory and its limits, torch, the memory allocator. Ends with the Stash(...)
-line to paste.
+nothing is left on it), memory and its limits, torch, the memory allocators (each in a short process).
+Ends with the Stash(...) line to paste.
 """
 _EXAMPLES = """\
 examples:
@@ -97,8 +98,11 @@ def _facts(options: argparse.Namespace) -> dict[str, Any]:
             "control_group_version": group.version if group else None,
             "versions": versions(),
             "accelerator": _accelerator(),
-            "allocator": choose("auto", os.environ, find()).as_dict(),
         }
+        installed = find()
+        facts["allocator"] = choose("auto", os.environ, installed).as_dict()
+        progress.say("measuring the allocators")
+        facts["allocator_seconds"] = _allocator_speed.measure(installed)
         nbytes = min(options.bytes, free_bytes // 2)
         facts["disk"] = measure(where, nbytes, progress.say).as_dict()
     return facts
@@ -153,6 +157,11 @@ def _remarks(facts: dict[str, Any]) -> list[str]:
         remarks.append(
             f"an allocator that reuses memory makes `backstash run` faster: {INSTALL_HINT}"
         )
+    faster = _allocator_speed.fastest(facts["allocator_seconds"], facts["allocator"]["kind"])
+    if faster:
+        remarks.append(
+            f"`backstash run --malloc {faster}` took less time here: compare it on your script"
+        )
     if facts["machine"]["huge_pages"] == "never":
         remarks.append("transparent huge pages are off: reading back costs more processor time")
     return remarks
@@ -180,10 +189,19 @@ def _text(facts: dict[str, Any], advice: Advice) -> str:
         "accelerator": facts["accelerator"] or "none",
         "allocator": f"{facts['allocator']['kind']} for `backstash run`: "
         f"{facts['allocator']['reason']}",
+        "allocators": _seconds(facts["allocator_seconds"]),
     }
     lines = [f"{name:<12} {text}" for name, text in rows.items()]
     lines += [f"{'remark':<12} {remark}" for remark in advice.remarks]
     return "\n".join([*lines, "", advice.line, advice.command])
+
+
+def _seconds(allocators: dict[str, float]) -> str:
+    if not allocators:
+        return "not measured: this process preloads one, or the system allows none"
+    each = ", ".join(f"{kind} {seconds:.2f} s" for kind, seconds in allocators.items())
+    used = format_bytes(_allocator_speed.USED_BYTES)
+    return f"{each} of processor time to ask for, fill and free {used} in blocks of 1 to 16 MiB"
 
 
 def _speed(bytes_per_second: float) -> str:
