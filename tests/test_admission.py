@@ -1,6 +1,5 @@
 """Admission by itself: what moves and what stays, with which reason, and which block a tensor belongs to."""
 
-import os
 from types import SimpleNamespace
 
 import pytest
@@ -78,8 +77,6 @@ class Around:
         )
         self.session = SimpleNamespace(
             section=Section(),
-            pid=os.getpid(),
-            is_forked=lambda: True,  # asked where the process is another one
             drain=lambda: self.steps.append("drain"),
             settle=lambda thread_state: self.steps.append(thread_state),
             known_tiers={CPU: self.tiers},
@@ -90,9 +87,6 @@ class Around:
         self.admission = Admission(self.session, policy=policy, min_bytes=min_bytes)
         self.lock, self.thread_state = self.session.section.lock, ThreadState()
         self.pack = self.admission.hook(self.thread_state)
-
-    def fork(self):
-        self.session.pid = -1
 
     def admit(self, block, *, at_once, complete):
         self.admitted.append((block, at_once, complete))
@@ -176,15 +170,10 @@ def test_a_closed_stash_holds_no_more():
     assert is_alias(around.pack(small := torch.zeros(3)), small)
 
 
-@pytest.mark.parametrize(
-    "waiting, forked, settles",
-    [((), False, False), ((1,), False, True), ((1,), True, False), ((), True, False)],
-)
-def test_what_waited_for_its_operation_s_end_is_settled_first(waiting, forked, settles):
+@pytest.mark.parametrize("waiting, settles", [((), False), ((1,), True)])
+def test_what_waited_for_its_operation_s_end_is_settled_first(waiting, settles):
     around = Around()
     around.thread_state.waiting.extend(waiting)
-    if forked:
-        around.fork()
     around.pack(torch.nn.Parameter(torch.zeros(KIB)))
     assert around.steps == ["drain", around.thread_state] * settles
 
@@ -221,18 +210,19 @@ def test_a_device_that_nothing_drives():
     assert around.left == {"device meta": [1, 4096]}
 
 
-def test_in_a_forked_process_all_stays():
+def test_all_stays_where_a_forked_process_cannot_use_the_store():
     around = Around()
-    around.fork()
+    around.pack(torch.zeros(3))
+    around.admission.begin_anew("a forked process")
     around.pack(torch.zeros(KIB))
     around.pack(torch.zeros(KIB, device="meta"))
     assert around.left == {
-        "a forked process: make a stash in it": [1, 4096],
+        "a forked process": [1, 4096],
         "device meta": [1, 4096],
     }
     around.tiers.tier = None  # whatever there is below
     around.pack(torch.zeros(KIB))
-    assert around.left["a forked process: make a stash in it"] == [2, 8192]
+    assert around.left["a forked process"] == [2, 8192]
 
 
 def test_a_leaf_stays_itself_and_what_was_made_as_an_alias():

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from backstash import Disk
-from backstash.errors import StashClosedError, StashFullError, StashIOError, UsageError
+from backstash.errors import StashClosedError, StashForkedError, StashFullError, StashIOError
 from backstash.stores import Slot, _disk
 from backstash.stores._disk import _checksum, _checksum_by_the_system, _file_system_type
 
@@ -121,10 +121,29 @@ def test_room_is_taken_and_given_under_the_lock(disk):
     assert taken == [0, PAGE, PAGE, 0]
 
 
-def test_another_process_may_not_reserve(disk):
-    disk._pid += 1
-    with pytest.raises(UsageError, match="made in another process"):
+def test_a_forked_process_has_a_file_of_its_own_when_it_needs_one(disk):
+    theirs, file = disk.reserve(100), disk._file
+    disk.forked()
+    assert file.fd == -1 and disk.used_bytes == disk.file_bytes == 0
+    for call in (disk.read, disk.write):
+        with pytest.raises(StashForkedError, match="in the file of the process"):
+            call(theirs, 0)
+    mine = disk.reserve(5000)
+    assert disk._file is not file and disk._file.fd >= 0 and mine.offset == theirs.offset == 0
+    disk.release(theirs)
+    assert disk.used_bytes == 8192, "what another process reserved is not given back here"
+    disk.forked()
+    disk.close()
+    with pytest.raises(StashClosedError):
         disk.reserve(1)
+
+
+def test_a_forked_process_that_gets_no_file_has_no_room(disk, tmp_path):
+    disk.forked()
+    disk.directory = str(tmp_path / "nowhere")
+    with pytest.raises(StashFullError, match="cannot hold a file"):
+        disk.reserve(100)
+    assert disk.used_bytes == 0
 
 
 def test_what_a_disk_says_of_itself(tmp_path, monkeypatch):
@@ -133,13 +152,13 @@ def test_what_a_disk_says_of_itself(tmp_path, monkeypatch):
     assert disk.directory == str(tmp_path) and disk.name == f"disk {str(tmp_path)!r}"
     assert (disk.threads, disk.verify, disk.max_bytes) == (5, False, None)
     assert disk.direct is disk._file.direct
-    disk.reserve(5000)
+    slot = disk.reserve(5000)
     assert repr(disk) == f"Disk({str(tmp_path)!r}, used_bytes=8192, direct={disk.direct})"
     assert (Disk(tmp_path, threads=1).threads, Disk(tmp_path).threads) == (1, 2)
     disk.close()
     for call in (disk.read, disk.write):
         with pytest.raises(StashClosedError):
-            call(Slot(1), 0)
+            call(slot, 0)
 
 
 # Which bytes go through the file.

@@ -118,7 +118,7 @@ def segment_of(nbytes=100, transfer=None):
 
 def state_of_another(*, alive):
     thread_state = ThreadState()
-    thread_state.thread = SimpleNamespace(is_alive=lambda: alive)
+    thread_state.thread = lambda: SimpleNamespace(is_alive=lambda: alive)
     return thread_state
 
 

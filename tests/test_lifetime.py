@@ -171,32 +171,6 @@ with Stash(disk=sys.argv[1], inflight=0) as stash:
     loss = x.exp().sin().sum()
 """
 
-FORKS = """
-import os, sys, torch
-from backstash import Stash
-torch.set_num_threads(1)  # GNU OpenMP's threads do not survive a fork, and who asks for them hangs
-x = torch.zeros(1 << 20, requires_grad=True)
-stash = Stash(disk=sys.argv[1])
-def forward():
-    y = x
-    for _ in range(6):
-        y = y.exp() * 0.5
-    return y.sum()
-with stash:
-    loss = forward()
-    expected = torch.autograd.grad(loss, x, retain_graph=True)[0]
-    child = os.fork()
-    if child == 0:
-        # A child reads what the parent wrote, writes nothing, and does not hang.
-        ok = torch.equal(torch.autograd.grad(loss, x, retain_graph=True)[0], expected)
-        other = forward()
-        ok = ok and torch.equal(torch.autograd.grad(other, x)[0], expected)
-        os._exit(0 if ok else 1)
-    status = os.waitpid(child, 0)[1]
-assert torch.equal(torch.autograd.grad(loss, x)[0], expected)
-sys.exit(os.waitstatus_to_exitcode(status))
-"""
-
 
 def run(code, directory):
     return subprocess.run(
@@ -220,11 +194,6 @@ def test_whoever_is_called_at_the_interpreter_s_end_may_still_go_backward(tmp_pa
     assert (result.returncode, result.stderr) == (0, "")
     assert result.stdout == "True True\n"
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_forked_child_reads_and_never_writes(tmp_path):
-    result = run(FORKS, tmp_path)
-    assert result.returncode == 0, result.stderr
 
 
 def test_contexts_left_in_the_wrong_order_are_told_and_mended(tmp_path):

@@ -1,6 +1,5 @@
 """The way up by itself: what is read, shared, held and dropped, what is asked for ahead, and what may fail."""
 
-import threading
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -739,22 +738,6 @@ def test_a_rebuild_finds_what_is_held():
     around.prefetcher.ahead_bytes = sum(held)
     around.prefetcher._shrink(to_bytes=SIZE)  # backings come before blocks
     assert other_s.load is None and is_held(block)
-
-
-def test_a_forked_process_lets_go_of_what_is_held():
-    around = Around()
-    later, _ = around.block(1)
-    block, entry, _ = around.block(2, entries=2)
-    around.use(entry)
-    assert backing_of(later).load is not None and is_held(block)
-    thread = threading.Thread(target=around.section.lock.acquire)  # that is not in the new process
-    thread.start()
-    thread.join()
-    around.section.forked()
-    around.prefetcher.forked()
-    assert backing_of(later).load is None and not is_held(block)
-    assert around.prefetcher.ahead_bytes == 0 and around.freed == [SIZE] * 3
-    assert values(around.view(entry)) == {2}
 
 
 def test_a_block_that_died_is_passed_over():

@@ -1,7 +1,5 @@
 """The session: devices and their tiers, what waits for its operation, forks, and settling what died."""
 
-import os
-import threading
 import weakref
 from types import SimpleNamespace
 
@@ -13,7 +11,7 @@ from backstash._runtime.critical_section import CriticalSection
 from backstash._runtime.reclaim import Ledger, ReclaimQueue
 from backstash._runtime.trace import EventLog
 from backstash._saved.block import BlockCleanup
-from backstash._saved.thread_state import ThreadState
+from backstash._saved.thread_state import Counts, ThreadState
 from backstash._session import Session
 from backstash._tiers.backing import DiskCleanup
 from backstash._tiers.host_backing import HostCleanup
@@ -58,8 +56,8 @@ class Tiers(Ledger):
 
     def __init__(self, number=0, device=None):
         self.number, self.device, self.evictor = number, device, Evicts()
-        self.forks, self.deferred, self.forgot = [], [], 0
-        self.prefetcher = SimpleNamespace(forked=lambda: self.forks.append(True), ahead_bytes=0)
+        self.deferred, self.forgot = [], 0
+        self.prefetcher = SimpleNamespace(ahead_bytes=0)
 
     def subtract(self, *, resident_bytes=0, inflight_bytes=0):
         self.evictor.resident.nbytes -= resident_bytes
@@ -142,34 +140,21 @@ def test_two_threads_that_meet_a_device_make_its_tiers_once():
 # Forks.
 
 
-def test_a_forked_process_has_a_lock_of_its_own(monkeypatch):
-    lock = Lock()
-    session = session_with(lock=lock)
-    second = Tiers(1)
-    session.put(OTHER, second)
-    assert session.is_forked() is False and session.lock is lock
-    here = os.getpid()
-    monkeypatch.setattr(os, "getpid", lambda: here + 1)
-    assert session.is_forked() is True
-    mine = session.lock
-    assert mine is not lock and isinstance(mine, type(threading.RLock()))
-    assert session.section.lock is mine
-    assert session.device_tiers[0].forks == second.forks == [True]
-    assert session.is_forked() is True and session.lock is mine  # once for each process
-    monkeypatch.setattr(os, "getpid", lambda: here + 2)  # a child of the child
-    assert session.is_forked() is True and session.lock is not mine
-    assert second.forks == [True, True]
-
-
-def test_a_forked_process_does_not_rebuild_what_another_was_changing(monkeypatch):
-    monkeypatch.setattr(Session, "rebuild", lambda _: pytest.fail("nobody changes anything here"))
+def test_a_session_that_begins_anew_holds_nothing_and_knows_the_threads_that_are_alive():
     session = session_with()
-    interrupt(session)
-    here = os.getpid()
-    monkeypatch.setattr(os, "getpid", lambda: here + 1)
-    assert session.is_forked() is True
-    with session.section:
-        pass
+    session.put(OTHER, Tiers(1))
+    mine, ended, queue = session.new_thread_state(), ThreadState(), ReclaimQueue()
+    ended.thread = lambda: None
+    session.thread_states.append(ended)
+    mine.saves, session.blocks_alive = 3, 2
+    mine.waiting.append((lambda: None, False))
+    old, made = session.predictor, Tiers()
+    session.begin_anew(queue, lambda device, number: made, lambda device, number: "no driver")
+    assert session.device_tiers == [made] and list(session.known_tiers) == [torch.device("cpu")]
+    assert session.reclaim_queue is queue and session.predictor is not old
+    assert session.thread_states == [mine] and not mine.waiting
+    assert session.counts() == Counts() and session.blocks_alive == 0
+    assert session.tiers_of(OTHER) == "no driver"
 
 
 def interrupt(session):

@@ -1,6 +1,5 @@
 """The face: what is called when, what an interrupt leaves, and what is said."""
 
-import threading
 import weakref
 
 import pytest
@@ -125,11 +124,9 @@ def test_only_an_error_of_torch_func_is_explained():
             raise AssertionError("not entered")
 
 
-@pytest.mark.parametrize("forked", [False, True])
-def test_leaving_brings_the_session_in_order(monkeypatch, forked):
+def test_leaving_brings_the_session_in_order(monkeypatch):
     stash = Stash()
     thread_state, session, asked = stash._thread_state(), stash._session, []
-    monkeypatch.setattr(session, "is_forked", lambda: forked)
     monkeypatch.setattr(
         session, "settle", lambda thread_state, ended: asked.append(("settle", thread_state, ended))
     )
@@ -139,25 +136,24 @@ def test_leaving_brings_the_session_in_order(monkeypatch, forked):
     monkeypatch.setattr(session, "try_again", lambda: asked.append("try again"))
     with stash:
         pass
-    settled = [] if forked else [("settle", thread_state, True)]
-    assert asked == [*settled, ("complete", thread_state), "try again"]
+    assert asked == [("settle", thread_state, True), ("complete", thread_state), "try again"]
 
 
-def test_each_thread_s_first_step_and_each_use_look_for_a_fork(monkeypatch):
-    stash, asked = Stash(disk=MemoryStore()), []
-    held = packed(stash, torch.zeros(200, 200))
-    session = stash._session
-    monkeypatch.setattr(session, "is_forked", lambda: asked.append(True))
-    stash.unpack(held)
-    assert not asked, "it is the process that made the stash"
-    monkeypatch.setattr(session, "pid", session.pid + 1)
-    stash.unpack(held)
-    assert asked, "the thread that held the lock may not be here"
-    asked.clear()
-    thread = threading.Thread(target=stash._thread_state)
-    thread.start()
-    thread.join()
-    assert len(asked) == 1
+@pytest.mark.parametrize("usable", [False, True])
+def test_a_forked_process_moves_on_where_the_store_begins_anew(usable):
+    store = MemoryStore()
+    store.begins_anew_when_forked = usable
+    stash = Stash(disk=store)
+    section = stash._session.section
+    lock, workers, held = section.lock, stash._workers, packed(stash, torch.zeros(200, 200))
+    stash._forked()
+    assert section.lock is not lock and stash._workers is not workers
+    assert stash.stats().saves == stash.stats().blocks == 0
+    assert torch.equal(stash.unpack(held), torch.ones(200, 200))  # exp(0); it had not left
+    again = packed(stash, torch.zeros(200, 200))
+    assert (type(again) is not tuple) is usable
+    reason = "a forked process, and a store that is not made for one: make a stash in it"
+    assert list(stash.stats().left) == ([] if usable else [reason])
 
 
 def test_keep_changes_under_the_lock(monkeypatch):

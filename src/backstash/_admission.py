@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import weakref
 from collections.abc import Callable
 from typing import NamedTuple
@@ -33,7 +32,6 @@ _TRANSFORM = (
 )
 _NO_TIER = "no tier below: give disk="
 _NO_HOST = "no tier below: give host="
-_FORKED = "a forked process: make a stash in it"
 _CAPTURED = "a graph of the accelerator is being captured"
 _PARAMETER = "a parameter or another leaf that requires a gradient, or a view of one"
 
@@ -72,9 +70,14 @@ class Admission:
         self._policy = policy
         self._codec = codec
         self._min_bytes = min_bytes
+        self.closed = False
+        self.begin_anew()
+
+    def begin_anew(self, stays: str = "") -> None:
+        """Know of no block: at first, and in a forked process. ``stays``: why nothing moves from now on."""
+        self._stays = stays
         self._storage_versions = WeakTable[int, StorageVersion]()
         self._wrappers = WeakTable[int, WrapperEntry]()
-        self.closed = False
         self.left: dict[str, list[int]] = {}  # reason: how many, how many bytes
         self.eligible_bytes = self.deduplicated_bytes = 0
 
@@ -109,8 +112,7 @@ class Admission:
             raise StashClosedError("a closed stash was asked to hold a tensor")
         session = self._session
         section = session.section
-        forked = os.getpid() != session.pid and session.is_forked()
-        if thread_state.waiting and not forked:
+        if thread_state.waiting:
             with section.lock, section:
                 session.drain()
                 session.settle(thread_state)
@@ -120,7 +122,7 @@ class Admission:
         tiers = session.known_tiers.get(device) or session.tiers_of(device)
         if isinstance(tiers, str):
             return self._stay(tensor, tiers)
-        reason = reason_to_stay(tensor) or (_FORKED if forked else "")
+        reason = reason_to_stay(tensor) or self._stays
         cannot_move = ""
         if not reason and (tiers.tier is None or tiers.device is not None):
             cannot_move = _no_tier(tiers)

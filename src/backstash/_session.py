@@ -9,7 +9,6 @@ did not leave in good order rebuilds those, from every object that is alive, whi
 from __future__ import annotations
 
 import gc
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -34,7 +33,7 @@ _CLEANUPS = (BlockCleanup, DiskCleanup, HostCleanup)
 
 class Session:
     """What one stash holds and counts. Its methods want ``with section.lock, section:`` around them, but for
-    ``is_forked`` and ``tiers_of``.
+    ``begin_anew`` and ``tiers_of``.
 
     Args:
         reclaim_queue: of what died.
@@ -58,35 +57,39 @@ class Session:
     ) -> None:
         self.section = section
         section.rebuilt_by(self.rebuild)
-        self.device_tiers: list[DeviceTiers] = []
         self._keep = keep  # of the devices that are yet to come, too
-        self._followed = 0  # passes that had begun when "auto" last followed the free memory
         self.thread_states: list[ThreadState] = []
-        self._ended = Counts()  # of the threads that have ended
+        self._event_log = event_log
+        self.begin_anew(reclaim_queue, make, make_of)
+
+    def begin_anew(
+        self,
+        reclaim_queue: ReclaimQueue,
+        make: Callable[[Any, int], DeviceTiers],
+        make_of: Callable[[torch.device, int], DeviceTiers | str],
+    ) -> None:
+        """Hold nothing: at first, and in a forked process, where what was held is the other process's.
+
+        The arguments are the constructor's. Of the threads, those that are alive are known on.
+        """
+        self.device_tiers: list[DeviceTiers] = []
         self.known_tiers: dict[torch.device, DeviceTiers | str] = {}
         """By device; or the reason why a device has none."""
         self._make_of = make_of
         self.reclaim_queue = reclaim_queue
         self.predictor: AccessPredictor[Block] = AccessPredictor()
-        self._event_log = event_log
+        self._followed = 0  # passes that had begun when "auto" last followed the free memory
+        self.thread_states = [each for each in self.thread_states if each.is_alive()]
+        for thread_state in self.thread_states:
+            thread_state.begin_anew()
+        self._ended = Counts()  # of the threads that have ended
         self.blocks_alive = 0
-        self.pid = self._forked_pid = os.getpid()
         self.put(torch.device("cpu"), make(None, 0))
 
     @property
     def lock(self) -> Any:
         """The stash's lock: a forked process has another one."""
         return self.section.lock
-
-    def is_forked(self) -> bool:
-        """Whether this is a child process; there the threads are gone, and perhaps the one with the lock."""
-        pid = os.getpid()
-        if pid != self._forked_pid:
-            self._forked_pid = pid
-            self.section.forked()
-            for tiers in self.device_tiers:
-                tiers.prefetcher.forked()
-        return pid != self.pid
 
     def tiers_of(self, device: torch.device) -> DeviceTiers | str:
         """The tiers of a device, or the reason why it has none. Takes the lock itself."""

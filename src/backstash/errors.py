@@ -5,7 +5,8 @@
     StashError
     ├── SizeError            (ValueError)    a size that cannot be read
     ├── UsageError           (RuntimeError)  contexts left in the wrong order, a stash used where it cannot work
-    │   └── StashClosedError                 a closed stash or store was asked for more
+    │   ├── StashClosedError                 a closed stash or store was asked for more
+    │   └── StashForkedError                 a forked process asked for what another process's stash holds
     ├── InplaceError         (RuntimeError)  a saved tensor was changed in place before backward used it
     └── StashIOError         (OSError)       a store could not write or read
         ├── StashFullError                   a tier has no space, and ``on_full="raise"``
@@ -23,6 +24,7 @@ __all__ = [
     "StashClosedError",
     "StashCorruptError",
     "StashError",
+    "StashForkedError",
     "StashFullError",
     "StashIOError",
     "StashWarning",
@@ -44,6 +46,15 @@ class UsageError(StashError, RuntimeError):
 
 class StashClosedError(UsageError):
     """A closed stash was entered or given a tensor, or a closed store was used."""
+
+
+class StashForkedError(UsageError):
+    """A forked process went backward through a graph of the process that it was forked from.
+
+    What that graph saved is on the other process's disk or in its host memory, which that process uses on. Go
+    backward in the process that ran the forward, or run the forward in the forked process too. The graph is
+    whole in the other process; in the forked one, what it saved in place can still be used.
+    """
 
 
 class InplaceError(StashError, RuntimeError):

@@ -36,6 +36,7 @@ from ._session import Session
 from ._stats import Stats, collect
 from ._text import clean
 from ._tiers.device_tiers import DeviceTiers, TierConfig
+from ._tiers.packing import decode_apart
 from ._torch.dynamo import leave_untraced
 from ._torch.engine import current_node
 from ._torch.func_transforms import REFUSAL
@@ -48,6 +49,7 @@ from .errors import (
     StashClosedError,
     StashCorruptError,
     StashError,
+    StashForkedError,
     StashIOError,
     UsageError,
 )
@@ -135,27 +137,18 @@ class Stash:
         prefetch_bytes = parse_bytes(prefetch, name="prefetch")
         self._owns_store = not isinstance(disk, Store)
         self._store = disk if isinstance(disk, Store) or disk is None else Disk(disk)
-        self._workers = Workers(self._store.threads if self._store is not None else 1)
-        freed = Trimmer(self._workers.submit).freed
-        section, reclaim_queue = CriticalSection(), ReclaimQueue()
-        self._pool = BufferPool(idle_bytes=_IDLE_BYTES)
+        self._section = CriticalSection()
         self._event_log = EventLog(functools.partial(_levels_of, weakref.ref(self)))
-        self._config = TierConfig(
-            self._store,
-            self._workers.begin,
-            reclaim_queue,
-            section,
-            self._event_log,
-            self._pool,
-            freed,
-            host=host_bytes,
-            inflight=inflight_bytes,
-            prefetch=prefetch_bytes,
-            on_full=on_full,
-        )
+        self._windows: dict[str, Any] = {
+            "host": host_bytes,
+            "inflight": inflight_bytes,
+            "prefetch": prefetch_bytes,
+        }
+        self._on_full = on_full
+        self._begin()
         self._session = Session(
-            reclaim_queue,
-            section,
+            self._config.reclaim_queue,
+            self._section,
             self._event_log,
             self._config.tiers,
             self._config.tiers_of,
@@ -163,6 +156,36 @@ class Stash:
         )
         self._admission = Admission(self._session, policy=policy, codec=codec, min_bytes=min_nbytes)
         self._local = threading.local()
+        _all.add(self)
+
+    def _begin(self) -> None:
+        """Threads, memory and tiers of this process."""
+        self._workers = Workers(self._store.threads if self._store is not None else 1)
+        self._pool = BufferPool(idle_bytes=_IDLE_BYTES)
+        self._config = TierConfig(
+            self._store,
+            self._workers.begin,
+            ReclaimQueue(),
+            self._section,
+            self._event_log,
+            self._pool,
+            Trimmer(self._workers.submit).freed,
+            on_full=self._on_full,
+            **self._windows,
+        )
+
+    def _forked(self) -> None:
+        """In a forked process: begin with nothing. What is on its way, below or counted is the other's.
+
+        Threads, locks and files of the other process are not touched. Graphs that it made are known by the
+        mark of the reclaim queue that their blocks had (see :meth:`_unpack_entry`).
+        """
+        self._section.forked()
+        self._begin()
+        config, store = self._config, self._store
+        self._session.begin_anew(config.reclaim_queue, config.tiers, config.tiers_of)
+        usable = store is None or store.begins_anew_when_forked
+        self._admission.begin_anew("" if usable else _NO_STORE)
 
     # Entering and leaving.
 
@@ -221,17 +244,14 @@ class Stash:
     def _leave(self, frame: FrameType | None) -> None:
         thread_state = self._thread_state()
         leave_scope(thread_state, frame)
-        forked = self._session.is_forked()
         with self._session.section.lock, self._session.section:
-            if not forked:
-                self._session.settle(thread_state, ended=True)
+            self._session.settle(thread_state, ended=True)
             self._session.complete(thread_state)
             self._session.try_again()
 
     def _thread_state(self) -> ThreadState:
         thread_state: ThreadState | None = getattr(self._local, "thread_state", None)
         if thread_state is None:
-            self._session.is_forked()  # the thread that held the lock may not be here
             with self._session.section.lock, self._session.section:
                 thread_state = self._local.thread_state = self._session.new_thread_state()
         return thread_state
@@ -332,9 +352,9 @@ class Stash:
 
     def _unpack_entry(self, entry: Entry) -> Tensor:
         session, block = self._session, entry.block
+        if block.cleanup.mark is not session.reclaim_queue.mark:
+            return self._unpack_apart(entry)
         tiers = session.device_tiers[block.number]
-        if os.getpid() != session.pid:
-            session.is_forked()
         if tiers.device is not None and tiers.device.is_capturing():
             return self._unpack_captured(entry)
         thread_state = getattr(self._local, "thread_state", None) or self._thread_state()
@@ -351,8 +371,7 @@ class Stash:
                     tiers.evictor.resident.lose(block)
                     placement = block.placement
             if placement.lost_at is not None:
-                module = block.cleanup.module or "no module"
-                raise _changed(entry.shape, entry.dtype, module, placement.lost_at, source.version)
+                raise _lost(entry, placement.lost_at)
             session.predictor.use(block)
             if self._event_log.on and block.cleanup.is_counted:
                 self._event_log.emit("use", entry.nbytes, *block.facts[1:])
@@ -372,6 +391,28 @@ class Stash:
             return prefetcher.view(entry, load, mine=mine)
         except StashIOError as error:
             raise _unreadable(entry, error) from error
+
+    def _unpack_apart(self, entry: Entry) -> Tensor:
+        """The saved view of a graph of the process that this one was forked from, where it is in memory."""
+        block = entry.block
+        placement, source = block.placement, block.storage_version
+        if (placement.alias is not None or placement.is_unordered) and source.changed:
+            raise _lost(entry, source.probe._version)
+        if placement.lost_at is not None:
+            raise _lost(entry, placement.lost_at)
+        if placement.alias is not None:
+            return entry.view_of(placement.alias, 0)
+        if isinstance(placement, Packed):
+            inner = placement.payload
+            payload = self._unpack_apart(inner) if inner is not None else None
+            return entry.view_of(*decode_apart(entry, placement, payload))
+        backing = placement.backing
+        assert backing is not None
+        if backing.buffer is None:
+            raise _another_process(entry)
+        return entry.view_of(
+            *backing.cut(block.offset, block.address, block.nbytes, backing.buffer)
+        )
 
     def _decode(self, entry: Entry, placement: Packed, tiers: DeviceTiers) -> Tensor:
         """The saved view of a packed block."""
@@ -460,6 +501,7 @@ class Stash:
         )
 
 
+_NO_STORE = "a forked process, and a store that is not made for one: make a stash in it"
 _REMEDY = (
     "no stash can be entered inside torch.func.grad, vjp, jacrev or hessian, and none of these runs where "
     "saved-tensors hooks other than a stash's are active: keep them apart, or use torch.autograd.grad, "
@@ -494,6 +536,20 @@ def _changed(shape: Any, dtype: torch.dtype, module: str, found: int, saved: int
     return inplace_error(_named(shape, dtype, where), found, saved, remedy)
 
 
+def _lost(entry: Entry, found: int) -> InplaceError:
+    module, saved = entry.block.cleanup.module or "no module", entry.block.storage_version.version
+    return _changed(entry.shape, entry.dtype, module, found, saved)
+
+
+def _another_process(entry: Entry) -> StashForkedError:
+    """What a forked process's backward is told: the bytes are where the other process reads and writes on."""
+    name = _named(entry.shape, entry.dtype, clean(entry.block.cleanup.module) or "no module")
+    return StashForkedError(
+        f"{name} is held below by the process that this one was forked from, which uses that space on: go "
+        "backward in that process, or run the forward in this one"
+    )
+
+
 def _unreadable(entry: Entry, error: StashIOError) -> StashIOError:
     """The store could not give back a saved tensor's bytes; of ``error``'s kind and number."""
     name = _named(entry.shape, entry.dtype, clean(entry.block.cleanup.module) or "no module")
@@ -511,5 +567,16 @@ def _named(shape: Any, dtype: torch.dtype, module: str) -> str:
     kind = str(dtype).removeprefix("torch.")
     return f"the {kind} tensor of shape {tuple(shape)} that {module} saved"
 
+
+_all: weakref.WeakSet[Stash] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for stash in list(_all):
+        stash._forked()
+
+
+if hasattr(os, "register_at_fork"):  # after the stores', which were imported before
+    os.register_at_fork(after_in_child=_after_fork)
 
 leave_untraced(__name__)

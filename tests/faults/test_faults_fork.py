@@ -8,6 +8,7 @@ import sys, torch
 from faulty import *
 from torch.utils.data import DataLoader, Dataset
 torch.set_num_threads(1)
+from backstash.errors import StashForkedError
 from backstash.testing import Gated
 
 store = Gated(Disk(sys.argv[1], threads=1))
@@ -18,12 +19,17 @@ class Data(Dataset):
     def __len__(self): return 6
     def __getitem__(self, index):
         # A worker process: it touches tensors, goes backward, with the parent's stash and its graph too.
+        store.writes.set()  # the gate of this process
         x = torch.full((20_000,), 0.1 * index, requires_grad=True)
         x.exp().sum().backward()
         with stash:
             y = (x.exp() * 2).sum()
         y.backward()
-        ok = are_right(torch.autograd.grad(outside, INPUTS, retain_graph=True))
+        try:  # what has left its place is refused
+            ok = are_right(torch.autograd.grad(outside, INPUTS, retain_graph=True))
+        except StashForkedError:
+            ok = True
+        ok = ok and stash.stats().written_bytes > 0  # to the worker's own file
         return x.grad[:3].detach(), ok
 
 with stash:
@@ -92,6 +98,148 @@ def test_the_interpreter_ends_cleanly(tmp_path, mix, ending):
     result = run_python(BEGIN + ENDINGS[ending], tmp_path, mix)
     assert (result.returncode, result.stdout, result.stderr) == (0, "late\n", "")
     assert list(tmp_path.iterdir()) == []
+
+
+# Each step of one process waits for one of the other, by a byte in a pipe.
+PROCESSES = """
+import os, signal, sys, threading, warnings
+from faulty import *
+from backstash.errors import StashForkedError
+warnings.simplefilter("ignore", DeprecationWarning)  # a fork beside a thread: that is what is tried
+to_child, to_parent = os.pipe(), os.pipe()
+def tell(pipe, what=b"."):
+    os.write(pipe[1], what)
+def hear(pipe):
+    return os.read(pipe[0], 1)
+def ours():
+    return [each for each in map(link, os.listdir("/proc/self/fd")) if each.startswith(sys.argv[1])]
+def link(fd):
+    try:
+        return os.readlink(f"/proc/self/fd/{fd}")
+    except FileNotFoundError:
+        return ""
+stash = MIXES[sys.argv[2]](Path(sys.argv[1]))
+OTHERS = [(each.detach() * 3).requires_grad_() for each in INPUTS]
+def another():
+    with stash:
+        return forward(OTHERS)
+WANTED_OTHERS = torch.autograd.grad(forward(OTHERS), OTHERS)
+def others_are_right(loss):
+    return all(map(same_bits, torch.autograd.grad(loss, OTHERS), WANTED_OTHERS))
+def is_right_or_refused(loss):
+    try:
+        return b"=" if are_right(torch.autograd.grad(loss, INPUTS, retain_graph=True)) else b"!"
+    except StashForkedError as error:
+        return b"r" if "go backward in that process" in str(error) else b"?"
+with stash:
+    loss = forward()
+with stash:
+    pass
+stash.stats()
+"""
+
+GOES_ON = """
+def child():
+    hear(to_child)  # until the parent has freed what this graph saved, and used the space again
+    tell(to_parent, is_right_or_refused(loss))
+    tell(to_parent, b"." if are_right(gradients(stash)) and stash.stats().written_bytes else b"!")
+    if os.fork() == 0:  # a child of the child
+        tell(to_parent, is_right_or_refused(loss) + b"." if are_right(gradients(stash)) else b"!!")
+        os._exit(0)
+    os.wait()
+    tell(to_parent, b"." if are_right(gradients(stash)) else b"!")
+if sys.argv[3] == "os.fork":
+    if os.fork() == 0:
+        child()
+        os._exit(0)
+else:
+    import multiprocessing
+    process = multiprocessing.get_context("fork").Process(target=child)
+    process.start()
+del loss
+gc.collect()
+for _ in range(2):
+    assert are_right(gradients(stash))
+held = [another() for _ in range(2)]
+tell(to_child)
+told = [hear(to_parent) for _ in range(5)]
+assert told == [b"r", b".", b"r", b".", b"."], told
+assert all(map(others_are_right, held))
+if sys.argv[3] == "os.fork":
+    os.wait()
+else:
+    process.join()
+    assert process.exitcode == 0
+del held
+problems = wrong_after(stash)
+assert not problems, problems
+"""
+
+
+@pytest.mark.parametrize("mix", ["disk", "at once", "packed", "accelerator"])
+@pytest.mark.parametrize("way", ["os.fork", "multiprocessing"])
+def test_a_child_is_never_given_what_its_parent_has_put_in_the_same_place(tmp_path, mix, way):
+    result = run_python(PROCESSES + GOES_ON, tmp_path, mix, way)
+    assert (result.returncode, result.stderr) == (0, "")
+
+
+SPACE = """
+assert ours()
+faulthandler.cancel_dump_traceback_later()  # a child waits at its end for a watchdog that it does not have
+child = os.fork()
+if child == 0:
+    tell(to_parent, b"." if not ours() else b"!")
+    hear(to_child)
+    mine = gradients(stash)
+    tell(to_parent, b"." if are_right(mine) and len(ours()) == 1 else b"!")
+    hear(to_child)
+    if sys.argv[3] == "os._exit":
+        os._exit(0)
+    sys.exit(0)  # the interpreter is taken down, with a graph of the parent's alive
+assert hear(to_parent) == b"."
+tell(to_child)
+assert are_right(torch.autograd.grad(loss, INPUTS, retain_graph=True))
+assert hear(to_parent) == b"."
+tell(to_child)
+assert os.waitstatus_to_exitcode(os.wait()[1]) == 0
+assert are_right(torch.autograd.grad(loss, INPUTS))
+del loss
+problems = wrong_after(stash)
+assert not problems, problems
+"""
+
+
+@pytest.mark.parametrize("end", ["os._exit", "sys.exit"])
+def test_a_child_keeps_no_space_of_its_parent_s_disk(tmp_path, end):
+    result = run_python(PROCESSES + SPACE, tmp_path, "disk", end)
+    assert (result.returncode, result.stderr) == (0, "")
+
+
+ENTERED = """
+with stash:
+    first = forward()
+    if os.fork() == 0:
+        second = forward()  # by the hooks that the parent has pushed
+        tell(to_parent, b"." if are_right(torch.autograd.grad(second, INPUTS)) else b"!")
+        tell(to_parent, b"." if stash.stats().written_bytes else b"!")
+        tell(to_parent, is_right_or_refused(first))
+        stash.close()
+        stash.__exit__(None, None, None)
+        tell(to_parent, b"." if not hooks_left() else b"!")
+        os._exit(0)
+    told = [hear(to_parent) for _ in range(4)]
+assert told in ([b".", b".", b"r", b"."], [b".", b".", b"=", b"."]), told  # "=": not yet on disk
+assert are_right(torch.autograd.grad(first, INPUTS)) and are_right(torch.autograd.grad(loss, INPUTS))
+os.wait()
+del first, loss
+problems = wrong_after(stash)
+assert not problems, problems
+"""
+
+
+def test_a_child_that_is_forked_inside_the_context_holds_its_own_graph_on_its_own_file(tmp_path):
+    result = run_python(PROCESSES + ENTERED, tmp_path, "disk")
+    assert (result.returncode, result.stderr) == (0, "")
 
 
 THREAD = """

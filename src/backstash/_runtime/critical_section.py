@@ -44,7 +44,7 @@ class CriticalSection:
         self._rebuild = weakref.WeakMethod(rebuild)
 
     def forked(self) -> None:
-        """In a forked process: the thread that held the lock may not be here, and nothing will be written."""
+        """In a forked process, which holds nothing yet: the thread that held the lock may not be here."""
         self.lock = threading.RLock()
         self._dirty, self._writer = False, None
 

@@ -108,6 +108,10 @@ class Backing(ABC):
             memory: of a load, or ``buffer``.
         """
 
+    def cut(self, offset: int, address: int, nbytes: int, memory: Tensor) -> tuple[Tensor, int]:
+        """As :meth:`storage_for`, which also counts that the block has come."""
+        return memory, self.skew
+
     def let_go(self) -> None:
         """Drop the memory that was read back; the bytes below stay."""
         self.load = None

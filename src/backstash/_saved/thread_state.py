@@ -58,6 +58,10 @@ class ThreadState:
     def __init__(self) -> None:
         self.thread = weakref.ref(threading.current_thread())  # weak: it may end
         self.scopes: list[Scope] = []  # hook pairs that this thread has pushed and not yet popped
+        self.begin_anew()
+
+    def begin_anew(self) -> None:
+        """Nothing waits, and nothing is counted: at first, and in a forked process."""
         self.waiting: deque[tuple[weakref.ref[Any], bool]] = (
             deque()
         )  # blocks; whether to go at once

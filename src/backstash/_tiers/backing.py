@@ -139,9 +139,13 @@ class SegmentBacking(DiskBacking):
 
         A copy: what is handed out may be changed, and the segment's other blocks live beside it.
         """
+        self.wanted -= 1
+        return self.cut(offset, address, nbytes, memory)
+
+    def cut(self, offset: int, address: int, nbytes: int, memory: Tensor) -> tuple[Tensor, int]:
+        """See :meth:`Backing.cut`."""
         low = address % ALIGNMENT_BYTES
         size = -(-(low + nbytes) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         root = torch.empty(size, dtype=torch.uint8, device="cpu")
         ctypes.memmove(root.data_ptr() + low, memory.data_ptr() + offset, nbytes)
-        self.wanted -= 1
         return root, low

@@ -25,10 +25,10 @@ from ..codecs import Codec, Encoded
 from ..codecs._base import NOT_SMALLER, integers
 from ..errors import UsageError
 from ..stores._base import PAGE_BYTES
-from ..stores._buffer_pool import BufferPool
+from ..stores._buffer_pool import BufferPool, own_memory
 from .resident import ResidentSet
 
-__all__ = ["Packer"]
+__all__ = ["Packer", "decode_apart"]
 
 
 class Packer:
@@ -216,6 +216,18 @@ class _MadeOn:
         if stream != self._stream:
             stream.wait_stream(self._stream)
             self._device.used(self._memory)
+
+
+def decode_apart(entry: Entry, placement: Packed, payload: Tensor | None) -> tuple[Tensor, int]:
+    """As :meth:`Packer.decode`, to memory of the caller's own: nothing that is shared is touched."""
+    block = entry.block
+    root, low = torch.empty(block.nbytes, dtype=torch.uint8, device=entry.device), 0
+    if entry.device.type == "cpu":
+        root, low = own_memory(block.nbytes, block.address)
+    with without_function_modes(), torch.no_grad():
+        out = root[low : low + block.nbytes].view(placement.dtype)
+        placement.codec.decode(payload, placement.recipe, out)
+    return root, low
 
 
 def _own(payload: Tensor | None, values: Tensor, codec: Codec) -> Tensor | None:

@@ -352,14 +352,6 @@ class Prefetcher:
             if block.cleanup.loaded_bytes:
                 self._window.append(block)
 
-    def forked(self) -> None:
-        """In a forked process: let go of what is held, since reads that had begun never end."""
-        while self._window.refs:
-            holder = self._window.popleft()
-            if holder is not None:
-                holder.let_go()
-                self._forget_bytes(holder.cleanup)
-
 
 def _is_loaded(holder: Any) -> int:
     return int(holder.cleanup.loaded_bytes)

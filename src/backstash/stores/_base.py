@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import Any
 
 __all__ = ["PAGE_BYTES", "Slot", "Store"]
 
@@ -31,6 +32,8 @@ class Slot(_Weak):
     """Last bytes that stay in memory, likewise."""
     staged: bool = False
     """Whether the bytes that stay in memory have been copied for the write that comes next."""
+    file: Any = None
+    """Where the store keeps it, for a store that begins anew in a forked process."""
 
 
 class Store(ABC):
@@ -50,6 +53,9 @@ class Store(ABC):
     """How many calls of ``write`` or ``read`` at a time are worth while."""
     notes: tuple[str, ...]
     """Fallbacks that were taken, each with its reason."""
+    begins_anew_when_forked = False
+    """Whether a forked process may go on to use it: it holds nothing there at first, and touches nothing of
+    the other process's. Else a stash in the forked process leaves in place what it would have moved."""
 
     @abstractmethod
     def reserve(self, nbytes: int) -> Slot:

@@ -20,7 +20,7 @@ import torch
 
 from ._base import PAGE_BYTES
 
-__all__ = ["BufferPool", "mapped", "preloaded_allocator"]
+__all__ = ["BufferPool", "mapped", "own_memory", "preloaded_allocator"]
 
 _HUGE_BYTES = 2 << 20
 _HEAP_BYTES = 256 << 10  # tcmalloc gives whole pages from here on
@@ -76,6 +76,13 @@ def mapped(nbytes: int) -> torch.Tensor:
         return torch.frombuffer(memoryview(mapping), dtype=torch.uint8)
     except OSError as error:
         raise MemoryError(f"no memory for {nbytes} bytes: {error}") from error
+
+
+def own_memory(nbytes: int, address: int) -> tuple[torch.Tensor, int]:
+    """A flat ``uint8`` tensor, of no pool, and where in it ``nbytes`` lie as they did at ``address``, modulo a
+    page."""
+    memory = torch.empty(nbytes + PAGE_BYTES, dtype=torch.uint8, device="cpu")
+    return memory, (address - memory.data_ptr()) % PAGE_BYTES
 
 
 class BufferPool:

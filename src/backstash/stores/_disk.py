@@ -11,7 +11,14 @@ import weakref
 import zlib
 from pathlib import Path
 
-from ..errors import StashClosedError, StashCorruptError, StashFullError, StashIOError, UsageError
+from ..errors import (
+    StashClosedError,
+    StashCorruptError,
+    StashForkedError,
+    StashFullError,
+    StashIOError,
+    UsageError,
+)
 from ..units import format_bytes, parse_limit
 from ._base import PAGE_BYTES, Slot, Store
 from ._file import UnnamedFile
@@ -31,6 +38,9 @@ class Disk(Store):
 
     The file is created at once, with mode 0600 and without a name, so nobody else can open it and nothing
     of it outlives the process. It grows as it is needed and its extents are used again.
+
+    A forked process begins with nothing: it closes the descriptor that it inherited, so that it keeps none of
+    the other process's space, and makes a file of its own when it first reserves a slot.
 
     Args:
         directory: an existing, writable directory on a real disk. A directory in memory (tmpfs) works and
@@ -71,23 +81,38 @@ class Disk(Store):
             raise UsageError(f"threads={threads!r}: allowed is an int of at least 1")
         self.verify = verify
         self.threads = threads
+        self._direct = direct
+        self._is_closed = False
+        self._begin()
+        self._open()
+        self.notes = tuple(filter(None, (self._file.note, _memory_note(self.directory))))
+        _all.add(self)
+
+    def _begin(self) -> None:
+        """With nothing lent, and a lock that nobody has."""
         self._lock = threading.Lock()
         self._leases = Leases(unit_bytes=_UNIT_BYTES)
         self._allocated = 0
-        self._pid = os.getpid()
+
+    def _open(self) -> None:
         _refuse_links_of_others(self.directory)
         try:
-            self._file = UnnamedFile(self.directory, direct=direct)
+            self._file = UnnamedFile(self.directory, direct=self._direct)
         except OSError as error:
             raise StashIOError(
                 error.errno,
                 f"{self.name} cannot hold a file ({error.strerror}): {_remedy(error)}",
             ) from error
-        self._is_closed = False
         self._closer = weakref.finalize(self, self._file.close)
         # At the interpreter's end the system closes it: until then somebody may still go backward.
         self._closer.atexit = False
-        self.notes = tuple(filter(None, (self._file.note, _memory_note(self.directory))))
+
+    def forked(self) -> None:
+        """In a forked process: let go of the file that it inherited; the first slot gets one of its own."""
+        self._begin()
+        self._closer()
+
+    begins_anew_when_forked = True
 
     def __repr__(self) -> str:
         return f"Disk({self.directory!r}, used_bytes={self.used_bytes}, direct={self.direct})"
@@ -117,16 +142,14 @@ class Disk(Store):
         Raises:
             StashFullError: ``max_bytes`` or the file system has no room. Nothing changes then.
             StashClosedError: after :meth:`close`.
-            UsageError: in a process forked from the one that made this store.
         """
         if self._is_closed:
-            self._check_usable()
-        if os.getpid() != self._pid:
-            raise UsageError(
-                f"{self.name} was made in another process: make a Stash in the forked one"
-            )
+            raise self._closed()
         slot, leases = Slot(nbytes), self._leases
         with self._lock:
+            if self._file.fd < 0:
+                self._open_again(nbytes)
+            slot.file = self._file
             slot.offset = leases.take(slot, nbytes)
             try:
                 if leases.extents.end_bytes > self._allocated:
@@ -135,6 +158,13 @@ class Disk(Store):
                 self._leases.free(slot.offset)
                 raise self._full(nbytes, error) from error
         return slot
+
+    def _open_again(self, nbytes: int) -> None:
+        """The file of a forked process."""
+        try:
+            self._open()
+        except OSError as error:
+            raise self._full(nbytes, error) from error
 
     def _grow_to(self, end: int) -> None:
         limit = self.max_bytes
@@ -173,13 +203,13 @@ class Disk(Store):
 
     def write(self, slot: Slot, address: int) -> None:
         """Write a slot from memory at ``address``; only whole aligned units reach the file, the rest stays."""
-        self._check_usable()
+        file = self._file_of(slot)
         if not slot.staged:
             self.stage(slot, address)
         slot.staged = False
         start, middle = self._middle(slot, address)
         try:
-            self._file.write(start, middle, slot.offset)
+            file.write(start, middle, slot.offset)
             if self.verify:
                 slot.checksum = _checksum_by_the_system(start, middle)
         except OSError as error:
@@ -189,10 +219,10 @@ class Disk(Store):
 
     def read(self, slot: Slot, address: int) -> None:
         """Read a slot to memory at ``address``, which lies as its source did modulo 4096."""
-        self._check_usable()
+        file = self._file_of(slot)
         start, middle = self._middle(slot, address)
         try:
-            self._file.read(start, middle, slot.offset)
+            file.read(start, middle, slot.offset)
         except OSError as error:
             raise StashIOError(
                 error.errno, f"{self.name}: read failed: {error.strerror}"
@@ -209,16 +239,22 @@ class Disk(Store):
     def release(self, slot: Slot) -> None:
         """Give the slot's extent back; the file keeps its size for the next one."""
         with self._lock:
-            self._leases.free(slot.offset)
+            if slot.file is self._file:  # and not another process's
+                self._leases.free(slot.offset)
 
     def close(self) -> None:
         """Close the file, and so free its space. What it held is gone."""
         self._is_closed = True
         self._closer()
 
-    def _check_usable(self) -> None:
-        if not self._closer.alive:
-            raise StashClosedError(f"{self.name} is closed")
+    def _closed(self) -> StashClosedError:
+        return StashClosedError(f"{self.name} is closed")
+
+    def _file_of(self, slot: Slot) -> UnnamedFile:
+        file: UnnamedFile = slot.file
+        if file.fd < 0:
+            raise self._closed() if self._is_closed else _forked(self.name)
+        return file
 
     def _middle(self, slot: Slot, address: int) -> tuple[int, int]:
         """The address and length of the part that goes through the file."""
@@ -227,6 +263,12 @@ class Disk(Store):
         align = self._file.memory_align
         start = min(-(-address // align) * align, address + slot.nbytes)
         return start, (address + slot.nbytes - start) // _UNIT_BYTES * _UNIT_BYTES
+
+
+def _forked(name: str) -> StashForkedError:
+    return StashForkedError(
+        f"{name}: this slot is in the file of the process that this one was forked from, which uses it on"
+    )
 
 
 def _remedy(error: OSError) -> str:
@@ -300,3 +342,16 @@ def _file_system_type(directory: str) -> int:
     except (OSError, AttributeError, TypeError):
         return 0
     return buffer[0] & 0xFFFFFFFF if statfs(os.fsencode(directory), buffer) == 0 else 0
+
+
+_all: weakref.WeakSet[Disk] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    """A file has no name, so an open descriptor alone would keep its space from the system."""
+    for disk in list(_all):
+        disk.forked()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
