@@ -12,6 +12,7 @@ from backstash import Action, Stash
 from backstash.codecs import EXACT, BFloat16, Codec, Encoded, FirstOf, Zeros
 from backstash.errors import InplaceError, StashIOError, UsageError
 from backstash.policy import by_module
+from backstash.report import draw, saved_report, timeline
 from backstash.testing import Failing, MemoryStore, TwinDevice, stash_on
 
 
@@ -556,3 +557,46 @@ def test_the_default_packs_nothing():
         net(x).backward()
     assert stash.stats().packed_bytes == 0 and "packed" not in str(stash.stats())
     assert FirstOf().encode(x) == ""
+
+
+def test_a_recording_tells_what_was_packed(tmp_path):
+    x = torch.randn(1 << 18, requires_grad=True)
+    stash = Stash(policy=pack, disk=MemoryStore(), inflight=0)
+    with timeline(stash) as line, stash:
+        loss = x.relu().square().sum()
+        loss.backward()
+        del loss
+        stash.stats()
+    packed = [event for event in line.events if event.kind == "pack"]
+    assert [event.nbytes for event in packed] == [stash.stats().payload_bytes]
+    kinds = [event.kind for event in line.events if event.block == packed[0].block]
+    assert kinds[0] == "save" and kinds.index("pack") < kinds.index("use") and kinds[-1] == "free"
+    assert kinds.count("free") == kinds.count("save") == 1
+    assert line.saved_peak_bytes == 1 << 20  # without a stash all of it would have been held
+    held = sum(move.memory_bytes + move.down_bytes for move in line.lives.moves)
+    assert held == 0
+    line.to_chrome_trace(tmp_path / "trace.json")
+    assert "use" in kinds and (tmp_path / "trace.json").stat().st_size
+
+
+def test_a_compiled_region_s_tensors_are_packed_too():
+    net, x = net_and_input()
+    block = torch.compile(nn.Sequential(net.conv, nn.ReLU(), net.pool), backend="aot_eager")
+    expected = torch.autograd.grad(block(x).square().sum(), list(net.conv.parameters()))
+    stash = Stash(policy=pack, disk=MemoryStore())
+    with stash:
+        loss = block(x).square().sum()
+    assert are_same(torch.autograd.grad(loss, list(net.conv.parameters())), expected)
+    assert stash.stats().packed_bytes
+
+
+def test_where_a_packed_tensor_is_in_reports():
+    net, x = net_and_input()
+    stash = Stash(policy=pack, disk=MemoryStore())
+    with stash, saved_report(net) as report:
+        loss = net(x)
+    places = {row.module: dict(row.where) for row in report.rows}
+    assert "packed" in places["pool"] and "packed" in str(report)
+    assert 'Action("pack")' in str(report)
+    assert "packed" in draw(loss).to_svg()
+    loss.backward()

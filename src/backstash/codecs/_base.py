@@ -16,8 +16,8 @@ NOT_WITHOUT_LOOKING = "its size is known only from its values, which an accelera
 NOT_SMALLER = "it would not be smaller"
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
-# Elements that a CPU's codec takes at a time. What it makes of them stays in a cache, and PyTorch uses one thread
-# for an operation on so few: several wait for each other after each operation, long where other work is running.
+# Elements that a CPU's codec takes at a time. What it makes of them stays in a cache, and PyTorch uses one
+# thread for an operation on so few: several wait for each other, long where other work is running.
 _PART = 1 << 15
 
 

@@ -19,6 +19,7 @@ _WORDS = {
     "write": "write",
     "read": "read",
     "save": "save",
+    "pack": "packed to",
     "use": "use",
     "free": "free",
     "land": "memory let go",
@@ -121,6 +122,6 @@ def _span(
     begin, end = _microseconds(at[0]), _microseconds(at[0] + at[1])
     event = {"name": name, "cat": kind, "pid": pid, "tid": tid, "ts": begin}
     event["args"] = args
-    if kind in ("save", "use", "free", "land", "return", "lose"):
+    if kind in ("save", "pack", "use", "free", "land", "return", "lose"):
         return event | {"ph": "i", "s": "t"}
     return event | {"ph": "X", "dur": round(end - begin, 3)}
