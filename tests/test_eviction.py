@@ -12,6 +12,7 @@ from backstash._saved.placement import Resident, Stored, Writing
 from backstash._saved.thread_state import ThreadState
 from backstash._tiers.backing import DiskBacking, DiskCleanup, SegmentBacking
 from backstash._tiers.eviction import Evictor, sequence_number
+from backstash._tiers.health import Notes
 from backstash._tiers.host_backing import HostBacking, HostCleanup
 from backstash._tiers.resident import ResidentSet
 from backstash._tiers.segments import SMALL_BYTES
@@ -84,7 +85,7 @@ class Health:
 
     def __init__(self, steps):
         self.steps, self.is_well, self.refusing, self.fulls = steps, True, False, []
-        self.deferred, self.notes, self.asked = WeakQueue(lambda block: True), {}, []
+        self.deferred, self.notes, self.asked = WeakQueue(lambda block: True), Notes(), []
 
     def refuses(self, nbytes):
         self.asked.append(nbytes)
@@ -377,7 +378,7 @@ def test_where_the_device_is_short_of_memory_as_much_is_let_go_now():
 def test_the_device_s_lack_of_memory_is_noted():
     way = Way(limit=4 << 20)
     way.evictor.ease()
-    assert way.health.notes == {}
+    assert list(way.health.notes) == []
     way.resident.memory, way.resident.peak_bytes = Memory(), 4 << 20
     way.evictor.ease()
     assert list(way.health.notes) == ["out of device memory: keep is 2.00 MiB from then on"]
@@ -389,7 +390,7 @@ def test_who_saves_after_the_device_had_no_memory_keeps_less():
     way.saved()
     assert way.resident.limit == 2 << 20 and not way.resident.memory.failed
     way.saved()
-    assert way.resident.limit == 2 << 20 and len(way.health.notes) == 1
+    assert way.resident.limit == 2 << 20 and len(list(way.health.notes)) == 1
 
 
 def test_nobody_waits_any_more_when_all_blocks_have_died():

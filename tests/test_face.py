@@ -3,6 +3,7 @@
 import ast
 import copy
 import dataclasses
+import functools
 import inspect
 import json
 import pickle
@@ -180,7 +181,14 @@ def test_what_cannot_be_wrapped_says_so():
     def generator():
         yield
 
-    for wrong in (coroutine, generator, 3):
+    async def both():
+        yield
+
+    class Called:
+        async def __call__(self):
+            pass
+
+    for wrong in (coroutine, generator, both, functools.partial(both), Called(), 3):
         with pytest.raises(UsageError, match=r"allowed is a callable|outside the call"):
             stash(wrong)
     with pytest.raises(UsageError, match=r"nn\.Module"):

@@ -83,16 +83,15 @@ def test_only_what_is_in_place_is_deferred():
     assert health.deferred.popleft() is None
 
 
-def test_the_first_refusal_is_a_warning_and_each_is_noted_once():
+def test_the_first_refusal_is_a_warning_and_the_last_is_noted_with_their_number():
     health, _, _ = made()
-    health.notes["out of device memory"] = None  # which no refusal is
+    health.notes.add("out of memory", "out of device memory")  # which no refusal is
     other = StashFullError(errno.ENOSPC, "no room for 2 MiB")
     assert warnings_of(lambda: health.full(FULL, 1)) == [(StashWarning, f"left in place: {FULL}")]
     assert warnings_of(lambda: (health.full(FULL, 1), health.full(other, 1))) == []
     assert list(health.notes) == [
         "out of device memory",
-        f"left in place: {FULL}",
-        f"left in place: {other}",
+        f"left in place: {other} (the last of 3 such notes)",
     ]
 
 
@@ -102,7 +101,7 @@ def test_whoever_wants_errors_has_each_and_asks_again():
         with pytest.raises(StashFullError) as caught:
             health.full(FULL, 100)
         assert caught.value is FULL and health.refuses(100) is False and not health.is_well
-    assert health.notes == {}
+    assert list(health.notes) == []
 
 
 @pytest.mark.parametrize(
@@ -134,7 +133,7 @@ def test_nothing_more_is_sent_to_what_has_failed(failure, kind, number):
             health.refuses(0)
         assert type(caught.value) is kind and caught.value.errno == number
         seen.append(caught.value)
-    assert seen[0] is not seen[1] and health.notes == {}
+    assert seen[0] is not seen[1] and list(health.notes) == []
 
 
 def test_a_rebuild_forgets_what_was_deferred():

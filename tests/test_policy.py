@@ -1,9 +1,12 @@
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
 
 from backstash import Action, SavedTensor, Stash
-from backstash.errors import UsageError
+from backstash._torch.hook_stack import current_pair
+from backstash.errors import StashError, StashIOError, StashWarning, UsageError
 from backstash.policy import by_module, first, larger_than
 from backstash.testing import MemoryStore
 
@@ -96,10 +99,52 @@ def test_an_error_in_a_policy_reaches_the_caller_and_leaves_nothing(tmp_path):
 
 
 def test_a_policy_that_returns_something_else_is_told_so():
+    def choose(saved):
+        return "disk"
+
+    x = torch.ones(3, requires_grad=True)
+    with Stash(policy=choose, disk=MemoryStore()) as stash:
+        with pytest.raises(
+            UsageError, match=r"policy <.*choose.*> returned 'disk': allowed is an Action, or None"
+        ):
+            x * x
+    # Forward raised, and nothing is held.
+    assert stash.stats().blocks == 0 and current_pair() is None
+    stash.close()
+
+
+@pytest.mark.parametrize(
+    "given, told",
+    [
+        ({"host": "half"}, r'host=.half.*or "auto", or None for no limit'),
+        ({"keep": "x"}, r'keep=.x.*or "auto", or None for no limit'),
+        ({"name": 4}, r"name=4: allowed is a string, or None"),
+    ],
+)
+def test_a_mistake_says_all_that_is_allowed(given, told):
+    with pytest.raises(StashError, match=told):
+        Stash(**given)
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="this system has no /proc")
+def test_a_directory_that_takes_no_files_is_told_so():
     with pytest.raises(
-        UsageError, match="the policy returned 'disk': allowed is an Action, or None"
+        StashIOError, match=r"'/proc' cannot hold a file \(its file system takes no"
     ):
-        Stash(policy=lambda saved: "disk", disk=MemoryStore()).pack(torch.ones(3))
+        Stash(disk="/proc")
+
+
+def test_notes_do_not_grow_with_refused_steps():
+    with Stash(disk=MemoryStore(max_bytes=1 << 16), min_bytes=0) as stash:
+        with pytest.warns(StashWarning, match="left in place"):
+            for size in range(40):
+                x = torch.ones((1 << 15) + size, requires_grad=True)
+                (x * 2).exp().sum().backward()
+                stash.__exit__(None, None, None)  # a step ends: the next asks the tier again
+                stash.__enter__()
+    (note,) = stash.stats().notes
+    assert "(the last of " in note
+    stash.close()
 
 
 def test_a_disk_that_is_no_directory_is_told_so():

@@ -168,7 +168,7 @@ class Admission:
             if action is not None:
                 if not isinstance(action, Action):
                     raise UsageError(
-                        f"the policy returned {action!r}: allowed is an Action, or None"
+                        f"the policy {self._policy!r} returned {action!r}: allowed is an Action, or None"
                     )
                 # A CPU tensor is in host memory already.
                 moves = action.tier == "disk" or (

@@ -62,6 +62,7 @@ __all__ = ["Stash"]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _IDLE_BYTES = 32 << 20
+_AUTO = ', or "auto"'
 
 
 class Stash:
@@ -121,8 +122,10 @@ class Stash:
         on_full: Literal["keep", "raise"] = "keep",
         name: str | None = None,
     ) -> None:
-        keep_limit = keep if keep == "auto" else parse_limit(keep, name="keep")
-        host_bytes = -1 if host == "auto" else parse_limit(host, name="host")
+        keep_limit = keep if keep == "auto" else parse_limit(keep, name="keep", also=_AUTO)
+        host_bytes = -1 if host == "auto" else parse_limit(host, name="host", also=_AUTO)
+        if not (name is None or isinstance(name, str)):
+            raise UsageError(f"name={name!r}: allowed is a string, or None")
         if policy is not None and not callable(policy):
             raise UsageError(f"policy={policy!r}: allowed is a callable of a SavedTensor, or None")
         if codec is not None and not (isinstance(codec, Codec) or callable(codec)):
@@ -259,15 +262,17 @@ class Stash:
     def __call__(self, fn: _F) -> _F:
         """Wrap ``fn`` so that each call runs under the stash: ``@stash``, ``stash(MyFunction.apply)``.
 
-        Raises ``UsageError`` for generators and coroutines, whose body does not run inside the call.
+        Raises ``UsageError`` for generator, coroutine and async generator functions, and objects that are
+        called as one: their body does not run inside the call.
         """
         if not callable(fn):
             raise UsageError(
                 f"stash({fn!r}): allowed is a callable; for a context write `with stash:`"
             )
-        if inspect.iscoroutinefunction(fn) or inspect.isgeneratorfunction(fn):
+        if any(is_kind(each) for is_kind in _RUN_LATER for each in (fn, type(fn).__call__)):
             raise UsageError(
-                f"stash({fn!r}): a generator's or coroutine's body runs outside the call"
+                f"stash({fn!r}): a generator's or coroutine's body runs outside the call; write "
+                "`with stash:` around the forward in it"
             )
 
         @functools.wraps(fn)
@@ -298,7 +303,7 @@ class Stash:
 
         What is kept beyond a lower one moves when the next tensor is saved.
         """
-        limit = keep if keep == "auto" else parse_limit(keep, name="keep")
+        limit = keep if keep == "auto" else parse_limit(keep, name="keep", also=_AUTO)
         with self._session.section.lock:
             self._session.limit(limit)
 
@@ -506,6 +511,13 @@ _REMEDY = (
     "no stash can be entered inside torch.func.grad, vjp, jacrev or hessian, and none of these runs where "
     "saved-tensors hooks other than a stash's are active: keep them apart, or use torch.autograd.grad, "
     "which works"
+)
+
+
+_RUN_LATER = (
+    inspect.iscoroutinefunction,
+    inspect.isgeneratorfunction,
+    inspect.isasyncgenfunction,
 )
 
 

@@ -24,13 +24,14 @@ _PATTERN = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 _ALLOWED = 'an int of bytes, or a string with a unit such as "512MiB", "2GB" or "64KiB"'
 
 
-def parse_bytes(value: int | str, *, name: str = "size") -> int:
+def parse_bytes(value: int | str, *, name: str = "size", also: str = "") -> int:
     """Return ``value`` as a count of bytes.
 
     Args:
         value: an int of bytes, or a string of a number and one of B, KB, MB, GB, TB (powers of 1000) or
             KiB, MiB, GiB, TiB (powers of 1024), in upper or lower case. A string of digits alone is bytes.
         name: the argument's name, for the error message. Default ``"size"``.
+        also: what the error message says is allowed besides.
 
     Raises:
         SizeError: ``value`` is negative, has an unknown unit, or is no size; the message says what is allowed.
@@ -38,27 +39,29 @@ def parse_bytes(value: int | str, *, name: str = "size") -> int:
     >>> parse_bytes("64KiB"), parse_bytes("1.5 MB"), parse_bytes(4096)
     (65536, 1500000, 4096)
     """
+    allowed = f"{_ALLOWED}{also}"
     if isinstance(value, int) and not isinstance(value, bool):
         if value < 0:
-            raise SizeError(f"{name}={value!r} is negative; allowed: {_ALLOWED}")
+            raise SizeError(f"{name}={value!r} is negative; allowed: {allowed}")
         return value
     match = _PATTERN.fullmatch(value) if isinstance(value, str) else None
     if match is None:
-        raise SizeError(f"{name}={value!r} is not a size; allowed: {_ALLOWED}")
+        raise SizeError(f"{name}={value!r} is not a size; allowed: {allowed}")
     number, unit = match.groups()
     factor = _FACTORS.get(unit.lower())
     if factor is None:
         hint = f' (write "{number}{unit}iB" or "{number}{unit}B")' if unit in "kKmMgGtT" else ""
-        raise SizeError(f"{name}={value!r} has an unknown unit {unit!r}{hint}; allowed: {_ALLOWED}")
+        raise SizeError(f"{name}={value!r} has an unknown unit {unit!r}{hint}; allowed: {allowed}")
     return round(float(number) * factor) if "." in number else int(number) * factor
 
 
-def parse_limit(value: int | str | None, *, name: str = "budget") -> int | None:
+def parse_limit(value: int | str | None, *, name: str = "budget", also: str = "") -> int | None:
     """Return ``value`` as a count of bytes, or ``None`` for ``None``, which means no limit.
 
     Args:
         value: as for :func:`parse_bytes`, or ``None``.
         name: the argument's name, for the error message. Default ``"budget"``.
+        also: what the error message says is allowed besides.
 
     Raises:
         SizeError: as :func:`parse_bytes`.
@@ -66,7 +69,9 @@ def parse_limit(value: int | str | None, *, name: str = "budget") -> int | None:
     >>> parse_limit(None) is None, parse_limit("1KiB")
     (True, 1024)
     """
-    return None if value is None else parse_bytes(value, name=name)
+    if value is None:
+        return None
+    return parse_bytes(value, name=name, also=f"{also}, or None for no limit")
 
 
 def format_bytes(nbytes: int) -> str:

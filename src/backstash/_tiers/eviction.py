@@ -160,7 +160,7 @@ class Evictor:
         limit = self.resident.halve()
         if limit is not None:
             note = f"out of device memory: keep is {format_bytes(limit)} from then on"
-            self.health.notes[note] = None
+            self.health.notes.add("out of memory", note)
 
     def forget(self) -> None:
         """No block is alive any more."""

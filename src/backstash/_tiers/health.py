@@ -2,7 +2,8 @@
 
 A block that finds no room stays where it is and is *deferred*: it is tried again only when there may be room
 again, since something left the tier or a step has ended. A tier whose write failed is given nothing more.
-Each refusal is noted once for reports, and the first is a warning; with ``on_full="raise"`` it is an error.
+Reports have the last refusal and how many there were, and the first is a warning; with ``on_full="raise"`` it
+is an error.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import errno
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 from .._runtime.weak import WeakQueue
@@ -18,12 +19,31 @@ from .._saved.block import Block
 from ..errors import StashError, StashFullError, StashIOError, StashWarning
 from .resident import ResidentSet, is_resident
 
-__all__ = ["TierHealth"]
+__all__ = ["Notes", "TierHealth"]
 
 
 class _Tier(Protocol):
     @property
     def used_bytes(self) -> int: ...
+
+
+class Notes:
+    """What reports say of fallbacks: the last note of each kind, and how many there were."""
+
+    def __init__(self) -> None:
+        self._told: dict[str, tuple[str, int]] = {}
+
+    def add(self, kind: str, text: str) -> None:
+        """Say ``text`` in place of what was said of ``kind`` before."""
+        _, count = self._told.get(kind, ("", 0))
+        self._told[kind] = text, count + 1
+
+    def __contains__(self, kind: str) -> bool:
+        return kind in self._told
+
+    def __iter__(self) -> Iterator[str]:
+        for text, count in tuple(self._told.values()):
+            yield text if count == 1 else f"{text} (the last of {count} such notes)"
 
 
 class TierHealth:
@@ -45,7 +65,7 @@ class TierHealth:
         # Bytes used when the tier last had no room, and the size of the smallest block that it refused.
         self._full_at: tuple[int, int] | None = None
         self._broken: Callable[[], StashError] | None = None  # after a failed write nothing goes
-        self.notes: dict[str, None] = {}
+        self.notes = Notes()
 
     def refuses(self, nbytes: int) -> bool:
         """Whether the tier would take no ``nbytes``. Raises ``StashError`` with ``on_full="raise"``."""
@@ -90,9 +110,9 @@ class TierHealth:
     def _emit(self, error: StashError) -> None:
         if self._raises:
             raise error
-        note = f"left in place: {error}"
-        is_first = not any(told.startswith("left in place") for told in self.notes)
-        self.notes[note] = None
+        note, kind = f"left in place: {error}", "broken" if self._broken is not None else "full"
+        is_first = "broken" not in self.notes and "full" not in self.notes
+        self.notes.add(kind, note)
         if is_first:
             warnings.warn(note, StashWarning, stacklevel=_level())
 

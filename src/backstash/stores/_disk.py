@@ -101,7 +101,7 @@ class Disk(Store):
         except OSError as error:
             raise StashIOError(
                 error.errno,
-                f"{self.name} cannot hold a file ({error.strerror}): {_remedy(error)}",
+                f"{self.name} cannot hold a file ({_reason(error, self.directory)}): {_remedy(error)}",
             ) from error
         self._closer = weakref.finalize(self, self._file.close)
         # At the interpreter's end the system closes it: until then somebody may still go backward.
@@ -269,6 +269,13 @@ def _forked(name: str) -> StashForkedError:
     return StashForkedError(
         f"{name}: this slot is in the file of the process that this one was forked from, which uses it on"
     )
+
+
+def _reason(error: OSError, directory: str) -> str:
+    # What the kernel's own file systems say to a new file.
+    if error.errno == errno.ENOENT and os.path.isdir(directory):
+        return "its file system takes no new files"
+    return str(error.strerror)
 
 
 def _remedy(error: OSError) -> str:
