@@ -600,3 +600,42 @@ def test_where_a_packed_tensor_is_in_reports():
     assert 'Action("pack")' in str(report)
     assert "packed" in draw(loss).to_svg()
     loss.backward()
+
+
+@pytest.mark.parametrize("rows", [512, 100])  # of the whole storage, or of a region that is copied
+def test_what_one_save_may_round_another_gets_exactly(rows):
+    lossy = by_module({"rounded": Action("pack", BFloat16())})
+    net = Both()
+    x = torch.randn(512, 512, requires_grad=True)
+    for order in (["rounded", "exact"], ["exact", "rounded"]):
+        stash = Stash(policy=lossy, keep=None, disk=MemoryStore())
+        y = x.exp()[:rows]
+        with stash:
+            losses = {name: net(y, name) for name in order}
+        (found,) = torch.autograd.grad(losses["exact"], y)
+        assert torch.equal(found, 2 * y)
+        assert order == ["exact", "rounded"] or stash.stats().packed_bytes
+        stash.close()
+
+
+class Squares(nn.Module):
+    def forward(self, y):
+        return y.square().sum()
+
+
+class Both(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.rounded, self.exact = Squares(), Squares()
+
+    def forward(self, y, name):
+        return getattr(self, name)(y)
+
+
+def test_another_dtype_of_what_is_rounded_is_exact():
+    stash = Stash(codec=BFloat16(), keep=None)
+    x = torch.randn(1 << 18)
+    with stash:
+        rounded, bits = stash.pack(x), stash.pack(x.view(torch.int32))
+    assert torch.equal(stash.unpack(bits), x.view(torch.int32))
+    assert torch.equal(stash.unpack(rounded), x.bfloat16().float())

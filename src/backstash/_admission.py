@@ -200,6 +200,8 @@ class Admission:
         storage = tensor.untyped_storage()
         storage_version = self._identify(tensor, storage)
         block = storage_version.block() if storage_version.block is not None else None
+        if block is not None and block.rounds is not None and not _may_share(block, tensor, choice):
+            block = None
         region = None
         # A rare "no" to whether the tensor needs all of its storage costs time, if it is wrong.
         if block is None and not (tensor.is_contiguous() and tensor.nbytes == storage.nbytes()):
@@ -243,6 +245,8 @@ class Admission:
             origin.slices = {}
         known = origin.slices.get(region.key)
         block = known() if known is not None else None
+        if block is not None and block.rounds is not None and not _may_share(block, tensor, choice):
+            block = None
         if block is None or block.storage_version.changed:  # by a backward that was given the copy
             if origin.copied_bytes + region.nbytes > tensor.untyped_storage().nbytes():
                 return None
@@ -302,6 +306,7 @@ class Admission:
         block.to_disk = tier == "disk"
         if codec is not None:
             block.codec, block.dtype = codec, tensor.dtype
+            block.rounds = None if codec.exact else codec
             block.is_whole = block.origin is not block.storage_version or _fills_its_storage(tensor)
         tiers.evictor.admit(block, at_once=bool(tier), complete=complete)
 
@@ -322,7 +327,7 @@ class Admission:
             return self._stay(tensor, _PARAMETER)
         wait_for_collective(tensor)
         known = self._wrappers.get(id(tensor))
-        if known is not None and known.is_of(tensor):
+        if known is not None and known.is_of(tensor) and not known.is_rounded:
             return known
         # Inner tensors are copied: what changes them in place need not raise their own version.
         entry = WrapperEntry(
@@ -392,6 +397,12 @@ def _is_parameter(tensor: Tensor) -> bool:
         return True
     base = tensor._base
     return base is not None and _gets_gradient(base)
+
+
+def _may_share(block: Block, tensor: Tensor, choice: _Choice) -> bool:
+    """Whether ``tensor`` may be given back as a block that a lossy codec rounds: it was to be rounded, too."""
+    asked = choice.codec
+    return asked is not None and not asked.exact and tensor.dtype == block.dtype
 
 
 def _fills_its_storage(tensor: Tensor) -> bool:

@@ -149,6 +149,7 @@ class Block:
         "offset",
         "origin",
         "placement",
+        "rounds",
         "saved_regions",
         "served",
         "storage_version",
@@ -185,6 +186,9 @@ class Block:
         # What is asked to make it smaller when it is complete, and the dtype that it is to be read in.
         self.codec: Codec | None = None
         self.dtype = alias.dtype
+        self.rounds: Codec | None = (
+            None  # a lossy one, which another save of its storage may not want
+        )
         self.is_whole = (
             True  # whether every element of it is a value, and none what memory held before
         )

@@ -60,6 +60,11 @@ class Entry:
         """The tier that has the bytes now."""
         return self.block.where
 
+    @property
+    def is_rounded(self) -> bool:
+        """Whether a lossy codec was asked for."""
+        return self.block.rounds is not None
+
     def view_of(self, base: Tensor, base_bytes: int) -> Tensor:
         """The saved view, cut from ``base`` whose storage has the block's first byte at ``base_bytes``.
 
@@ -113,6 +118,11 @@ class WrapperEntry:
         """The lowest tier that has bytes of a part."""
         places = {getattr(part, "where", "keep") for part in self.parts.values()}
         return next((tier for tier in ("disk", "host", "packed") if tier in places), "keep")
+
+    @property
+    def is_rounded(self) -> bool:
+        """Whether a lossy codec was asked for a part."""
+        return any(getattr(part, "is_rounded", False) for part in self.parts.values())
 
     def is_of(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` is what was packed, and neither it nor what it is made of has changed."""
