@@ -33,6 +33,8 @@ def test_the_signature_is_the_contract():
         "prefetch": "128MiB",
         "on_full": "keep",
         "name": None,
+        "budget": None,
+        "plan": None,
     }
     assert all(p.kind is p.KEYWORD_ONLY for p in parameters.values())
     assert backstash.__version__.count(".") == 2

@@ -16,7 +16,8 @@ MODULES = {
 # circle comes of it. An import for type checkers only counts as any other.
 FLOORS = (
     ("errors", "units", "_text", "memory", "launcher"),
-    ("codecs",),
+    ("_plan", "codecs"),
+    ("plan",),
     ("policy",),
     ("_torch",),
     ("stores",),
@@ -24,6 +25,7 @@ FLOORS = (
     ("_device",),
     ("_saved",),
     ("_tiers",),
+    ("_planner",),
     ("_session",),
     ("_admission",),
     ("_hook_scope", "_stats"),

@@ -555,7 +555,7 @@ def test_where_no_tier_is_nothing_comes_ahead():
     block, _ = around.block(1)
     _, newest = around.block(2)
     around.prefetcher._tier = None
-    around.prefetcher._used_bytes = around.prefetcher._prefetch
+    around.prefetcher._used_bytes = around.prefetcher.window_bytes
     around.prefetcher.ahead(newest.block)
     assert around.fetched == [] and backing_of(block).load is None
 
@@ -675,7 +675,7 @@ def test_what_needs_no_worker_is_recorded_at_once():
     around.event_log.on = False
     around.emitted.clear()
     backing_of(block).let_go()
-    around.prefetcher._used_bytes = around.prefetcher._prefetch
+    around.prefetcher._used_bytes = around.prefetcher.window_bytes
     around.prefetcher.ahead(newest.block)
     assert len(around.fetched) == 3 and around.emitted == []
 

@@ -303,6 +303,10 @@ class Admission:
         # operation made for itself and has yet to fill, without raising a version: rrelu's noise is.
         complete = tensor.requires_grad or block.origin is not block.storage_version
         tier, codec = choice
+        planner = self._session.planner
+        if planner is not None and not tier and codec is None:
+            # An accelerator's tensors are not planned for yet, and all move.
+            tier = planner.choose(block, tensor) if tiers.device is None else "host"
         block.to_disk = tier == "disk"
         if codec is not None:
             block.codec, block.dtype = codec, tensor.dtype

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from ._planner import Planner
 from ._runtime.critical_section import CriticalSection
 from ._runtime.reclaim import Cleanup, ReclaimQueue
 from ._runtime.trace import EventLog
@@ -43,6 +44,7 @@ class Session:
         make_of: the tiers of an accelerator by its ``torch.device``, or the reason why it has none.
         keep: bytes that may stay in place on each device; ``None``: no limit; ``"auto"``: half of what its
             memory has free when a step begins.
+        planner: is told when a step begins; ``None``: nobody plans.
     """
 
     def __init__(
@@ -54,8 +56,10 @@ class Session:
         make_of: Callable[[torch.device, int], DeviceTiers | str],
         *,
         keep: int | str | None,
+        planner: Planner | None = None,
     ) -> None:
         self.section = section
+        self.planner = planner
         section.rebuilt_by(self.rebuild)
         self._keep = keep  # of the devices that are yet to come, too
         self.thread_states: list[ThreadState] = []
@@ -188,6 +192,8 @@ class Session:
             self._followed = self.predictor.passes
             for tiers in self.device_tiers:
                 self._follow(tiers)
+            if self.planner is not None:
+                self.planner.begin_step(self.device_tiers[0])
         self.blocks_alive += 1
 
     def drain(self) -> None:

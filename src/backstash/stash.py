@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from ._admission import Admission
 from ._hook_scope import Attachment, abandon, enter_scope, leave_scope, newest_scope
+from ._planner import Planner, auto_budget
 from ._runtime.critical_section import CriticalSection
 from ._runtime.reclaim import ReclaimQueue
 from ._runtime.trace import EventLog, Levels, Recording
@@ -53,6 +54,7 @@ from .errors import (
     StashIOError,
     UsageError,
 )
+from .plan import Plan
 from .policy import CodecChoice, Policy
 from .stores import Disk, Store
 from .stores._buffer_pool import BufferPool
@@ -63,6 +65,7 @@ __all__ = ["Stash"]
 _F = TypeVar("_F", bound=Callable[..., Any])
 _IDLE_BYTES = 32 << 20
 _AUTO = ', or "auto"'
+_DEFAULT_WINDOW = "128MiB"
 
 
 class Stash:
@@ -92,6 +95,14 @@ class Stash:
         on_full: ``"keep"`` leaves a block in place when there is no room below, and warns once;
             ``"raise"`` raises :class:`~backstash.errors.StashFullError` from the forward pass.
         name: what reports call it.
+        budget: instead of ``keep``: the most memory that the process may hold at any moment of a step, on the
+            CPU its resident bytes; ``"auto"``: what the machine or its control group can spare, less a
+            twentieth. Three steps are measured, the first with everything moved that can; then the cheapest
+            choice for each class of saved tensors within it is followed, and :attr:`plan` says which. What
+            fits is left in place. ``inflight`` and ``prefetch`` are the plan's unless they differ from their
+            defaults.
+        plan: a :class:`~backstash.plan.Plan`, or the file of one: it is followed from the first step on, and
+            nothing is measured.
 
     Sizes are ints of bytes or strings with a unit, ``"512MiB"`` or ``"2GB"``.
 
@@ -121,7 +132,10 @@ class Stash:
         prefetch: int | str = "128MiB",
         on_full: Literal["keep", "raise"] = "keep",
         name: str | None = None,
+        budget: int | str | None = None,
+        plan: str | os.PathLike[str] | Plan | None = None,
     ) -> None:
+        _check_planned(budget, plan, keep)
         keep_limit = keep if keep == "auto" else parse_limit(keep, name="keep", also=_AUTO)
         host_bytes = -1 if host == "auto" else parse_limit(host, name="host", also=_AUTO)
         if not (name is None or isinstance(name, str)):
@@ -149,6 +163,9 @@ class Stash:
         }
         self._on_full = on_full
         self._begin()
+        planner = self._planner = _planner(
+            self._event_log, budget, plan, self._store, inflight, prefetch
+        )
         self._session = Session(
             self._config.reclaim_queue,
             self._section,
@@ -156,6 +173,7 @@ class Stash:
             self._config.tiers,
             self._config.tiers_of,
             keep=keep_limit,
+            planner=planner,
         )
         self._admission = Admission(self._session, policy=policy, codec=codec, min_bytes=min_nbytes)
         self._local = threading.local()
@@ -187,6 +205,8 @@ class Stash:
         self._begin()
         config, store = self._config, self._store
         self._session.begin_anew(config.reclaim_queue, config.tiers, config.tiers_of)
+        if self._planner is not None:
+            self._planner.forked()
         usable = store is None or store.begins_anew_when_forked
         self._admission.begin_anew("" if usable else _NO_STORE)
 
@@ -460,6 +480,14 @@ class Stash:
                 self.name, self._session, self._admission, self._store, self._workers.note
             )
 
+    @property
+    def plan(self) -> Plan | None:
+        """What is done with each class of saved tensors, with what that should cost and what it did.
+
+        ``None`` without ``budget`` and ``plan``. While steps are measured its ``state`` is ``"measuring"``.
+        """
+        return self._planner.plan if self._planner is not None else None
+
     def record(self, *, limit: int | None = None) -> Recording:
         """Record what the stash does, event by event, until the handle's ``remove()`` or its context's end.
 
@@ -487,6 +515,8 @@ class Stash:
         self._admission.closed = (
             True  # what follows may be interrupted, and is done again by a second call
         )
+        if self._planner is not None:
+            self._planner.close()
         self._workers.close()
         thread_state = self._thread_state()
         with self._session.section.lock, self._session.section:
@@ -519,6 +549,44 @@ _RUN_LATER = (
     inspect.isgeneratorfunction,
     inspect.isasyncgenfunction,
 )
+
+
+def _check_planned(budget: object, plan: object, keep: object) -> None:
+    if budget is None and plan is None:
+        return
+    if keep != 0:
+        raise UsageError(
+            f"keep={keep!r} with {'budget' if plan is None else 'plan'}=: allowed is one of them; the plan "
+            "says what is kept"
+        )
+    if budget is not None and plan is not None:
+        raise UsageError("budget= with plan=: allowed is one of them; a plan has its budget")
+
+
+def _planner(
+    event_log: EventLog,
+    budget: int | str | None,
+    plan: str | os.PathLike[str] | Plan | None,
+    store: Store | None,
+    inflight: int | str,
+    prefetch: int | str,
+) -> Planner | None:
+    if budget is None and plan is None:
+        return None
+    given = [
+        None if each == _DEFAULT_WINDOW else parse_bytes(each) for each in (inflight, prefetch)
+    ]
+    loaded = plan if isinstance(plan, Plan) or plan is None else Plan.load(plan)
+    nbytes = None
+    if budget is not None:
+        nbytes = auto_budget() if budget == "auto" else parse_bytes(budget, name="budget")
+    return Planner(
+        event_log,
+        budget=nbytes,
+        loaded=loaded,
+        tier="disk" if store is not None else None,
+        windows=(given[0], given[1]),
+    )
 
 
 def _levels_of(stash: weakref.ref[Stash]) -> Levels:

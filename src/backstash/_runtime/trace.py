@@ -129,7 +129,7 @@ class EventLog:
     """
 
     def __init__(self, levels: Callable[[], Levels]) -> None:
-        self._levels = levels
+        self.levels = levels
         self._listeners: tuple[Callable[[tuple[Any, ...]], None], ...] = ()
         self.on = False
 
@@ -157,6 +157,6 @@ class EventLog:
         now = time.perf_counter()
         start = now if began is None else began
         thread = threading.get_ident()
-        told = (kind, start, now - start, nbytes, block, module, cause, thread, *self._levels())
+        told = (kind, start, now - start, nbytes, block, module, cause, thread, *self.levels())
         for listener in self._listeners:
             listener(told)

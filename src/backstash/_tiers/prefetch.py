@@ -62,7 +62,7 @@ class Prefetcher:
         self._section = section
         self._freed = freed
         self._event_log = event_log
-        self._prefetch = prefetch
+        self.window_bytes = prefetch
         self._memory = memory
         self._used_bytes = 0  # by backward, since what comes next was looked at
         self._window = WeakQueue[Any](_is_loaded)  # oldest first
@@ -92,7 +92,7 @@ class Prefetcher:
         load = backing.load
         if load is None:
             self.misses += 1
-            self._used_bytes = self._prefetch  # it is high time to look ahead
+            self._used_bytes = self.window_bytes  # it is high time to look ahead
             return self._begin_now(backing), True
         if backing.ahead:
             backing.ahead = False
@@ -247,14 +247,14 @@ class Prefetcher:
 
     def ahead(self, block: Block) -> None:
         """After ``block`` was used: ask for what comes next, as far as the window goes."""
-        if self.ahead_bytes > self._prefetch:
-            self._shrink(to_bytes=self._prefetch, using=block)
+        if self.ahead_bytes > self.window_bytes:
+            self._shrink(to_bytes=self.window_bytes, using=block)
         if self._tier is None:
             return
         if self._tier.runs_ahead:
             self._tier.poll()
         self._used_bytes += block.nbytes
-        if self._used_bytes < self._prefetch // _LOOKS_IN_A_WINDOW:
+        if self._used_bytes < self.window_bytes // _LOOKS_IN_A_WINDOW:
             return  # small ones, and what comes next was asked for
         self._used_bytes = 0
         number, turn = block.number, max(block.turn, 1)
@@ -275,7 +275,7 @@ class Prefetcher:
 
     def _begin_ahead(self, block: Block, backing: Backing) -> bool:
         """Begin to read ahead of need; whether there was room."""
-        goes_beyond = self.ahead_bytes + backing.nbytes > self._prefetch
+        goes_beyond = self.ahead_bytes + backing.nbytes > self.window_bytes
         if goes_beyond and not self._may_go_beyond(backing.nbytes):
             return False
         if self._memory is not None and not self._memory.has(backing.nbytes):
@@ -305,7 +305,7 @@ class Prefetcher:
 
     def _may_go_beyond(self, nbytes: int) -> bool:
         """Whether a backing that is larger than the window may come ahead all the same: one at a time."""
-        if self._tier is None or not self._tier.runs_ahead or not 0 < self._prefetch < nbytes:
+        if self._tier is None or not self._tier.runs_ahead or not 0 < self.window_bytes < nbytes:
             return False
         one = self._beyond() if self._beyond is not None else None
         return one is None or not one.cleanup.loaded_bytes

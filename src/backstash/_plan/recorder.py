@@ -1,0 +1,154 @@
+"""From what a stash tells of a step, and samples of memory, to the trace of the step."""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+from .meter import Sample
+from .trace import Links, Moment, Option, Trace, TracedBlock
+
+__all__ = ["Recorder", "StepRecord"]
+
+_KINDS = ("save", "use", "free")
+_TRANSFERS = ("write", "read")
+_SLOWEST_RATE = 50e6  # bytes per second that are assumed where nothing was moved
+
+
+@dataclass(slots=True)
+class StepRecord:
+    """One recorded step."""
+
+    began: float
+    ended: float
+    told: list[tuple[Any, ...]]
+    """Events as the event log tells them, in order."""
+    samples: list[Sample]
+    """Of memory, in order."""
+    groups: dict[int, str] = field(default_factory=dict)
+    """The class of each block by its number."""
+
+    @property
+    def seconds(self) -> float:
+        return self.ended - self.began
+
+    @property
+    def stall_seconds(self) -> float:
+        return float(sum(event[2] for event in self.told if event[0] == "stall"))
+
+    @property
+    def moved_bytes(self) -> int:
+        """Both ways together."""
+        return sum(event[3] for event in self.told if event[0] in _TRANSFERS)
+
+    @property
+    def peak_bytes(self) -> int:
+        return max((held for _, held, _ in self.samples), default=0)
+
+
+class Recorder:
+    """A listener of an event log."""
+
+    def __init__(self) -> None:
+        self._told: deque[tuple[Any, ...]] = deque()
+
+    def hear(self, told: tuple[Any, ...]) -> None:
+        """See :meth:`EventLog.start`."""
+        self._told.append(told)
+
+    def take(self) -> list[tuple[Any, ...]]:
+        """What was told since the last call."""
+        taken = []
+        while self._told:
+            taken.append(self._told.popleft())
+        return taken
+
+
+def links_of(records: list[StepRecord]) -> Links:
+    """How fast bytes moved: over the time in which at least one transfer of that direction ran."""
+    rates = []
+    for kind in _TRANSFERS:
+        spans = sorted(
+            (event[1], event[1] + event[2], event[3])
+            for record in records
+            for event in record.told
+            if event[0] == kind and event[2] > 0
+        )
+        busy, until = 0.0, 0.0
+        for start, end, _ in spans:
+            busy += max(0.0, end - max(start, until))
+            until = max(until, end)
+        moved = sum(nbytes for *_, nbytes in spans)
+        rates.append(moved / busy if busy and moved else _SLOWEST_RATE)
+    return Links(rates[0], rates[1])
+
+
+def interference(full: StepRecord, part: StepRecord) -> float:
+    """Seconds that moving one byte costs the computing thread beside waiting, from two steps that differ in how
+    much they moved; 0 where the difference says nothing."""
+    moved = full.moved_bytes - part.moved_bytes
+    if moved <= 0.1 * full.moved_bytes:
+        return 0.0
+    slower = (full.seconds - full.stall_seconds) - (part.seconds - part.stall_seconds)
+    return max(0.0, slower / moved)
+
+
+def trace_of(record: StepRecord, links: Links, seconds_per_byte: float, tier: str) -> Trace:
+    """The trace of a recorded step.
+
+    Args:
+        record: of the step.
+        links: of the tier below.
+        seconds_per_byte: see :func:`interference`; taken off each interval in which bytes moved, and given to
+            the option of moving.
+        tier: the name of the option that moves a block.
+    """
+    blocks: list[TracedBlock] = []
+    index: dict[int, int] = {}
+    moments: list[Moment] = []
+    used: set[int] = set()
+    samples = deque(record.samples)
+    before, waited, transferred = record.began, 0.0, 0
+    peak = other_before = 0
+
+    def advance(until: float) -> None:
+        nonlocal peak
+        while samples and samples[0][0] <= until:
+            _, held, ours = samples.popleft()
+            peak = max(peak, held - ours)
+
+    for event in record.told:
+        kind, start, duration, nbytes, number, *_rest = event
+        advance(start)
+        if kind == "stall":
+            waited += duration
+        elif kind in _TRANSFERS:
+            transferred += nbytes
+        if kind not in _KINDS or (kind != "save" and number not in index):
+            continue
+        if kind == "save":
+            index[number] = len(blocks)
+            options = {
+                "keep": Option(nbytes),
+                tier: Option(0, seconds_per_byte * nbytes, seconds_per_byte * nbytes, nbytes),
+            }
+            blocks.append(TracedBlock(record.groups.get(number, ""), nbytes, options))
+        elif kind == "use" and number in used:
+            continue
+        if kind == "use":
+            used.add(number)
+        seconds = max(0.0, start - before - waited - seconds_per_byte * transferred)
+        if not peak:
+            peak = other_before
+        moments.append(Moment(kind, index[number], seconds, max(0, peak)))
+        before, waited, transferred, other_before, peak = start, 0.0, 0, peak, 0
+    advance(record.ended)
+    tail = max(0.0, record.ended - before - waited - seconds_per_byte * transferred)
+    return Trace(tuple(blocks), tuple(moments), links, tail, max(0, peak or other_before))
+
+
+def typical(values: list[float]) -> float:
+    """The median; 0 of nothing."""
+    return statistics.median(values) if values else 0.0

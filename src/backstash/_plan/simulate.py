@@ -1,0 +1,125 @@
+"""A simulation of one step by the rules that eviction and readahead follow: its time, and its peak memory.
+
+A block that moves is written after its save, in order, with at most ``inflight`` bytes under way: a save that
+finds the window full waits for the oldest write. At each use the next blocks are read in the order of their
+uses, with at most ``prefetch`` bytes held ahead; a block that is used while it is still being written is in
+memory yet, and not read.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .trace import Option, Trace
+
+__all__ = ["Forecast", "Windows", "simulate"]
+
+
+@dataclass(frozen=True, slots=True)
+class Windows:
+    """How many bytes may be on their way down, and on their way back ahead of need."""
+
+    inflight_bytes: int
+    prefetch_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """What a step is expected to take."""
+
+    step_seconds: float
+    """From one step's first save to the next one's."""
+    peak_bytes: int
+    """The most memory at any moment of the step."""
+    stall_seconds: float
+    """Of the step's time, how long the computing thread waits for a transfer."""
+    resident_peak_bytes: int
+    """The most bytes of saved tensors in place at once."""
+    peak_moment: int
+    """The index of the moment before which the peak comes; the number of moments: after the last."""
+
+
+def simulate(trace: Trace, choices: Sequence[Option], windows: Windows) -> Forecast:
+    """Run the step with one option for each block.
+
+    Args:
+        trace: of the step.
+        choices: the option of each block, in the order of ``trace.blocks``.
+        windows: the windows of the two directions.
+    """
+    links, latency = trace.links, trace.links.latency_seconds
+    clock = stalled = down_free = up_free = 0.0
+    resident = inflight = ahead = resident_peak = 0
+    peak, peak_moment = 0, 0
+    writing: deque[tuple[float, int]] = deque()  # (its end, its block), oldest first
+    written_at: dict[int, float] = {}
+    ready: dict[int, float] = {}
+    in_memory: set[int] = set()  # used while its write was under way
+    order = [block for block in trace.uses() if choices[block].moved_bytes]
+    next_read = 0
+
+    for at, moment in enumerate(trace.moments):
+        now = moment.other_bytes + resident + inflight + ahead
+        if now > peak:
+            peak, peak_moment = now, at
+        clock += moment.seconds
+        while writing and writing[0][0] <= clock:
+            inflight -= choices[writing.popleft()[1]].moved_bytes
+        block = moment.block
+        option = choices[block]
+        if moment.kind == "save":
+            clock += option.save_seconds
+            resident += option.resident_bytes
+            resident_peak = max(resident_peak, resident)
+            nbytes = option.moved_bytes
+            if nbytes:
+                while writing and inflight + nbytes > windows.inflight_bytes:
+                    end, oldest = writing.popleft()
+                    inflight -= choices[oldest].moved_bytes
+                    stalled += max(0.0, end - clock)
+                    clock = max(clock, end)
+                down_free = max(down_free, clock) + nbytes / links.down_rate + latency
+                written_at[block] = down_free
+                writing.append((down_free, block))
+                inflight += nbytes
+                if nbytes > windows.inflight_bytes:  # moved within the call
+                    writing.pop()
+                    inflight -= nbytes
+                    stalled += down_free - clock
+                    clock = down_free
+        elif moment.kind == "use":
+            clock += option.use_seconds
+            if option.moved_bytes and block not in ready:
+                if written_at.get(block, 0.0) > clock:
+                    in_memory.add(block)
+                else:
+                    up_free = max(up_free, clock) + option.moved_bytes / links.up_rate + latency
+                    ready[block] = up_free
+                    ahead += option.moved_bytes
+            if block in ready and ready[block] > clock:
+                stalled += ready[block] - clock
+                clock = ready[block]
+        else:
+            resident -= option.resident_bytes
+            if block in ready:
+                ahead -= option.moved_bytes
+        if moment.kind == "use":
+            while next_read < len(order):
+                block = order[next_read]
+                nbytes = choices[block].moved_bytes
+                if block not in ready and block not in in_memory:
+                    if written_at.get(block, 0.0) > clock:
+                        break
+                    if ahead + nbytes > windows.prefetch_bytes:
+                        break
+                    up_free = max(up_free, clock) + nbytes / links.up_rate + latency
+                    ready[block] = up_free
+                    ahead += nbytes
+                next_read += 1
+    clock += trace.tail_seconds
+    now = trace.tail_other_bytes + resident + inflight + ahead
+    if now > peak:
+        peak, peak_moment = now, len(trace.moments)
+    return Forecast(clock, peak, stalled, resident_peak, peak_moment)

@@ -1,0 +1,134 @@
+"""A trace: what one training step saved, used and freed, when, and what memory it held besides.
+
+A trace holds no tensors and no addresses: it can be written to a file, and planned for on another machine.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from ..errors import UsageError
+
+__all__ = ["Links", "Moment", "Option", "Trace", "TracedBlock"]
+
+_FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One way of holding a block: what it costs, and what it occupies."""
+
+    resident_bytes: int
+    """Bytes in place from the save to the free."""
+    save_seconds: float = 0.0
+    """What it adds to the computing thread's time when the block is saved."""
+    use_seconds: float = 0.0
+    """What it adds when backward uses the block."""
+    moved_bytes: int = 0
+    """Bytes written down after the save and read back before the use; 0: the link is not needed."""
+
+
+@dataclass(frozen=True, slots=True)
+class TracedBlock:
+    """One block of the step."""
+
+    group: str
+    """Its class: the module's path with ``*`` for numbers, the shape, and which save of that module it is."""
+    nbytes: int
+    """Its size in bytes."""
+    options: Mapping[str, Option]
+    """The ways it can be held, by the action's name: ``"keep"`` is always one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """Something that happened to a block, and what lies between it and the moment before."""
+
+    kind: Literal["save", "use", "free"]
+    """``"use"``: its first use."""
+    block: int
+    """Which block, as its index in ``Trace.blocks``."""
+    seconds: float
+    """Of computing since the moment before, without waits of the stash's."""
+    other_bytes: int
+    """The most memory since the moment before that is not the stash's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Links:
+    """How fast bytes move to the tier below and back, in bytes per second, with what each transfer takes."""
+
+    down_rate: float
+    up_rate: float
+    latency_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """One step."""
+
+    blocks: tuple[TracedBlock, ...]
+    moments: tuple[Moment, ...]
+    links: Links
+    tail_seconds: float = 0.0
+    """Of computing after the last moment: the optimizer's, and what else belongs to the step."""
+    tail_other_bytes: int = 0
+    """The most memory after the last moment that is not the stash's."""
+
+    @property
+    def compute_seconds(self) -> float:
+        """The step's time if nothing was moved."""
+        return sum(moment.seconds for moment in self.moments) + self.tail_seconds
+
+    def span(self, kind: str) -> dict[int, int]:
+        """For each block the index of its moment of this kind."""
+        return {moment.block: at for at, moment in enumerate(self.moments) if moment.kind == kind}
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for a JSON file."""
+        return {"format": _FORMAT, **asdict(self)}
+
+    @classmethod
+    def from_dict(cls, values: Any) -> Trace:
+        """The trace that :meth:`as_dict` described.
+
+        Raises:
+            UsageError: the values are not those of a trace.
+        """
+        try:
+            if values["format"] != _FORMAT:
+                raise UsageError(
+                    f"a trace of format {values['format']!r}: this version reads {_FORMAT}"
+                )
+            return cls(
+                tuple(
+                    TracedBlock(
+                        each["group"],
+                        each["nbytes"],
+                        {name: Option(**option) for name, option in each["options"].items()},
+                    )
+                    for each in values["blocks"]
+                ),
+                tuple(Moment(**each) for each in values["moments"]),
+                Links(**values["links"]),
+                values["tail_seconds"],
+                values["tail_other_bytes"],
+            )
+        except (KeyError, TypeError, AttributeError) as error:
+            raise UsageError(f"this is no trace of a step: {error!r}") from error
+
+    @classmethod
+    def read(cls, path: str) -> Trace:
+        """The trace in a file that holds what :meth:`as_dict` gives, as JSON."""
+        try:
+            with open(path, encoding="utf-8") as file:
+                return cls.from_dict(json.load(file))
+        except ValueError as error:
+            raise UsageError(f"{path!r} is no trace of a step: {error}") from error
+
+    def uses(self) -> Iterator[int]:
+        """The blocks in the order in which backward first uses them."""
+        return (moment.block for moment in self.moments if moment.kind == "use")

@@ -1,0 +1,479 @@
+"""The planner of one stash: measures steps, has them planned, and says of each block what is done with it.
+
+Step 1 moves everything, so that it fits; step 2 does so again, without what only a first step takes; step 3
+moves every other block, which tells what moving costs beside waiting. Then a plan is made, in a thread, and
+followed from the next step on. Its first steps are measured, too: where the peak is not what was predicted,
+the plan is made again with the difference added. After three steps that take more than a tenth longer or
+shorter than predicted, a step is measured again.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import threading
+import warnings
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from ._plan.meter import ProcessMeter
+from ._plan.recorder import Recorder, StepRecord, interference, links_of, trace_of, typical
+from ._plan.simulate import Windows, simulate
+from ._plan.solve import Solution, smallest_budget, solve
+from ._plan.trace import Trace
+from ._runtime.trace import EventLog
+from ._saved.block import Block
+from ._tiers.device_tiers import DeviceTiers
+from .errors import StashWarning, UsageError
+from .memory import spare_bytes
+from .plan import Plan, PlannedClass, StepFigures
+from .units import format_bytes
+
+__all__ = ["Planner", "auto_budget"]
+
+_MARGIN = 0.02  # of the budget, that plans leave unused: what is measured varies by about as much
+_ORDINALS = 64  # saves of one module that are told apart
+_GUARD_BYTES = 16 << 20  # saved between two looks at the process's memory
+_LEAST_WINDOW_BYTES = 16 << 20
+_VALIDATED_STEPS = 3
+_OFF = 0.10
+_CORRECTIONS = 3
+_NUMBER = re.compile(r"\d+")
+
+
+class Planner:
+    """Decides block by block. Its methods want the stash's lock, but for :attr:`plan`.
+
+    Args:
+        event_log: of the stash.
+        budget: the most bytes of memory at any moment of a step; ``None`` with a loaded plan.
+        loaded: a plan to follow as it is.
+        tier: the name of the action that moves a block down.
+        windows: ``inflight`` and ``prefetch`` where the caller gave them, else ``None``.
+    """
+
+    def __init__(
+        self,
+        event_log: EventLog,
+        *,
+        budget: int | None,
+        loaded: Plan | None = None,
+        tier: str | None = "disk",
+        windows: tuple[int | None, int | None] = (None, None),
+    ) -> None:
+        self._event_log = event_log
+        self._tier = tier
+        self._given_windows = windows
+        self._meter = ProcessMeter(functools.partial(_held_by, event_log))
+        self._recorder = Recorder()
+        self._recording = False
+        self._records: list[StepRecord] = []
+        self._began = 0.0
+        self._steps = 0
+        self._groups: dict[int, str] = {}
+        self._ordinals: Counter[tuple[str, str]] = Counter()
+        self._instances: Counter[str] = Counter()
+        self._names: dict[tuple[str, str], str] = {}
+        self._choices: dict[str, list[str]] | None = None
+        self._mode = "all"
+        self._admitted = 0
+        self._unlooked_bytes = 0
+        self._resident_limit: int | None = None
+        self._unplanned_limit = 0  # the same in a step that saves what the plan does not know
+        self._windows = (0, 0)
+        self._followed_steps = 0
+        self._matched = 0
+        self._solving: threading.Thread | None = None
+        self._solved: tuple[Trace, Solution, int] | None = None
+        self._off_steps = self._replans = 0
+        self._wait_steps = 0
+        self._bias_bytes = 0
+        self._measured: list[StepFigures] = []
+        self.notes: dict[str, None] = {}
+        if loaded is not None:
+            self._budget = loaded.budget_bytes
+            self._plan = _with(loaded, state="loaded")
+            self._follow(loaded.classes)
+        else:
+            assert budget is not None
+            self._budget = budget
+            self._plan = Plan(budget, "measuring")
+
+    @property
+    def plan(self) -> Plan:
+        """What is known now. Waits for a plan that is being made."""
+        solving = self._solving
+        if solving is not None:
+            solving.join()
+        return self._plan
+
+    @property
+    def trace(self) -> Trace | None:
+        """What the plan was made from."""
+        return self._solved[0] if self._solved is not None else None
+
+    def close(self) -> None:
+        """Measure no more."""
+        self._stop()
+
+    def forked(self) -> None:
+        """In a forked process: the threads that sample and plan are the other's."""
+        self._solving = None
+        self._meter.stop()
+        if self._recording:
+            self._start()
+
+    # At each step.
+
+    def begin_step(self, tiers: DeviceTiers) -> None:
+        """The first block of a step is being admitted; the step before has ended. ``tiers`` are the CPU's."""
+        self._tiers = tiers
+        now = self._meter.mark()[0]
+        seconds = now - self._began
+        record = self._end_record(now) if self._recording else None
+        first = self._steps == 0
+        self._steps += 1
+        self._began = now
+        self._ordinals.clear()
+        self._instances.clear()
+        self._groups = {}
+        if self._plan.state == "loaded":
+            if not first and not self._matched:
+                raise UsageError(
+                    "the plan was made for another model: none of its classes was saved in the first step"
+                )
+            if first:
+                self._apply_loaded()
+        elif self._choices is None:
+            self._measure(record)
+        elif not first:
+            self._watch(record, seconds)
+        if self._recording:
+            self._groups = {}
+
+    def _measure(self, record: StepRecord | None) -> None:
+        if record is not None:
+            self._records.append(record)
+        made = len(self._records)
+        if made == 0:
+            self._set_windows(self._first_windows())
+            self._start()
+        elif made == 1:
+            self._look_at_first()
+        elif made == 2:
+            self._mode = "half"
+        elif self._solving is None and self._solved is None:
+            self._stop()
+            self._mode = "all"
+            full, part = self._records[1], self._records[2]
+            links = links_of(self._records[1:])
+            each = interference(full, part)
+            trace = trace_of(full, links, each, self._tier or "disk")
+            self._solve(trace)
+        if self._solved is not None:
+            self._adopt()
+
+    def _look_at_first(self) -> None:
+        """After the first step the memory is known, if not the time."""
+        first = self._records[0]
+        trace = trace_of(first, links_of(self._records), 0.0, self._tier or "disk")
+        keep = [block.options["keep"] for block in trace.blocks]
+        plain = simulate(trace, keep, Windows(0, 0))
+        target = self._target()
+        if plain.peak_bytes <= target:
+            self._stop()
+            solution = Solution(
+                ("keep",) * len(keep), Windows(0, 0), plain, plain.step_seconds, fits=True
+            )
+            self._solved = trace, solution, plain.peak_bytes
+            return
+        smallest = smallest_budget(trace, allowed=self._allowed(), windows=self._given_windows)
+        self._set_limit(max(0, target - max(m.other_bytes for m in trace.moments)))
+        if smallest > self._budget:
+            self._tell(
+                f"budget={format_bytes(self._budget)} cannot be kept: the smallest that this step can keep is "
+                f"{format_bytes(smallest)}; everything that can move moves"
+            )
+
+    def _watch(self, record: StepRecord | None, seconds: float) -> None:
+        """A step under the plan has ended."""
+        if self._solved is not None and self._solving is None and self._choices_are_old():
+            self._adopt()
+            return
+        self._set_limit(self._resident_limit)  # the guard may have lowered it
+        predicted = self._plan.predicted
+        if record is not None:
+            self._followed_steps += 1
+            if self._followed_steps > 1:  # the first one still holds what was moved before
+                self._measured.append(StepFigures(record.peak_bytes, record.seconds))
+            if len(self._measured) >= _VALIDATED_STEPS:
+                self._stop()
+                self._tell_measured()
+                self._correct()
+            return
+        if predicted is None:
+            return
+        off = abs(seconds - predicted.step_seconds) > _OFF * predicted.step_seconds
+        self._off_steps = self._off_steps + 1 if off else 0
+        self._wait_steps -= 1
+        if self._off_steps >= 3 and self._wait_steps <= 0:
+            self._remeasure()
+
+    def _correct(self) -> None:
+        """Where the peak was not what was predicted, plan again with the difference added to all memory."""
+        predicted = self._plan.predicted
+        assert predicted is not None and self._solved is not None
+        peak = max(each.peak_bytes for each in self._measured)
+        off = peak - predicted.peak_bytes
+        if self._replans < _CORRECTIONS and (
+            peak > self._budget or abs(off) > _OFF / 2 * predicted.peak_bytes
+        ):
+            # The same trace: under a plan, memory that an allocator keeps when tensors die would count as
+            # other memory, although the plan's tensors are what it is for.
+            self._replans += 1
+            self._bias_bytes += off
+            self._solve(self._solved[0])
+
+    def _remeasure(self) -> None:
+        self._off_steps = 0
+        self._replans += 1
+        self._wait_steps = 3 * 2 ** min(self._replans, 16)
+        self._measured.clear()
+        self._followed_steps = 0
+        self._start()
+
+    # Per block.
+
+    def choose(self, block: Block, tensor: Tensor) -> str:
+        """The tier that a block goes to at once; ``""``: it stays, as far as the limit allows."""
+        made_by = tensor.grad_fn
+        operation = made_by.name() if made_by is not None else "no operation"
+        where = block.cleanup.module, operation
+        name = self._choose(where, block.nbytes, block.cleanup.serial)
+        return self._tier or "" if name not in ("keep", "") else ""
+
+    def _choose(
+        self,
+        where: tuple[str, str],
+        nbytes: int,
+        serial: int,
+    ) -> str:
+        name = self._names.get(where)
+        if name is None:
+            name = self._names[where] = f"{_NUMBER.sub('*', where[0])} {where[1]}".lstrip()
+        ordinal = self._ordinals[where]
+        self._ordinals[where] = min(ordinal + 1, _ORDINALS)
+        group = f"{name} #{ordinal} {format_bytes(nbytes)}"
+        if self._recording:
+            self._groups[serial] = group
+        self._admitted += 1
+        self._unlooked_bytes -= nbytes
+        if self._unlooked_bytes < 0:
+            self._unlooked_bytes = _GUARD_BYTES
+            self._guard()
+        if self._choices is None:
+            return "all" if self._mode == "all" or self._admitted % 2 else "keep"
+        instance = self._instances[group]
+        self._instances[group] = instance + 1
+        choices = self._choices.get(group)
+        if choices is None:
+            # Nothing is known of when it is needed: the oldest go, with both windows taken to be full.
+            self._lower_limit(self._unplanned_limit)
+            return "keep"
+        self._matched += 1
+        return choices[instance] if instance < len(choices) else choices[0]
+
+    def _guard(self) -> None:
+        """Where the process holds more than the budget, keep less for the rest of the step."""
+        over = self._meter.now() - self._budget
+        if over > 0 and self._choices is not None:
+            self._lower_limit(max(0, self._tiers.evictor.resident.nbytes - over))
+
+    def _lower_limit(self, limit: int) -> None:
+        """For the rest of the step."""
+        resident = self._tiers.evictor.resident
+        if resident.limit is None or limit < resident.limit:
+            resident.set_limit(limit)
+
+    # Making a plan, and following it.
+
+    def _allowed(self) -> list[str]:
+        return ["keep", self._tier] if self._tier is not None else ["keep"]
+
+    def _target(self) -> int:
+        return int(self._budget * (1 - _MARGIN)) - self._bias_bytes
+
+    def _solve(self, trace: Trace) -> None:
+        target, allowed, windows = self._target(), self._allowed(), self._given_windows
+        self._solved = None
+
+        def work() -> None:
+            try:
+                solution = solve(trace, target, allowed=allowed, windows=windows)
+                smallest = solution.forecast.peak_bytes
+                if not solution.fits:
+                    smallest = smallest_budget(trace, allowed=allowed, windows=windows)
+                self._solved = trace, solution, smallest
+            except Exception as error:  # the step is worth more than the plan
+                self.notes[f"no plan could be made ({error!r}): everything that can move moves"] = (
+                    None
+                )
+            finally:
+                self._solving = None
+
+        self._solving = threading.Thread(target=work, name="backstash plan", daemon=True)
+        self._solving.start()
+
+    def _choices_are_old(self) -> bool:
+        return self._adopted is not self._solved
+
+    _adopted: Any = None
+
+    def _adopt(self) -> None:
+        assert self._solved is not None
+        trace, solution, smallest = self._adopted = self._solved
+        self._plan = _plan_of(self._budget, trace, solution, smallest, self._bias_bytes)
+        self._follow(self._plan.classes)
+        self._set_windows((solution.windows.inflight_bytes, solution.windows.prefetch_bytes))
+        slack = max(0, self._budget - self._bias_bytes - solution.forecast.peak_bytes)
+        self._resident_limit = solution.forecast.resident_peak_bytes + slack
+        self._set_limit(self._resident_limit)
+        other = max((moment.other_bytes for moment in trace.moments), default=0)
+        windows = sum(self._windows)
+        self._unplanned_limit = max(0, self._target() - other - windows)
+        self._measured.clear()
+        self._followed_steps = 0
+        self._start()
+
+    def _apply_loaded(self) -> None:
+        plan = self._plan
+        self._set_windows((plan.inflight_bytes, plan.prefetch_bytes))
+        self._resident_limit = self._unplanned_limit = plan.resident_bytes
+        self._set_limit(plan.resident_bytes)
+
+    def _follow(self, classes: Sequence[PlannedClass]) -> None:
+        self._choices = {
+            each.name: [name for name, count in each.choices for _ in range(count)]
+            for each in classes
+        }
+
+    def _first_windows(self) -> tuple[int, int]:
+        """Before anything is known: an eighth of what the budget leaves for each, up to 128 MiB."""
+        left = max(0, self._budget - self._meter.now())
+        size = min(128 << 20, max(_LEAST_WINDOW_BYTES, left // 8))
+        return size, size
+
+    def _set_windows(self, windows: tuple[int, int]) -> None:
+        inflight, prefetch = (
+            given if given is not None else chosen
+            for given, chosen in zip(self._given_windows, windows, strict=True)
+        )
+        self._windows = inflight, prefetch
+        self._tiers.evictor.inflight.window_bytes = inflight
+        self._tiers.prefetcher.window_bytes = prefetch
+
+    def _set_limit(self, limit: int | None) -> None:
+        self._resident_limit = limit
+        self._tiers.evictor.resident.set_limit(limit)
+
+    # Measuring.
+
+    def _start(self) -> None:
+        self._recorder.take()
+        self._meter.take()
+        self._meter.mark()
+        if not self._recording:
+            self._recording = True
+            self._event_log.start(self._recorder.hear)
+        self._meter.start()
+
+    def _stop(self) -> None:
+        if self._recording:
+            self._recording = False
+            self._event_log.stop(self._recorder.hear)
+        self._meter.stop()
+
+    def _end_record(self, now: float) -> StepRecord:
+        record = StepRecord(
+            self._began, now, self._recorder.take(), self._meter.take(), self._groups
+        )
+        self._meter.mark()
+        return record
+
+    def _tell_measured(self) -> None:
+        seconds = typical([each.step_seconds for each in self._measured])
+        peak = max(each.peak_bytes for each in self._measured)
+        self._plan = _with(self._plan, measured=StepFigures(peak, seconds))
+
+    def _tell(self, note: str) -> None:
+        if note not in self.notes:
+            self.notes[note] = None
+            warnings.warn(note, StashWarning, stacklevel=2)
+
+
+def _held_by(event_log: EventLog) -> int:
+    """Bytes of memory that the stash holds, with those under way."""
+    keep, inflight, _host, _disk, ahead = event_log.levels()
+    return keep + inflight + ahead
+
+
+def auto_budget() -> int:
+    """What this process holds and can still take, less a twentieth."""
+    return (ProcessMeter().now() + spare_bytes()) * 19 // 20
+
+
+def _with(plan: Plan, **changes: Any) -> Plan:
+    return replace(plan, **changes)
+
+
+def _plan_of(budget: int, trace: Trace, solution: Solution, smallest: int, bias_bytes: int) -> Plan:
+    kept = all(name == "keep" for name in solution.choices)
+    state = "too small" if not solution.fits else "left alone" if kept else "planned"
+    by_group: dict[str, list[int]] = {}
+    for index, block in enumerate(trace.blocks):
+        by_group.setdefault(block.group, []).append(index)
+    classes = []
+    for name, indices in by_group.items():
+        runs: list[tuple[str, int]] = []
+        seconds = 0.0
+        for index in indices:
+            choice = solution.choices[index]
+            option = trace.blocks[index].options[choice]
+            seconds += option.save_seconds + option.use_seconds
+            if runs and runs[-1][0] == choice:
+                runs[-1] = choice, runs[-1][1] + 1
+            else:
+                runs.append((choice, 1))
+        nbytes = sum(trace.blocks[index].nbytes for index in indices)
+        classes.append(
+            PlannedClass(name, len(indices), nbytes, tuple(runs), seconds, _reason(runs, state))
+        )
+    classes.sort(key=lambda each: -each.nbytes)
+    forecast = solution.forecast
+    return Plan(
+        budget,
+        state,
+        tuple(classes),
+        StepFigures(forecast.peak_bytes + bias_bytes, forecast.step_seconds),
+        None,
+        StepFigures(budget, solution.bound_seconds) if solution.fits else None,
+        smallest + bias_bytes if not solution.fits else None,
+        solution.windows.inflight_bytes,
+        solution.windows.prefetch_bytes,
+        forecast.resident_peak_bytes,
+    )
+
+
+def _reason(runs: Sequence[tuple[str, int]], state: str) -> str:
+    if state == "left alone":
+        return "everything fits"
+    names = {name for name, _ in runs}
+    if names == {"keep"}:
+        return "a byte of it costs more to move than of others"
+    if "keep" in names:
+        return "as many as fit stay"
+    return "cheapest at the price of a byte in memory"

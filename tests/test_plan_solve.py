@@ -1,0 +1,201 @@
+"""The simulation of a step, and the choices within a budget beside a linear program's bound."""
+
+import json
+import random
+import statistics
+
+import pytest
+from scipy import optimize, sparse
+
+from backstash._plan.simulate import Windows, simulate
+from backstash._plan.solve import smallest_budget, solve
+from backstash._plan.trace import Links, Moment, Option, Trace, TracedBlock
+from backstash.errors import UsageError
+
+MIB = 1 << 20
+NONE = Windows(0, 0)
+
+
+def chain(sizes, *, seconds=0.01, other=100 * MIB, rate=1e9, options=lambda n: {}):
+    """A chain of operations: each saves a block, backward uses and frees them the other way round."""
+    blocks = tuple(
+        TracedBlock(f"{n}", n, {"keep": Option(n), "disk": Option(0, 0, 0, n), **options(n)})
+        for n in sizes
+    )
+    moments = [Moment("save", at, seconds, other) for at in range(len(sizes))]
+    for at in reversed(range(len(sizes))):
+        moments += [Moment("use", at, seconds, other), Moment("free", at, seconds, other)]
+    return Trace(blocks, tuple(moments), Links(rate, rate), seconds, other)
+
+
+def choices(trace, *names):
+    return [block.options[name] for block, name in zip(trace.blocks, names, strict=True)]
+
+
+def test_what_is_kept_counts_from_its_save_to_its_free():
+    trace = chain([MIB, 2 * MIB, 4 * MIB])
+    forecast = simulate(trace, choices(trace, "keep", "keep", "keep"), NONE)
+    assert forecast.peak_bytes == (100 + 7) * MIB
+    assert forecast.resident_peak_bytes == 7 * MIB
+    assert forecast.step_seconds == pytest.approx(trace.compute_seconds)
+    assert forecast.stall_seconds == 0
+
+
+def test_a_save_that_finds_the_window_full_waits_for_the_oldest_write():
+    trace = chain(
+        [10 * MIB] * 3, rate=100 * MIB
+    )  # a write takes 0.1 s, and computing 0.01 s a save
+    forecast = simulate(trace, choices(trace, "disk", "disk", "keep"), Windows(10 * MIB, 10 * MIB))
+    # Writes end at 0.11 and 0.21 s. The second save, at 0.02 s, waits for the first write. The last block is
+    # in place; the second is used at 0.15 s, while it is written, and the first is read then.
+    assert forecast.stall_seconds > 0.09
+    free = simulate(trace, choices(trace, "disk", "disk", "keep"), Windows(20 * MIB, 10 * MIB))
+    assert free.stall_seconds < forecast.stall_seconds
+    assert free.peak_bytes == (100 + 30) * MIB
+    assert forecast.peak_bytes == (100 + 20) * MIB
+
+
+def test_reads_run_ahead_within_their_window():
+    trace = chain([10 * MIB] * 8, rate=1000 * MIB, seconds=0.02)
+    moved = choices(trace, *["disk"] * 8)
+    ahead = simulate(trace, moved, Windows(10 * MIB, 20 * MIB))
+    late = simulate(trace, moved, Windows(10 * MIB, 0))
+    assert ahead.stall_seconds < 0.2 * late.stall_seconds
+    assert late.stall_seconds == pytest.approx(7 * 0.01, rel=0.2)  # each read takes 0.01 s
+    assert ahead.peak_bytes == (100 + 20) * MIB
+    assert late.peak_bytes == (100 + 10) * MIB
+
+
+def test_what_fits_is_left_alone():
+    trace = chain([MIB] * 10)
+    found = solve(trace, 200 * MIB)
+    assert set(found.choices) == {"keep"}
+    assert found.windows == NONE
+    assert found.bound_seconds == found.forecast.step_seconds
+
+
+def test_what_does_not_fit_is_said_with_the_smallest_budget():
+    trace = chain([MIB] * 40, other=100 * MIB)
+    smallest = smallest_budget(trace)
+    assert not solve(trace, smallest - 1).fits
+    assert solve(trace, smallest).fits
+    assert smallest <= 100 * MIB + 17 * MIB  # the smallest window that is tried, and a block
+
+
+def test_a_cheap_recomputation_is_chosen_where_the_link_is_slow():
+    def options(n):
+        return {"recompute": Option(0, 0, 1e-4)}
+
+    trace = chain([10 * MIB] * 20, rate=10 * MIB, options=options)
+    found = solve(trace, 200 * MIB)
+    assert found.fits
+    assert found.choices.count("recompute") == 10
+    assert found.choices.count("keep") == 10
+    assert found.forecast.step_seconds < trace.compute_seconds + 20 * 1e-4
+
+
+def test_a_trace_survives_a_file(tmp_path):
+    trace = chain([MIB, 3 * MIB], options=lambda n: {"pack": Option(n // 8, 0.1, 0.1)})
+    path = tmp_path / "trace.json"
+    path.write_text(json.dumps(trace.as_dict()))
+    assert Trace.read(str(path)) == trace
+    path.write_text('{"format": 99}')
+    with pytest.raises(UsageError, match="format 99"):
+        Trace.read(str(path))
+    path.write_text('{"format": 1, "blocks": 3}')
+    with pytest.raises(UsageError, match="no trace"):
+        Trace.read(str(path))
+    path.write_text("nonsense")
+    with pytest.raises(UsageError, match="no trace"):
+        Trace.read(str(path))
+
+
+def random_trace(seed, layers=16):
+    """Layers of like blocks, with options at random prices."""
+    generator = random.Random(seed)
+    kinds = [
+        (
+            generator.randint(1, 16) * MIB,
+            generator.random() * 0.01,
+            generator.choice([None, 0.03, 0.5]),
+            generator.random() * 0.02,
+        )
+        for _ in range(generator.randint(3, 9))
+    ]
+    per_byte = generator.uniform(0, 2e-10)
+    blocks, times = [], []
+    for _layer in range(layers):
+        for at, (nbytes, seconds, packed, replay) in enumerate(kinds):
+            options = {
+                "keep": Option(nbytes),
+                "disk": Option(0, per_byte * nbytes, per_byte * nbytes, nbytes),
+            }
+            if packed is not None:
+                options["pack"] = Option(int(nbytes * packed), nbytes / 3e9, nbytes / 3e9)
+            if replay < 0.008:
+                options["recompute"] = Option(0, 0, replay)
+            blocks.append(TracedBlock(f"layers.* #{at}", nbytes, options))
+            times.append(seconds)
+    base = generator.randint(100, 800) * MIB
+    moments = [
+        Moment("save", at, seconds, base + generator.randint(0, 64) * MIB)
+        for at, seconds in enumerate(times)
+    ]
+    for at in reversed(range(len(blocks))):
+        for kind, seconds in (("use", 2 * times[at]), ("free", 0.0)):
+            moments.append(Moment(kind, at, seconds, base + generator.randint(0, 100) * MIB))
+    links = Links(generator.uniform(0.5e9, 4e9), generator.uniform(0.5e9, 4e9), 1e-4)
+    return Trace(tuple(blocks), tuple(moments), links, 0.01, base)
+
+
+def linear_program(trace, budget, window):
+    """The least seconds of any choice, fractions of a block allowed: by another's solver."""
+    saves, frees = trace.span("save"), trace.span("free")
+    first_use = next(at for at, moment in enumerate(trace.moments) if moment.kind == "use")
+    variables = [(b, o) for b, block in enumerate(trace.blocks) for o in block.options.values()]
+    count, last = len(variables), len(trace.moments)
+    cost = [option.save_seconds + option.use_seconds for _, option in variables] + [1, 1]
+    rows = sparse.lil_matrix((last + 2, count + 2))
+    blocks = sparse.lil_matrix((len(trace.blocks), count + 2))
+    for at, (block, option) in enumerate(variables):
+        blocks[block, at] = 1
+        if option.resident_bytes:
+            for moment in range(saves[block] + 1, frees[block] + 1):
+                rows[moment, at] = option.resident_bytes / MIB
+        rows[last, at] = option.moved_bytes / trace.links.down_rate
+        rows[last + 1, at] = option.moved_bytes / trace.links.up_rate
+    rows[last, count] = rows[last + 1, count + 1] = -1
+    most = [(budget - moment.other_bytes) / MIB for moment in trace.moments]
+    forward = sum(moment.seconds for moment in trace.moments[:first_use])
+    most += [forward + window / trace.links.down_rate, trace.compute_seconds - forward]
+    found = optimize.linprog(
+        cost,
+        A_ub=rows.tocsr(),
+        b_ub=most,
+        A_eq=blocks.tocsr(),
+        b_eq=[1] * len(trace.blocks),
+        method="highs",
+    )
+    assert found.status == 0
+    return trace.compute_seconds + found.fun
+
+
+def test_choices_are_near_the_bound_and_the_bound_is_one():
+    gaps = []
+    for seed in range(12):
+        trace = random_trace(seed)
+        keep = [block.options["keep"] for block in trace.blocks]
+        most = simulate(trace, keep, NONE).peak_bytes
+        least = smallest_budget(trace)
+        for share in (0.25, 0.7):
+            budget = int(least + share * (most - least))
+            found = solve(trace, budget)
+            assert found.fits
+            assert found.forecast.peak_bytes <= budget
+            largest = max(64 * MIB, 3 * max(block.nbytes for block in trace.blocks))
+            exact = linear_program(trace, budget, largest)
+            assert found.bound_seconds <= exact * (1 + 1e-6)
+            gaps.append(found.forecast.step_seconds / exact - 1)
+    # What rounding to whole blocks and the windows' own memory cost is in here, too.
+    assert statistics.median(gaps) < 0.01
+    assert sorted(gaps)[int(0.9 * len(gaps))] < 0.12
