@@ -140,7 +140,12 @@ USED = {
         "torch._neg_view",
         "torch.utils._python_dispatch.is_traceable_wrapper_subclass",
     },
-    "trees.py": {"torch.utils._pytree.tree_leaves", "torch.utils._pytree.tree_map_only"},
+    "trees.py": {
+        "torch.utils._pytree.tree_flatten",
+        "torch.utils._pytree.tree_leaves",
+        "torch.utils._pytree.tree_map_only",
+        "torch.utils._pytree.tree_unflatten",
+    },
     "versions.py": {
         "_current_autograd_node",
         "_unsafe_set_version_counter",

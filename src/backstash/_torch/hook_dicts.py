@@ -7,13 +7,14 @@ dictionary that is missing are not listed.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch.nn.modules.module as torch_module
 from torch import Tensor, nn
 
-__all__ = ["hooks_of", "hooks_of_all_modules", "plain_function"]
+__all__ = ["hooks_of", "hooks_of_all_modules", "plain_function", "without_gradient_hooks"]
 
 _ON_MODULES = (
     ("forward pre", "_forward_pre_hooks"),
@@ -48,6 +49,25 @@ def hooks_of(holder: nn.Module | Tensor) -> Iterator[tuple[str, Any]]:
 def hooks_of_all_modules() -> Iterator[tuple[str, Any]]:
     """The hooks that are registered for all modules: the kind and the function of each."""
     return _in(torch_module, _ON_ALL_MODULES)
+
+
+@contextmanager
+def without_gradient_hooks(leaves: Iterable[Tensor]) -> Iterator[None]:
+    """While it is entered, the hooks on the gradients of ``leaves`` are not called.
+
+    The engine calls them wherever a gradient of theirs is asked for, also for a part of the whole.
+    """
+    taken = []
+    try:
+        for leaf in {id(leaf): leaf for leaf in leaves}.values():
+            hooks = getattr(leaf, "_backward_hooks", None)
+            if hooks:
+                taken.append((hooks, list(hooks.items())))
+                hooks.clear()
+        yield
+    finally:
+        for hooks, items in taken:
+            hooks.update(items)
 
 
 def _in(holder: object, attributes: tuple[tuple[str, str], ...]) -> Iterator[tuple[str, Any]]:

@@ -1,6 +1,6 @@
 """Tensors inside tuples, lists, dictionaries and what else is registered with torch as a tree.
 
-Torch has no public module for its trees. Both are in torch 2.11 to 2.15; where one is missing, a call of it
+Torch has no public module for its trees. All are in torch 2.11 to 2.15; where one is missing, a call of it
 raises ``UsageError``.
 """
 
@@ -11,7 +11,17 @@ from typing import Any
 
 from .lookup import required
 
-__all__ = ["tree_leaves", "tree_map_only"]
+__all__ = ["tree_flatten", "tree_leaves", "tree_map_only", "tree_unflatten"]
+
+tree_flatten: Callable[[Any], tuple[list[Any], Any]] = required(
+    "torch.utils._pytree.tree_flatten", "takes an object with tensors apart"
+)
+"""The leaves of a tree, in order, and its structure."""
+
+tree_unflatten: Callable[[Any, Any], Any] = required(
+    "torch.utils._pytree.tree_unflatten", "puts an object with tensors together"
+)
+"""``tree_unflatten(leaves, structure)``: the tree that ``tree_flatten`` took apart."""
 
 tree_leaves: Callable[[Any], list[Any]] = required(
     "torch.utils._pytree.tree_leaves", "finds the tensors inside an object"

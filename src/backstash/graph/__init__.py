@@ -11,6 +11,7 @@ ours, same meaning    ``saved_tensors_hooks``, ``save_on_cpu``, ``register_multi
 to disk               ``save_on_disk``, ``SaveOnCpu``, ``SaveOnDisk``
 scopes                ``saved_tensors_hooks(compose=True)``, ``only``, ``skip``
 a function, a call    ``saved_on``, ``save_for_backward``, ``saved_tensors``
+long loops            ``checkpoint_loop``, its schedules ``Binomial``, ``TwoLevel``, ``KeepAll``
 looking               ``iter_graph``, ``saved``, ``label_modules``, ``log_backward``
 ====================  ============================================================================
 """
@@ -37,6 +38,7 @@ from ._faces import save_on_cpu, save_on_disk
 from ._functions import save_for_backward, saved_on, saved_tensors
 from ._hooks import saved_tensors_hooks
 from ._log import BackwardLog, NodeRun, log_backward
+from ._loop import Binomial, KeepAll, Schedule, TwoLevel, checkpoint_loop
 from ._modules import SaveOnCpu, SaveOnDisk
 from ._multi import register_multi_grad_hook
 from ._mutation import allow_mutation_on_saved_tensors
@@ -44,14 +46,19 @@ from ._scopes import only, skip
 
 __all__ = [
     "BackwardLog",
+    "Binomial",
     "GradientEdge",
     "Handle",
+    "KeepAll",
     "Node",
     "NodeRun",
     "SaveOnCpu",
     "SaveOnDisk",
     "SavedValue",
+    "Schedule",
+    "TwoLevel",
     "allow_mutation_on_saved_tensors",
+    "checkpoint_loop",
     "disable_saved_tensors_hooks",
     "get_gradient_edge",
     "increment_version",

@@ -1,0 +1,31 @@
+"""Long loops: the gradient through thousands of steps in the memory of a few.
+
+``_schedules`` says which states to hold, ``_choose`` picks a schedule. ``_steps`` evaluates one step
+and finds, with ``_edges``, what it uses; ``_loop`` runs forward and, from backward, steps again.
+``_state`` takes states apart and holds snapshots, ``_surroundings`` puts back random numbers and autocast.
+"""
+
+from __future__ import annotations
+
+from ._call import checkpoint_loop
+from ._choose import Measured, Plan
+from ._schedules import (
+    Binomial,
+    KeepAll,
+    Schedule,
+    TwoLevel,
+    count_evaluations,
+    least_evaluations,
+)
+
+__all__ = [
+    "Binomial",
+    "KeepAll",
+    "Measured",
+    "Plan",
+    "Schedule",
+    "TwoLevel",
+    "checkpoint_loop",
+    "count_evaluations",
+    "least_evaluations",
+]

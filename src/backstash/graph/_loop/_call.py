@@ -1,0 +1,334 @@
+"""``checkpoint_loop``: what a caller sees."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...errors import UsageError
+from ...stash import Stash
+from ...stores import Disk
+from ...units import parse_bytes
+from ._choose import Budgets, Measured, Plan, choose, describe, disk_speed, free_bytes
+from ._loop import Loop
+from ._measure import Meter
+from ._schedules import Schedule
+from ._state import State, take_apart
+from ._steps import Face, Stepper
+from ._surroundings import Surroundings
+
+__all__ = ["checkpoint_loop"]
+
+
+class _CheckpointLoop:
+    """The type of :data:`checkpoint_loop`; its call and its ``plan`` are the documentation."""
+
+    def __call__(
+        self,
+        step: Callable[..., Any],
+        state: Any,
+        n: int | None,
+        *args: Any,
+        memory: int | str | None = None,
+        disk: str | os.PathLike[str] | Disk | None = None,
+        schedule: Schedule | None = None,
+        stash: Stash | None = None,
+        index: bool = False,
+        xs: Any = None,
+        ys: bool = False,
+        until: Callable[[Any], Any] | None = None,
+        progress: bool | None = None,
+    ) -> Any:
+        """Run ``for _ range(n): state = step(state, *args)`` so that backward needs little memory.
+
+        Backward runs steps again from snapshots of the state. The gradients of ``state``, of ``args``, of
+        ``xs`` and of what ``step`` reaches through modules and closures are bit-identical to the plain
+        loop's, or an error is raised. Without gradients (``torch.no_grad``) it is the plain loop.
+
+        Args:
+            step: ``step(state, *args)`` returns the next state. It must depend on nothing but its arguments,
+                tensors that do not change, and torch's random numbers. The order of its arguments is state,
+                index, x, args.
+            state: a tensor, or tensors and plain values in tuples, lists and dictionaries.
+            n: how many steps; ``None`` with ``until`` or ``xs``.
+            *args: handed to each step.
+            memory: bytes in memory for snapshots and for what one step saves, as an int or ``"4GiB"``.
+            disk: a directory, or a :class:`~backstash.Disk`, for what ``memory`` does not hold.
+            schedule: which states to hold, an object as :class:`Schedule` describes: ``Binomial``,
+                ``TwoLevel``, ``KeepAll``, or one of your own. ``None``: the one that is predicted to be the
+                fastest within the budgets, from the first step's time and bytes and the disk's speed.
+            stash: a stash that holds snapshots and what steps save, with budgets of its own; then neither
+                ``memory`` nor ``disk``, and a ``schedule`` is needed. ``None``: one is made.
+            index: whether ``step`` takes the step's number, from 0.
+            xs: inputs of the single steps: tensors, whose first dimension is the steps', in a tree.
+            ys: whether ``step`` returns ``(state, y)``; then the result is ``(state, ys)``, tensors stacked
+                in a new first dimension, other leaves in lists.
+            until: ``until(state)`` after each step; the loop ends when it is true.
+            progress: a line on stderr while backward runs. ``None``: after two seconds, on a terminal.
+
+        Returns:
+            The last state, or ``(state, ys)``.
+
+        Raises:
+            UsageError: bad arguments; no budget; a state whose structure changes; a step that changes its
+                input in place, returns a view of it, or, when it is run again, does not repeat itself, each
+                with the step's number; ``create_graph=True``, since there is no double backward.
+            InplaceError: from backward: what a step uses was changed in place after the loop ran.
+            StashIOError: from backward: the disk cannot give a snapshot back.
+
+        Source of the idea: Griewank and Walther, "Algorithm 799: revolve", ACM TOMS 26 (2000).
+
+        >>> w = torch.tensor(0.5, requires_grad=True)
+        >>> state = checkpoint_loop(lambda s, w: torch.sin(s * w), torch.ones(3), 100, w, memory="1KiB")
+        >>> state.sum().backward()
+        >>> plain, v = torch.ones(3), torch.tensor(0.5, requires_grad=True)
+        >>> for _ in range(100):
+        ...     plain = torch.sin(plain * v)
+        >>> plain.sum().backward()
+        >>> torch.equal(w.grad, v.grad)
+        True
+        """
+        job = _Job(step, state, n, args, Face(index, xs is not None, ys), xs, until)
+        if not torch.is_grad_enabled():
+            return job.plainly()
+        tiers = _Tiers.of(memory, disk, schedule, stash)
+        return job.run(tiers, schedule, progress)
+
+    def plan(
+        self,
+        step: Callable[..., Any],
+        state: Any,
+        n: int,
+        *args: Any,
+        memory: int | str | None = None,
+        disk: str | os.PathLike[str] | Disk | None = None,
+        schedule: Schedule | None = None,
+        index: bool = False,
+        xs: Any = None,
+        ys: bool = False,
+        step_seconds: float | None = None,
+        saved_bytes: int | None = None,
+    ) -> Plan:
+        """What :data:`checkpoint_loop` would take with these arguments, without running the loop.
+
+        The first step is run once to measure it, with its random numbers put back, unless ``step_seconds``
+        and ``saved_bytes`` are both given.
+
+        Returns:
+            A record: ``evaluations``, ``memory_bytes``, ``disk_bytes``, ``predicted_seconds``, ``schedule``.
+
+        >>> plan = checkpoint_loop.plan(
+        ...     torch.sin, torch.ones(1000), 100, memory=40_000, step_seconds=1e-3, saved_bytes=4000
+        ... )
+        >>> plan.evaluations, plan.memory_bytes, plan.schedule.snapshots
+        (334, 40000, 9)
+        """
+        job = _Job(step, state, n, args, Face(index, xs is not None, ys), xs, None)
+        tiers = _Tiers.of(memory, disk, schedule, None)
+        if step_seconds is None or saved_bytes is None:
+            found = job.measured(tiers.stash)
+        else:
+            found = Measured(step_seconds, job.state.nbytes, saved_bytes)
+        assert job.n is not None
+        if schedule is not None:
+            return describe(schedule, job.n, tiers.budgets(), found)
+        return choose(job.n, tiers.budgets(), found)
+
+
+checkpoint_loop = _CheckpointLoop()
+
+
+@dataclass(frozen=True, slots=True)
+class _Tiers:
+    """The stash of a loop, and its budgets."""
+
+    stash: Stash
+    memory: int | None
+    directory: str | None
+    max_bytes: int | None
+
+    @classmethod
+    def of(
+        cls,
+        memory: int | str | None,
+        disk: str | os.PathLike[str] | Disk | None,
+        schedule: Schedule | None,
+        stash: Stash | None,
+    ) -> _Tiers:
+        if schedule is not None and not isinstance(schedule, Schedule):
+            raise UsageError(
+                f"schedule={schedule!r}: allowed is an object with keeps_graphs and next_snapshot, such as "
+                "Binomial(16), or None"
+            )
+        if stash is not None:
+            if memory is not None or disk is not None:
+                raise UsageError(
+                    "stash= has budgets of its own: give neither memory= nor disk= with it"
+                )
+            if schedule is None:
+                raise UsageError("stash= needs a schedule=, such as Binomial(16) or KeepAll()")
+            return cls(stash, None, None, None)
+        if memory is None and disk is None and schedule is None:
+            raise UsageError(
+                'checkpoint_loop has no budget: give memory="4GiB", disk="/scratch", or a schedule='
+            )
+        nbytes = None if memory is None else parse_bytes(memory, name="memory")
+        if nbytes is None and disk is not None:
+            nbytes = 0
+        made = Stash(keep=nbytes, disk=disk, name="checkpoint_loop")
+        directory: Any = getattr(disk, "directory", disk)
+        return cls(
+            made,
+            nbytes,
+            None if directory is None else os.fspath(directory),
+            getattr(disk, "max_bytes", None),
+        )
+
+    def budgets(self) -> Budgets:
+        if self.directory is None:
+            return Budgets(self.memory)
+        room = free_bytes(self.directory)
+        if self.max_bytes is not None:
+            room = min(room, self.max_bytes)
+        return Budgets(self.memory, room, disk_speed(self.directory))
+
+
+class _Job:
+    """The arguments of one call, looked at."""
+
+    def __init__(
+        self,
+        step: Callable[..., Any],
+        state: Any,
+        n: int | None,
+        args: tuple[Any, ...],
+        face: Face,
+        xs: Any,
+        until: Callable[[Any], Any] | None,
+    ) -> None:
+        if not callable(step):
+            raise UsageError(f"step={step!r}: allowed is a callable of the state and of args")
+        if until is not None and not callable(until):
+            raise UsageError(f"until={until!r}: allowed is a callable of the state, or None")
+        if n is not None and (isinstance(n, bool) or not isinstance(n, int) or n < 0):
+            raise UsageError(
+                f"n={n!r}: allowed is a whole number of at least 0, or None with until="
+            )
+        self.step, self.args, self.face, self.until = step, args, face, until
+        self.state = take_apart(state, "state")
+        self.xs = take_apart(xs, "xs") if face.xs else State((), None)
+        self.n = self._length(n)
+        if self.n is None and until is None:
+            raise UsageError("n=None: allowed with until= or xs=, which end the loop")
+        self._rows = [
+            leaf.unbind(0) if isinstance(leaf, Tensor) else leaf for leaf in self.xs.leaves
+        ]
+
+    def _length(self, n: int | None) -> int | None:
+        lengths = {each.shape[0] if each.dim() else -1 for each in self.xs.tensors}
+        if self.face.xs and (len(lengths) != 1 or lengths == {-1}):
+            raise UsageError(
+                f"xs: allowed are tensors with one first dimension in common, the steps'; found {lengths}"
+            )
+        for length in lengths:
+            if n is not None and n != length:
+                raise UsageError(f"n={n!r}, but xs has inputs for {length} steps")
+            return length
+        return n
+
+    def x(self, number: int) -> State:
+        """The input of step ``number``."""
+        leaves = [row[number] if isinstance(row, tuple) else row for row in self._rows]
+        return State(leaves, self.xs.structure)
+
+    def _ends(self, number: int, state: State) -> bool:
+        if self.n is not None and number + 1 >= self.n:
+            return True
+        if self.until is None:
+            return False
+        with torch.no_grad():
+            return bool(self.until(state.whole()))
+
+    def plainly(self) -> Any:
+        """The loop without snapshots."""
+        state, number, collected = self.state.whole(), 0, []
+        while self.n is None or number < self.n:
+            own = [
+                *([number] if self.face.index else ()),
+                *([self.x(number).whole()] if self.face.xs else ()),
+            ]
+            result = self.step(state, *own, *self.args)
+            state, y = result if self.face.ys else (result, None)
+            collected.append(take_apart(y, "y"))
+            if self._ends(number, take_apart(state, "state")):
+                break
+            number += 1
+        return self._result(state, collected)
+
+    def _result(self, state: Any, collected: list[State]) -> Any:
+        if not self.face.ys:
+            return state
+        if not collected:
+            return state, None
+        leaves = [
+            torch.stack(each) if isinstance(each[0], Tensor) else list(each)
+            for each in zip(*(y.leaves for y in collected), strict=True)
+        ]
+        return state, State(leaves, collected[0].structure).whole()
+
+    def _loop(self, stash: Stash, progress: bool | None) -> tuple[Loop, Stepper]:
+        stepper = Stepper(self.step, self.args, self.face)
+        seen = [*self.state.tensors, *self.xs.tensors, *stepper.arguments]
+        return Loop(stepper, stash, Surroundings(seen), progress=progress), stepper
+
+    def measured(self, stash: Stash) -> Measured:
+        """What the first step takes."""
+        loop, stepper = self._loop(stash, False)
+        meter = Meter(stash)
+        with torch.enable_grad(), loop.surroundings.replaying(), meter.counting():
+            loop.evaluate(0, self.state, self.x(0) if self.n else State((), None))
+        return Measured(
+            meter.seconds, self.state.nbytes, meter.saved_bytes(stepper.outer_tensors())
+        )
+
+    def run(self, tiers: _Tiers, schedule: Schedule | None, progress: bool | None) -> Any:
+        """The loop, with snapshots."""
+        if self.n == 0:
+            return self._result(self.state.whole(), [])
+        loop, stepper = self._loop(tiers.stash, progress)
+        state, collected, number = self.state, [], 0
+        loop.hold(0, state)
+        while True:
+            meter = Meter(tiers.stash) if number == 0 and schedule is None else None
+            keep = schedule is not None and schedule.keeps_graphs
+            x = self.x(number)
+            is_last = None if self.n is None or self.until else number + 1 == self.n
+            ends = functools.partial(self._ends, number)
+            state, y, ended, found = loop.advance(
+                number, state, x, through_stash=keep or bool(is_last), meter=meter, ends=ends
+            )
+            collected.append(y)
+            if meter is not None:
+                known = Measured(
+                    meter.seconds, self.state.nbytes, meter.saved_bytes(stepper.outer_tensors())
+                )
+                schedule = self._chosen(tiers, known)
+                keep = schedule.keeps_graphs
+            assert schedule is not None
+            loop.schedule = schedule
+            if keep or ended:
+                loop.keep(number, found)
+            del found
+            number += 1
+            if ended:
+                return self._result(state.whole(), collected)
+            loop.hold_if_asked(number, state, self.n)
+
+    def _chosen(self, tiers: _Tiers, known: Measured) -> Schedule:
+        return choose(self.n or 1_000_000, tiers.budgets(), known).schedule

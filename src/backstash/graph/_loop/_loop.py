@@ -1,0 +1,259 @@
+"""The loop: forward with snapshots, and each step's graph again when backward comes to it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+from torch import Tensor
+
+from ...errors import UsageError
+from ...stash import Stash
+from ._measure import Meter
+from ._progress import Progress
+from ._schedules import Binomial, Schedule, checked_next
+from ._state import Snapshot, State
+from ._steps import Again, Evaluation, Node, Stepper, leaves_of
+from ._surroundings import RandomState, Surroundings
+
+__all__ = ["Loop"]
+
+_SLOTS = 32  # snapshots of a loop of unknown length whose schedule names no number
+_AGAIN = Binomial(24)  # for a second backward through a loop whose graphs were kept for one
+
+
+class _Record:
+    """What is known of a step after forward."""
+
+    __slots__ = ("edges", "groups", "kept", "mark", "pattern", "x")
+
+    def __init__(self, x: State, found: Evaluation) -> None:
+        self.x = x
+        self.mark = found.mark
+        self.pattern = found.pattern
+        self.groups: dict[Any, int] = {}
+        """By token: a number for the tensor outside."""
+        self.edges: list[int] = []
+        """Of each edge of the node: that number."""
+        self.kept: Evaluation | None = None
+        """The graph, where it waits for backward."""
+
+
+class Loop:
+    """One call of ``checkpoint_loop``. It lives as long as the graph that it made.
+
+    Args:
+        stepper: calls the step.
+        stash: holds the snapshots, and what a step saves.
+        progress: see :class:`Progress`.
+    """
+
+    def __init__(
+        self,
+        stepper: Stepper,
+        stash: Stash,
+        surroundings: Surroundings,
+        *,
+        progress: bool | None,
+    ) -> None:
+        self._stepper = stepper
+        self._stash = stash
+        self.surroundings = surroundings
+        self._following: tuple[Any, int | None] | None = None
+        self._stride = 1
+        self._progress_wanted = progress
+        self._progress: Progress | None = None
+        self.schedule: Schedule = Binomial(1)
+        """Which states to hold."""
+        self._held: list[tuple[int, Snapshot]] = []
+        self._records: list[_Record] = []
+        self.evaluations = 0
+        """How often a step ran, forward's runs included."""
+
+    # Forward.
+
+    def hold(self, number: int, state: State) -> None:
+        """Hold the state before step ``number`` as a snapshot."""
+        random = RandomState.now(self.surroundings.devices)
+        self._held.append((number, Snapshot(self._stash, state, random)))
+
+    def hold_if_asked(self, number: int, state: State, n: int | None) -> None:
+        """Hold the state before step ``number`` in forward, if the schedule wants it."""
+        if self.schedule.keeps_graphs:
+            return
+        if n is None:
+            self._hold_online(number, state)
+            return
+        if self._following is None or self._following[0] is not self._held[-1]:
+            self._following = (self._held[-1], checked_next(self.schedule, self._steps_held(), n))
+        if number == self._following[1]:
+            self.hold(number, state)
+
+    def _hold_online(self, number: int, state: State) -> None:
+        """Where the end is not known: evenly, half as densely whenever all slots are taken.
+
+        The spacing is at most twice that of evenly spaced snapshots, whatever the number of steps.
+        """
+        if number % self._stride:
+            return
+        if len(self._held) >= getattr(self.schedule, "snapshots", _SLOTS):
+            self._stride *= 2
+            self._held = [each for each in self._held if each[0] % self._stride == 0]
+            if number % self._stride or len(self._held) >= getattr(
+                self.schedule, "snapshots", _SLOTS
+            ):
+                return
+        self.hold(number, state)
+
+    def advance(
+        self,
+        number: int,
+        state: State,
+        x: State,
+        *,
+        through_stash: bool,
+        meter: Meter | None,
+        ends: Callable[[State], bool],
+    ) -> tuple[State, State, bool, Evaluation]:
+        """Run step ``number`` forward: its state and ``y`` in the outer graph, whether it is the last, and it.
+
+        Args:
+            number: of the step.
+            state: in the outer graph.
+            x: its own input, likewise.
+            through_stash: whether what it saves goes to the stash.
+            meter: measures it, on the way to the stash.
+            ends: tells by the new state whether it is the last.
+        """
+        with self.surroundings.entered(), ExitStack() as stack:
+            if meter is not None:
+                stack.enter_context(meter.counting())
+            found = self.evaluate(number, state, x, through_stash=through_stash and meter is None)
+        self._records.append(_Record(x, found))
+        new, y = self._attach(number, self._records[-1], found, state, x)
+        return new, y, ends(new), found
+
+    def keep(self, number: int, found: Evaluation) -> None:
+        """Keep the graph of step ``number`` for backward."""
+        self._records[number].kept = found.only_graph()
+
+    def evaluate(
+        self, number: int, state: State, x: State, *, through_stash: bool = False
+    ) -> Evaluation:
+        """Run step ``number`` on copies of its inputs that are leaves."""
+        random = RandomState.now(self.surroundings.devices)
+        state, x = leaves_of(state), leaves_of(x)
+        for _ in range(2):
+            try:
+                with ExitStack() as stack:
+                    if through_stash:
+                        stack.enter_context(self._stash)
+                    self.evaluations += 1
+                    return self._stepper.run(number, state, x)
+            except Again:
+                random.restore()
+        raise AssertionError("a step is run again once")
+
+    def _attach(
+        self, number: int, record: _Record, found: Evaluation, state: State, x: State
+    ) -> tuple[State, State]:
+        """Put the step into the outer graph."""
+        outer: dict[Any, Any] = {("state", place): leaf for place, leaf in enumerate(state.leaves)}
+        outer |= {("x", place): leaf for place, leaf in enumerate(x.leaves)}
+        numbers: dict[int, int] = {}
+        tensors: list[Tensor] = []
+        for key in found.uses.keys:
+            token = found.tokens[key]
+            tensor = outer[token] if isinstance(token, tuple) else self._stepper.tensors[token][0]
+            if key in found.uses.casts:
+                self._refuse_cached_cast(number, tensor)
+            record.groups[token] = numbers.setdefault(id(tensor), len(numbers))
+            record.edges.append(record.groups[token])
+            tensors.append(tensor)
+        made = {id(alias): tensor for tensor, alias in self._stepper.outside.pairs()}
+        for leaf, tensor in zip(found.inputs, (*state.leaves, *x.leaves), strict=True):
+            if isinstance(tensor, Tensor):
+                made[id(leaf)] = tensor
+        leaves = [*found.state.leaves, *found.y.leaves]
+        graph = [leaves[place] for place in found.places]
+        if graph:
+            detached = [each.detach() for each in graph]
+            apply: Callable[..., Any] = Node.apply
+            results = apply(functools.partial(self._reverse, number), detached, *tensors)
+            made |= {id(each): result for each, result in zip(graph, results, strict=True)}
+        return found.state.replaced(made), found.y.replaced(made)
+
+    def _refuse_cached_cast(self, number: int, tensor: Tensor) -> None:
+        if self.surroundings.casts_are_cached and tensor.grad_fn is None:
+            raise UsageError(
+                f"step {number} uses a leaf tensor of shape {tuple(tensor.shape)} under autocast with its "
+                "cache, which would add up that tensor's gradients over all steps in the lower precision: "
+                "use torch.autocast(..., cache_enabled=False), for which gradients are exact"
+            )
+
+    # Backward.
+
+    def _reverse(self, number: int, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+        record = self._records[number]
+        self._stepper.check_versions(number)
+        found, record.kept = record.kept, None
+        if found is None:
+            found = self._again(number)
+        if self._progress is None:
+            self._progress = Progress(number + 1, self._progress_wanted)
+        ends, incoming = [], []
+        for end, gradient in zip(found.ends, gradients, strict=True):
+            if gradient is not None:
+                ends.append(end)
+                incoming.append(gradient)
+        result: list[Tensor | None] = [None] * len(record.edges)
+        if ends:
+            free: dict[int, list[int]] = {}
+            for place, group in enumerate(record.edges):
+                free.setdefault(group, []).append(place)
+            for group_places in free.values():
+                group_places.reverse()
+            for key, gradient in found.uses.backward(ends, incoming):
+                result[free[record.groups[found.tokens[key]]].pop()] = gradient
+        self._progress.done(number, self.evaluations)
+        return result
+
+    def _again(self, number: int) -> Evaluation:
+        """The graph of step ``number``, from the last snapshot before it, with new ones on the way."""
+        schedule = self.schedule
+        if schedule.keeps_graphs:
+            schedule = _AGAIN
+        while self._held[-1][0] > number:
+            self._held.pop()
+        with self.surroundings.replaying():
+            at, snapshot = self._held[-1]
+            state, random = snapshot.load()
+            random.restore()
+            following = checked_next(schedule, self._steps_held(), number + 1)
+            while True:
+                found = self._repeat(at, state, through_stash=at == number)
+                if at == number:
+                    break
+                at, state = at + 1, found.state
+                if at == following:
+                    self.hold(at, state)
+                    following = checked_next(schedule, self._steps_held(), number + 1)
+        if self._held[-1][0] == number and number:
+            self._held.pop()
+        return found.only_graph()
+
+    def _repeat(self, number: int, state: State, *, through_stash: bool) -> Evaluation:
+        record = self._records[number]
+        found = self.evaluate(number, state, record.x, through_stash=through_stash)
+        if found.mark != record.mark or found.pattern != record.pattern:
+            raise UsageError(
+                f"step {number} did not repeat itself: run again for backward, it returned another state, or "
+                "used other tensors, than before. It must depend on its inputs and torch's random numbers "
+                "alone; no gradient was computed from it"
+            )
+        return found
+
+    def _steps_held(self) -> list[int]:
+        return [step for step, _ in self._held]

@@ -1,0 +1,186 @@
+"""Which states of a loop to hold as snapshots, so that its steps can be run again in reverse order.
+
+Notation: ``n`` steps, at most ``c`` snapshots at once, the loop's first state included. ``beta(c, r)`` is the
+binomial coefficient of ``c + r`` over ``c``: the most steps that ``c`` snapshots reverse when no step is run
+ahead more than ``r`` times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import comb
+from typing import Protocol, runtime_checkable
+
+from ...errors import UsageError
+
+__all__ = ["Binomial", "KeepAll", "Schedule", "TwoLevel", "count_evaluations", "least_evaluations"]
+
+
+@runtime_checkable
+class Schedule(Protocol):
+    """What :func:`checkpoint_loop` asks for: any object with these two members will do."""
+
+    @property
+    def keeps_graphs(self) -> bool:
+        """Whether what every step saves is kept, so that no step runs twice. Then nothing else is asked."""
+        ...
+
+    def next_snapshot(self, held: Sequence[int], stop: int) -> int | None:
+        """Which state to hold next while the loop runs from the last held one.
+
+        Args:
+            held: the steps whose input states are held, in rising order; the loop runs from ``held[-1]``.
+            stop: the steps from ``held[-1]`` to ``stop - 1`` are to be reversed next.
+
+        Returns:
+            A step after ``held[-1]`` and before ``stop``, or ``None`` for no further snapshot.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class KeepAll:
+    """Keeps what every step saves; no step runs twice. The stash places it within its budgets."""
+
+    keeps_graphs: bool = field(default=True, init=False, repr=False)
+    """See :class:`Schedule`."""
+
+    def next_snapshot(self, held: Sequence[int], stop: int) -> int | None:
+        """No snapshot but the first state."""
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class Binomial:
+    """The fewest step evaluations for a number of snapshots (Griewank and Walther, Algorithm 799, 2000).
+
+    Raises:
+        UsageError: ``snapshots`` is no whole number of at least 1.
+
+    >>> count_evaluations(Binomial(3), 10), least_evaluations(10, 3)
+    (25, 25)
+    """
+
+    snapshots: int
+    """The most states that are held at once, the loop's first one included."""
+    keeps_graphs: bool = field(default=False, init=False, repr=False)
+    """See :class:`Schedule`."""
+
+    def __post_init__(self) -> None:
+        _at_least_one(self.snapshots, "Binomial snapshots")
+
+    def next_snapshot(self, held: Sequence[int], stop: int) -> int | None:
+        """Where the best split of the steps that are left is."""
+        return _split(held[-1], stop, self.snapshots - len(held))
+
+
+@dataclass(frozen=True, slots=True)
+class TwoLevel:
+    """A snapshot every so many steps, which a stash moves to disk, and binomial ones between two of them.
+
+    The coarse snapshots are the oldest, so a stash's budget moves them down first.
+
+    Raises:
+        UsageError: a number that is no whole number of at least 1.
+    """
+
+    every: int
+    """Steps from one coarse snapshot to the next."""
+    snapshots: int
+    """The most states held at once between two coarse ones, the coarse one itself included."""
+    keeps_graphs: bool = field(default=False, init=False, repr=False)
+    """See :class:`Schedule`."""
+
+    def __post_init__(self) -> None:
+        _at_least_one(self.every, "TwoLevel every")
+        _at_least_one(self.snapshots, "TwoLevel snapshots")
+
+    def next_snapshot(self, held: Sequence[int], stop: int) -> int | None:
+        """The next coarse one; in the last interval, as :class:`Binomial`."""
+        start = held[-1]
+        coarse = start - start % self.every + self.every
+        if coarse < stop:
+            return coarse if start % self.every == 0 else _split(start, coarse, 0)
+        fine = sum(1 for step in held if step > start - start % self.every)
+        return _split(start, stop, self.snapshots - 1 - fine)
+
+
+def _at_least_one(value: int, name: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise UsageError(f"{name}={value!r}: allowed is a whole number of at least 1")
+
+
+def _beta(snapshots: int, repeats: int) -> int:
+    return comb(snapshots + repeats, snapshots) if snapshots >= 0 and repeats >= 0 else 0
+
+
+def _repeats(steps: int, snapshots: int) -> int:
+    """The least ``r`` with ``steps <= beta(snapshots, r)``."""
+    if snapshots == 1:
+        return steps - 1
+    repeats = 0
+    while _beta(snapshots, repeats) < steps:
+        repeats += 1
+    return repeats
+
+
+def _split(start: int, stop: int, free: int) -> int | None:
+    steps, snapshots = stop - start, free + 1
+    if free < 1 or steps < 2:
+        return None
+    repeats = _repeats(steps, snapshots)
+    last = min(_beta(snapshots, repeats - 1), steps - _beta(snapshots - 1, repeats - 1))
+    return start + min(max(last, 1), steps - 1)
+
+
+def least_evaluations(n: int, snapshots: int) -> int:
+    """The least evaluations of a step to run ``n`` steps and reverse them, by the published closed formula.
+
+    Those that run ahead are ``r n - beta(c + 1, r - 1)``, with the least ``r`` that has ``n <= beta(c, r)``
+    (Griewank and Walther, 2000); and each step runs once more to record what it saves.
+
+    >>> [least_evaluations(4, snapshots) for snapshots in (1, 2, 3, 4)]
+    [10, 8, 7, 7]
+    """
+    if n == 0:
+        return 0
+    repeats = _repeats(n, snapshots)
+    return n + repeats * n - _beta(snapshots + 1, repeats - 1)
+
+
+def count_evaluations(schedule: Schedule, n: int) -> int:
+    """How many evaluations of a step ``schedule`` takes for ``n`` steps and their backward, by playing it."""
+    return play(schedule, n)[0]
+
+
+def play(schedule: Schedule, n: int) -> tuple[int, int]:
+    """The evaluations, and the most snapshots that are held at once."""
+    if schedule.keeps_graphs or n == 0:
+        return n, 1
+    held, evaluations, most = [0], 0, 1
+    for last in range(n - 1, -1, -1):
+        while held[-1] > last:
+            held.pop()
+        evaluations += last + 1 - held[-1]
+        while (following := checked_next(schedule, held, last + 1)) is not None:
+            held.append(following)
+        most = max(most, len(held))
+    return evaluations, most
+
+
+def checked_next(schedule: Schedule, held: Sequence[int], stop: int) -> int | None:
+    """What the schedule answers. Raises ``UsageError`` for a step that is not between."""
+    following = schedule.next_snapshot(tuple(held), stop)
+    if following is None:
+        return None
+    if isinstance(following, bool) or not isinstance(following, int):
+        raise UsageError(
+            f"{schedule!r}.next_snapshot returned {following!r}: allowed is an int, or None"
+        )
+    if not held[-1] < following < stop:
+        raise UsageError(
+            f"{schedule!r}.next_snapshot returned {following} for held={tuple(held)}, stop={stop}: allowed "
+            f"is a step after {held[-1]} and before {stop}, or None"
+        )
+    return following

@@ -1,0 +1,134 @@
+"""A loop's state: its tensors and other leaves, their fingerprint, and snapshots of them in a stash."""
+
+from __future__ import annotations
+
+import ctypes
+import enum
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..._torch.trees import tree_flatten, tree_unflatten
+from ...errors import UsageError
+from ...stash import Stash
+from ._surroundings import RandomState
+
+__all__ = ["Snapshot", "State", "fingerprint", "take_apart"]
+
+_PLAIN = (
+    int, float, complex, bool, str, bytes, type(None), enum.Enum, torch.dtype, torch.device, torch.Size,
+)  # fmt: skip
+
+
+class State:
+    """One state, taken apart: leaves in order, and how they hang together."""
+
+    __slots__ = ("leaves", "structure")
+
+    def __init__(self, leaves: Sequence[Any], structure: Any) -> None:
+        self.leaves = tuple(leaves)
+        self.structure = structure
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Its tensors, in order; one that it holds twice comes twice."""
+        return [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of its tensors, each counted once."""
+        return sum(each.nbytes for each in {id(each): each for each in self.tensors}.values())
+
+    def whole(self) -> Any:
+        """The object that was taken apart."""
+        return tree_unflatten(list(self.leaves), self.structure)
+
+    def replaced(self, tensors: dict[int, Tensor]) -> State:
+        """With other tensors: by the ``id`` of those that they replace."""
+        return State([tensors.get(id(leaf), leaf) for leaf in self.leaves], self.structure)
+
+
+def take_apart(value: Any, name: str) -> State:
+    """``value`` as a state. Raises ``UsageError`` for a leaf that may hide tensors."""
+    leaves, structure = tree_flatten(value)
+    for leaf in leaves:
+        if not isinstance(leaf, (Tensor, *_PLAIN)):
+            raise UsageError(
+                f"{name} holds a {type(leaf).__name__}: allowed are tensors, numbers, strings and None in "
+                "tuples, lists, dictionaries and what else is registered with torch.utils._pytree"
+            )
+        if isinstance(leaf, Tensor) and leaf.is_inference():
+            raise UsageError(f"{name} holds a tensor made in inference mode: make it outside")
+    return State(leaves, structure)
+
+
+class Snapshot:
+    """The state before a step, held as blocks of a stash, and the random numbers' state with it."""
+
+    __slots__ = ("_packed", "_random", "_requires", "_stash", "_state")
+
+    def __init__(self, stash: Stash, state: State, random: RandomState) -> None:
+        self._stash = stash
+        self._random = random
+        distinct = {id(tensor): tensor for tensor in state.tensors}
+        self._packed = {key: stash.pack(tensor.detach()) for key, tensor in distinct.items()}
+        self._requires = {key: tensor.requires_grad for key, tensor in distinct.items()}
+        leaves = [_Place(id(leaf)) if isinstance(leaf, Tensor) else leaf for leaf in state.leaves]
+        self._state = State(leaves, state.structure)
+
+    def load(self) -> tuple[State, RandomState]:
+        """The state, to the bit, each tensor a leaf; and the random numbers' state.
+
+        Raises what :meth:`Stash.unpack` raises.
+        """
+        tensors = {
+            key: self._stash.unpack(packed).detach().requires_grad_(self._requires[key])
+            for key, packed in self._packed.items()
+        }
+        leaves = [
+            tensors[leaf.number] if isinstance(leaf, _Place) else leaf
+            for leaf in self._state.leaves
+        ]
+        return State(leaves, self._state.structure), self._random
+
+
+class _Place:
+    """Where a tensor was among the leaves."""
+
+    __slots__ = ("number",)
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+def fingerprint(values: Sequence[Any]) -> int:
+    """A number that differs, but for one chance in 2**32, where one bit of ``values`` does."""
+    found = 0
+    for value in values:
+        if isinstance(value, Tensor):
+            about = f"{value.dtype}{tuple(value.shape)}{value.requires_grad}"
+            found = zlib.crc32(about.encode(), found)
+            found = _bytes_of(value.detach(), found)
+        else:
+            found = zlib.crc32(repr(value).encode(), found)
+    return found
+
+
+def _bytes_of(tensor: Tensor, found: int) -> int:
+    if tensor.layout is not torch.strided:
+        parts = (
+            (tensor.to_dense(),)
+            if tensor.layout is not torch.sparse_coo
+            else (tensor.coalesce().indices(), tensor.coalesce().values())
+        )
+        for part in parts:
+            found = _bytes_of(part, found)
+        return found
+    plain = tensor.resolve_conj().resolve_neg().contiguous().cpu()
+    if not plain.nbytes:
+        return found
+    memory = (ctypes.c_char * plain.nbytes).from_address(plain.data_ptr())
+    return zlib.crc32(memory, found)

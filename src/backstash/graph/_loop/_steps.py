@@ -1,0 +1,258 @@
+"""One evaluation of a step, what it reaches outside, and its node in the outer graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import graph as stock
+
+from ..._torch.engine import sequence_number
+from ..._torch.trees import tree_flatten
+from ...errors import InplaceError, UsageError
+from ._edges import Aliases, Foreign, Uses, uses_of
+from ._state import State, fingerprint, take_apart
+
+__all__ = ["Again", "Evaluation", "Face", "Node", "Stepper", "leaves_of"]
+
+Token = Any  # what a leaf of a step's graph stands for: ("state", 0), ("x", 1), or the id of a tensor outside
+
+
+@dataclass(frozen=True, slots=True)
+class Face:
+    """How a step is called, and what it returns."""
+
+    index: bool
+    """Whether it takes the step's number, after the state."""
+    xs: bool
+    """Whether it takes an input of its own, after that."""
+    ys: bool
+    """Whether it returns ``(state, y)``."""
+
+
+@dataclass(slots=True)
+class Evaluation:
+    """What one evaluation of a step gave; while it is held, so is the graph."""
+
+    inputs: tuple[Any, ...]
+    """The leaves that it was given, the state's and then its own input's."""
+    state: State
+    """What it returned."""
+    y: State
+    """What it returned beside."""
+    uses: Uses
+    """Its edges to outside."""
+    tokens: dict[Any, Token]
+    """What each place outside stands for."""
+    places: list[int]
+    """Which of the returned leaves have a graph, each tensor once."""
+    ends: list[Any]
+    """The gradient edges of those."""
+    mark: int
+    """The fingerprint of what it returned."""
+
+    @property
+    def pattern(self) -> int:
+        """Equal for two evaluations that use the same tensors equally often."""
+        return hash(
+            (tuple(self.places), tuple(sorted(repr(self.tokens[k]) for k in self.uses.keys)))
+        )
+
+    def only_graph(self) -> Evaluation:
+        """Itself, without the tensors."""
+        self.inputs, self.state, self.y = (), State((), None), State((), None)
+        return self
+
+
+class Stepper:
+    """Calls a step, and finds what it uses."""
+
+    def __init__(self, step: Callable[..., Any], args: tuple[Any, ...], face: Face) -> None:
+        self._step = step
+        self._face = face
+        self.outside = Aliases()
+        """Stand-ins for tensors that were computed outside: arguments, and what a closure reaches."""
+        self.closures = False
+        """Whether ``step`` reaches such a tensor through a closure."""
+        self._args = _taken_apart(args)
+        for tensor in self._args.tensors:
+            if tensor.grad_fn is not None:
+                self.outside.of(tensor)
+        self.tensors: dict[int, tuple[Tensor, int]] = {
+            id(each): (each, each._version) for each in self._args.tensors
+        }
+        """Tensors from outside that steps use, and the version each had when the loop first ran."""
+
+    @property
+    def arguments(self) -> list[Tensor]:
+        """The tensors among the arguments."""
+        return self._args.tensors
+
+    def outer_tensors(self) -> list[Tensor]:
+        """The tensors from outside that steps were seen to use."""
+        return [tensor for tensor, _ in self.tensors.values()]
+
+    def run(self, number: int, state: State, x: State) -> Evaluation:
+        """Evaluate step ``number`` on leaves. Raises ``UsageError`` for what the loop cannot hold."""
+        inputs = {id(leaf): leaf for leaf in (*state.tensors, *x.tensors)}
+        versions = {key: leaf._version for key, leaf in inputs.items()}
+        since = sequence_number()
+        result = self._call(number, state, x, since)
+        new, y = self._split(number, result, state)
+        for key, leaf in inputs.items():
+            if leaf._version != versions[key]:
+                raise UsageError(
+                    f"step {number} changed its input in place: a snapshot holds it. Change a clone"
+                )
+        leaves = [*new.leaves, *y.leaves]
+        self._refuse_views(number, leaves, inputs)
+        places: dict[int, int] = {}
+        for place, leaf in enumerate(leaves):
+            if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
+                places.setdefault(id(leaf), place)
+        graph = [leaves[place] for place in places.values()]
+        uses = self._uses(number, graph, since)
+        return Evaluation(
+            (*state.leaves, *x.leaves),
+            new,
+            y,
+            uses,
+            self._tokens(uses, state, x),
+            list(places.values()),
+            [stock.get_gradient_edge(each) for each in graph],
+            fingerprint(leaves),
+        )
+
+    def _uses(self, number: int, graph: list[Tensor], since: int) -> Uses:
+        uses = uses_of(graph, since)
+        outside = uses.foreign()
+        if outside is None:
+            return uses
+        if self.closures:
+            raise UsageError(
+                f"step {number} uses a tensor that was computed outside it ({outside.name()}), and reaches "
+                "it where it cannot be followed: hand it over as one of *args"
+            )
+        self.closures = True
+        raise Again
+
+    def _call(self, number: int, state: State, x: State, since: int) -> Any:
+        outside = {id(outer): alias for outer, alias in self.outside.pairs()}
+        positional: list[Any] = [state.whole()]
+        if self._face.index:
+            positional.append(number)
+        if self._face.xs:
+            positional.append(x.whole())
+        positional += self._args.replaced(outside).whole()
+        try:
+            if self.closures:
+                with Foreign(self.outside, since):
+                    return self._step(*positional)
+            return self._step(*positional)
+        except RuntimeError as error:
+            if "leaf Variable that requires grad" in str(error):
+                raise UsageError(
+                    f"step {number} changed its input in place: a snapshot holds it. Change a clone"
+                ) from error
+            raise
+
+    def _split(self, number: int, result: Any, before: State) -> tuple[State, State]:
+        y: Any = None
+        if self._face.ys:
+            if not (isinstance(result, tuple) and len(result) == 2):
+                raise UsageError(
+                    f"step {number} returned a {type(result).__name__}: with ys=True it returns (state, y)"
+                )
+            result, y = result
+        new = take_apart(result, f"the state that step {number} returned")
+        if new.structure != before.structure:
+            raise UsageError(
+                f"step {number} returned a state of another structure: {new.structure} where it was given "
+                f"{before.structure}"
+            )
+        return new, take_apart(y, f"the y that step {number} returned")
+
+    def _refuse_views(self, number: int, outputs: list[Any], inputs: dict[int, Tensor]) -> None:
+        taken = {_address(leaf) for leaf in inputs.values()} - {0}
+        for output in outputs:
+            if not isinstance(output, Tensor) or id(output) in inputs:
+                continue
+            if _address(output) in taken:
+                raise UsageError(
+                    f"step {number} returned a view of its input, of shape {tuple(output.shape)}: return a "
+                    "clone of it, or the input itself"
+                )
+
+    def _tokens(self, uses: Uses, state: State, x: State) -> dict[Any, Token]:
+        own: dict[int, Token] = {}
+        for name, leaves in (("x", x.leaves), ("state", state.leaves)):
+            for place, leaf in enumerate(leaves):
+                if isinstance(leaf, Tensor):
+                    own.setdefault(id(leaf), (name, place))
+        found = {}
+        for key in uses.keys:
+            leaf = key[0].variable
+            found[key] = own.get(id(leaf))
+            if found[key] is None:
+                outer = self.outside.outer_of(leaf)
+                found[key] = self._note(leaf if outer is None else outer)
+        return found
+
+    def _note(self, tensor: Tensor) -> Token:
+        self.tensors.setdefault(id(tensor), (tensor, tensor._version))
+        return id(tensor)
+
+    def check_versions(self, number: int) -> None:
+        """Raise ``InplaceError`` if a tensor from outside was changed since the loop ran."""
+        for tensor, version in self.tensors.values():
+            if tensor._version != version:
+                raise InplaceError(
+                    f"a tensor of shape {tuple(tensor.shape)} that step {number} uses was changed in place "
+                    f"after checkpoint_loop ran (version {tensor._version}; expected {version}): the step "
+                    "cannot be run again. Run backward first, or change a clone"
+                )
+
+
+class Again(Exception):
+    """The step has to be run again: it reaches through a closure what was computed outside."""
+
+
+def _taken_apart(args: tuple[Any, ...]) -> State:
+    """The arguments, taken apart; what is no tensor is handed on as it is."""
+    return State(*tree_flatten(list(args)))
+
+
+def _address(tensor: Tensor) -> int:
+    if tensor.layout is not torch.strided or tensor.device.type == "meta":
+        return 0
+    return tensor.untyped_storage().data_ptr()
+
+
+def leaves_of(state: State) -> State:
+    """The same values as leaves of graphs to come."""
+    fresh = {id(each): each.detach().requires_grad_(each.requires_grad) for each in state.tensors}
+    return state.replaced(fresh)
+
+
+class Node(torch.autograd.Function):
+    """A step in the outer graph: an input for each use of a tensor from outside the step."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, reverse: Callable[..., Any], outputs: list[Tensor], *uses: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.reverse = reverse
+        ctx.set_materialize_grads(False)
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise UsageError(
+                "checkpoint_loop has no double backward: create_graph=True would record the replayed steps "
+                "for ever. Use a plain loop under a Stash for it"
+            )
+        return (None, None, *ctx.reverse(gradients))

@@ -1,0 +1,82 @@
+"""What a step sees beside its arguments: random numbers, autocast, gradient mode."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["RandomState", "Surroundings"]
+
+
+@dataclass(frozen=True, slots=True)
+class RandomState:
+    """The states of torch's random number generators: the CPU's, and those of some devices."""
+
+    cpu: Tensor
+    """The CPU's."""
+    devices: tuple[tuple[torch.device, Tensor], ...]
+    """The devices' own."""
+
+    @classmethod
+    def now(cls, devices: Iterable[torch.device]) -> RandomState:
+        """As they are at present."""
+        states = [(each, torch.get_device_module(each).get_rng_state(each)) for each in devices]
+        return cls(torch.get_rng_state(), tuple(states))
+
+    def restore(self) -> None:
+        """Make them what they were."""
+        torch.set_rng_state(self.cpu)
+        for device, state in self.devices:
+            torch.get_device_module(device).set_rng_state(state, device)
+
+
+class Surroundings:
+    """Autocast as it is now, and the devices whose random numbers count."""
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        self.devices = list(
+            dict.fromkeys(
+                each.device for each in tensors if each.device.type not in ("cpu", "meta")
+            )
+        )
+        kinds = ["cpu", *dict.fromkeys(device.type for device in self.devices)]
+        self.cache = torch.is_autocast_cache_enabled()
+        self.autocast: list[dict[str, Any]] = [
+            {
+                "device_type": kind,
+                "dtype": torch.get_autocast_dtype(kind),
+                "enabled": torch.is_autocast_enabled(kind),
+            }
+            for kind in kinds
+            if torch.amp.autocast_mode.is_autocast_available(kind)
+        ]
+
+    @property
+    def casts_are_cached(self) -> bool:
+        """Whether autocast keeps one cast of a weight for all its uses."""
+        return self.cache and any(each["enabled"] for each in self.autocast)
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """With gradients on, and autocast as it was, without its cache."""
+        with ExitStack() as stack:
+            stack.enter_context(torch.enable_grad())
+            for each in self.autocast:
+                if each["enabled"] or torch.is_autocast_enabled(each["device_type"]):
+                    stack.enter_context(torch.autocast(**each, cache_enabled=False))
+            yield
+
+    @contextmanager
+    def replaying(self) -> Iterator[None]:
+        """:meth:`entered`, and the random numbers are afterwards what they were before."""
+        before = RandomState.now(self.devices)
+        try:
+            with self.entered():
+                yield
+        finally:
+            before.restore()

@@ -1,0 +1,244 @@
+"""checkpoint_loop's gradients are the plain loop's, to the bit."""
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from backstash import Stash
+from backstash.graph import Binomial, KeepAll, TwoLevel, checkpoint_loop
+
+N = 12
+BUDGETS = [
+    {"schedule": Binomial(1)},
+    {"schedule": Binomial(3)},
+    {"schedule": TwoLevel(5, 2)},
+    {"schedule": KeepAll()},
+    {"memory": "40KiB"},
+    {"memory": "1GiB"},
+]
+
+
+def plain(step: Callable[..., Any], state: Any, n: int, *args: Any) -> Any:
+    for _ in range(n):
+        state = step(state, *args)
+    return state
+
+
+def tensors(*shapes: tuple[int, ...]) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(shape, generator=generator, requires_grad=True) for shape in shapes]
+
+
+def same(one: list[Any], other: list[Any]) -> None:
+    assert len(one) == len(other)
+    for number, (left, right) in enumerate(zip(one, other, strict=True)):
+        assert (left is None) == (right is None), number
+        assert left is None or torch.equal(left, right), number
+
+
+def check(run: Callable[[Any], list[Any]], budget: dict[str, Any]) -> None:
+    same(run(functools.partial(checkpoint_loop, **budget)), run(plain))
+
+
+@pytest.mark.parametrize("budget", BUDGETS, ids=str)
+def test_sums_over_many_uses_round_alike(budget: dict[str, Any]) -> None:
+    def run(loop: Any) -> list[Any]:
+        w, b, x, v = tensors((32, 32), (32,), (4, 32), (32,))
+
+        def step(state: Tensor, c: Tensor) -> Tensor:
+            mixed = torch.tanh(state @ w * 0.1 + b) + (torch.sin(state @ w) @ w.t()) * 0.01
+            return mixed + F.dropout(state, 0.2) * c + c.sin()
+
+        torch.manual_seed(1)
+        c = v.sin()
+        before = (w * w).sum() * 0.1 + (x @ w).tanh().sum() + c.sum()
+        y = loop(step, x, N, c)
+        after = ((y @ w) ** 2).sum() + (w * b).sum() + (x * 0.3).sin().sum() + (c * c).sum()
+        (before + after).backward()
+        return [w.grad, b.grad, x.grad, v.grad, y.detach(), torch.rand(2)]
+
+    check(run, budget)
+
+
+@pytest.mark.parametrize("budget", BUDGETS, ids=str)
+def test_what_closures_reach_gets_its_gradient(budget: dict[str, Any]) -> None:
+    def run(loop: Any) -> list[Any]:
+        v, x = tensors((16,), (16,))
+        c = v.exp()
+        c.retain_grad()
+        seen: list[Tensor] = []
+        v.register_hook(lambda gradient: seen.append(gradient.clone()))
+        y = loop(lambda state: (state * c).sin() + c * v, x, N)
+        (y.sum() + (c * c).sum()).backward()
+        return [v.grad, x.grad, c.grad, *seen]
+
+    check(run, budget)
+
+
+class Cell(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin, self.gate = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, state: Tensor) -> Tensor:
+        return torch.tanh(self.lin(state)) * torch.sigmoid(self.gate(state)) + state
+
+
+@pytest.mark.parametrize("how", ["backward", "inputs", "grad"])
+def test_a_modules_parameters_get_theirs(how: str) -> None:
+    def run(loop: Any) -> list[Any]:
+        torch.manual_seed(0)
+        cell, x = Cell(), torch.randn(4, 16)
+        loss = loop(cell, x, N).sum()
+        parameters = list(cell.parameters())
+        if how == "grad":
+            return list(torch.autograd.grad(loss, parameters))
+        loss.backward(inputs=parameters[:2] if how == "inputs" else None)
+        return [parameter.grad for parameter in parameters]
+
+    check(run, {"schedule": Binomial(3)})
+
+
+def test_a_tree_of_states_with_a_part_that_stays() -> None:
+    def run(loop: Any) -> list[Any]:
+        w, a, b, k = tensors((8,), (8,), (8,), (8,))
+
+        def step(state: dict[str, Any]) -> dict[str, Any]:
+            a, b = state["ab"]
+            new = (b * state["k"], (a * w).sin() + state["k"] * 0.1 * state["i"])
+            return {"ab": new, "k": state["k"], "i": state["i"] + 1}
+
+        end = loop(step, {"ab": (a, b), "k": k, "i": 0}, N)
+        (end["ab"][0].sum() + (end["ab"][1] ** 2).sum() + end["k"].sum()).backward()
+        return [w.grad, a.grad, b.grad, k.grad, torch.tensor(end["i"])]
+
+    check(run, {"schedule": Binomial(3)})
+
+
+def test_a_step_that_takes_gradients_itself() -> None:
+    """Molecular dynamics: forces are the gradient of an energy."""
+
+    def run(loop: Any) -> list[Any]:
+        k, x = tensors((8,), (8,))
+
+        def step(state: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+            place, speed = state
+            at = place if place.requires_grad else place.detach().requires_grad_()
+            (force,) = torch.autograd.grad((k * at**4).sum(), at, create_graph=True)
+            speed = speed - 0.01 * force
+            return place + 0.01 * speed, speed
+
+        place, speed = loop(step, (x, torch.zeros(8)), N)
+        (place.sum() + speed.sum()).backward()
+        return [k.grad, x.grad]
+
+    check(run, {"schedule": Binomial(3)})
+
+
+def test_autocast_is_as_it_was() -> None:
+    def run(loop: Any) -> list[Any]:
+        w, x = tensors((16, 16), (4, 16))
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+            y = loop(lambda state: torch.tanh(F.linear(state, w)).float(), x, N)
+        y.sum().backward()
+        return [w.grad, x.grad]
+
+    check(run, {"schedule": Binomial(3)})
+
+
+def test_inputs_and_outputs_of_single_steps() -> None:
+    w, x, xs = tensors((8,), (8,), (N, 8))
+
+    def step(state: Tensor, number: int, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        new = (state * w + x * number * 0.1).sin()
+        return new, (new * x).sum()
+
+    end, ys = checkpoint_loop(step, x, None, w, xs=xs, ys=True, index=True, schedule=Binomial(3))
+    (end.sum() + ys.sum() + ys[3]).backward()
+    found = [w.grad, x.grad, xs.grad, end.detach(), ys.detach()]
+
+    w, x, xs = tensors((8,), (8,), (N, 8))
+    state, collected = x, []
+    for number, row in enumerate(xs.unbind(0)):
+        state, y = step(state, number, row, w)
+        collected.append(y)
+    ys = torch.stack(collected)
+    (state.sum() + ys.sum() + ys[3]).backward()
+    same(found, [w.grad, x.grad, xs.grad, state.detach(), ys.detach()])
+
+
+@pytest.mark.parametrize("n", [None, 200])
+@pytest.mark.parametrize("stop", [1, 2, 7, 40, 100])
+def test_a_loop_that_ends_by_itself(stop: int, n: int | None) -> None:
+    most = 0
+
+    def run(loop: Any) -> list[Any]:
+        w, x = tensors((8,), (8,))
+        state, _ = loop(lambda s: ((s[0] * w).sin(), s[1] + 1), (x, 0), stop)
+        state.sum().backward()
+        return [w.grad, x.grad]
+
+    def loop(step: Any, state: Any, _: int) -> Any:
+        return checkpoint_loop(
+            step, state, n, until=lambda state: state[1] == stop, schedule=Binomial(4)
+        )
+
+    assert most == 0
+    same(run(loop), run(plain))
+
+
+def test_a_second_backward_and_a_dropped_graph() -> None:
+    w, x = tensors((8,), (8,))
+    y = checkpoint_loop(lambda s: (s * w).sin(), x, N, schedule=Binomial(3)).sum()
+    first = torch.autograd.grad(y, [w, x], retain_graph=True)
+    second = torch.autograd.grad(y, [w, x])
+    same(list(first), list(second))
+    checkpoint_loop(lambda s: (s * w).sin(), x, N, schedule=Binomial(3))
+
+
+def test_snapshots_and_saves_are_blocks_of_a_stash(disk_dir: Path) -> None:
+    w, x = tensors((256, 256), (256, 256))
+    with Stash(disk=disk_dir, min_bytes=0) as stash:
+        pass
+    y = checkpoint_loop(lambda s: (s @ w * 0.01).tanh(), x, N, schedule=Binomial(4), stash=stash)
+    held = stash.stats()
+    assert held.blocks >= 4
+    assert held.keep_bytes == 0 and held.disk_bytes + held.inflight_bytes >= 4 * 256 * 256 * 4
+    y.sum().backward()
+    found = [w.grad, x.grad]
+    del y
+    assert stash.stats().blocks == 0
+    stash.close()
+    w, x = tensors((256, 256), (256, 256))
+    plain(lambda s: (s @ w * 0.01).tanh(), x, N).sum().backward()
+    same(found, [w.grad, x.grad])
+
+
+@pytest.mark.parametrize("memory", [None, "600KiB"])
+def test_with_a_disk(disk_dir: Path, memory: str | None) -> None:
+    def run(loop: Any) -> list[Any]:
+        w, x = tensors((256, 256), (256, 256))
+        loop(lambda s: (s @ w * 0.01).tanh(), x, N).sum().backward()
+        return [w.grad, x.grad]
+
+    check(run, {"disk": disk_dir, "memory": memory})
+
+
+def test_without_gradients_it_is_the_plain_loop() -> None:
+    with torch.no_grad():
+        y = checkpoint_loop(torch.sin, torch.ones(3), 4)
+    assert torch.equal(y, plain(torch.sin, torch.ones(3), 4))
+    x = torch.ones(3, requires_grad=True)
+    assert checkpoint_loop(torch.sin, x, 0, memory="1MiB") is x
+
+
+def test_a_graph_of_very_many_steps_is_let_go_of() -> None:
+    x = torch.ones(2, requires_grad=True)
+    y = checkpoint_loop(lambda s: s * 1.0, x, 20_000, schedule=Binomial(8))
+    del y

@@ -1,0 +1,154 @@
+"""checkpoint_loop's schedules: the number of evaluations against the published optimum."""
+
+from functools import lru_cache
+
+import pytest
+import torch
+
+from backstash.errors import UsageError
+from backstash.graph import Binomial, KeepAll, Schedule, TwoLevel, checkpoint_loop
+from backstash.graph._loop import count_evaluations, least_evaluations
+
+
+@lru_cache(None)
+def by_trying_all(n: int, snapshots: int) -> int:
+    """The least evaluations that run ahead, by trying every split."""
+    if n <= 1:
+        return 0
+    if snapshots == 1:
+        return n * (n - 1) // 2
+    return min(
+        k + by_trying_all(n - k, snapshots - 1) + by_trying_all(k, snapshots) for k in range(1, n)
+    )
+
+
+def test_binomial_takes_the_least_evaluations_that_there_are() -> None:
+    for n in range(1, 61):
+        for snapshots in range(1, 11):
+            least = n + by_trying_all(n, snapshots)
+            assert count_evaluations(Binomial(snapshots), n) == least, (n, snapshots)
+            assert least_evaluations(n, snapshots) == least, (n, snapshots)
+
+
+@pytest.mark.parametrize("snapshots", [1, 2, 5, 20, 100])
+@pytest.mark.parametrize("n", [1, 2, 10, 1000])
+def test_binomial_takes_what_the_closed_formula_says(n: int, snapshots: int) -> None:
+    assert count_evaluations(Binomial(snapshots), n) == least_evaluations(n, snapshots)
+
+
+def test_the_oracle_takes_as_many() -> None:
+    oracle = pytest.importorskip("checkpoint_schedules", reason="pip install checkpoint_schedules")
+    for n in range(2, 40):
+        for snapshots in range(1, min(n, 9)):
+            evaluations = 0
+            schedule = oracle.Revolve(n, snapshots)
+            for action in schedule:
+                if isinstance(action, oracle.Forward):
+                    evaluations += action.n1 - action.n0
+            assert count_evaluations(Binomial(snapshots), n) == evaluations, (n, snapshots)
+
+
+@pytest.mark.parametrize(
+    "schedule", [Binomial(1), Binomial(3), Binomial(50), TwoLevel(4, 2), TwoLevel(1, 1), KeepAll()]
+)
+@pytest.mark.parametrize("n", [1, 2, 13])
+def test_a_run_takes_the_evaluations_that_are_counted(schedule: Schedule, n: int) -> None:
+    calls = 0
+
+    def step(state: torch.Tensor) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        return state.sin()
+
+    x = torch.ones(3, requires_grad=True)
+    checkpoint_loop(step, x, n, schedule=schedule).sum().backward()
+    assert calls == count_evaluations(schedule, n)
+
+
+def test_no_step_runs_twice_where_the_budget_allows() -> None:
+    calls = 0
+
+    def step(state: torch.Tensor) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        return state.sin()
+
+    x = torch.ones(3, requires_grad=True)
+    checkpoint_loop(step, x, 50, memory="1MiB").sum().backward()
+    assert calls == 50
+
+
+class EveryThird:
+    """One of a user's own."""
+
+    keeps_graphs = False
+
+    def next_snapshot(self, held: tuple[int, ...], stop: int) -> int | None:
+        return held[-1] + 3 if held[-1] + 3 < stop else None
+
+
+def test_a_schedule_of_ones_own() -> None:
+    x = torch.ones(3, requires_grad=True)
+    checkpoint_loop(torch.sin, x, 20, schedule=EveryThird()).sum().backward()
+    y = torch.ones(3, requires_grad=True)
+    state = y
+    for _ in range(20):
+        state = state.sin()
+    state.sum().backward()
+    assert torch.equal(x.grad, y.grad)
+
+
+def test_a_schedule_that_answers_outside_is_told() -> None:
+    class Wrong(EveryThird):
+        def next_snapshot(self, held: tuple[int, ...], stop: int) -> int | None:
+            return stop
+
+    x = torch.ones(3, requires_grad=True)
+    with pytest.raises(UsageError, match="next_snapshot returned 5 for held=\\(0,\\), stop=5"):
+        checkpoint_loop(torch.sin, x, 5, schedule=Wrong())
+
+
+@pytest.mark.parametrize("value", [0, -1, 2.5, True])
+def test_snapshots_are_counted_from_one(value: object) -> None:
+    with pytest.raises(UsageError, match="Binomial snapshots="):
+        Binomial(value)
+    with pytest.raises(UsageError, match="TwoLevel every="):
+        TwoLevel(value, 1)
+
+
+def test_a_plan_runs_nothing_that_it_was_told() -> None:
+    def step(state: torch.Tensor) -> torch.Tensor:
+        raise AssertionError("it ran")
+
+    plan = checkpoint_loop.plan(
+        step, torch.ones(1000), 100, memory=24_000, step_seconds=0.01, saved_bytes=4000
+    )
+    assert plan.schedule == Binomial(5)
+    assert plan.evaluations == least_evaluations(100, 5)
+    assert (plan.snapshots, plan.memory_bytes, plan.disk_bytes) == (5, 24_000, 0)
+    assert plan.predicted_seconds == pytest.approx(0.01 * (plan.evaluations + 200))
+    assert "Binomial(snapshots=5)" in str(plan)
+
+
+def test_a_plan_measures_one_step_and_puts_random_numbers_back() -> None:
+    calls = 0
+
+    def step(state: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        return torch.nn.functional.dropout(state * w).exp()
+
+    w = torch.ones(1000, requires_grad=True)
+    before = torch.get_rng_state()
+    plan = checkpoint_loop.plan(step, torch.ones(1000), 10, w, memory="1MiB")
+    assert calls == 1
+    assert torch.equal(torch.get_rng_state(), before)
+    assert plan.schedule == KeepAll()
+    assert plan.measured.state_bytes == 4000
+    assert plan.measured.saved_bytes >= 8000
+
+
+def test_a_budget_for_less_than_a_step_is_refused() -> None:
+    x = torch.ones(1000, requires_grad=True)
+    with pytest.raises(UsageError, match=r"one state \(4000 bytes\)"):
+        checkpoint_loop(torch.sin, x, 5, memory=1000)
