@@ -30,7 +30,10 @@ def kinds(directory: str) -> dict[str, list[str]]:
     """The commands, by what they are called."""
     backstash = [sys.executable, "-m", "backstash"]
     run = [*backstash, "run", "--disk", directory]
-    found = {"backstash --help": [*backstash, "--help"], "backstash --version": [*backstash, "--version"]}
+    found = {
+        "backstash --help": [*backstash, "--help"],
+        "backstash --version": [*backstash, "--version"],
+    }
     for command in ("run", "profile", "doctor", "bench"):
         found[f"backstash {command} --help"] = [*backstash, command, "--help"]
     found["backstash run --kep 2GiB"] = [*backstash, "run", "--kep", "2GiB", "script.py"]
@@ -46,9 +49,13 @@ def measure(command: list[str]) -> dict[str, float]:
     """The seconds of one process."""
     began = time.clock_gettime(time.CLOCK_BOOTTIME)
     before = os.times()
-    output = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False).stdout
+    output = subprocess.run(
+        command, capture_output=True, text=True, timeout=600, check=False
+    ).stdout
     after = os.times()
-    used = after.children_user + after.children_system - before.children_user - before.children_system
+    used = (
+        after.children_user + after.children_system - before.children_user - before.children_system
+    )
     figures = {"cpu": used, "clock": time.clock_gettime(time.CLOCK_BOOTTIME) - began}
     if command[-1].endswith("torch.py"):
         cpu, clock = map(float, output.split()[:2])
@@ -75,7 +82,9 @@ def main() -> int:
         shown = []
         for key in runs[0]:
             values = [each[key] for each in runs]
-            shown.append(f"{key} {statistics.median(values):.2f} ({min(values):.2f} to {max(values):.2f})")
+            shown.append(
+                f"{key} {statistics.median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
+            )
         print(f"{name:<36} {'; '.join(shown)}")
     if options.out is not None:
         options.out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")

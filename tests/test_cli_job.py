@@ -109,7 +109,8 @@ def test_a_launcher_under_backstash_is_told_how_to_go_around_it(tmp_path: Path) 
     launcher = write(tmp_path / "launch.py", own)
     ended = under_stash([str(launcher)], tmp_path, "--disk", str(tmp_path))
     assert ended.returncode == 0
-    assert "note       nothing was saved for backward\n" in ended.stderr
+    (line,) = (each for each in ended.stderr.splitlines() if each.startswith("backstash: "))
+    assert line.startswith("backstash: nothing was saved for backward in this process (peak ")
     assert "torchrun ... -m backstash run ... SCRIPT" in ended.stderr
 
 

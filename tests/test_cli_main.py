@@ -4,6 +4,7 @@ import io
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -147,10 +148,10 @@ def test_summary_is_drawn_from_the_figures() -> None:
     for words in (
         "to disk    1.00 MiB",
         "1.00 MiB, 50% of the 2.00 MiB that could move",
-        "3.00 MiB saved again",
-        "64 B in 2 saves: small",
+        "another 3.00 MiB was saved a second time and needed no second move",
+        "stayed     64 B in 2 saves: small",
         "3, 0.25 s each in the median",
-        "5.00 MiB at most, 4.00 MiB over the start; 1.5 s, finished",
+        "5.00 MiB of the process at most, 4.00 MiB over the start; 1.5 s, finished",
         "none: asked to",
         "note       a note",
         "note       no direct I/O",
@@ -159,11 +160,128 @@ def test_summary_is_drawn_from_the_figures() -> None:
     assert all(line.startswith("backstash: ") for line in text.splitlines())
 
 
+def figures_of(outcome: str = "finished", **stats: Any) -> dict[str, Any]:
+    with backstash.Stash() as stash:
+        found = stash.stats().as_dict()
+    if stats.keys() - {"saves", "left"}:
+        found["eligible_bytes"] = 1 << 30
+    return {
+        "stats": found | {"saves": 9} | stats,
+        "resident": {"peak_bytes": 600 << 20, "start_bytes": 0, "over_start_bytes": 400 << 20},
+        "seconds": 6.0,
+        "steps": {"count": 4, "median_seconds": 1.5},
+        "outcome": outcome,
+        "allocator": {"kind": "none", "library": "", "reason": "asked to"},
+        "notes": [],
+        "devices": {},
+    }
+
+
+MOVED = {"written_bytes": 900 << 20, "disk_peak_bytes": 200 << 20, "stall_seconds": 0.2}
+
+
+@pytest.mark.parametrize(
+    ("figures", "said"),
+    [
+        (
+            figures_of(**MOVED),
+            "peak 600 MiB, without backstash about 800 MiB (25% less); a step took 1.5 s, 0.05 s of it waiting "
+            "for tensors to move",
+        ),
+        (
+            figures_of(**MOVED) | {"steps": {"count": 0, "median_seconds": None}},
+            "peak 600 MiB, without backstash about 800 MiB (25% less); 0.2 s of 6.0 s were spent waiting for "
+            "tensors to move",
+        ),
+        (
+            figures_of(**MOVED | {"disk_peak_bytes": 4 << 20}),
+            "nothing worth moving here: the peak of 600 MiB is nearly all weights, libraries and what the "
+            "script holds itself; 4.00 MiB at most was elsewhere at once",
+        ),
+        (
+            figures_of(notes=("no room",)),
+            "hardly anything was moved, for the reason in the notes; peak 600 MiB",
+        ),
+        (
+            figures_of(keep_peak_bytes=50 << 20),
+            "nothing had to move: at most 50 MiB was saved at once, which may stay in place; peak 600 MiB",
+        ),
+        (
+            figures_of(**MOVED | {"host_peak_bytes": 3 << 30, "disk_peak_bytes": 0})
+            | {"devices": {"cuda:0": 1 << 30, "cuda:1": 5 << 30}},
+            "peak 5.00 GiB on cuda:1, without backstash about 8.00 GiB (38% less); a step took 1.5 s, "
+            "0.05 s of it waiting for tensors to move",
+        ),
+    ],
+)
+def test_the_first_line_says_whether_it_was_worth_it(figures: dict[str, Any], said: str) -> None:
+    first, *others = summary(figures).splitlines()
+    assert first == f"backstash: {said}" and len(others) >= 5
+
+
+def test_the_first_line_compares_with_another_run() -> None:
+    other = figures_of() | {"file": "plain.json", "steps": {"count": 4, "median_seconds": 1.2}}
+    other |= {"resident": {"over_start_bytes": 800 << 20}}
+    assert summary(figures_of(**MOVED), other).splitlines()[0] == (
+        "backstash: 400 MiB over the start where plain.json has 800 MiB, 50% of its memory over the start; "
+        "1.25 of its step"
+    )
+
+
+@pytest.mark.parametrize(
+    ("figures", "said"),
+    [
+        (
+            figures_of("ValueError", **MOVED),
+            "the script ended by ValueError after 6.0 s; until then 900 MiB were moved out of memory; "
+            "peak 600 MiB",
+        ),
+        (
+            figures_of("exit 2"),
+            "the script ended by exit 2 after 6.0 s; peak 600 MiB",
+        ),
+        (
+            figures_of(left={"small": {"count": 3, "nbytes": 99}}),
+            "nothing worth moving here: the peak of 600 MiB is nearly all weights, libraries and what the "
+            "script holds itself; 0 B at most was elsewhere at once",
+        ),
+        (
+            figures_of(saves=0),
+            "nothing was saved for backward in this process (peak 600 MiB): processes that the script starts "
+            "are not held; if they do the training, put the launcher in front: torchrun ... -m backstash run "
+            "... SCRIPT",
+        ),
+    ],
+)
+def test_one_line_where_that_says_it_all(figures: dict[str, Any], said: str) -> None:
+    assert summary(figures) == f"backstash: {said}"
+    assert len(summary(figures_of("SIGTERM", **MOVED)).splitlines()) > 5
+    large = {"a parameter": {"count": 3, "nbytes": 1 << 30}}
+    assert len(summary(figures_of(left=large)).splitlines()) > 5
+
+
+def test_the_summary_speaks_the_command_line_s_words() -> None:
+    reasons = ("no tier below: give disk=", "smaller than min_bytes", "no tier below: give host=")
+    left = {reason: {"count": 2, "nbytes": 64} for reason in reasons}
+    left |= {"torch.func.grad": {"count": 3, "nbytes": 0}}
+    text = summary(figures_of(left=left))
+    assert "64 B in 2 saves: no tier below: give --disk DIR" in text
+    assert "give --host SIZE" in text and "smaller than --min-bytes" in text
+    assert "stayed     3 times: torch.func.grad" in text
+    assert "disk=" not in text and "host=" not in text
+
+
 def test_summary_of_an_accelerator_says_what_is_in_host_memory_and_what_the_device_held() -> None:
     with backstash.Stash() as stash:
         stats = stash.stats().as_dict()
     figures = {
-        "stats": stats | {"written_bytes": 1 << 20, "host_peak_bytes": 256 << 20},
+        "stats": stats
+        | {
+            "saves": 1,
+            "eligible_bytes": 2 << 20,
+            "written_bytes": 1 << 20,
+            "host_peak_bytes": 256 << 20,
+        },
         "resident": {"peak_bytes": 5 << 20, "start_bytes": 0, "over_start_bytes": 4 << 20},
         "seconds": 1.5,
         "steps": {"count": 0, "median_seconds": None},
@@ -174,7 +292,7 @@ def test_summary_of_an_accelerator_says_what_is_in_host_memory_and_what_the_devi
     }
     text = summary(figures)
     assert "moved      1.00 MiB" in text and "to disk" not in text
-    assert "0 B in place, 256 MiB in host memory, 0 B on disk" in text
+    assert "0 B kept in place, 256 MiB in host memory, 0 B on disk" in text
     assert "device     cuda:0: 7.00 MiB at most" in text
     assert "device     cuda:1: 8.00 MiB at most" in text
     other = figures | {"devices": {"cuda:1": 32 << 20, "cuda:2": 1}, "file": "plain.json"}

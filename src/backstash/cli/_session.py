@@ -29,16 +29,13 @@ from ._say import say
 from ._sigterm import BeforeTermination
 from ._summary import Resident, summary
 from ._threads import Threads
+from ._verdict import CHILDREN
 
 __all__ = ["Session"]
 
 _RECORDED_STEPS = 5
 _RECORDED_EVENTS = 100_000  # 286 bytes of memory each, measured
 _SETTINGS = ("keep", "host", "disk", "max_bytes", "min_bytes", "inflight", "prefetch")
-_CHILDREN = (
-    "what the script's child processes save is not held; put a launcher in front of backstash: "
-    "torchrun ... -m backstash run ... SCRIPT"
-)
 
 
 class Session:
@@ -131,7 +128,7 @@ class Session:
         if stats.saves == 0:
             self._notes.append("nothing was saved for backward")
         if stats.saves == 0 or Job.now().processes > self._job.processes:
-            self._notes.append(_CHILDREN)
+            self._notes.append(CHILDREN)
         figures = {
             "command": " ".join([self._plan["command"], shlex.join(self._arguments)]).rstrip(),
             "outcome": outcome,

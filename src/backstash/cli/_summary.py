@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ..units import format_bytes
+from ._verdict import only_line, verdict
 
 __all__ = ["Resident", "outcome", "summary"]
 
@@ -45,14 +46,16 @@ def outcome(error: BaseException | None) -> str:
 def summary(
     figures: dict[str, Any], other: dict[str, Any] | None = None, label: str = "backstash"
 ) -> str:
-    """The figures of a run as lines of text, without a newline at the end.
+    """The figures of a run as lines of text, without a newline at the end; one line, where that says it all.
 
     Args:
         figures: as the JSON of ``backstash run`` has them.
         other: the figures of another run, to compare with.
         label: put in front of each line.
     """
+    alone = only_line(figures)
     lines = [
+        verdict(figures, other),
         _moved(figures["stats"]),
         _peaks(figures["stats"]),
         _waits(figures["stats"]),
@@ -60,11 +63,10 @@ def summary(
         *_steps(figures["steps"]),
         *_devices(figures["devices"], other["devices"] if other is not None else {}),
         _memory(figures["resident"], figures["seconds"], figures["outcome"]),
-        *_compared(figures, other),
         _allocator(figures["allocator"]),
         *(f"note       {note}" for note in [*figures["notes"], *figures["stats"]["notes"]]),
     ]
-    return "\n".join(f"{label}: {line}" for line in lines)
+    return "\n".join(f"{label}: {line}" for line in ([alone] if alone else lines))
 
 
 def _moved(stats: dict[str, Any]) -> str:
@@ -75,54 +77,63 @@ def _moved(stats: dict[str, Any]) -> str:
     return (
         f"{where}    {size(stats['written_bytes'])}, {share:.0%} of the "
         f"{size(stats['eligible_bytes'])} that could move; {size(stats['read_bytes'])} came back"
-        + (f"; {size(again)} saved again, not moved again" if again else "")
+        + (
+            f"; another {size(again)} was saved a second time and needed no second move"
+            if again
+            else ""
+        )
     )
 
 
 def _peaks(stats: dict[str, Any]) -> str:
     tiers = {
-        "in place": "keep_peak_bytes",
+        "kept in place": "keep_peak_bytes",
         **({"in host memory": "host_peak_bytes"} if stats["host_peak_bytes"] else {}),
         "on disk": "disk_peak_bytes",
-        "in flight": "inflight_peak_bytes",
-        "read ahead": "ahead_peak_bytes",
+        "on the way there": "inflight_peak_bytes",
+        "read back before use": "ahead_peak_bytes",
     }
     shown = [f"{format_bytes(stats[key])} {name}" for name, key in tiers.items()]
-    return f"at most    {', '.join(shown)}"
+    return f"at most    {', '.join(shown)}, each at its own time"
 
 
 def _waits(stats: dict[str, Any]) -> str:
+    uses = stats["prefetch_hits"] + stats["prefetch_misses"]
     return (
-        f"waited     {stats['pack_stall_seconds']:.2f} s in forward, "
-        f"{stats['unpack_stall_seconds']:.2f} s in backward; "
-        f"{stats['prefetch_hits']} blocks read ahead of need, {stats['prefetch_misses']} not"
+        f"waited     {stats['pack_stall_seconds']:.2f} s in forward for room, "
+        f"{stats['unpack_stall_seconds']:.2f} s in backward for tensors"
+        + (f"; {stats['prefetch_hits']} of {uses} were asked for ahead" if uses else "")
     )
 
 
 def _left(left: dict[str, Any]) -> list[str]:
     by_size = sorted(left.items(), key=lambda item: -item[1]["nbytes"])
     return [
-        f"left       {format_bytes(record['nbytes'])} in {record['count']} saves: {reason}"
+        f"stayed     {_how_much(record)}: {_in_words_of_the_command_line(reason)}"
         for reason, record in by_size
     ]
+
+
+def _how_much(record: dict[str, int]) -> str:
+    if not record["nbytes"]:  # not known
+        return f"{record['count']} times"
+    return f"{format_bytes(record['nbytes'])} in {record['count']} saves"
+
+
+def _in_words_of_the_command_line(reason: str) -> str:
+    for name, option in (
+        ("disk=", "--disk DIR"),
+        ("host=", "--host SIZE"),
+        ("min_bytes", "--min-bytes"),
+    ):
+        reason = reason.replace(name, option)
+    return reason
 
 
 def _steps(steps: dict[str, Any]) -> list[str]:
     if steps["median_seconds"] is None:
         return []
     return [f"steps      {steps['count']}, {steps['median_seconds']:.3g} s each in the median"]
-
-
-def _compared(figures: dict[str, Any], other: dict[str, Any] | None) -> list[str]:
-    if other is None:
-        return []
-    own, theirs = figures["resident"]["over_start_bytes"], other["resident"]["over_start_bytes"]
-    memory = (
-        f"{own / theirs:.0%} of its memory over the start" if theirs else "its memory is not known"
-    )
-    step, its = figures["steps"]["median_seconds"], other["steps"]["median_seconds"]
-    pace = f"{step / its:.2f} of its step" if step and its else "steps were not seen in both runs"
-    return [f"compared   {pace}, {memory}: {other['file']}"]
 
 
 def _devices(peaks: dict[str, int], others: dict[str, int]) -> list[str]:
@@ -139,7 +150,7 @@ def _devices(peaks: dict[str, int], others: dict[str, int]) -> list[str]:
 
 def _memory(resident: dict[str, int], seconds: float, ended: str) -> str:
     return (
-        f"resident   {format_bytes(resident['peak_bytes'])} at most, "
+        f"memory     {format_bytes(resident['peak_bytes'])} of the process at most, "
         f"{format_bytes(resident['over_start_bytes'])} over the start; {seconds:.1f} s, {ended}"
     )
 

@@ -23,7 +23,8 @@ _USAGE = "backstash run [OPTION ...] (SCRIPT | -m MODULE) [ARG ...]"
 _DESCRIPTION = """\
 Run a Python training script, unmodified, with what autograd saves for backward held within a memory
 budget. Gradients are the same to the last bit. The script's arguments, exit status, signals and
-tracebacks are its own. On a terminal a line shows what is held; a summary follows on stderr.
+tracebacks are its own. On a terminal a line shows what is held. At the end a summary follows on
+stderr; its first line says what the peak would have been, and where the script failed it is the only one.
 
 Options come before SCRIPT; all that follows SCRIPT belongs to it. A SIZE is bytes, or has a unit:
 512MiB, 2GB. The stash holds what the script's forward passes save, in all its threads. Processes

@@ -1,0 +1,94 @@
+"""Whether it was worth it: the first line of a summary, and at times the only one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..units import format_bytes
+
+__all__ = ["CHILDREN", "only_line", "verdict"]
+
+_WORTH_MOVING = 0.05  # of the peak: less is within what two runs of one script differ by
+_GOOD_ENDS = ("finished", "exit 0", "SIGTERM")  # the last is no error of the script's
+CHILDREN = (
+    "processes that the script starts are not held; if they do the training, put the launcher in front: "
+    "torchrun ... -m backstash run ... SCRIPT"
+)
+"""What there is to say about processes that the script starts."""
+
+
+def only_line(figures: dict[str, Any]) -> str:
+    """What is said instead of a summary where that would hide a traceback, or say nothing; else ``""``."""
+    stats, outcome = figures["stats"], figures["outcome"]
+    peak = format_bytes(figures["resident"]["peak_bytes"])
+    if outcome not in _GOOD_ENDS:
+        moved = stats["written_bytes"]
+        until = f"; until then {format_bytes(moved)} were moved out of memory" if moved else ""
+        return f"the script ended by {outcome} after {figures['seconds']:.1f} s{until}; peak {peak}"
+    if not stats["saves"] and not stats["left"]:
+        return f"nothing was saved for backward in this process (peak {peak}): {CHILDREN}"
+    if stats["eligible_bytes"] or stats["notes"] or figures["notes"]:
+        return ""
+    if any(not each["nbytes"] or each["nbytes"] > 1 << 20 for each in stats["left"].values()):
+        return ""  # there is something to say about what stayed
+    return verdict(figures, None)
+
+
+def verdict(figures: dict[str, Any], other: dict[str, Any] | None) -> str:
+    """The peak beside what it would have been, and what that cost.
+
+    Args:
+        figures: as the JSON of ``backstash run`` has them.
+        other: the figures of another run; then those are what it is compared with.
+    """
+    stats = figures["stats"]
+    where, peak = _largest(figures)
+    away = stats["host_peak_bytes"] + stats["disk_peak_bytes"]
+    if other is not None:
+        return _compared(figures, other)
+    if not stats["written_bytes"] and stats["keep_peak_bytes"]:
+        return (
+            f"nothing had to move: at most {format_bytes(stats['keep_peak_bytes'])} was saved at once, which "
+            f"may stay in place; peak {format_bytes(peak)}{where}"
+        )
+    if away < _WORTH_MOVING * peak and stats["notes"]:
+        return f"hardly anything was moved, for the reason in the notes; peak {format_bytes(peak)}{where}"
+    if away < _WORTH_MOVING * peak:
+        return (
+            f"nothing worth moving here: the peak of {format_bytes(peak)}{where} is nearly all weights, "
+            f"libraries and what the script holds itself; {format_bytes(away)} at most was elsewhere at once"
+        )
+    return (
+        f"peak {format_bytes(peak)}{where}, without backstash about {format_bytes(peak + away)} "
+        f"({away / (peak + away):.0%} less); {_cost(figures)}"
+    )
+
+
+def _largest(figures: dict[str, Any]) -> tuple[str, int]:
+    """Where memory is what matters, and the most bytes there: an accelerator, if tensors of one were moved."""
+    devices = figures["devices"]
+    if devices and figures["stats"]["host_peak_bytes"]:
+        name = max(devices, key=lambda each: int(devices[each]))
+        return f" on {name}", devices[name]
+    return "", figures["resident"]["peak_bytes"]
+
+
+def _cost(figures: dict[str, Any]) -> str:
+    waited, steps = figures["stats"]["stall_seconds"], figures["steps"]
+    if steps["median_seconds"]:
+        a_step = waited / steps["count"]
+        return f"a step took {steps['median_seconds']:.3g} s, {a_step:.2g} s of it waiting for tensors to move"
+    return f"{waited:.2g} s of {figures['seconds']:.1f} s were spent waiting for tensors to move"
+
+
+def _compared(figures: dict[str, Any], other: dict[str, Any]) -> str:
+    own, theirs = figures["resident"]["over_start_bytes"], other["resident"]["over_start_bytes"]
+    memory = (
+        f"{format_bytes(own)} over the start where {other['file']} has {format_bytes(theirs)}, "
+        f"{own / theirs:.0%} of its memory over the start"
+        if theirs
+        else f"the memory of {other['file']} is not known"
+    )
+    step, its = figures["steps"]["median_seconds"], other["steps"]["median_seconds"]
+    pace = f"{step / its:.2f} of its step" if step and its else "steps were not seen in both runs"
+    return f"{memory}; {pace}"
