@@ -242,3 +242,53 @@ def test_a_graph_of_very_many_steps_is_let_go_of() -> None:
     x = torch.ones(2, requires_grad=True)
     y = checkpoint_loop(lambda s: s * 1.0, x, 20_000, schedule=Binomial(8))
     del y
+
+
+def test_batch_normalization_counts_each_step_once() -> None:
+    def run(loop: Any) -> list[Any]:
+        torch.manual_seed(0)
+        norm, x = nn.BatchNorm1d(8), torch.randn(16, 8, requires_grad=True)
+        loop(lambda state: norm(state).sin(), x, N).sum().backward()
+        return [norm.weight.grad, norm.bias.grad, x.grad, *norm.buffers()]
+
+    check(run, {"schedule": Binomial(3)})
+
+
+def test_hooks_on_a_parameter_see_the_whole_gradient_once() -> None:
+    def run(loop: Any) -> list[Any]:
+        w, x = tensors((8,), (8,))
+        seen: list[Tensor] = []
+
+        def double(gradient: Tensor) -> Tensor:
+            seen.append(gradient.clone())
+            return gradient * 2
+
+        w.register_hook(double)
+        loop(lambda state: (state * w).sin(), x, N).sum().backward()
+        return [w.grad, *seen]
+
+    check(run, {"schedule": Binomial(3)})
+    check(run, {"schedule": KeepAll()})
+
+
+class Cube(torch.autograd.Function):
+    """A function of one's own in a step."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(x, w)
+        return x**3 * w
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        x, w = ctx.saved_tensors
+        return gradient * 3 * x**2 * w, gradient * x**3
+
+
+def test_a_function_of_ones_own() -> None:
+    def run(loop: Any) -> list[Any]:
+        w, x = tensors((8,), (8,))
+        loop(lambda state: Cube.apply(state.sin(), w) + state * w, x, N).sum().backward()
+        return [w.grad, x.grad]
+
+    check(run, {"schedule": Binomial(3)})

@@ -15,6 +15,7 @@ from ...errors import UsageError
 from ...stash import Stash
 from ...stores import Disk
 from ...units import parse_bytes
+from ._buffers import buffers_put_back
 from ._choose import Budgets, Measured, Plan, choose, describe, disk_speed, free_bytes
 from ._loop import Loop
 from ._measure import Meter
@@ -291,7 +292,7 @@ class _Job:
         """What the first step takes."""
         loop, stepper = self._loop(stash, False)
         meter = Meter(stash)
-        with torch.enable_grad(), loop.surroundings.replaying(), meter.counting():
+        with loop.surroundings.replaying(), buffers_put_back(), meter.counting():
             loop.evaluate(0, self.state, self.x(0) if self.n else State((), None))
         return Measured(
             meter.seconds, self.state.nbytes, meter.saved_bytes(stepper.outer_tensors())

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ...errors import UsageError
 from ...stash import Stash
+from ._buffers import buffers_put_back
 from ._measure import Meter
 from ._progress import Progress
 from ._schedules import Binomial, Schedule, checked_next
@@ -227,7 +228,7 @@ class Loop:
             schedule = _AGAIN
         while self._held[-1][0] > number:
             self._held.pop()
-        with self.surroundings.replaying():
+        with self.surroundings.replaying(), buffers_put_back():
             at, snapshot = self._held[-1]
             state, random = snapshot.load()
             random.restore()
