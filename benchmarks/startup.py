@@ -67,12 +67,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--repeats", type=int, default=11, help="processes of each kind (11)")
     parser.add_argument("--out", type=Path, help="write all figures to this file, as JSON")
+    parser.add_argument("--only", default="", help="the kinds whose name has this in it (all)")
     options = parser.parse_args()
     results: dict[str, list[dict[str, float]]] = {}
     with tempfile.TemporaryDirectory() as directory:
         for name, source in SCRIPTS.items():
             Path(directory, f"{name.replace(' ', '_')}.py").write_text(source, encoding="utf-8")
-        commands = kinds(directory)
+        commands = {name: each for name, each in kinds(directory).items() if options.only in name}
         for turn in range(options.repeats + 1):
             for name, command in commands.items():
                 figures = measure(command)

@@ -276,3 +276,18 @@ def test_a_table_is_drawn_between_its_markers(tmp_path: Path) -> None:
     )
     assert drawn.endswith("<!-- end of table -->\nb\n")
     assert update_readme.updated(drawn, tmp_path) == drawn
+
+
+def test_startup(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out.json"
+    arguments = ["startup.py", "--repeats", "1", "--only", "without torch", "--out", str(out)]
+    monkeypatch.setattr("sys.argv", arguments)
+    assert load(ROOT / "benchmarks/startup.py").main() == 0
+    found = json.loads(out.read_text())
+    runs = ["python, without torch", "backstash run, without torch"]
+    assert list(found) == [*runs, "backstash run --quiet, without torch"]
+    for (figures,) in found.values():
+        assert 0 < figures["clock to the first line"] < figures["clock"]
+    assert all(name in capsys.readouterr().out for name in runs[:1])
