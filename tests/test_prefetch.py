@@ -108,3 +108,71 @@ def test_a_wrong_guess_costs_a_read_and_not_a_value(tmp_path):
         assert torch.equal(gradient, expected)
     del losses
     assert stash.stats().ahead_bytes == 0
+
+
+def layers_of(x, masks, length):
+    for _ in range(length):
+        x = x.sin()
+        for mask in masks:
+            x = (x.repeat(mask.numel() // x.numel()) * mask)[: x.numel()].clone()
+    return x.sum()
+
+
+def gradients_of_layers(stash, masks, *, steps=2):
+    x = torch.linspace(0, 1, MIB // 4, requires_grad=True)
+    (expected,) = torch.autograd.grad(layers_of(x, masks, 5), x)
+    for _ in range(steps):
+        with stash:
+            loss = layers_of(x, masks, 5)
+        (gradient,) = torch.autograd.grad(loss, x)
+        assert torch.equal(gradient, expected)
+        del loss
+    return stash.stats()
+
+
+def test_a_mask_larger_than_the_window_is_read_once_for_all_layers(tmp_path):
+    stash = Stash(disk=tmp_path, inflight=0, prefetch="2MiB")
+    stats = gradients_of_layers(stash, [torch.rand(3 * MIB // 4)])
+    # Of x, the leaf, sin saves nothing that moves; of the other four layers 1 MiB each.
+    assert stats.written_bytes == stats.read_bytes == 2 * (3 + 4) * MIB
+    assert stats.ahead_peak_bytes <= (2 + 3) * MIB
+    assert (stats.ahead_bytes, stats.blocks) == (0, 0)
+    stash.close()
+
+
+def test_of_two_such_masks_one_is_held_beside_the_window(tmp_path):
+    stash = Stash(disk=tmp_path, inflight=0, prefetch="2MiB")
+    with stash.record() as recording:
+        stats = gradients_of_layers(stash, [torch.rand(3 * MIB // 4), torch.rand(MIB)], steps=1)
+    read = [event.nbytes for event in recording.events if event.kind == "read"]
+    assert read.count(4 * MIB) == 1  # backward meets it first
+    assert read.count(3 * MIB) == 5
+    # The window, the block beside it, and what is in use and larger than the window.
+    assert stats.ahead_peak_bytes <= (2 + 4 + 3) * MIB
+    stash.close()
+
+
+def test_without_a_window_nothing_is_held_for_later(tmp_path):
+    stash = Stash(disk=tmp_path, inflight=0, prefetch=0)
+    stats = gradients_of_layers(stash, [torch.rand(3 * MIB // 4)])
+    assert stats.read_bytes == 2 * (5 * 3 + 4) * MIB
+    stash.close()
+
+
+def test_a_block_that_backward_left_gives_way_to_the_next_pass(tmp_path):
+    stash = Stash(disk=tmp_path, inflight=0, prefetch="2MiB")
+    x, mask = torch.ones(MIB, requires_grad=True), torch.rand(MIB)
+    with stash:
+        one = x * mask
+        other = x.sin() * mask  # of which the mask is not asked for
+    torch.autograd.grad(one.sum(), x)
+    assert stash.stats().ahead_bytes == 4 * MIB
+    mask = mask + 1
+    with stash:
+        loss = ((x * mask) * mask).sum()
+    before = stash.stats().read_bytes
+    loss.backward()
+    assert stash.stats().read_bytes - before <= 3 * 4 * MIB
+    assert stash.stats().ahead_bytes == 0
+    del other, one
+    stash.close()

@@ -91,7 +91,9 @@ class Stash:
             as they are. What a codec refuses is moved as it is, and ``stats().left`` says why.
         min_bytes: smaller tensors stay where they are.
         inflight: bytes that may be on their way down, their memory not yet let go.
-        prefetch: bytes that may have come back before they are used.
+        prefetch: bytes that may have come back before they are used, what later operations of the same
+            backward want again included. One block that is larger, and wanted again (a mask that every
+            layer saves), is held beside them; with 0, nothing is. What finds no space is read again.
         on_full: ``"keep"`` leaves a block in place when there is no room below, and warns once;
             ``"raise"`` raises :class:`~backstash.errors.StashFullError` from the forward pass.
         name: what reports call it.

@@ -2,8 +2,10 @@
 
 What was read is held while entries still wait for it, or while it was read ahead of need. What is held counts
 against ``prefetch``; beyond that the oldest is dropped, which costs a second read and nothing else, since the
-bytes below are never taken away before the last entry dies. Only the block in use is never dropped, so that
-q, k and v cut from one projection come from one read however large it is.
+bytes below are never taken away before the last entry dies. The block in use is never dropped, so that q, k
+and v cut from one projection come from one read however large it is. Nor is one block that is larger than the
+window while entries of it wait, such as a mask that every layer saves: it is held beside the window, one at a
+time, instead of being read for each layer.
 """
 
 from __future__ import annotations
@@ -67,6 +69,7 @@ class Prefetcher:
         self._used_bytes = 0  # by backward, since what comes next was looked at
         self._window = WeakQueue[Any](_is_loaded)  # oldest first
         self._beyond: weakref.ref[Any] | None = None  # the one backing that may exceed the window
+        self._beside: weakref.ref[Block] | None = None  # the one block that is held beside it
         self.ahead_bytes = self.ahead_peak_bytes = 0
         self.read_bytes = 0
         self.stall_seconds = 0.0
@@ -167,6 +170,8 @@ class Prefetcher:
         # One assignment: an interrupt finds all of it or nothing.
         loaded = block.loaded = Loaded(root, low, arrival)
         self._hold(block)
+        if block.nbytes > self.window_bytes > 0 and self._may_stay_beside(block):
+            self._beside = weakref.ref(block)
         return self._serve(entry, block, loaded)
 
     def _serve(self, entry: Entry, block: Block, loaded: Loaded) -> Tensor:
@@ -275,7 +280,7 @@ class Prefetcher:
 
     def _begin_ahead(self, block: Block, backing: Backing) -> bool:
         """Begin to read ahead of need; whether there was room."""
-        goes_beyond = self.ahead_bytes + backing.nbytes > self.window_bytes
+        goes_beyond = self.ahead_bytes + backing.nbytes > self.window_bytes + self._beside_bytes()
         if goes_beyond and not self._may_go_beyond(backing.nbytes):
             return False
         if self._memory is not None and not self._memory.has(backing.nbytes):
@@ -310,15 +315,34 @@ class Prefetcher:
         one = self._beyond() if self._beyond is not None else None
         return one is None or not one.cleanup.loaded_bytes
 
+    def _may_stay_beside(self, block: Block) -> bool:
+        """Whether ``block`` may be held beside the window: no other of its forward pass is.
+
+        One of another pass, of which backward has left entries unused, gives way.
+        """
+        one = self._beside() if self._beside is not None else None
+        return one is None or one.loaded is None or one.forward_pass is not block.forward_pass
+
+    def _beside_bytes(self) -> int:
+        one = self._beside() if self._beside is not None else None
+        return one.cleanup.loaded_bytes if one is not None else 0
+
     def _shrink(self, *, to_bytes: int, using: Block | None = None) -> None:
-        """Bring what is held under ``to_bytes``, the longest held first; what is in use stays."""
-        window, stay = self._window, []
+        """Bring what is held under ``to_bytes``, the longest held first; what is in use stays.
+
+        The block beside the window stays too, and is not counted, unless all has to go.
+        """
+        window = self._window
+        stay: list[Any] = []
         beyond = self._beyond() if self._beyond is not None and to_bytes else None
-        while len(window.refs) > 1 and self.ahead_bytes > to_bytes:
+        beside = self._beside() if self._beside is not None and to_bytes else None
+        if beside is not None:
+            to_bytes += beside.cleanup.loaded_bytes
+        while window.refs and len(window.refs) + len(stay) > 1 and self.ahead_bytes > to_bytes:
             holder = window.popleft()
             if holder is None:
                 continue
-            if holder is using or holder is beyond:
+            if holder is using or holder is beyond or holder is beside:
                 stay.append(holder)
             else:
                 holder.let_go()
