@@ -6,6 +6,7 @@ import threading
 import pytest
 import torch
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 
 from backstash import Action, Stash
@@ -639,3 +640,28 @@ def test_another_dtype_of_what_is_rounded_is_exact():
         rounded, bits = stash.pack(x), stash.pack(x.view(torch.int32))
     assert torch.equal(stash.unpack(bits), x.view(torch.int32))
     assert torch.equal(stash.unpack(rounded), x.bfloat16().float())
+
+
+def test_a_subclass_that_one_save_may_round_another_gets_exactly():
+    x = TwoTensor(torch.randn(512, 512), torch.randn(512, 512))
+    choices = iter([BFloat16(), BFloat16(), None, None])
+    stash = Stash(codec=lambda saved: next(choices), keep=None, disk=MemoryStore())
+    with stash:
+        rounded, exact = stash.pack(x), stash.pack(x)
+    assert torch.equal(stash.unpack(exact).a, x.a) and torch.equal(stash.unpack(exact).b, x.b)
+    assert torch.equal(stash.unpack(rounded).a, x.a.bfloat16().float())
+
+
+def test_a_change_in_place_by_the_codec_itself_is_told():
+    """Of a tensor that could be moved as it is: nobody may go on with what the codec made of it."""
+
+    class Zeroing(Recorded):
+        def encode(self, values):
+            values.zero_()
+            return "it is zero now"
+
+    stash = Stash(codec=Zeroing(), keep=None)
+    with stash:
+        entry = stash.pack(torch.ones(1 << 18))
+    with pytest.raises(InplaceError):
+        stash.unpack(entry)
