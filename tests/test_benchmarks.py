@@ -3,6 +3,8 @@
 import importlib.util
 import json
 import statistics
+import subprocess
+import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -291,3 +293,11 @@ def test_startup(
     for (figures,) in found.values():
         assert 0 < figures["clock to the first line"] < figures["clock"]
     assert all(name in capsys.readouterr().out for name in runs[:1])
+
+
+def test_the_bytes_of_packing_are_counted_and_the_gradients_equal():
+    command = [sys.executable, "benchmarks/packed_bytes.py", "--tiny", "--check"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    shares = [float(line.split("|")[-2].strip(" %")) for line in done.stdout.split("\n")[2:6]]
+    gpt, llama, resnet, unet = shares
+    assert gpt < 95 and llama <= 100 and resnet < 90 and unet < 90
