@@ -238,11 +238,14 @@ def _pop_the_top(scope: Any) -> None:
     torch._C._autograd._pop_saved_tensors_default_hooks()
 
 
+# What compares bytes would notice, too, that they are not those of a storage by its identity and version.
+_UNCOMPARED = _replaced(_block.Block, "has", lambda block, storage, device: True)
+
 GUARDS: dict[str, Guard] = {
     # Which bytes are whose.
     "a storage is known by itself, not its address": Guard(
         "freed memory is handed out again at the same address",
-        _replaced(_admission.Admission, "_identify", _by_address),
+        _all(_replaced(_admission.Admission, "_identify", _by_address), _UNCOMPARED),
         "below",
         short=150,
     ),
@@ -256,28 +259,32 @@ GUARDS: dict[str, Guard] = {
         _all(
             _after(_block.StorageVersion, "__init__", _unowned),
             _replaced(_block.StorageVersion, "is_of", _same_version),
+            _UNCOMPARED,
         ),
         "below",
         short=100,
     ),
     "the version counter is asked": Guard(
         "x.data shares the memory and not the counter",
-        _replaced(_block.StorageVersion, "is_of", _same_version),
+        _all(_replaced(_block.StorageVersion, "is_of", _same_version), _UNCOMPARED),
         "below",
         witness=(("sin", 0, 0), ("exp", 0, 0), ("through data", 0, 1)),
     ),
     "the version is part of what a block is": Guard(
         "what is saved again after a change has other bytes",
-        _replaced(
-            _block.StorageVersion,
-            "is_of",
-            lambda storage_version, tensor: _block.same_counter(storage_version.probe, tensor),
+        _all(
+            _replaced(
+                _block.StorageVersion,
+                "is_of",
+                lambda storage_version, tensor: _block.same_counter(storage_version.probe, tensor),
+            ),
+            _UNCOMPARED,
         ),
         "below",
     ),
-    "a buffer that is being filled": Guard(
-        "a program may fill the rest of its own buffer unseen",
-        _replaced(_block.Block, "serves", lambda block, region: True),
+    "what is saved again is compared": Guard(
+        "a program may write what has left through .data, unseen",
+        _UNCOMPARED,
         "below",
         witness=(("fill", 0, 0),),
     ),

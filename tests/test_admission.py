@@ -11,6 +11,7 @@ from backstash._admission import SMALL, Admission
 from backstash._runtime.reclaim import ReclaimQueue
 from backstash._saved.entry import Entry, WrapperEntry
 from backstash._saved.placement import Stored
+from backstash._saved.save_counts import SaveCounts
 from backstash._saved.thread_state import ThreadState
 from backstash.errors import StashClosedError
 
@@ -69,11 +70,12 @@ class Around:
 
     def __init__(self, policy=None, min_bytes=KIB, device=None, has_tier=True):
         self.steps, self.admitted, self.added = [], [], []
+        self.expected, self.adopted = [], []
         self.tiers = SimpleNamespace(
             number=2,
             device=device,
             tier=object() if has_tier else None,
-            evictor=SimpleNamespace(admit=self.admit),
+            evictor=SimpleNamespace(admit=self.admit, expect=self.expect, adopt=self.adopt),
         )
         self.session = SimpleNamespace(
             section=Section(),
@@ -83,21 +85,39 @@ class Around:
             tiers_of=lambda device: self.tiers if device == CPU else f"device {device.type}",
             reclaim_queue=ReclaimQueue(),
             add=self.added.append,
+            predictor=SimpleNamespace(passes=1),
+            save_counts=SaveCounts(),
+            planner=None,
+            review=lambda thread_state, most: self.steps.append(most),
         )
         self.admission = Admission(self.session, policy=policy, min_bytes=min_bytes)
         self.lock, self.thread_state = self.session.section.lock, ThreadState()
         self.pack = self.admission.hook(self.thread_state)
 
     def admit(self, block, *, at_once, complete):
+        block.cleanup.resident_bytes = block.nbytes
         self.admitted.append((block, at_once, complete))
+
+    def adopt(self, block):
+        block.cleanup.resident_bytes = block.nbytes
+        self.adopted.append(block)
+
+    def expect(self, block):
+        self.expected.append(block)
+
+    def next_pass(self):
+        self.session.predictor.passes += 1
 
     @property
     def left(self):
         return self.admission.left
 
 
-def leaves(block):
+def leaves(block, device=None):
     """It is below from now on."""
+    block.cleanup.resident_bytes = 0
+    if block.saves != block.expected:
+        block.take_fingerprint(device)
     block.placement = Stored(SimpleNamespace(tier="disk"))
 
 
@@ -337,7 +357,6 @@ def test_all_views_of_a_storage_are_one_block():
     assert len(around.admitted) == len(around.added) == 1 and len(driver.recorded) == 3
     assert around.admission.eligible_bytes == 8 * KIB
     assert around.admission.deduplicated_bytes == 4 * KIB + 8 * KIB
-    assert whole.block.saved_regions is None
 
 
 def test_a_changed_storage_is_another_block():
@@ -364,7 +383,6 @@ def test_what_is_told_of_a_new_block():
     assert entry.block.thread_state is around.thread_state
     assert around.added == [entry.block, other.block]
     assert around.admitted == [(entry.block, False, True), (other.block, False, False)]
-    assert entry.block.saved_regions is other.block.saved_regions is None
     assert not entry.block.to_disk and entry.block.cleanup.module == ""
     assert entry.block.storage_version.block() is entry.block
     assert (entry.block.number, entry.block.stream) == (2, None)
@@ -385,33 +403,115 @@ def test_a_large_region_is_held_whole(make):
     itemsize = base.element_size()
     part = around.pack(base[KIB : 2 * KIB])  # a quarter
     assert part.region is None and part.block.nbytes == 4 * KIB * itemsize
-    assert part.offset_bytes == KIB * itemsize and len(part.block.saved_regions) == 1
+    assert part.offset_bytes == KIB * itemsize
     assert around.pack(base[KIB : 2 * KIB]).block is part.block
 
 
-def test_what_may_be_being_filled_is_served_by_what_was_saved_of_it():
+def test_what_has_left_is_the_same_while_its_bytes_are():
     around = Around(min_bytes=0)
     base = torch.zeros(4 * KIB, dtype=torch.uint8)
     part = around.pack(base[:KIB])
     leaves(part.block)
-    assert around.pack(base[10:20]).block is part.block
-    other = around.pack(base[KIB : 2 * KIB])
+    assert around.pack(base[10:20]).block is around.pack(base[2 * KIB :]).block is part.block
+    assert part.block.matched and around.admission.moved_again_bytes == 0
+    base.data[3 * KIB] = 1
+    other = around.pack(base[KIB : 2 * KIB])  # of which not a byte has changed
     assert other.block is not part.block and other.block.origin is part.block.storage_version
-    assert other.block.nbytes == KIB  # a quarter is much, but all of it may be wrong by now
-    filled = made(4 * KIB)
-    part = around.pack(filled[:KIB])
-    leaves(part.block)
-    assert around.pack(filled[KIB:]).block is part.block  # it is complete
+    assert other.block.nbytes == KIB == around.admission.moved_again_bytes
+    assert around.pack(base[KIB : 2 * KIB]).block is other.block
+    base.data[KIB] = 1
+    assert around.pack(base[KIB : 2 * KIB]).block is not other.block
+    whole = around.pack(base)
+    assert whole.block.nbytes == 4 * KIB and around.admission.moved_again_bytes == 6 * KIB
+    assert around.pack(base).block is whole.block
 
 
-def test_a_leaf_that_is_a_view_is_as_complete_as_its_base():
+def test_in_place_all_saves_have_the_memory_itself():
     around = Around(policy=lambda saved: Action("disk"))
     base = torch.zeros(2 * KIB)
     one, two = (around.pack(half.requires_grad_()) for half in (base[:KIB], base.detach()[KIB:]))
-    assert one.block is two.block  # in place, with whatever is written
-    leaves(one.block)
-    again, three = around.pack(base[:KIB].requires_grad_()), base[KIB - 1 :].requires_grad_()
-    assert again.block is one.block is not around.pack(three).block
+    assert one.block is two.block  # with whatever is written
+    base.data.fill_(2)
+    assert around.pack(base.detach()).block is one.block
+    assert one.block.fingerprint is None and not one.block.matched
+
+
+def test_without_a_fingerprint_nobody_knows_and_it_moves_again():
+    around = Around()
+    tensor = made(KIB)
+    first = around.pack(tensor)
+    leaves(first.block)
+    first.block.fingerprint = None
+    second = around.pack(tensor)
+    assert second.block is not first.block
+    assert around.admission.moved_again_bytes == KIB and around.admission.deduplicated_bytes == 0
+    assert second.block.history is first.block.history and second.block.saves == 2
+
+
+def test_an_accelerator_compares_later():
+    class Compares(Driver):
+        found, marked = object(), ()
+
+        def mark(self, storage, made_on):
+            self.marked += (storage.data_ptr(), made_on)
+            return "mark"
+
+        def compare(self, mark, storage):
+            assert mark == "mark"
+            return self.found
+
+    around = Around(device=(driver := Compares()), min_bytes=100)
+    tensor, base = made(KIB), made(64 * KIB)
+    first, part = around.pack(tensor), around.pack(base[:KIB])
+    leaves(first.block, driver), leaves(part.block, driver)
+    assert driver.marked[:2] == (tensor.data_ptr(), "the current one") and first.check is None
+    second, again = around.pack(tensor), around.pack(base[:KIB])
+    assert second.block is first.block and second.check is again.check is driver.found
+    assert again.block is part.block
+    driver.found = None  # without memory for it
+    third, other = around.pack(tensor), around.pack(base[:KIB])
+    assert third.block is not first.block and third.check is other.check is None
+    assert other.block is not part.block
+
+
+def test_what_was_saved_again_is_expected_to_be_and_waits_for_that():
+    around = Around()
+    for step in range(3):
+        once, tensor = made(KIB), made(KIB)
+        one, first = around.pack(once), around.pack(tensor)
+        assert around.expected == [first.block] * (step > 0)
+        assert first.block.waits == (step > 0) and not one.block.waits
+        second = around.pack(tensor.detach())
+        assert second.block is first.block and not first.block.waits
+        assert first.block.saves == 2 and first.block.expected == (2 if step else 0)
+        # The last save tells whether the operation that made it has ended.
+        assert [each[::2] for each in around.admitted] == [
+            (one.block, True),
+            (first.block, not step),
+        ]
+        around.admitted.clear(), around.expected.clear(), around.next_pass()
+
+
+def test_the_last_save_may_come_from_another_thread():
+    around = Around()
+    tensor = made(KIB)
+    around.pack(tensor), around.pack(tensor), around.next_pass()
+    around.admitted.clear()
+    tensor = made(KIB)
+    first = around.pack(tensor)
+    other = ThreadState()
+    assert around.admission.hook(other)(tensor).block is first.block
+    assert around.adopted == [first.block] and around.admitted == []
+    assert first.block.thread_state is around.thread_state
+
+
+def test_blocks_that_wait_are_looked_at_again_at_each_save():
+    around = Around()
+    around.pack(made(KIB))
+    assert around.steps == []
+    around.thread_state.expecting.append(None)
+    around.pack(made(KIB))
+    assert around.steps == [2]
 
 
 @pytest.mark.parametrize("min_bytes, tier", [(1000, ""), (1001, "disk"), (1001, "")])

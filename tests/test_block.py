@@ -11,8 +11,9 @@ from backstash._runtime.reclaim import ReclaimQueue
 from backstash._saved import view as _view
 from backstash._saved.block import Block, BlockCleanup, Loaded, StorageVersion
 from backstash._saved.placement import Lost, Resident, Stored, Writing
-from backstash._saved.view import StridedRegion, extent_bytes, raw_alias, reason_to_stay
+from backstash._saved.view import extent_bytes, raw_alias, reason_to_stay
 from backstash._torch import versions as _versions
+from backstash._torch.dispatch import TorchDispatchMode
 from backstash._torch.versions import same_counter
 from oracle import gradients, same_bits
 
@@ -341,20 +342,29 @@ def test_what_each_placement_has():
         assert all(one is other for one, other in zip(found, facts, strict=True)), name
 
 
-def test_what_a_block_serves_whose_storage_may_still_be_written():
-    x = torch.zeros(10, 10)
-    rows, more, column = StridedRegion(x[2:4]), StridedRegion(x[2:5]), StridedRegion(x[:, 1])
+def test_what_a_block_has_that_left():
+    x = torch.arange(100.0)
     block = block_of(x)
-    assert block.saved_regions is None and block.serves(column) is True  # all of it was saved
-    block.saved_regions = [rows]
-    assert block.serves(rows) is True and block.saved_regions == [rows]
-    assert block.serves(more) is True and block.saved_regions == [rows, more]
-    # It is leaving: what was saved by then is right.
-    block.placement = Writing(block.placement.alias, DISK, object())
-    assert block.serves(more) is True and block.serves(rows) is True
-    assert block.serves(column) is False
-    assert block.saved_regions == [rows, more]
+    assert block.has(x.untyped_storage(), None) is False and not block.matched  # nothing was noted
+    block.take_fingerprint(None)
+    assert block.has(x.untyped_storage(), None) is True and block.matched
+    x.data[7], x.data[8] = 8.0, 7.0
+    assert block.has(x.untyped_storage(), None) is False
+    with TorchDispatchMode():
+        assert block.has(x.untyped_storage(), None) is False
+        block.take_fingerprint(None)
+    assert block.fingerprint is None
+    block.take_fingerprint(None)
+    with TorchDispatchMode():
+        assert block.has(x.untyped_storage(), None) is False
+    assert block.has(x.untyped_storage(), None) is True
+
+
+def test_a_block_in_place_that_no_budget_counts_waits():
+    block = block_of(torch.zeros(4))
+    assert block.waits
+    block.cleanup.resident_bytes = 16
+    assert not block.waits
+    block.cleanup.resident_bytes = 0
     block.placement = Stored(DISK)
-    assert block.serves(column) is False and block.serves(StridedRegion(x[3])) is True
-    block.placement = Lost(1)
-    assert block.serves(column) is False
+    assert not block.waits

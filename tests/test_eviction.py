@@ -71,7 +71,9 @@ class Memory:
 
     def __init__(self):
         self.short_bytes, self.failed, self.capturing = 0, False, False
-        self.device = SimpleNamespace(is_capturing=lambda: self.capturing)
+        self.device = SimpleNamespace(
+            is_capturing=lambda: self.capturing, mark=lambda storage, made_on: (storage, made_on)
+        )
 
     def shortage(self, nbytes):
         return self.short_bytes

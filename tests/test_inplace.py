@@ -635,9 +635,6 @@ def test_the_error_of_a_small_tensor_says_how_to_learn_more(tmp_path):
     assert "shape (9,)" in text and "min_bytes=0 tells" in text
 
 
-@pytest.mark.xfail(
-    strict=True, reason="no version tells of .data and NumPy, and what went down is gone"
-)
 def test_bytes_changed_unseen_between_two_saves(tmp_path):
     """Plain PyTorch is wrong about the first save and right about the second."""
     stash = Stash(disk=tmp_path, inflight=0)
@@ -749,13 +746,13 @@ def check_exact(tmp_path, way, program):
 
 
 def test_slices_of_a_batch_move_once_each(tmp_path):
-    """What needs no gradient moves slice by slice, and each slice once."""
+    """What needs no gradient moves once, whichever slices of it are saved."""
     data = torch.randn(4, 100, 100)
     weight = leaf(100, 100).to(torch.float32).detach().requires_grad_()
     stash = Stash(disk=tmp_path, min_bytes=0, inflight=0)
     with stash:
         loss = sum((data[i] * weight * data[i]).sum() for i in range(4))
         loss = loss + (data[1] * weight).sum()
-    assert stash.stats().written_bytes <= data.nbytes + 4 * weight.nbytes + 4096
+    assert stash.stats().written_bytes == data.nbytes  # weight is a leaf
     del loss
     stash.close()

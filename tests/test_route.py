@@ -46,32 +46,40 @@ def route_of(call: Callable[[], Any]) -> tuple[Any, list[str]]:
 
 
 def routes(directory: str) -> tuple[list[list[str]], list[list[str]]]:
-    """The ways down and up of some blocks to disk, one after the other, as hooks give them to a stash."""
+    """The ways down and up of some blocks to disk, one after the other, as hooks give them to a stash.
+
+    Those of a second step: in the first, of which nothing is expected, each block's bytes are looked at.
+    """
     stash = Stash(disk=directory)
     pack = stash._admission.hook(stash._thread_state())
     x = torch.ones(ELEMENTS, requires_grad=True)
-    saved, downs, ups = [], [], []
-    for _ in range(BLOCKS):
-        value = (x * 2).exp()
-        packed, route = route_of(lambda value=value: pack(value))
-        saved.append((packed, value.detach().clone()))
-        downs.append(route)
-        for work in [
-            write.transfer for write in stash._session.device_tiers[0].evictor.inflight.writes
-        ]:
-            work.exception()  # so that the next one completes it
-    del value
-    for packed, expected in reversed(saved):
-        view, route = route_of(lambda packed=packed: stash.unpack(packed))
-        assert torch.equal(view, expected)
-        ups.append(route)
-        tiers = stash._session.device_tiers[0]
-        for each, _ in saved:  # what was begun ahead of need comes in time
-            load = each.block.placement.backing and each.block.placement.backing.load
-            if load:
-                load.exception()
-        assert tiers.prefetcher.misses == 1
-    del view
+    kept = []  # so that no slot is free, and none is looked for
+    for step in range(2):
+        saved, downs, ups = [], [], []
+        kept.append(saved)
+        for _ in range(BLOCKS):
+            value = (x * 2).exp()
+            packed, route = route_of(lambda value=value: pack(value))
+            saved.append((packed, value.detach().clone()))
+            downs.append(route)
+            for work in [
+                write.transfer for write in stash._session.device_tiers[0].evictor.inflight.writes
+            ]:
+                work.exception()  # so that the next one completes it
+        del value
+        for packed, expected in reversed(saved):
+            view, route = route_of(lambda packed=packed: stash.unpack(packed))
+            assert torch.equal(view, expected)
+            ups.append(route)
+            tiers = stash._session.device_tiers[0]
+            for each, _ in saved:  # what was begun ahead of need comes in time
+                load = each.block.placement.backing and each.block.placement.backing.load
+                if load:
+                    load.exception()
+            assert tiers.prefetcher.misses == step + 1
+        del view
+    del saved, packed
+    kept.clear()
     stash.close()
     return downs, ups
 
@@ -119,7 +127,7 @@ def drawing(route: list[str]) -> list[str]:
 def test_the_walk_in_the_docs_is_the_route(tmp_path):
     downs, ups = routes(str(tmp_path))
     assert drawn("down") == without_lines(downs[-1]), "\n".join(drawing(downs[-1]))
-    assert drawn("up") == without_lines(ups[-1]), "\n".join(drawing(ups[-1]))
+    assert drawn("up") == without_lines(ups[-2]), "\n".join(drawing(ups[-2]))
 
 
 def test_the_ways_pass_their_named_stops_in_order(tmp_path):
@@ -147,4 +155,4 @@ if __name__ == "__main__":
         for name, found in zip(("down", "up"), routes(at), strict=True):
             print(f"{name}: {[len(route) for route in found]} calls")
             print(*(f"    {each}" for each in found[-1]), sep="\n")
-            print(*drawing(found[-1]), sep="\n")
+            print(*drawing(found[-2]), sep="\n")

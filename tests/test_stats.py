@@ -42,10 +42,12 @@ def tier(n, swept):
 
 
 def session_of(device_tiers, **counts):
-    return Of(counts=lambda: Counts(**counts), device_tiers=device_tiers, blocks_alive=3)
+    return Of(
+        counts=lambda: Counts(**counts), device_tiers=device_tiers, blocks_alive=3, planner=None
+    )
 
 
-ADMISSION = Of(left={}, eligible_bytes=40, deduplicated_bytes=50)
+ADMISSION = Of(left={}, eligible_bytes=40, deduplicated_bytes=50, moved_again_bytes=60)
 
 
 def test_every_device_is_counted():
@@ -56,12 +58,18 @@ def test_every_device_is_counted():
         tiers(40_000, tier(500_000, swept), {"it is odd": [2, 60], "it is even": [3, 5]}),
     ]
     session = session_of(device_tiers, saves=5, small_saves=2, small_bytes=70)
-    admission = Of(left={SMALL: [1, 10], "it": [2, 20]}, eligible_bytes=40, deduplicated_bytes=50)
+    admission = Of(
+        left={SMALL: [1, 10], "it": [2, 20]},
+        eligible_bytes=40,
+        deduplicated_bytes=50,
+        moved_again_bytes=60,
+    )
     store = Of(used_bytes=77, notes=["of the store"])
     stats = collect("mine", session, admission, store, "of the workers")
     assert swept == [30_000, 500_000], "what has ended is looked at first"
     assert (stats.name, stats.saves, stats.blocks) == ("mine", 7, 3)
     assert (stats.eligible_bytes, stats.deduplicated_bytes) == (40, 50)
+    assert stats.moved_again_bytes == 60
     assert stats.left == {
         SMALL: Left(3, 80),
         "it": Left(2, 20),

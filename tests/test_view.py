@@ -110,26 +110,3 @@ def test_the_alignment_that_is_kept():
     assert [StridedRegion(x[at + n :]).residue for n in begins] == [0, 6, 63, 0, 1]
     there = [StridedRegion(Elsewhere(x[at + n :])).residue for n in begins]
     assert there == [0, 70, 255, 0, 1]
-
-
-def test_what_covers_what():
-    x = base()
-    whole, rows, row, column = (
-        StridedRegion(x),
-        StridedRegion(x[2:5]),
-        StridedRegion(x[3]),
-        StridedRegion(x[:, 3]),
-    )
-    assert whole.covers(rows) and whole.covers(column) and whole.covers(whole)
-    assert rows.covers(row) and not row.covers(rows)
-    assert rows.covers(StridedRegion(x[2])) and rows.covers(
-        StridedRegion(x[4])
-    )  # from its first to its last
-    assert not rows.covers(StridedRegion(x[1:3])) and not rows.covers(StridedRegion(x[4:6]))
-    assert not rows.covers(StridedRegion(x[1])) and not rows.covers(StridedRegion(x[5]))
-    assert column.covers(StridedRegion(x[:, 3])) and not column.covers(
-        StridedRegion(x[3, 3])
-    )  # has gaps: unknown
-    as_bytes = StridedRegion(x.view(torch.uint8).view(-1)[4 * 48 : 4 * 48 + 5])
-    assert rows.covers(as_bytes) and not row.covers(as_bytes) and not as_bytes.covers(row)
-    assert not as_bytes.covers(StridedRegion(x[2, :2])) and as_bytes.covers(StridedRegion(x[2, :1]))

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ._device.base import Check
 from ._runtime.weak import WeakTable
 from ._saved.block import Block, StorageVersion
 from ._saved.entry import Entry, WrapperEntry
@@ -33,6 +34,7 @@ _TRANSFORM = (
 _NO_TIER = "no tier below: give disk="
 _NO_HOST = "no tier below: give host="
 _CAPTURED = "a graph of the accelerator is being captured"
+_REVIEWED_AT_ONCE = 2  # blocks that are expected again, at each save
 _PARAMETER = "a parameter or another leaf that requires a gradient, or a view of one"
 
 
@@ -79,7 +81,7 @@ class Admission:
         self._storage_versions = WeakTable[int, StorageVersion]()
         self._wrappers = WeakTable[int, WrapperEntry]()
         self.left: dict[str, list[int]] = {}  # reason: how many, how many bytes
-        self.eligible_bytes = self.deduplicated_bytes = 0
+        self.eligible_bytes = self.deduplicated_bytes = self.moved_again_bytes = 0
 
     def hook(self, thread_state: ThreadState) -> Callable[[Tensor], object]:
         """The pack hook of one thread.
@@ -139,6 +141,8 @@ class Admission:
         with section.lock, section:
             if session.reclaim_queue:
                 session.drain()
+            if thread_state.expecting:
+                session.review(thread_state, _REVIEWED_AT_ONCE)
             return self._pack_block(tensor, thread_state, modules, tiers, choice)
 
     def _choose(
@@ -150,7 +154,9 @@ class Admission:
     ) -> tuple[str, _Choice]:
         """Why it stays (``""``: it does not), and what else is done with it."""
         base = tensor._base
-        is_leaf_or_view = _gets_gradient(tensor) or (base is not None and _gets_gradient(base))
+        is_leaf_or_view = (tensor.is_leaf and tensor.requires_grad) or (
+            base is not None and _gets_gradient(base)
+        )
         described, codec = None, self._codec
         if self._policy is not None or not (codec is None or isinstance(codec, Codec)):
             described = SavedTensor(
@@ -202,30 +208,43 @@ class Admission:
         block = storage_version.block() if storage_version.block is not None else None
         if block is not None and block.rounds is not None and not _may_share(block, tensor, choice):
             block = None
-        region = None
         # A rare "no" to whether the tensor needs all of its storage costs time, if it is wrong.
-        if block is None and not (tensor.is_contiguous() and tensor.nbytes == storage.nbytes()):
-            region = StridedRegion(tensor)
-        elif block is not None and _may_be_being_filled(tensor):
-            region = StridedRegion(tensor)
-        if block is None or (region is not None and not block.serves(region)):
-            if region is not None and (block is not None or region.nbytes * 4 < storage.nbytes()):
-                entry = self._pack_region(
-                    tensor, thread_state, modules, tiers, choice, storage_version, region
-                )
-                if entry is not None:
-                    return entry
+        needs_all = tensor.is_contiguous() and tensor.nbytes == storage.nbytes()
+        check: bool | Check = block is not None and block.placement.is_kept
+        if block is not None and not check:
+            # An accelerator's no would be an error, and elsewhere the storage may have been filled meanwhile.
+            if tiers.device is None or needs_all or not _may_be_being_filled(tensor):
+                check = block.has(storage, tiers.device)
+        if block is None or not check:
+            gone = block
+            if not needs_all:
+                region = StridedRegion(tensor)
+                if gone is not None or region.nbytes * 4 < storage.nbytes():
+                    entry = self._pack_region(
+                        tensor, thread_state, modules, tiers, choice, storage_version, region, gone
+                    )
+                    if entry is not None:
+                        return entry
             alias = raw_alias(tensor)
             block = Block(storage_version, alias, self._session.reclaim_queue, tiers.number)
             if tiers.device is not None:
                 block.stream = tiers.device.stream()
-            block.saved_regions = None if region is None else [region]
-            self._admit(block, tensor, thread_state, modules, tiers, choice)
+            self._admit(block, tensor, thread_state, modules, tiers, choice, gone)
             storage_version.block = weakref.ref(block)
         else:
             self.deduplicated_bytes += tensor.nbytes
+            self._session.save_counts.again(block)
+            if block.waits and block.saves >= block.expected:
+                if block.thread_state is thread_state:
+                    complete = tensor.requires_grad
+                    tiers.evictor.admit(block, at_once=block.at_once, complete=complete)
+                else:
+                    tiers.evictor.adopt(block)
         block.entries += 1
-        return Entry(block, tensor, int(tensor.storage_offset()) * tensor.element_size())
+        entry = Entry(block, tensor, int(tensor.storage_offset()) * tensor.element_size())
+        if not isinstance(check, bool):
+            entry.check = check
+        return entry
 
     def _pack_region(
         self,
@@ -236,10 +255,12 @@ class Admission:
         choice: _Choice,
         origin: StorageVersion,
         region: StridedRegion,
+        gone: Block | None,
     ) -> Entry | None:
         """Copy a small region of a storage, so that the rest is not held for its sake.
 
-        ``None`` when the regions that overlap have come to cost what the whole does.
+        Or one of a storage whose block ``gone`` has left, and which may have been written since. ``None``
+        when the regions that overlap have come to cost what the whole does.
         """
         if origin.slices is None:
             origin.slices = {}
@@ -247,22 +268,32 @@ class Admission:
         block = known() if known is not None else None
         if block is not None and block.rounds is not None and not _may_share(block, tensor, choice):
             block = None
-        if block is None or block.storage_version.changed:  # by a backward that was given the copy
-            if origin.copied_bytes + region.nbytes > tensor.untyped_storage().nbytes():
-                return None
-            try:
-                copy = region.copy(tensor)
-            except torch.OutOfMemoryError:
-                return None  # the whole of it needs no memory to be saved
-            if choice.codec is not None:
-                copy[: region.residue] = 0  # not what the memory held before
+        has_room = origin.copied_bytes + region.nbytes <= tensor.untyped_storage().nbytes()
+        if block is None and not has_room:
+            return None
+        try:
+            copy = region.copy(tensor)
+        except torch.OutOfMemoryError:
+            return None  # the whole of it needs no memory to be saved
+        check: bool | Check = False
+        # A backward that was given the copy may have changed it.
+        if block is not None and not block.storage_version.changed:
+            if block.fingerprint is None and block.placement.is_kept:
+                block.take_fingerprint(tiers.device)
+            check = block.has(copy.untyped_storage(), tiers.device)
+        if block is not None and check:
+            self.deduplicated_bytes += region.nbytes
+            self._session.save_counts.again(block)
+        elif not has_room:
+            return None
+        else:
             version = StorageVersion(copy, copy.untyped_storage())
             block = Block(version, copy, self._session.reclaim_queue, tiers.number)
             if tiers.device is not None:
                 block.stream = tiers.device.stream()
             block.origin = origin
             if region.nbytes >= self._min_bytes or choice.tier:
-                self._admit(block, tensor, thread_state, modules, tiers, choice)
+                self._admit(block, tensor, thread_state, modules, tiers, choice, gone)
             else:
                 self._session.add(block)
                 self._count_left(
@@ -271,11 +302,12 @@ class Admission:
                 )
             origin.slices[region.key] = weakref.ref(block)
             origin.copied_bytes += region.nbytes
-        else:
-            self.deduplicated_bytes += region.nbytes
         block.entries += 1
         skipped = region.residue * region.itemsize
-        return Entry(block, tensor, skipped, None if region.is_dense else region)
+        entry = Entry(block, tensor, skipped, None if region.is_dense else region)
+        if not isinstance(check, bool):
+            entry.check = check
+        return entry
 
     def _identify(self, tensor: Tensor, storage: torch.UntypedStorage) -> StorageVersion:
         ref = self._storage_versions.refs.get(storage_identity(storage))
@@ -293,26 +325,36 @@ class Admission:
         modules: list[nn.Module],
         tiers: DeviceTiers,
         choice: _Choice,
+        gone: Block | None,
     ) -> None:
+        session = self._session
         block.thread_state = thread_state
         if modules:
             block.cleanup.module = module_path(modules)
-        self._session.add(block)
+        session.add(block)
+        if gone is None:
+            session.save_counts.begin(block, session.predictor.passes)
+        else:
+            session.save_counts.instead(block, gone)
+            self.moved_again_bytes += block.nbytes
         self.eligible_bytes += block.nbytes
-        # What has a gradient function was made by an operation that has ended. Another may be what this
-        # operation made for itself and has yet to fill, without raising a version: rrelu's noise is.
-        complete = tensor.requires_grad or block.origin is not block.storage_version
         tier, codec = choice
-        planner = self._session.planner
+        planner = session.planner
         if planner is not None and not tier and codec is None:
             # An accelerator's tensors are not planned for yet, and all move.
             tier = planner.choose(block, tensor) if tiers.device is None else "host"
-        block.to_disk = tier == "disk"
+        block.to_disk, block.at_once = tier == "disk", bool(tier)
         if codec is not None:
             block.codec, block.dtype = codec, tensor.dtype
             block.rounds = None if codec.exact else codec
             block.is_whole = block.origin is not block.storage_version or _fills_its_storage(tensor)
-        tiers.evictor.admit(block, at_once=bool(tier), complete=complete)
+        if block.saves < block.expected and block.origin is block.storage_version:
+            tiers.evictor.expect(block)
+        else:
+            # What has a gradient function was made by an operation that has ended. Another may be what this
+            # operation made for itself and has yet to fill, without raising a version: rrelu's noise is.
+            complete = tensor.requires_grad or block.origin is not block.storage_version
+            tiers.evictor.admit(block, at_once=block.at_once, complete=complete)
 
     def _pack_other(self, tensor: Tensor, thread_state: ThreadState) -> object:
         """Parameters and other subclasses of ``torch.Tensor``."""
@@ -423,8 +465,7 @@ def _may_be_being_filled(tensor: Tensor) -> bool:
     """Whether regions of the storage may still be written unseen, while others have been saved.
 
     A tensor that autograd made is complete. A buffer that a program made itself may be filled through ``.data``
-    between two saves of it (torchdiffeq's solvers do), which raises no version and is right in plain
-    PyTorch as long as nothing that was saved is touched.
+    between two saves of it, as torchdiffeq's solvers do.
     """
     base = tensor._base
     return not (tensor if base is None else base).requires_grad

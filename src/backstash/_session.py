@@ -20,6 +20,7 @@ from ._runtime.reclaim import Cleanup, ReclaimQueue
 from ._runtime.trace import EventLog
 from ._saved.access_order import AccessPredictor
 from ._saved.block import Block, BlockCleanup
+from ._saved.save_counts import SaveCounts
 from ._saved.thread_state import Counts, ThreadState
 from ._tiers.backing import DiskCleanup
 from ._tiers.device_tiers import DeviceTiers
@@ -82,6 +83,7 @@ class Session:
         self._make_of = make_of
         self.reclaim_queue = reclaim_queue
         self.predictor: AccessPredictor[Block] = AccessPredictor()
+        self.save_counts = SaveCounts()
         self._followed = 0  # passes that had begun when "auto" last followed the free memory
         self.thread_states = [each for each in self.thread_states if each.is_alive()]
         for thread_state in self.thread_states:
@@ -153,6 +155,22 @@ class Session:
             if block is not None and block.cleanup.resident_bytes:
                 self.device_tiers[block.number].evictor.apply(thread_state, block, at_once)
 
+    def review(self, thread_state: ThreadState, most: int) -> None:
+        """Admit those of the next ``most`` blocks that are expected again and can hardly be: the program has
+        let go of the tensor, or changed it."""
+        expecting = thread_state.expecting
+        for _ in range(min(most, len(expecting))):
+            waiting = expecting.popleft()
+            block: Block | None = waiting()
+            if block is None or not block.waits:
+                continue
+            source = block.storage_version
+            if source.owner() is None or source.changed:
+                evictor = self.device_tiers[block.number].evictor
+                evictor.admit(block, at_once=block.at_once, complete=True)
+            else:
+                expecting.append(waiting)
+
     def new_thread_state(self) -> ThreadState:
         """The state of this thread. Those of threads that have ended are closed, and need not be kept."""
         for ended in [each for each in self.thread_states if not each.is_alive()]:
@@ -174,6 +192,11 @@ class Session:
             if block is not None:
                 self.device_tiers[block.number].evictor.resident.queue.append(block)
         ended.waiting.clear()
+        for waiting in ended.expecting:
+            block = waiting()
+            if block is not None and block.waits:
+                self.device_tiers[block.number].evictor.adopt(block)
+        ended.expecting.clear()
 
     def ease(self) -> None:
         """See :meth:`Evictor.ease`."""

@@ -39,6 +39,9 @@ class Stats:
     """Bytes of all blocks so far, each storage counted once however many views of it were saved."""
     deduplicated_bytes: int
     """Bytes of saves that were views of a block already held, and so cost nothing."""
+    moved_again_bytes: int
+    """Bytes of storages that were saved again after they had left and were written since, or may have been
+    for all that is known of them; among ``eligible_bytes``."""
     packed_bytes: int
     """Bytes of the blocks that were packed so far, as they were."""
     payload_bytes: int
@@ -157,6 +160,7 @@ def collect(
         deduplicated_bytes=admission.deduplicated_bytes,
         packed_bytes=sum(tiers.packer.packed_bytes for tiers in session.device_tiers),
         payload_bytes=sum(tiers.packer.payload_bytes for tiers in session.device_tiers),
+        moved_again_bytes=admission.moved_again_bytes,
         keep_bytes=sum(evictor.resident.nbytes for evictor in evictors),
         keep_peak_bytes=sum(evictor.resident.peak_bytes for evictor in evictors),
         host_bytes=sum(tier.host_bytes for tier in below),

@@ -29,7 +29,7 @@ from ._runtime.reclaim import ReclaimQueue
 from ._runtime.trace import EventLog, Levels, Recording
 from ._runtime.trim import Trimmer
 from ._runtime.workers import Workers
-from ._saved.entry import Entry, WrapperEntry
+from ._saved.entry import Entry, WrapperEntry, written_unseen
 from ._saved.handout import RETURNS_NONE, hand_out
 from ._saved.placement import Packed
 from ._saved.thread_state import ThreadState
@@ -271,6 +271,7 @@ class Stash:
         leave_scope(thread_state, frame)
         with self._session.section.lock, self._session.section:
             self._session.settle(thread_state, ended=True)
+            self._session.review(thread_state, len(thread_state.expecting))
             self._session.complete(thread_state)
             self._session.try_again()
 
@@ -402,6 +403,10 @@ class Stash:
             session.predictor.use(block)
             if self._event_log.on and block.cleanup.is_counted:
                 self._event_log.emit("use", entry.nbytes, *block.facts[1:])
+            if entry.check is not None:
+                if entry.check.differs():
+                    raise written_unseen(entry)
+                entry.check = None
             if placement.alias is not None:
                 view: Tensor | None = entry.view_of(placement.alias, 0)
             else:

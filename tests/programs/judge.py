@@ -16,7 +16,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from oracle import same_bits
 
-from .knowable import Knowable
+from .knowable import NEVER, Knowable
 from .places import CPU, Place
 from .run import Result, Run, Step
 from .ways import WAYS, Way, run_in
@@ -81,11 +81,12 @@ class Verdict:
             raise Wrong(f"{name}: {races[0]}")
         if take_hooks_away() and not self._leaves_hooks:
             raise Wrong(f"{name}: it left hooks, where plain PyTorch leaves none")
+        cut = self.knowable.cut if way.chance is not None or self.place is not CPU else NEVER
         for got in found:
-            if len(got) < min(len(self.plain), self.knowable.cut):
+            if len(got) < min(len(self.plain), cut):
                 raise Wrong(f"{name}: {got[-1]!r} ended it, where plain PyTorch goes on")
             for number, (mine, theirs) in enumerate(zip(got, self.plain, strict=False)):
-                if number >= self.knowable.cut or str(theirs).startswith("aten._nested"):
+                if number >= cut or str(theirs).startswith("aten._nested"):
                     break  # plain cannot rebuild a changed nested tensor, and its graph is as it was
                 said = self.difference(number, mine, theirs, raises=way.around != "mutation")
                 if said:

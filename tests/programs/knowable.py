@@ -2,9 +2,9 @@
 
 A write through ``.data``, NumPy or an alias with a version counter of its own is unseen, by plain PyTorch
 too. What was saved before it has two values, the one that was saved and the one that is there now: a result
-for which the two differ is not judged. What is saved after it must be right, with one exception that is
-documented: a tensor that was saved, written unseen and saved again *at the same version* may be given the
-bytes of the first save. From there on nothing of a program is compared.
+for which the two differ is not judged. What is saved after it must be right. On an accelerator an error is,
+too, where a tensor was saved, written unseen and saved again *at the same version*: from there on nothing of
+a program is compared.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Knowable:
     unseen_from: int = NEVER
     """The step from which what was saved and what is there may differ."""
     cut: int = NEVER
-    """The step from which nothing is compared."""
+    """The step from which nothing is compared on an accelerator."""
     _saves: dict[int, tuple[Any, list[_Save]]] = field(default_factory=dict)
 
     def saved(self, tensor: Tensor) -> None:

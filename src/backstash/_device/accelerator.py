@@ -30,14 +30,15 @@ import warnings
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from .._torch.host_memory import empty_host_cache
-from .base import Completion, Copy, Device
+from .base import Check, Completion, Copy, Device
+from .fingerprint import fingerprint
 
 __all__ = ["Accelerator", "accelerator"]
 
@@ -137,6 +138,30 @@ class _CopyUp(_StreamCopy):
     def _tell_the_allocator(self, stream: Any, has_ended: bool) -> None:
         if stream != self._owner:  # it uses what came, however long that has been there
             self.memory.record_stream(stream)
+
+
+class _Mark:
+    """What a storage had when a stream came to an event."""
+
+    __slots__ = ("event", "told")
+
+    def __init__(self, told: Tensor, event: Any) -> None:
+        self.told = told
+        self.event = event
+
+
+class _Comparison(Check):
+    __slots__ = ("_event", "_reader", "_told")
+
+    def __init__(self, told: Tensor, event: Any, reader: Any) -> None:
+        self._told = told
+        self._event = event
+        self._reader = reader  # a stream that computes nothing
+
+    def differs(self) -> bool:
+        with self._reader:
+            self._reader.wait_event(self._event)
+            return bool(self._told)
 
 
 class Accelerator(Device):
@@ -255,6 +280,28 @@ class Accelerator(Device):
         unfinished = self.unfinished
         while unfinished and unfinished[0][0].query():
             unfinished.popleft()
+
+    def mark(self, storage: torch.UntypedStorage, made_on: Any) -> _Mark | None:
+        """See :meth:`Device.mark`."""
+        try:
+            with nullcontext() if made_on == self.stream() else made_on:
+                return _Mark(fingerprint(storage), made_on.record_event())
+        except RuntimeError:
+            return None
+
+    def compare(
+        self, mark: Any, storage: torch.UntypedStorage, first: int = 0, nbytes: int = -1
+    ) -> Check | None:
+        """See :meth:`Device.compare`."""
+        stream = self.stream()
+        try:
+            now = fingerprint(storage, first, nbytes)
+            stream.wait_event(mark.event)
+            mark.told.record_stream(stream)
+            told = (now != mark.told).any()
+        except RuntimeError:
+            return None
+        return _Comparison(told, stream.record_event(), self._up)
 
     def pin(self, memory: Tensor) -> str:
         """See :meth:`Device.pin`. By registering memory that exists: exact in size, aligned to pages."""

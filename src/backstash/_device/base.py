@@ -5,11 +5,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 
 from .._runtime.transfer import Transfer
 
-__all__ = ["Completion", "Copy", "Device"]
+__all__ = ["Check", "Completion", "Copy", "Device"]
 
 
 class Completion(ABC):
@@ -59,6 +59,16 @@ class Copy(Transfer):
         return False
 
 
+class Check(ABC):
+    """A comparison that the device makes, when it comes to it."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def differs(self) -> bool:
+        """What it came to. The host waits for it."""
+
+
 class Device(ABC):
     """What a stash needs of one device."""
 
@@ -92,6 +102,18 @@ class Device(ABC):
 
         Raises ``torch.OutOfMemoryError``; nothing has begun then.
         """
+
+    @abstractmethod
+    def mark(self, storage: UntypedStorage, made_on: Any) -> Any:
+        """What :meth:`compare` wants to know of the bytes that ``storage`` has after what the stream
+        ``made_on`` was given; ``None`` where the device has no room or no means."""
+
+    @abstractmethod
+    def compare(
+        self, mark: Any, storage: UntypedStorage, first: int = 0, nbytes: int = -1
+    ) -> Check | None:
+        """Begin to compare with ``mark`` what ``nbytes`` of ``storage`` from ``first`` on are for the current
+        stream (-1: all); ``None`` where the device has no room or no means. The host does not wait."""
 
     @abstractmethod
     def pin(self, memory: Tensor) -> str:

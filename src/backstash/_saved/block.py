@@ -19,17 +19,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._device.base import Check, Device
+from .._device.fingerprint import fingerprint
 from .._runtime.reclaim import Cleanup, Ledger, ReclaimQueue
+from .._torch.dispatch import count_dispatch_modes
 from .._torch.storages import free_weak_ref, storage_identity, weak_ref
 from .._torch.versions import same_counter
 from ..codecs import Codec
 from .access_order import ForwardPass
 from .placement import Arrival, Packed, Placement, Resident
 from .thread_state import ThreadState
-from .view import StridedRegion, with_bits_of
+from .view import with_bits_of
 
 __all__ = ["Block", "BlockCleanup", "Loaded", "StorageVersion"]
 
+_NO_HISTORY = bytearray()
 _NOTHING = torch.empty(0, device="cpu")
 
 
@@ -136,21 +140,27 @@ class Block:
         "__del__",
         "__weakref__",
         "address",
+        "at_once",
         "cleanup",
         "codec",
         "dtype",
         "entries",
+        "expected",
+        "fingerprint",
         "forward_pass",
+        "history",
         "index",
         "is_whole",
         "loaded",
+        "matched",
         "nbytes",
         "number",
+        "number_in_module",
         "offset",
         "origin",
         "placement",
         "rounds",
-        "saved_regions",
+        "saves",
         "served",
         "storage_version",
         "stream",
@@ -181,8 +191,6 @@ class Block:
         self.thread_state: ThreadState
         self.forward_pass: ForwardPass[Block]
         self.index = 0  # in its forward pass
-        # What its entries need, as far as that had to be asked; None: all of it.
-        self.saved_regions: list[StridedRegion] | None = None
         # What is asked to make it smaller when it is complete, and the dtype that it is to be read in.
         self.codec: Codec | None = None
         self.dtype = alias.dtype
@@ -192,6 +200,15 @@ class Block:
         self.is_whole = (
             True  # whether every element of it is a value, and none what memory held before
         )
+        # How often its memory was saved, and how often it will be (see save_counts).
+        self.saves = 1
+        self.expected = 0
+        self.history = _NO_HISTORY
+        self.number_in_module = 0
+        # Of its bytes when it left, where it may be saved again; and whether a save has relied on it.
+        self.fingerprint: Any = None
+        self.matched = False
+        self.at_once = False  # whether it goes whatever "keep" has room for
         self.to_disk = False  # whether it is to go to disk however much room the host has
         self.offset = 0  # of its first byte in its backing
         self.entries = 0  # how many saves it stands for
@@ -205,21 +222,37 @@ class Block:
         """What events say of it: its bytes, its number, and the module that saved it."""
         return self.nbytes, self.cleanup.serial, self.cleanup.module
 
-    def serves(self, region: StridedRegion) -> bool:
-        """Whether this snapshot holds ``region``.
+    @property
+    def waits(self) -> bool:
+        """Whether it is in place and no budget counts it, until it was saved as often as is expected."""
+        return self.placement.is_kept and not self.cleanup.resident_bytes
 
-        Always true while the block is in place; afterwards only for regions saved before it left, since
-        other regions may have been written unseen.
+    def take_fingerprint(self, device: Device | None) -> None:
+        """Note what its bytes are, which leave now, so that a later save can be compared with them."""
+        self.fingerprint = None
+        if count_dispatch_modes() > 0:
+            return  # of the program's, which would see it
+        alias = self.placement.alias
+        assert alias is not None
+        storage = alias.untyped_storage()
+        self.fingerprint = (
+            fingerprint(storage) if device is None else device.mark(storage, self.stream)
+        )
+
+    def has(self, storage: torch.UntypedStorage, device: Device | None) -> bool | Check:
+        """Whether what ``storage`` has now is what the block's entries are given, as far as it has left.
+
+        It was perhaps written since, unseen. On an accelerator the answer is a comparison that backward has
+        to ask; where nothing was noted of the bytes, it is no.
         """
-        if self.saved_regions is None:
-            return True
-        for saved in self.saved_regions:
-            if saved.covers(region):
-                return True
-        if not self.placement.is_kept:
+        if self.fingerprint is None or count_dispatch_modes() > 0:
             return False
-        self.saved_regions.append(region)
-        return True
+        if device is not None:
+            found = device.compare(self.fingerprint, storage) or False
+        else:
+            found = torch.equal(self.fingerprint, fingerprint(storage))
+        self.matched = self.matched or bool(found)
+        return found
 
     def let_go(self) -> None:
         """Drop the storage that was read back; the backing still has the bytes."""

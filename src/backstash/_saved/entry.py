@@ -9,7 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._device.base import Check
+from .._device.fingerprint import fingerprint
+from .._text import clean
+from .._torch.dispatch import count_dispatch_modes
+from .._torch.storages import storage_of
 from .._torch.tensors import is_wrapper_subclass, taken_apart, toggle_bits
+from ..errors import InplaceError
 from .block import Block
 from .view import StridedRegion, extent_bytes, raw_alias, reason_to_stay, with_bits_of
 
@@ -25,6 +31,7 @@ class Entry:
 
     __slots__ = (
         "block",
+        "check",
         "conj",
         "device",
         "dtype",
@@ -40,6 +47,8 @@ class Entry:
         self, block: Block, tensor: Tensor, offset_bytes: int, part: StridedRegion | None = None
     ) -> None:
         self.block = block
+        # Whether its bytes were those of the block, which had left; an accelerator knows when it gets there.
+        self.check: Check | None = None
         self.dtype = tensor.dtype
         self.device = tensor.device
         self.shape = tensor.shape
@@ -85,6 +94,17 @@ class Entry:
         return out
 
 
+def written_unseen(entry: Entry) -> InplaceError:
+    """The error for memory that was written and told no version, where another save has to know it."""
+    kind, module = str(entry.dtype).removeprefix("torch."), clean(entry.block.cleanup.module)
+    return InplaceError(
+        f"the {kind} tensor of shape {tuple(entry.shape)} that {module or 'no module'} saved shares memory "
+        "that was saved before, left, and was then written by what raises no version (.data, NumPy, a tensor "
+        "with a version counter of its own): the bytes of this save are not known. Run forward again, and "
+        "write through the tensor itself"
+    )
+
+
 class WrapperEntry:
     """A saved tensor subclass that is made of others (``__tensor_flatten__``): its parts, each packed."""
 
@@ -100,6 +120,7 @@ class WrapperEntry:
         "seen",
         "shape",
         "stride",
+        "told",
     )
 
     def __init__(self, tensor: Any, pack: Callable[[Tensor], object]) -> None:
@@ -109,6 +130,7 @@ class WrapperEntry:
         self.dtype = tensor.dtype
         self.device = tensor.device
         self.stride = tensor.stride()
+        self.told = _told(tensor)
         self.seen = [(weakref.ref(each), each._version) for each in _with_inner(tensor)]
         self.offsets = {name: _offset_of(part) for name, part in inner.items()}
         self.parts = {name: pack(part) for name, part in inner.items()}
@@ -125,12 +147,17 @@ class WrapperEntry:
         return any(getattr(part, "is_rounded", False) for part in self.parts.values())
 
     def is_of(self, tensor: Tensor) -> bool:
-        """Whether ``tensor`` is what was packed, and neither it nor what it is made of has changed."""
+        """Whether ``tensor`` is what was packed, and neither it nor what it is made of has changed.
+
+        Where that cannot be known without waiting for a device, the answer is no.
+        """
         now = list(_with_inner(tensor))
-        return len(now) == len(self.seen) and all(
+        if len(now) != len(self.seen) or not all(
             seen() is each and version == each._version
             for each, (seen, version) in zip(now, self.seen, strict=True)
-        )
+        ):
+            return False
+        return self.told is not None and self.told == _told(tensor)
 
     def rebuild(self, unpack: Callable[[object], Tensor]) -> Tensor:
         """The wrapper around its unpacked parts."""
@@ -148,6 +175,20 @@ def _with_inner(tensor: Any) -> Iterator[Tensor]:
     if is_wrapper_subclass(tensor):
         for part in taken_apart(tensor)[0].values():
             yield from _with_inner(part)
+
+
+def _told(tensor: Any) -> list[list[int]] | None:
+    """Of all bytes that a wrapper is made of; ``None`` where they are not the CPU's, or a mode would see it."""
+    parts = [each for each in _with_inner(tensor) if not is_wrapper_subclass(each)]
+    storages = [storage_of(each) for each in parts]
+    told = []
+    if count_dispatch_modes() > 0:
+        return None
+    for storage in storages:
+        if storage is None or storage.device.type != "cpu":
+            return None
+        told.append(fingerprint(storage).tolist())
+    return told
 
 
 def _offset_of(part: Tensor) -> int | None:

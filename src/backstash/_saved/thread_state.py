@@ -8,6 +8,8 @@ enters the stash, or anybody once it has ended, may look at the version and decl
 And blocks that wait. An operation saves its inputs before it runs, and may still fill one that it made
 for itself (``rrelu``'s noise), which raises no version. So a block without a gradient function waits in
 place until its operation has ended: until this thread has made a later node, or leaves the stash.
+
+One that is expected to be saved again waits for that: see ``save_counts``.
 """
 
 from __future__ import annotations
@@ -46,6 +48,7 @@ class ThreadState:
     """What one thread keeps with a stash."""
 
     __slots__ = (
+        "expecting",
         "operation",
         "saves",
         "scopes",
@@ -65,6 +68,7 @@ class ThreadState:
         self.waiting: deque[tuple[weakref.ref[Any], bool]] = (
             deque()
         )  # blocks; whether to go at once
+        self.expecting: deque[weakref.ref[Any]] = deque()  # likewise, that will be saved again
         self.operation = 0  # the graph's next sequence number when the last of them was saved
         self.saves = self.small_saves = self.small_bytes = 0  # see Counts
 

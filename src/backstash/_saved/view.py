@@ -76,21 +76,11 @@ class StridedRegion:
         """Equal for two views of one storage that need the same elements."""
         return self.itemsize, self.first, self.sizes, self.strides
 
-    def covers(self, other: StridedRegion) -> bool:
-        """Whether every element of ``other`` is one of its own; a rare "no" that is wrong costs bytes."""
-        if self.key == other.key:
-            return True
-        first, last = self._span()
-        others_first, others_last = other._span()
-        return self.is_dense and first <= others_first and others_last <= last
-
-    def _span(self) -> tuple[int, int]:
-        return self.first * self.itemsize, (self.first + self.extent) * self.itemsize
-
     def copy(self, tensor: Tensor) -> Tensor:
         """The elements, dense, after ``residue`` others, in a storage of their own."""
         source = raw_alias(tensor).view(self.carrier)
         copy = torch.empty(self.residue + self.count, dtype=self.carrier, device=tensor.device)
+        copy[: self.residue].zero_()  # so that equal elements make equal copies
         copy[self.residue :].view(self.sizes).copy_(
             source.as_strided(self.sizes, self.strides, self.first)
         )

@@ -69,6 +69,17 @@ class Evictor:
             block.thread_state.waiting.append((weakref.ref(block), at_once))
             block.thread_state.operation = sequence_number()
 
+    def expect(self, block: Block) -> None:
+        """Take a new block that will be saved again: until then its memory is the program's, in no budget."""
+        if self.resident.event_log.on:
+            self.resident.saved(block)
+        block.thread_state.expecting.append(weakref.ref(block))
+
+    def adopt(self, block: Block) -> None:
+        """Take a block in place whose thread is another or has ended: it goes when a budget next asks."""
+        self.resident.admit(block)
+        self.resident.queue.append(block)
+
     def apply(self, thread_state: ThreadState, block: Block, at_once: bool) -> None:
         """Bring the budgets in order for a block that is complete."""
         resident, inflight = self.resident, self.inflight
@@ -130,6 +141,8 @@ class Evictor:
             return True
         if block.has_moved:
             return True  # stays in place, wherever that is now: what was resized once may be again
+        if block.saves != block.expected:
+            block.take_fingerprint(memory.device if memory is not None else None)
         try:
             if segments is not None and nbytes < _segments.SMALL_BYTES:
                 segments.gather(block, thread_state)

@@ -148,6 +148,8 @@ class Packer:
             entry = Entry(inner, payload, 0)
             inner.entries = 1
             resident.hold(inner)
+        if block.saves != block.expected:
+            block.take_fingerprint(self._device)
         # From here on the payload is what there is: counts and queues follow.
         block.placement = Packed(codec, encoded.recipe, block.dtype, entry)
         resident.leave(block)
@@ -168,6 +170,7 @@ class Packer:
             block.stream,
             block.to_disk,
         )
+        inner.expected = inner.saves  # nobody else saves it
         inner.forward_pass, inner.index = block.forward_pass, block.index
         cleanup = inner.cleanup
         cleanup.module, cleanup.is_counted = block.cleanup.module, False

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._device.fingerprint import fingerprint
 from .._device.memory import DeviceMemory
 from .._runtime.critical_section import CriticalSection
 from .._runtime.reclaim import Cleanup
@@ -26,7 +27,7 @@ from .._runtime.trace import EventLog, profiled
 from .._runtime.weak import WeakQueue
 from .._runtime.workers import Work
 from .._saved.block import Block, Loaded
-from .._saved.entry import Entry
+from .._saved.entry import Entry, written_unseen
 from .._saved.placement import Backing, Load
 from .base import LowerTier
 
@@ -158,6 +159,8 @@ class Prefetcher:
         root = memory
         if backing is not None:
             root, low = backing.storage_for(block.offset, block.address, block.nbytes, memory)
+            if block.matched and not backing.is_shared:
+                self._check(entry, block, root, low, arrival)
             if backing.wanted <= 0:
                 self._drop_backing(backing)
         block.turn += 1
@@ -173,6 +176,22 @@ class Prefetcher:
         if block.nbytes > self.window_bytes > 0 and self._may_stay_beside(block):
             self._beside = weakref.ref(block)
         return self._serve(entry, block, loaded)
+
+    def _check(self, entry: Entry, block: Block, root: Tensor, low: int, arrival: Any) -> None:
+        """A save relied on these bytes: the memory had them when they left, and again when it was saved.
+
+        Between the two, while they were being copied, it may have had others.
+        """
+        storage, nbytes = root.untyped_storage(), block.nbytes
+        if self._memory is None:
+            differs = not torch.equal(block.fingerprint, fingerprint(storage, low, nbytes))
+        else:
+            if arrival is not None:
+                arrival.order()
+            check = self._memory.device.compare(block.fingerprint, storage, low, nbytes)
+            differs = check is None or check.differs()
+        if differs:
+            raise written_unseen(entry)
 
     def _serve(self, entry: Entry, block: Block, loaded: Loaded) -> Tensor:
         if loaded.arrival is not None:

@@ -50,9 +50,13 @@ class ResidentSet:
         """A new block, in place."""
         block.cleanup.resident_bytes = block.nbytes
         self.nbytes += block.nbytes
-        if self.event_log.on:
-            cause = "backward" if current_node() is not None else ""
-            self.event_log.emit("save", *block.facts, cause=cause)
+        if self.event_log.on and not block.entries:
+            self.saved(block)
+
+    def saved(self, block: Block) -> None:
+        """Tell whoever records of a new block."""
+        cause = "backward" if current_node() is not None else ""
+        self.event_log.emit("save", *block.facts, cause=cause)
 
     def hold(self, payload: Block) -> None:
         """What a block was packed to, in place."""

@@ -16,7 +16,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from .._device.base import Completion, Copy, Device
+from .._device.base import Check, Completion, Copy, Device
+from .._device.fingerprint import fingerprint
 
 __all__ = ["TwinDevice"]
 
@@ -83,6 +84,14 @@ class _TwinCopy(Copy):
         self.memory.data.copy_(self._source)
         self.completion.has_run, self._after = True, None
         self._queue.pop(0)  # last, so that an interrupt leaves it to be run anew
+
+
+class _TwinCheck(Check):
+    def __init__(self, found: bool) -> None:
+        self._found = found
+
+    def differs(self) -> bool:
+        return self._found
 
 
 class TwinDevice(Device):
@@ -162,6 +171,16 @@ class TwinDevice(Device):
         with self.lock:
             memory = torch.full((source.numel(),), _GARBAGE, dtype=torch.uint8)
             return _TwinCopy(self, self.ups, source, memory, cast("_TwinEvent | None", after))
+
+    def mark(self, storage: torch.UntypedStorage, made_on: Any) -> Tensor:
+        """See :meth:`Device.mark`."""
+        return fingerprint(storage)
+
+    def compare(
+        self, mark: Any, storage: torch.UntypedStorage, first: int = 0, nbytes: int = -1
+    ) -> Check:
+        """See :meth:`Device.compare`."""
+        return _TwinCheck(not torch.equal(mark, fingerprint(storage, first, nbytes)))
 
     def pin(self, memory: Tensor) -> str:
         """See :meth:`Device.pin`."""

@@ -1,0 +1,83 @@
+"""A fingerprint of memory, by which a storage that is saved again is known to have the bytes that left.
+
+A write through ``.data``, NumPy or a tensor with a version counter of its own raises no version, so a storage's
+version does not tell what its bytes are. The memory of a block that has left is gone, and nothing but what was
+noted of it can be compared with what is saved now.
+
+The memory is read as words of 32 bits, each times an odd weight of 64 bits that its place gives it (multilinear
+hashing, Carter and Wegman 1979), and the products are laid out in squares. What is taken on are the sums of
+each square's rows and columns, modulo 2**64; these are words again, until they fill no more than one square.
+One word that changed changes its row's sum, since its weight is odd; of two that changed, or changed places,
+two rows or two columns tell; more must agree in several random sums at once. The weights are made anew in each
+process. What is left is four sums of 64 bits, each with weights of its own.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+
+import torch
+from torch import Tensor
+
+from .._torch.dispatch import without_function_modes
+
+__all__ = ["fingerprint"]
+
+_SIDE = 180
+_WORDS = _SIDE * _SIDE  # of a square: in a core's own cache, and too few for torch to divide
+_SQUARES = 64  # at once on an accelerator: 16 MiB of products
+_LANES = 4
+
+
+def fingerprint(storage: torch.UntypedStorage, first: int = 0, nbytes: int = -1) -> Tensor:
+    """Four integers on the storage's device that tell its bytes, whatever they mean.
+
+    Args:
+        storage: whose memory is read, on the current stream.
+        first: of the bytes, a multiple of 4.
+        nbytes: how many; -1: all of them.
+    """
+    with without_function_modes(), torch.no_grad():
+        return _fingerprint(storage, first, nbytes)
+
+
+def _fingerprint(storage: torch.UntypedStorage, first: int, nbytes: int) -> Tensor:
+    device = storage.device
+    weights, lanes = _weights(device)
+    if nbytes < 0:
+        nbytes = storage.nbytes()
+    count = nbytes // 4
+    words = torch.empty(0, dtype=torch.int32, device=device).set_(
+        storage, first // 4, (count,), (1,)
+    )
+    rest = torch.empty(0, dtype=torch.uint8, device=device)
+    rest.set_(storage, first + count * 4, (nbytes - count * 4,), (1,))
+    at_once = _WORDS * (1 if device.type == "cpu" else _SQUARES)
+    while len(words) > _WORDS:
+        whole = len(words) // _WORDS * _WORDS
+        products = torch.empty(min(whole, at_once), dtype=torch.int64, device=device)
+        sums = []
+        for some in torch.split(words[:whole], at_once):
+            squares = products[: len(some)].copy_(some).view(-1, _SIDE, _SIDE).mul_(weights)
+            sums += [squares.sum(1), squares.sum(2)]
+        words = torch.cat([*(each.view(-1).view(torch.int32) for each in sums), words[whole:]])
+    told = torch.cat([words, rest.to(torch.int32)])
+    return (told.to(torch.int64) * lanes[:, : len(told)]).sum(1) + nbytes
+
+
+@functools.cache
+def _weights(device: torch.device) -> tuple[Tensor, Tensor]:
+    """Of a square's words, and of the words that are left, for each of the sums."""
+    # Not from torch's generator: a program's random numbers are its own.
+    left = _WORDS + 4
+    made = torch.frombuffer(
+        bytearray(_random_bytes(8 * (_WORDS + _LANES * left))), dtype=torch.int64
+    )
+    made = (made | 1).to(device)
+    return made[:_WORDS].view(_SIDE, _SIDE), made[_WORDS:].view(_LANES, left)
+
+
+@functools.cache
+def _random_bytes(nbytes: int) -> bytes:
+    return os.urandom(nbytes)

@@ -1,0 +1,324 @@
+"""What is saved again has the bytes that it has then, however it was written in between.
+
+A write through ``.data``, NumPy, or a tensor with a version counter of its own raises no version. Plain PyTorch
+gives the graph that was made after it the right gradient, and so does a stash; the first graph may be given
+the bytes that were saved.
+"""
+
+import pytest
+import torch
+from torch.testing._internal.two_tensor import TwoTensor
+
+from backstash import Stash
+from backstash._device import fingerprint as _fingerprint
+from backstash._device.fingerprint import fingerprint
+from backstash.errors import InplaceError, StashError
+from backstash.testing import Gated, MemoryStore, TwinDevice, stash_on
+from oracle import gradients
+
+SIDE = 300  # 720 KB in float64: written by itself
+
+
+def leaf(*shape):
+    return torch.randn(*shape, dtype=torch.float64, requires_grad=True)
+
+
+def by_data(x):
+    x.data.copy_(x.flip(0) * 2)
+
+
+def by_fill(x):
+    x.data.fill_(2.0)
+
+
+def by_numpy(x):
+    x.detach().numpy()[...] = 3.0
+
+
+def one_element(x):
+    x.data[-1, 7] = -5.0
+
+
+def two_swapped(x):
+    x.data[[3, -2], [1, 5]] = x.data[[-2, 3], [5, 1]]
+
+
+def a_sign(x):
+    x.data[0, 0] *= -1
+
+
+def by_another_tensor(x):
+    other = torch.empty(0, dtype=x.dtype).set_(x.untyped_storage(), 0, x.shape)
+    other.mul_(3)
+
+
+WRITES = [by_data, by_fill, by_numpy, one_element, two_swapped, a_sign, by_another_tensor]
+WAYS = {
+    "below": {"inflight": 0},
+    "in segments": {"inflight": 0, "min_bytes": 1},
+    "on its way": {},
+    "kept": {"keep": None},
+    "some kept": {"keep": "1MiB"},
+}
+
+
+def program(write, context, side=SIDE):
+    """``(second's gradient, what it is given then)`` of a program that writes unseen between two saves."""
+    x = leaf(side, side)
+    held = torch.randn(side, side, dtype=x.dtype)
+    with context():
+        first = x * held
+        third = first.sin()  # so that what the first has saved may go
+        write(held)
+        second = x * held
+    (grad,) = gradients(second, x)
+    return grad, held.clone(), (first, second, third)
+
+
+@pytest.mark.parametrize("step", ["first step", "later"])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("write", WRITES)
+def test_a_save_after_an_unseen_write_has_the_bytes_of_now(tmp_path, write, way, step):
+    options = dict(WAYS[way])
+    side = 60 if way == "in segments" else SIDE
+    stash = Stash(disk=tmp_path, **options)
+    for _ in range(1 if step == "first step" else 3):
+        grad, now, graphs = program(write, lambda: stash, side)
+        assert torch.equal(grad, now)
+        gradients(graphs[2].sum(), graphs[0])
+        del graphs
+    stash.close()
+
+
+def test_what_was_not_written_moves_once(tmp_path):
+    """The same memory, three times: in the first step by its fingerprint, in the next it has not yet left."""
+    stash = Stash(disk=tmp_path, inflight=0)
+    x, held = leaf(SIDE, SIDE), torch.randn(SIDE, SIDE, dtype=torch.float64)
+    for step in range(3):
+        before = stash.stats()
+        with stash:
+            outputs = [(x * held).sum() for _ in range(3)]
+        after = stash.stats()
+        assert after.written_bytes - before.written_bytes == held.nbytes, step
+        assert after.deduplicated_bytes - before.deduplicated_bytes == 2 * held.nbytes
+        (grad,) = gradients(sum(outputs), x)
+        assert torch.equal(grad, held + held + held)
+        del outputs
+    assert after.moved_again_bytes == 0
+    stash.close()
+
+
+def test_what_was_written_moves_again_and_is_counted(tmp_path):
+    stash = Stash(disk=tmp_path, inflight=0)
+    _, now, graphs = program(by_fill, lambda: stash)
+    assert stash.stats().moved_again_bytes == now.nbytes
+    del graphs
+    stash.close()
+
+
+@pytest.mark.parametrize("times", [2, 3])
+def test_what_is_expected_again_leaves_after_its_last_save(tmp_path, times):
+    stash = Stash(disk=tmp_path, inflight=0)
+    x, held = leaf(SIDE, SIDE), torch.randn(SIDE, SIDE, dtype=torch.float64)
+    for step in range(2):
+        written = stash.stats().written_bytes
+        with stash:
+            kept = []
+            for time in range(times):
+                kept.append((x * held).sum())
+                x.exp()  # an operation later, what is complete has gone
+                gone = stash.stats().written_bytes > written + x.nbytes * (time + 1)
+                assert gone == (time == times - 1 or not step), (step, time)
+        assert stash.stats().keep_bytes == 0
+        gradients(sum(kept), x)
+        del kept
+
+
+def test_a_block_that_is_not_saved_again_goes_when_its_tensor_does(tmp_path):
+    """Saved twice in the first step and once in the second."""
+    stash = Stash(disk=tmp_path, inflight=0)
+    x = leaf(SIDE, SIDE)
+
+    def step(times):
+        held = torch.randn(SIDE, SIDE, dtype=torch.float64)
+        return sum((x * held).sum() for _ in range(times)), held
+
+    with stash:
+        loss, held = step(2)
+    gradients(loss, x)
+    del loss, held
+    with stash:
+        loss, held = step(1)
+        x.cos()
+        assert stash.stats().blocks == 1 and stash.stats().disk_bytes == 0
+        expected = held.clone()
+        del held
+    assert stash.stats().disk_bytes >= expected.nbytes
+    assert torch.equal(gradients(loss, x)[0], expected)
+    del loss
+    stash.close()
+
+
+def test_a_write_that_was_undone_while_the_bytes_were_copied():
+    """The memory has the bytes that left, and the disk may have others: then nobody knows, and says so."""
+    store = Gated(MemoryStore())
+    stash = Stash(disk=store, prefetch=0)
+    x, held = leaf(SIDE, SIDE), torch.ones(SIDE, SIDE, dtype=torch.float64)
+    store.writes.clear()
+    with stash:
+        first = x * held
+        third = first.sin()
+        held.data.fill_(2.0)
+        store.writes.set()
+        stash._session.device_tiers[0].evictor.inflight.finish(stash._thread_state())
+        held.data.fill_(1.0)
+        second = x * held
+    with pytest.raises(
+        InplaceError, match=r"shape \(300, 300\) that no module saved .*written by what"
+    ):
+        gradients(second, x)
+    del first, second, third
+    stash.close()
+
+
+# Slices of what has no gradient.
+
+
+@pytest.mark.parametrize("pieces", [2, 3, 4, 5, 8])
+@pytest.mark.parametrize("min_bytes", [1, "64KiB"])
+def test_slices_move_once_each(tmp_path, pieces, min_bytes):
+    """Together they are the tensor: whole where the first of them is a quarter or more, else one by one."""
+    stash = Stash(disk=tmp_path, inflight=0, min_bytes=min_bytes)
+    x = leaf(120 * SIDE // pieces, 8)
+    data = torch.randint(-9, 9, (120 * SIDE // pieces * pieces, 8)).double()
+    for step in range(3):
+        before = stash.stats().written_bytes
+        with stash:
+            losses = [(x * piece).sum() for piece in data.chunk(pieces)]
+        down = stash.stats().written_bytes - before
+        # A piece keeps the distance of its first element from an aligned address.
+        residues = sum(piece.data_ptr() % 64 for piece in data.chunk(pieces)) if pieces > 4 else 0
+        assert down == data.nbytes + residues, step
+        (grad,) = gradients(sum(losses), x)
+        assert torch.equal(grad, sum(data.chunk(pieces)))
+        del losses
+    stash.close()
+
+
+def test_slices_that_are_written_in_between(tmp_path):
+    stash = Stash(disk=tmp_path, inflight=0)
+    for _ in range(3):
+        x, data = leaf(SIDE, SIDE), torch.ones(6 * SIDE, SIDE, dtype=torch.float64)
+        with stash:
+            outputs = []
+            for turn in range(2):
+                for number, piece in enumerate(data.chunk(6)):
+                    piece.data.fill_(10 * turn + number)
+                    outputs.append(x * piece)
+        for at, output in enumerate(outputs[6:]):
+            assert torch.all(gradients(output, x)[0] == 10 + at)
+        del outputs
+    stash.close()
+
+
+# Tensors that are made of others.
+
+
+@pytest.mark.parametrize("step", [1, 3])
+def test_a_part_of_a_subclass_that_is_written_unseen(tmp_path, step):
+    stash = Stash(disk=tmp_path, inflight=0)
+    for _ in range(step):
+        parts = [torch.ones(SIDE, SIDE, dtype=torch.float64) for _ in range(2)]
+        x, held = leaf(SIDE, SIDE), TwoTensor(*parts)
+        other = TwoTensor(x.detach().clone(), x.detach().clone()).requires_grad_()
+        with stash:
+            first = other * held
+            third = first.sin()
+            parts[0].data.fill_(4.0)
+            second = other * held
+        (grad,) = torch.autograd.grad(second.sum(), other)
+        assert torch.all(grad.a == 4.0) and torch.all(grad.b == 1.0)
+        del first, second, third
+    stash.close()
+
+
+# On an accelerator.
+
+
+@pytest.mark.parametrize("write", [None, *WRITES])
+def test_an_accelerator_compares_by_itself_and_raises_when_asked(tmp_path, write):
+    device = TwinDevice()
+    stash = stash_on(device, inflight=0)
+    for step in range(3):
+        x, held = leaf(SIDE, SIDE), torch.randn(SIDE, SIDE, dtype=torch.float64)
+        before = stash.stats().written_bytes
+        with stash:
+            first = x * held
+            third = first.sin()
+            if write is not None:
+                write(held)
+            waits = device.waits
+            second = x * held
+            assert device.waits == waits
+        moved = stash.stats().written_bytes - before
+        assert moved == held.nbytes + first.nbytes  # sin's input
+        if write is None or step:  # from the second step on it has not left when it is saved again
+            assert torch.equal(gradients(second, x)[0], held)
+        else:
+            with pytest.raises(StashError, match=r"shape \(300, 300\) that no module saved shares"):
+                gradients(second, x)
+            with pytest.raises(InplaceError):  # and whenever it is asked
+                gradients(second, x)
+        gradients(third.sum(), first)
+        del first, second, third
+    stash.close()
+
+
+# The fingerprint.
+
+
+@pytest.mark.parametrize("nbytes", [1, 3, 4, 7, 8, 129_599, 129_600, 129_603, 1_000_001])
+def test_a_fingerprint_is_of_every_byte_and_of_its_place(nbytes):
+    raw = torch.randint(0, 255, (nbytes,), dtype=torch.uint8)
+    told = fingerprint(raw.untyped_storage())
+    assert told.dtype == torch.int64 and told.shape == (4,)
+    assert torch.equal(told, fingerprint(raw.clone().untyped_storage()))
+    for at in {0, nbytes // 2, nbytes - 1}:
+        other = raw.clone()
+        other[at] += 1
+        assert not torch.equal(told, fingerprint(other.untyped_storage())), at
+    moved = raw.roll(1)
+    assert torch.equal(raw, moved) or not torch.equal(told, fingerprint(moved.untyped_storage()))
+    assert not torch.equal(told, fingerprint(raw[1:].clone().untyped_storage()))
+    longer = torch.cat([raw, raw.new_zeros(1)])
+    assert not torch.equal(told, fingerprint(longer.untyped_storage()))
+    framed = torch.cat([raw.new_ones(8), raw, raw.new_ones(5)]).untyped_storage()
+    assert torch.equal(told, fingerprint(framed, 8, nbytes))
+
+
+@pytest.mark.parametrize("value", [0.0, -1.5, 2.5, float("nan")])
+def test_an_element_is_told_wherever_it_is(value):
+    """A sign is the highest bit of a word: products modulo a power of two are weakest in that."""
+    places = range(0, 160_000, 401)
+    told = set()
+    for at in places:
+        x = torch.full((160_000,), 1.5)
+        x[at] = value
+        told.add(tuple(fingerprint(x.untyped_storage()).tolist()))
+    assert len(told) == len(places)
+
+
+def test_permutations_of_rows_and_columns_are_seen():
+    """Their sums by rows and by columns are all the same."""
+    told = {
+        tuple(fingerprint(torch.eye(180)[torch.randperm(180)].untyped_storage()).tolist())
+        for _ in range(200)
+    }
+    assert len(told) == 200
+
+
+def test_a_fingerprint_takes_no_random_numbers():
+    before = torch.get_rng_state()
+    _fingerprint._weights.cache_clear(), _fingerprint._random_bytes.cache_clear()
+    fingerprint(torch.zeros(10).untyped_storage())
+    assert torch.equal(before, torch.get_rng_state())
