@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 from backstash import Action, Stash, graph
+from backstash.testing import TwinDevice, stash_on
 
 LARGE = 1 << 15  # elements: 128 KiB
 PLACES: dict[str, Callable[[Any], dict[str, Any]]] = {
@@ -351,6 +352,24 @@ def equal(one: list[Any], other: list[Any]) -> bool:
         elif type(a) is not type(b):
             return False
     return True
+
+
+@pytest.mark.parametrize("chance", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("options", [{"keep": 0}, {"keep": None}, {"keep": "300KiB"}])
+def test_random_functions_on_an_accelerator(options, chance, tmp_path):
+    compared = 0
+    for seed in range(25):
+        plain, plain_shares = program(seed, nullcontext())
+        device = TwinDevice(chance=chance, seed=seed)
+        stash = stash_on(device, host="300KiB", disk=tmp_path, **options)
+        ours, ours_shares = program(seed, stash)
+        stash.close()
+        assert ours_shares <= plain_shares and device.faults == [], seed
+        right, _ = program(seed, nullcontext(), clean=True)
+        if equal(plain, right):
+            compared += 1
+            assert equal(ours, plain), seed
+    assert compared > 8
 
 
 @pytest.mark.parametrize("place", PLACES)
