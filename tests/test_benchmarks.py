@@ -301,3 +301,17 @@ def test_the_bytes_of_packing_are_counted_and_the_gradients_equal():
     shares = [float(line.split("|")[-2].strip(" %")) for line in done.stdout.split("\n")[2:6]]
     gpt, llama, resnet, unet = shares
     assert gpt < 95 and llama <= 100 and resnet < 90 and unet < 90
+
+
+def test_steps_of_changing_shapes_have_the_same_gradients_under_each_allocator(
+    tmp_path: Path,
+) -> None:
+    out = tmp_path / "shapes.json"
+    command = [sys.executable, "benchmarks/changing_shapes.py", "--disk", str(tmp_path)]
+    command += ["--steps", "10", "--malloc", "none,glibc", "--json", str(out)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(out.read_text())["rows"]
+    assert set(rows) == {"none", "glibc"}
+    assert rows["none"]["gradient"] == rows["glibc"]["gradient"]
+    assert all(row["peak_bytes"] >= row["end_bytes"] > 0 for row in rows.values())
