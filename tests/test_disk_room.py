@@ -115,8 +115,11 @@ def test_room_is_taken_and_given_under_the_lock(disk):
         def __exit__(self, *_):
             taken.append(disk.used_bytes)
 
-    assert isinstance(disk._lock, type(threading.Lock()))
-    disk._lock = Lock()
+        def _is_owned(self):
+            return True
+
+    assert isinstance(disk.lock, type(threading.RLock()))
+    disk.lock = Lock()
     disk.release(disk.reserve(100))
     assert taken == [0, PAGE, PAGE, 0]
 

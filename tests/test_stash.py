@@ -252,7 +252,7 @@ class Noting:
     """A lock that tells when it is taken."""
 
     def __init__(self, lock, taken):
-        self.lock, self.taken = lock, taken
+        self.lock, self.taken, self._is_owned = lock, taken, lock._is_owned
 
     def __enter__(self):
         self.taken.append(True)

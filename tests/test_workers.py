@@ -293,7 +293,7 @@ def test_who_may_judge_a_copy():
     go_on.set()
     thread.join()
     assert mine.may_judge(found[0]) is True
-    assert found[0].thread is thread
+    assert found[0].thread() is thread
 
 
 def test_what_is_called_off_owns_nothing_any_more():

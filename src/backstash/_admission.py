@@ -24,13 +24,14 @@ from .codecs import Codec
 from .errors import StashClosedError, UsageError
 from .policy import Action, CodecChoice, Policy, SavedTensor
 
-__all__ = ["SMALL", "Admission"]
+__all__ = ["NESTED", "SMALL", "Admission"]
 
 SMALL = "smaller than min_bytes"
 _TRANSFORM = (
     "torch.func.grad, vjp, jacrev or hessian, so many calls: hooks are not allowed inside, and what it saved "
     "is not known"
 )
+NESTED = "saved by a signal's handler or a finalizer, in the middle of another call"
 _NO_TIER = "no tier below: give disk="
 _NO_HOST = "no tier below: give host="
 _CAPTURED = "a graph of the accelerator is being captured"
@@ -114,6 +115,10 @@ class Admission:
             raise StashClosedError("a closed stash was asked to hold a tensor")
         session = self._session
         section = session.section
+        if section.is_nested():
+            thread_state.nested_saves += 1
+            thread_state.nested_bytes += _nbytes_of(tensor)
+            return _in_place(tensor, NESTED)
         if thread_state.waiting:
             with section.lock, section:
                 session.drain()
@@ -372,14 +377,16 @@ class Admission:
         if _is_parameter(tensor):
             return self._stay(tensor, _PARAMETER)
         wait_for_collective(tensor)
-        known = self._wrappers.get(id(tensor))
+        with self._session.section.lock:
+            known = self._wrappers.get(id(tensor))
         if known is not None and known.is_of(tensor) and not known.is_rounded:
             return known
         # Inner tensors are copied: what changes them in place need not raise their own version.
         entry = WrapperEntry(
             tensor, lambda part: self._pack_inner(tensor, part, thread_state, tiers)
         )
-        self._wrappers[id(tensor)] = entry
+        with self._session.section.lock:
+            self._wrappers[id(tensor)] = entry
         return entry
 
     def _pack_inner(
@@ -404,20 +411,25 @@ class Admission:
         """Leave ``tensor`` where it is, with its version, for a stated reason."""
         with self._session.section.lock:
             self._count_left(reason, _nbytes_of(tensor))
-        kept = tensor
-        if not tensor.is_leaf:  # an operation's own output would hold itself through its node
-            alias = tensor.detach()
-            if type(alias) is type(tensor):
-                kept = alias
-        version = tensor._version
-        if reason is not _PARAMETER:
-            return kept, version, module_path(running_modules())
-        return kept if version == 0 else (kept, version)
+        return _in_place(tensor, reason)
 
     def _count_left(self, reason: str, nbytes: int) -> None:
         left = self.left.setdefault(reason, [0, 0])
         left[0] += 1
         left[1] += nbytes
+
+
+def _in_place(tensor: Tensor, reason: str) -> object:
+    """What autograd holds of a tensor that stays: the tensor, its version, and perhaps its module."""
+    kept = tensor
+    if not tensor.is_leaf:  # an operation's own output would hold itself through its node
+        alias = tensor.detach()
+        if type(alias) is type(tensor):
+            kept = alias
+    version = tensor._version
+    if reason is not _PARAMETER:
+        return kept, version, module_path(running_modules())
+    return kept if version == 0 else (kept, version)
 
 
 def _no_tier(tiers: DeviceTiers) -> str:

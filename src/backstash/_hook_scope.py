@@ -82,15 +82,15 @@ def abandon(thread_state: ThreadState, scope: Scope) -> None:
 
 
 def _clear_stale(thread_state: ThreadState) -> None:
-    while (
-        thread_state.scopes
-        and (frame := thread_state.scopes[-1].frame) is not None
-        and not is_running(frame)
-    ):
-        try:
-            _take_out(thread_state.scopes.pop())
-        except UsageError:
-            pass  # the caller that left out of order was told already
+    scopes = thread_state.scopes
+    while scopes:
+        newest = scopes[-1]
+        if newest.frame is None or is_running(newest.frame):
+            return
+        with suppress(ValueError):  # a signal's handler may have done it just now
+            scopes.remove(newest)
+        with suppress(UsageError):  # the caller that left out of order was told already
+            _take_out(newest)
 
 
 def _take_out(scope: Scope) -> None:

@@ -172,18 +172,21 @@ class Session:
                 expecting.append(waiting)
 
     def new_thread_state(self) -> ThreadState:
-        """The state of this thread. Those of threads that have ended are closed, and need not be kept."""
-        for ended in [each for each in self.thread_states if not each.is_alive()]:
-            self.thread_states.remove(ended)
-            self._ended += ended.counts
-            self.adopt(ended)
+        """The state of this thread. Needs no lock: a list is appended to in one step."""
         thread_state = ThreadState()
         self.thread_states.append(thread_state)
         return thread_state
 
+    def close_ended(self) -> None:
+        """The states of threads that have ended need not be kept."""
+        for ended in [each for each in self.thread_states if not each.is_alive()]:
+            self.thread_states.remove(ended)
+            self._ended += ended.counts
+            self.adopt(ended)
+
     def counts(self) -> Counts:
         """What all threads have given to the stash so far."""
-        return sum((each.counts for each in self.thread_states), self._ended)
+        return sum((each.counts for each in self.thread_states.copy()), self._ended)
 
     def adopt(self, ended: ThreadState) -> None:
         """Of a thread that has ended: the blocks that wait there may go when a budget next asks."""

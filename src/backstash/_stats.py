@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ._admission import SMALL, Admission
+from ._admission import NESTED, SMALL, Admission
 from ._session import Session
 from ._text import clean
 from .stores import Store
@@ -129,23 +129,35 @@ class Stats:
 
 
 def collect(
-    name: str | None, session: Session, admission: Admission, store: Store | None, note: str
+    name: str | None,
+    session: Session,
+    admission: Admission,
+    store: Store | None,
+    note: str,
+    *,
+    nested: bool = False,
 ) -> Stats:
-    """The record of a stash, whose lock the caller holds. ``note`` is of its workers."""
+    """The record of a stash, whose lock the caller holds, or which it only reads, ``nested``.
+
+    ``note`` is of its workers.
+    """
     counts = session.counts()
     evictors = [tiers.evictor for tiers in session.device_tiers]
     prefetchers = [tiers.prefetcher for tiers in session.device_tiers]
     below = [tiers.tier for tiers in session.device_tiers if tiers.tier is not None]
-    for tier in below:
-        tier.sweep()
-    left = {reason: Left(*of_it) for reason, of_it in admission.left.items()}
+    if not nested:
+        for tier in below:
+            tier.sweep()
+    left = {reason: Left(*of_it) for reason, of_it in list(admission.left.items())}
     for tiers in session.device_tiers:
-        for reason, (count, nbytes) in tiers.packer.refused.items():
+        for reason, (count, nbytes) in list(tiers.packer.refused.items()):
             known = left.get(f"not packed: {reason}", Left(0, 0))
             left[f"not packed: {reason}"] = Left(known.count + count, known.nbytes + nbytes)
     if counts.small_saves:
         slow = left.get(SMALL, Left(0, 0))
         left[SMALL] = Left(slow.count + counts.small_saves, slow.nbytes + counts.small_bytes)
+    if counts.nested_saves:
+        left[NESTED] = Left(counts.nested_saves, counts.nested_bytes)
     notes = [*(store.notes if store is not None else ()), note, *(tier.note for tier in below)]
     notes += [told for evictor in evictors for told in evictor.health.notes]
     if session.planner is not None:

@@ -156,7 +156,7 @@ class Stash:
         prefetch_bytes = parse_bytes(prefetch, name="prefetch")
         self._owns_store = not isinstance(disk, Store)
         self._store = disk if isinstance(disk, Store) or disk is None else Disk(disk)
-        self._section = CriticalSection()
+        self._section = CriticalSection(self._store)
         self._event_log = EventLog(functools.partial(_levels_of, weakref.ref(self)))
         self._windows: dict[str, Any] = {
             "host": host_bytes,
@@ -179,6 +179,7 @@ class Stash:
         )
         self._admission = Admission(self._session, policy=policy, codec=codec, min_bytes=min_nbytes)
         self._local = threading.local()
+        self._is_closing = False  # by a nested call; the next that is none goes on with it
         _all.add(self)
 
     def _begin(self) -> None:
@@ -204,6 +205,7 @@ class Stash:
         mark of the reclaim queue that their blocks had (see :meth:`_unpack_entry`).
         """
         self._section.forked()
+        self._is_closing = False
         self._begin()
         config, store = self._config, self._store
         self._session.begin_anew(config.reclaim_queue, config.tiers, config.tiers_of)
@@ -245,7 +247,7 @@ class Stash:
             if scope is None or scope in thread_state.scopes:
                 leave_scope(thread_state)
             raise
-        if isinstance(error, torch.OutOfMemoryError):
+        if isinstance(error, torch.OutOfMemoryError) and not self._section.is_nested():
             with self._session.section.lock, self._session.section:
                 self._session.ease()
         if isinstance(error, RuntimeError) and REFUSAL in str(error):
@@ -269,17 +271,23 @@ class Stash:
     def _leave(self, frame: FrameType | None) -> None:
         thread_state = self._thread_state()
         leave_scope(thread_state, frame)
+        if self._section.is_nested():
+            return
         with self._session.section.lock, self._session.section:
             self._session.settle(thread_state, ended=True)
             self._session.review(thread_state, len(thread_state.expecting))
             self._session.complete(thread_state)
             self._session.try_again()
+        if self._is_closing:
+            self.close()
 
     def _thread_state(self) -> ThreadState:
         thread_state: ThreadState | None = getattr(self._local, "thread_state", None)
         if thread_state is None:
-            with self._session.section.lock, self._session.section:
-                thread_state = self._local.thread_state = self._session.new_thread_state()
+            thread_state = self._local.thread_state = self._session.new_thread_state()
+            if not self._section.is_nested():
+                with self._section.lock, self._section:
+                    self._session.close_ended()
         return thread_state
 
     def __call__(self, fn: _F) -> _F:
@@ -327,7 +335,10 @@ class Stash:
         What is kept beyond a lower one moves when the next tensor is saved.
         """
         limit = keep if keep == "auto" else parse_limit(keep, name="keep", also=_AUTO)
-        with self._session.section.lock:
+        if self._section.is_nested():
+            self._session.limit(limit)  # each number in one step
+            return
+        with self._section.lock:
             self._session.limit(limit)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Stash:
@@ -380,8 +391,10 @@ class Stash:
 
     def _unpack_entry(self, entry: Entry) -> Tensor:
         session, block = self._session, entry.block
-        if block.cleanup.mark is not session.reclaim_queue.mark:
+        if block.cleanup.mark is not session.reclaim_queue.mark or session.section.is_nested():
             return self._unpack_apart(entry)
+        if self._is_closing:
+            self.close()
         tiers = session.device_tiers[block.number]
         if tiers.device is not None and tiers.device.is_capturing():
             return self._unpack_captured(entry)
@@ -425,7 +438,8 @@ class Stash:
             raise _unreadable(entry, error) from error
 
     def _unpack_apart(self, entry: Entry) -> Tensor:
-        """The saved view of a graph of the process that this one was forked from, where it is in memory."""
+        """The saved view, with nothing shared waited for or changed: for a nested call, and of a graph of the
+        process that this one was forked from, as far as that has it in memory."""
         block = entry.block
         placement, source = block.placement, block.storage_version
         if (placement.alias is not None or placement.is_unordered) and source.changed:
@@ -440,11 +454,15 @@ class Stash:
             return entry.view_of(*decode_apart(entry, placement, payload))
         backing = placement.backing
         assert backing is not None
-        if backing.buffer is None:
+        is_ours = block.cleanup.mark is self._session.reclaim_queue.mark
+        if not is_ours and backing.buffer is None:
             raise _another_process(entry)
-        return entry.view_of(
-            *backing.cut(block.offset, block.address, block.nbytes, backing.buffer)
-        )
+        offset, address, nbytes = block.offset, block.address, block.nbytes
+        try:
+            root, low = backing.read_apart(offset, address, nbytes, entry.device)
+        except StashIOError as error:
+            raise _unreadable(entry, error) from error
+        return entry.view_of(root, low)
 
     def _decode(self, entry: Entry, placement: Packed, tiers: DeviceTiers) -> Tensor:
         """The saved view of a packed block."""
@@ -478,14 +496,30 @@ class Stash:
     # Looking, and the end.
 
     def stats(self) -> Stats:
-        """What the stash has done and holds, as one frozen record."""
+        """What the stash has done and holds, as one frozen record.
+
+        A signal's handler or a finalizer that asks in the middle of another call waits for nothing; what is
+        just being moved then may be counted in two places or in none.
+        """
+        if self._section.is_nested():
+            return self._collect(nested=True)
+        if self._is_closing:
+            self.close()
         thread_state = self._thread_state()
         with self._session.section.lock, self._session.section:
             self._session.complete(thread_state)
             self._session.drain()
-            return collect(
-                self.name, self._session, self._admission, self._store, self._workers.note
-            )
+            return self._collect()
+
+    def _collect(self, *, nested: bool = False) -> Stats:
+        return collect(
+            self.name,
+            self._session,
+            self._admission,
+            self._store,
+            self._workers.note,
+            nested=nested,
+        )
 
     @property
     def plan(self) -> Plan | None:
@@ -517,11 +551,15 @@ class Stash:
         """Take no more tensors, end the threads, and let go of the store. A second call does nothing.
 
         What live graphs hold stays readable; the file goes with the last of them. A :class:`Disk` that
-        the caller made is the caller's to close.
+        the caller made is the caller's to close. Called by a signal's handler or a finalizer in the middle of
+        another call, it takes no more tensors and returns; the next call does the rest.
         """
         self._admission.closed = (
             True  # what follows may be interrupted, and is done again by a second call
         )
+        self._is_closing = self._section.is_nested()
+        if self._is_closing:
+            return
         if self._planner is not None:
             self._planner.close()
         self._workers.close()

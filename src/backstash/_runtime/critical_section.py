@@ -11,8 +11,18 @@ from typing import Any
 
 from .._torch.modules import is_running
 from ..errors import StashError
+from ..stores._base import is_mine
 
-__all__ = ["CriticalSection"]
+__all__ = ["CriticalSection", "moving"]
+
+
+class _Moving(threading.local):
+    calls = 0
+    """Moves that this thread makes, or waits for another thread to have made."""
+
+
+moving = _Moving()
+"""Of all stashes of the process."""
 
 
 class CriticalSection:
@@ -22,16 +32,23 @@ class CriticalSection:
     rebuilds all counts and queues before it begins. That works for an interrupt inside these methods too:
     the frame that entered is written down before it changes anything and struck out when it has left in good
     order, so that a frame which no longer runs shows what happened. The lock is one of C, taken by ``with``:
-    no interrupt can come between its taking and the block. It is re-entrant, since the garbage collector may
-    run a finalizer that uses the stash while its thread holds it.
+    no interrupt can come between its taking and the block.
+
+    A signal's handler, or a finalizer that the garbage collector runs, may call the stash in the middle of a
+    call that this very thread makes: inside the section, inside the store, or in a move that others may wait
+    for. Such a call is *nested* (:meth:`is_nested`). What it finds may be half changed, and it can wait for
+    nobody, so it takes no lock and writes nothing that is shared: it saves in place, loads to memory of its
+    own, and counts in its thread's counters. The lock is re-entrant all the same, so that whoever comes
+    between its taking and the first line inside is in nobody's way.
 
     Every object of a stash that needs the lock asks this one for it, so that a forked process, which gets a
     new lock, gets it everywhere.
     """
 
-    __slots__ = ("_dirty", "_rebuild", "_writer", "lock")
+    __slots__ = ("_dirty", "_rebuild", "_store", "_writer", "lock")
 
-    def __init__(self) -> None:
+    def __init__(self, store: Any = None) -> None:
+        self._store = store  # whose lock is taken inside, and perhaps by another stash
         self.lock: Any = threading.RLock()
         self._rebuild: weakref.WeakMethod[Callable[[], None]] | None = None
         self._writer: FrameType | None = (
@@ -47,6 +64,13 @@ class CriticalSection:
         """In a forked process, which holds nothing yet: the thread that held the lock may not be here."""
         self.lock = threading.RLock()
         self._dirty, self._writer = False, None
+
+    def is_nested(self) -> bool:
+        """Whether this thread is in the middle of the stash, its store or a move already."""
+        if moving.calls or is_mine(self.lock):
+            return True
+        store = self._store
+        return store is not None and store.lock is not None and bool(is_mine(store.lock))
 
     def __enter__(self) -> None:
         frame, writer = sys._getframe(1), self._writer

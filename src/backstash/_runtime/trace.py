@@ -11,7 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Literal
@@ -130,17 +130,18 @@ class EventLog:
 
     def __init__(self, levels: Callable[[], Levels]) -> None:
         self.levels = levels
-        self._listeners: tuple[Callable[[tuple[Any, ...]], None], ...] = ()
+        self._listeners: list[Callable[[tuple[Any, ...]], None]] = []
         self.on = False
 
     def start(self, listener: Callable[[tuple[Any, ...]], None]) -> None:
         """Call ``listener`` with what happens from now on."""
-        self._listeners = (*self._listeners, listener)
+        self._listeners.append(listener)  # in one step: a signal's handler may begin another
         self.on = True
 
     def stop(self, listener: Callable[[tuple[Any, ...]], None]) -> None:
         """No longer call ``listener``."""
-        self._listeners = tuple(each for each in self._listeners if each != listener)
+        with suppress(ValueError):
+            self._listeners.remove(listener)
         self.on = bool(self._listeners)
 
     def emit(
@@ -158,5 +159,5 @@ class EventLog:
         start = now if began is None else began
         thread = threading.get_ident()
         told = (kind, start, now - start, nbytes, block, module, cause, thread, *self.levels())
-        for listener in self._listeners:
+        for listener in self._listeners.copy():
             listener(told)

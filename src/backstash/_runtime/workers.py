@@ -16,6 +16,7 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any
 
+from .critical_section import moving
 from .transfer import Transfer
 
 __all__ = ["Work", "Workers"]
@@ -42,20 +43,24 @@ class Work(Transfer):
 
         What is not of type ``catch``, an interrupt, ends the call: it is made anew by the next who asks.
         """
-        with self._running:
-            if self.finished:
-                return False
-            call = self._call
-            if not self.cancelled and call is not None:
-                function, args = call
-                try:
-                    function(*args)
-                except catch as error:
-                    self.error = error
-                    _drop_frames(error)
-            self._call = None
-            self.finished = True
-            return True
+        moving.calls += 1
+        try:
+            with self._running:
+                if self.finished:
+                    return False
+                call = self._call
+                if not self.cancelled and call is not None:
+                    function, args = call
+                    try:
+                        function(*args)
+                    except catch as error:
+                        self.error = error
+                        _drop_frames(error)
+                self._call = None
+                self.finished = True
+                return True
+        finally:
+            moving.calls -= 1
 
     def done(self) -> bool:
         """Whether it has been made, or failed."""

@@ -108,6 +108,16 @@ class Backing(ABC):
             memory: of a load, or ``buffer``.
         """
 
+    @abstractmethod
+    def read_apart(
+        self, offset: int, address: int, nbytes: int, device: torch.device
+    ) -> tuple[Tensor, int]:
+        """A storage with one block's bytes, and where they begin, made by the caller alone: nothing that is
+        shared is waited for or changed. ``device`` is the block's; the rest as for :meth:`storage_for`.
+
+        Raises ``StashIOError`` where the store cannot give them.
+        """
+
     def cut(self, offset: int, address: int, nbytes: int, memory: Tensor) -> tuple[Tensor, int]:
         """As :meth:`storage_for`, which also counts that the block has come."""
         return memory, self.skew

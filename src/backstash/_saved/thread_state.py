@@ -35,12 +35,18 @@ class Counts:
     """Tensors left by the fast path."""
     small_bytes: int = 0
     """The bytes of those."""
+    nested_saves: int = 0
+    """Tensors left by calls in the middle of another."""
+    nested_bytes: int = 0
+    """The bytes of those."""
 
     def __add__(self, other: Counts) -> Counts:
         return Counts(
             self.saves + other.saves,
             self.small_saves + other.small_saves,
             self.small_bytes + other.small_bytes,
+            self.nested_saves + other.nested_saves,
+            self.nested_bytes + other.nested_bytes,
         )
 
 
@@ -49,6 +55,8 @@ class ThreadState:
 
     __slots__ = (
         "expecting",
+        "nested_bytes",
+        "nested_saves",
         "operation",
         "saves",
         "scopes",
@@ -71,11 +79,14 @@ class ThreadState:
         self.expecting: deque[weakref.ref[Any]] = deque()  # likewise, that will be saved again
         self.operation = 0  # the graph's next sequence number when the last of them was saved
         self.saves = self.small_saves = self.small_bytes = 0  # see Counts
+        self.nested_saves = self.nested_bytes = 0
 
     @property
     def counts(self) -> Counts:
         """What this thread has given so far."""
-        return Counts(self.saves, self.small_saves, self.small_bytes)
+        return Counts(
+            self.saves, self.small_saves, self.small_bytes, self.nested_saves, self.nested_bytes
+        )
 
     def is_alive(self) -> bool:
         """Whether the thread has not ended."""

@@ -20,6 +20,7 @@ from .._runtime.workers import Work
 from .._saved.placement import Backing, Load
 from .._saved.view import ALIGNMENT_BYTES
 from ..stores import Slot, Store
+from ..stores._buffer_pool import own_memory
 
 __all__ = ["DiskBacking", "DiskCleanup", "DiskLoad", "SegmentBacking"]
 
@@ -110,6 +111,14 @@ class DiskBacking(Backing):
         self.wanted = 0
         return memory, self.skew
 
+    def read_apart(
+        self, offset: int, address: int, nbytes: int, device: torch.device
+    ) -> tuple[Tensor, int]:
+        """See :meth:`Backing.read_apart`."""
+        memory, low = own_memory(self.nbytes, self.skew)
+        self.store.read(self.slot, memory.data_ptr() + low)
+        return memory, low
+
 
 class SegmentBacking(DiskBacking):
     """Many small blocks in one slot; ``buffer`` has their bytes until the write has completed."""
@@ -149,3 +158,12 @@ class SegmentBacking(DiskBacking):
         root = torch.empty(size, dtype=torch.uint8, device="cpu")
         ctypes.memmove(root.data_ptr() + low, memory.data_ptr() + offset, nbytes)
         return root, low
+
+    def read_apart(
+        self, offset: int, address: int, nbytes: int, device: torch.device
+    ) -> tuple[Tensor, int]:
+        """See :meth:`Backing.read_apart`: all of the segment is read."""
+        memory, low = self.buffer, 0  # taken once: another thread may complete its write
+        if memory is None:
+            memory, low = super().read_apart(offset, address, nbytes, device)
+        return self.cut(low + offset, address, nbytes, memory)

@@ -108,7 +108,9 @@ class HostTier(LowerTier):
         except Exception:  # after an interrupt the copy may have begun, and fills the buffer
             self.pool.give(buffer)
             raise
-        backing = HostBacking(self._reclaim_queue, self._number, buffer, copy.completion)
+        backing = HostBacking(
+            self._reclaim_queue, self._number, buffer, copy.completion, self.writeback.disk
+        )
         self.writeback.add(backing, at_once=block.to_disk)
         return backing, copy
 

@@ -18,7 +18,8 @@ from .._runtime.critical_section import CriticalSection
 from .._runtime.reclaim import Cleanup, Ledger, ReclaimQueue
 from .._runtime.workers import Work
 from .._saved.placement import Backing, Load
-from ..stores import Slot
+from ..stores import Slot, Store
+from ..stores._buffer_pool import own_memory
 
 __all__ = ["HostBacking", "HostCleanup", "HostLoad"]
 
@@ -69,7 +70,7 @@ class HostBacking(Backing):
     will when ``cleanup.work`` has ended: the write, until its end has been looked at.
     """
 
-    __slots__ = ("__del__", "cleanup")
+    __slots__ = ("__del__", "cleanup", "store")
     __del__: Callable[[], None]
 
     def __init__(
@@ -78,9 +79,11 @@ class HostBacking(Backing):
         number: int,
         buffer: PinnedBuffer,
         written: Completion,
+        store: Store | None = None,
     ) -> None:
         self.cleanup: HostCleanup = HostCleanup(reclaim_queue, number, buffer)
         self.cleanup.written = written
+        self.store = store
         self.__del__ = functools.partial(reclaim_queue.append, self.cleanup)
         self.nbytes = buffer.memory.numel()
         self.load: Load | None = None
@@ -93,6 +96,26 @@ class HostBacking(Backing):
     def tier(self) -> str:
         """See :attr:`Backing.tier`."""
         return "host" if self.cleanup.buffer is not None else "disk"
+
+    def read_apart(
+        self, offset: int, address: int, nbytes: int, device: torch.device
+    ) -> tuple[Tensor, int]:
+        """See :meth:`Backing.read_apart`. The host waits for the copies."""
+        below = self.cleanup
+        while (buffer := below.buffer) is not None:
+            if below.written is not None:
+                below.written.wait()
+            memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
+            memory.copy_(buffer.memory)
+            if below.buffer is buffer:  # else it was given to another block meanwhile
+                return memory, 0
+        slot, store = below.slot, self.store
+        assert slot is not None and store is not None
+        staged, low = own_memory(nbytes, 0)
+        store.read(slot, staged.data_ptr() + low)
+        memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        memory.copy_(staged[low : low + nbytes])
+        return memory, 0
 
     def storage_for(
         self, offset: int, address: int, nbytes: int, memory: Tensor

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import operator
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["PAGE_BYTES", "Slot", "Store"]
+__all__ = ["PAGE_BYTES", "Slot", "Store", "is_mine"]
 
 PAGE_BYTES = 4096
 """A page of memory: a source and a target of one slot have the same address modulo this."""
+
+
+is_mine = operator.methodcaller("_is_owned")
+"""Whether this thread has an ``RLock``: what ``threading.Condition`` asks of it, in one call of C."""
 
 
 class _Weak:
@@ -53,6 +58,9 @@ class Store(ABC):
     """How many calls of ``write`` or ``read`` at a time are worth while."""
     notes: tuple[str, ...]
     """Fallbacks that were taken, each with its reason."""
+    lock: Any = None
+    """The ``threading.RLock`` that ``reserve``, ``release`` and ``used_bytes`` take, if any: a stash that
+    a signal's handler or a finalizer calls while its thread holds it asks nothing of the store."""
     begins_anew_when_forked = False
     """Whether a forked process may go on to use it: it holds nothing there at first, and touches nothing of
     the other process's. Else a stash in the forked process leaves in place what it would have moved."""

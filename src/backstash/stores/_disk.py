@@ -20,7 +20,7 @@ from ..errors import (
     UsageError,
 )
 from ..units import format_bytes, parse_limit
-from ._base import PAGE_BYTES, Slot, Store
+from ._base import PAGE_BYTES, Slot, Store, is_mine
 from ._file import UnnamedFile
 from ._leases import Leases
 
@@ -90,7 +90,7 @@ class Disk(Store):
 
     def _begin(self) -> None:
         """With nothing lent, and a lock that nobody has."""
-        self._lock = threading.Lock()
+        self.lock = threading.RLock()
         self._leases = Leases(unit_bytes=_UNIT_BYTES)
         self._allocated = 0
 
@@ -126,8 +126,8 @@ class Disk(Store):
     def used_bytes(self) -> int:
         """Bytes reserved at present, each slot rounded up to 4096."""
         leases = self._leases
-        if leases.dropped or not leases.in_order:
-            with self._lock:
+        if not leases.in_order and not is_mine(self.lock):
+            with self.lock:
                 leases.settle()
         return leases.extents.used_bytes
 
@@ -146,7 +146,7 @@ class Disk(Store):
         if self._is_closed:
             raise self._closed()
         slot, leases = Slot(nbytes), self._leases
-        with self._lock:
+        with self.lock:
             if self._file.fd < 0:
                 self._open_again(nbytes)
             slot.file = self._file
@@ -238,7 +238,7 @@ class Disk(Store):
 
     def release(self, slot: Slot) -> None:
         """Give the slot's extent back; the file keeps its size for the next one."""
-        with self._lock:
+        with self.lock:
             if slot.file is self._file:  # and not another process's
                 self._leases.free(slot.offset)
 

@@ -94,6 +94,7 @@ class _Wrapping(Store):
         self.name = f"{type(self).__name__.lower()} {store.name}"
         self.threads = store.threads
         self.notes = store.notes
+        self.lock = store.lock
         self.begins_anew_when_forked = store.begins_anew_when_forked
 
     def reserve(self, nbytes: int) -> Slot:

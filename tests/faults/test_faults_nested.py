@@ -1,0 +1,117 @@
+"""The stash called by a signal's handler or a finalizer, in the middle of itself, at every line."""
+
+import functools
+import gc
+import os
+
+import pytest
+from faulty import MIXES, ZEROS, hooks_left, run_python, wrong_after
+from nesting import step_with_a_call_at
+
+from backstash import Disk
+
+POINTS = int(os.environ.get("NESTED_POINTS", 6))  # of each mix and call
+CALLS = ("a step", "stats", "close")
+
+
+@functools.cache
+def lines_of(mix, directory):
+    stash = MIXES[mix](directory)
+    caller, found = step_with_a_call_at(-1, stash, "stats")
+    assert not found + wrong_after(stash)
+    return caller.count
+
+
+@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize("call", CALLS)
+def test_a_call_in_the_middle_of_another_leaves_both_right(tmp_path_factory, mix, call):
+    directory = tmp_path_factory.mktemp("nested")
+    most = lines_of(mix, tmp_path_factory.getbasetemp())
+    reached = 0
+    for part in range(POINTS):
+        at = (2 * part + 1) * most // (2 * POINTS) + 7 * part
+        stash = MIXES[mix](directory)
+        caller, found = step_with_a_call_at(at, stash, call)
+        reached += bool(
+            caller.where
+        )  # how many lines there are depends on what workers have done by then
+        is_closed = call == "close" and caller.where
+        found += closed_after(stash) if is_closed else wrong_after(stash)
+        assert not found, f"{call} at {at}, {caller.where}"
+    assert 2 * reached > POINTS
+
+
+def closed_after(stash):
+    gc.collect()
+    found = ["hooks left"] * hooks_left()
+    stats = stash.stats()  # which goes on with what the nested call began
+    found += [f"{name}={getattr(stats, name)}" for name in ZEROS if getattr(stats, name)]
+    found += ["a thread is left"] * any(each.is_alive() for each in stash._workers._threads)
+    if isinstance(stash._store, Disk):
+        stash._store.close()
+    return found
+
+
+HANDLER = """
+import signal, sys, warnings
+from faulty import *
+from nesting import *
+warnings.simplefilter("ignore")
+stash = MIXES[sys.argv[2]](Path(sys.argv[1]))
+asked, found = [0], []
+def handler(*_):
+    asked[0] += 1
+    if sys.argv[3] == "stats":
+        stash.stats()
+    else:
+        another_step(stash, found)
+        if asked[0] < 60:
+            signal.setitimer(signal.ITIMER_REAL, 0.001)
+signal.signal(signal.SIGALRM, handler)
+signal.setitimer(signal.ITIMER_REAL, 0.001, 0.001 if sys.argv[3] == "stats" else 0)
+steps = 0
+while asked[0] < (300 if sys.argv[3] == "stats" else 60):
+    assert are_right(gradients(stash))
+    steps += 1
+signal.setitimer(signal.ITIMER_REAL, 0)
+assert not found, found
+problems = wrong_after(stash)
+assert not problems, problems
+"""
+
+
+@pytest.mark.parametrize("call", ["stats", "a step"])
+@pytest.mark.parametrize("mix", ["disk", "at once"])
+def test_a_handler_of_a_timer(tmp_path, mix, call):
+    result = run_python(HANDLER, tmp_path, mix, call)
+    assert (result.returncode, result.stderr) == (0, ""), result.stderr
+
+
+FINALIZER = """
+import sys
+from faulty import *
+from nesting import *
+stash = MIXES[sys.argv[2]](Path(sys.argv[1]))
+found, ran = [], [0]
+class Trains:
+    def __del__(self):
+        ran[0] += 1
+        another_step(stash, found)
+gc.set_threshold(50, 1, 1)
+for _ in range(20):
+    for _ in range(3):
+        cycle = Trains()
+        cycle.itself = cycle
+    del cycle
+    assert are_right(gradients(stash))
+gc.collect()
+assert ran[0] == 60 and not found, (ran, found)
+problems = wrong_after(stash)
+assert not problems, problems
+"""
+
+
+@pytest.mark.parametrize("mix", ["disk", "at once"])
+def test_a_finalizer_that_trains(tmp_path, mix):
+    result = run_python(FINALIZER, tmp_path, mix)
+    assert (result.returncode, result.stderr) == (0, ""), result.stderr
