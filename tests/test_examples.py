@@ -168,3 +168,18 @@ def test_demo_asks_plain_again_where_the_losses_differ(capsys: pytest.CaptureFix
     assert "did not repeat itself" in capsys.readouterr().out
     assert settled(right, unlucky, lambda: right) is right, "backstash is wrong, and stays so"
     assert "did not repeat itself" not in capsys.readouterr().out
+
+
+def test_wave_inversion_comes_nearer(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="pip install 'backstash[plot]'")
+    picture = tmp_path / "media.png"
+    output = run(EXAMPLES / "wave_inversion.py", "--tiny", "--picture", picture, cwd=tmp_path)
+    errors = [float(each) for each in re.findall(r"medium's error (\S+)", output)]
+    assert len(errors) == 3 and errors == sorted(errors, reverse=True)
+    assert picture.stat().st_size > 1000
+
+
+def test_long_recurrence_learns(tmp_path: Path) -> None:
+    found = losses(run(EXAMPLES / "long_recurrence.py", "--tiny", cwd=tmp_path))
+    assert len(found) == 4
+    assert float(found[-1]) < float(found[0])
