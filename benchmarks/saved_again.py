@@ -2,8 +2,9 @@
 
     python benchmarks/saved_again.py --disk DIR [--steps 3]
 
-Trains the GPT and the ResNet of `backstash bench` and prints for each step its seconds, how many fingerprints were
-taken, the seconds they took, the bytes that went down, those that were shared and those that were moved again.
+Trains the GPT and the ResNet of `backstash bench` and prints for each step its seconds, how many fingerprints
+were taken, the seconds they took, the bytes that went down, those that were shared and those that
+were moved again.
 """
 
 import argparse
