@@ -1,6 +1,7 @@
 """The face: what is called when, what an interrupt leaves, and what is said."""
 
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -313,3 +314,15 @@ def test_closing_ends_what_is_there(monkeypatch):
     assert asked == ["close", "complete", "trim", "finish"]
     assert torch.equal(stash.unpack(held), torch.ones(100).exp())
     del held
+
+
+def test_a_nested_call_is_told_of_an_unseen_write_too():
+    stash = Stash(disk=MemoryStore())
+    held = packed(stash, torch.zeros(200, 200))
+    held.check = SimpleNamespace(differs=lambda: True)
+    with stash._section.lock, pytest.raises(InplaceError):
+        stash.unpack(held)
+    held.check.differs = lambda: False
+    with stash._section.lock:
+        assert torch.equal(stash.unpack(held), torch.ones(200, 200))
+    assert held.check is not None, "a nested call changes nothing"

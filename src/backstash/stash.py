@@ -446,6 +446,9 @@ class Stash:
             raise _lost(entry, source.probe._version)
         if placement.lost_at is not None:
             raise _lost(entry, placement.lost_at)
+        check = entry.check
+        if check is not None and check.differs():
+            raise written_unseen(entry)
         if placement.alias is not None:
             return entry.view_of(placement.alias, 0)
         if isinstance(placement, Packed):
