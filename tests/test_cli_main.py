@@ -71,7 +71,7 @@ print("status", status)
         ("rum", 2),
         *[(f"{command} --help", 0) for command in ("run", "profile", "doctor", "bench")],
         *[(f"{command} --no-such-option", 2) for command in ("run", "profile", "doctor", "bench")],
-        ("run train.py", 2),
+        ("run --keep 1GiB train.py", 2),
         ("run --disk . --keep 2G train.py", 2),
         ("run --disk . missing.py", 2),
         ("run --disk . --malloc fast train.py", 2),

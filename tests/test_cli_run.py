@@ -438,7 +438,7 @@ def test_script_without_torch_says_so(tmp_path: Path) -> None:
         (["--disk", ".", "--inflight", "x", "s.py"], "--inflight"),
         (
             ["--disk", ".", "--kep", "2GiB", "s.py"],
-            "unknown argument '--kep'; options: --help, --keep",
+            "unknown argument '--kep'; options: --help, --budget",
         ),
         (
             ["--disk", ".", "missing.py"],
@@ -450,7 +450,11 @@ def test_script_without_torch_says_so(tmp_path: Path) -> None:
         ),
         (["--disk", "."], "no script given"),
         (["--disk"], "expected one argument"),
-        (["s.py"], "give --disk DIR"),
+        (["--keep", "1GiB", "s.py"], "give --disk DIR"),
+        (["--budget", "1GiB", "--keep", "1GiB", "s.py"], "--budget and --keep exclude one another"),
+        (["--budget", "half", "s.py"], "budget"),
+        (["--plan", "missing.json", "s.py"], "no such file"),
+        (["--disk", ".", "--save-plan", "p.json", "s.py"], "--save-plan is of --budget"),
         (["--keep", "1GiB", "--max-bytes", "1GiB", "s.py"], "give --disk DIR as well"),
         (["--disk", ".", "--malloc", "fast", "s.py"], "tcmalloc"),
         (["--disk", ".", "--json", "missing/x.json", "s.py"], "a file in an existing directory"),
@@ -508,3 +512,29 @@ def test_the_interpreter_s_own_options_are_passed_on(
     started_with: list[str], options: list[str]
 ) -> None:
     assert interpreter_options(started_with) == options
+
+
+def test_without_options_what_fits_is_left_alone(tmp_path: Path) -> None:
+    write(tmp_path / "train.py", STEPS)
+    figures = tmp_path / "run.json"
+    done = under_stash(["train.py"], tmp_path, "--json", str(figures))
+    assert done.stdout == start(["train.py"], tmp_path).stdout
+    assert "what moves goes to" in done.stderr
+    plan = json.loads(figures.read_text())["plan"]
+    assert plan["state"] in ("measuring", "left alone")
+    assert plan["budget_bytes"] > 0
+
+
+def test_a_budget_is_planned_for_and_its_plan_used_again(tmp_path: Path) -> None:
+    write(tmp_path / "train.py", STEPS.replace("range(3)", "range(12)"))
+    figures, plan = tmp_path / "run.json", tmp_path / "plan.json"
+    options = ("--disk", ".", "--budget", "20GiB", "--json", str(figures), "--save-plan", str(plan))
+    done = under_stash(["train.py"], tmp_path, *options)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(plan.read_text())["budget_bytes"] == 20 << 30
+    assert {"predicted", "measured", "bound", "classes"} <= json.loads(figures.read_text())[
+        "plan"
+    ].keys()
+    again = under_stash(["train.py"], tmp_path, "--disk", ".", "--plan", str(plan))
+    assert again.returncode == 0, again.stderr
+    assert again.stdout == done.stdout

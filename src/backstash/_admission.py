@@ -345,9 +345,8 @@ class Admission:
         self.eligible_bytes += block.nbytes
         tier, codec = choice
         planner = session.planner
-        if planner is not None and not tier and codec is None:
-            # An accelerator's tensors are not planned for yet, and all move.
-            tier = planner.choose(block, tensor) if tiers.device is None else "host"
+        if planner is not None and tiers.device is None and not tier and codec is None:
+            tier = planner.choose(block, tensor)
         block.to_disk, block.at_once = tier == "disk", bool(tier)
         if codec is not None:
             block.codec, block.dtype = codec, tensor.dtype

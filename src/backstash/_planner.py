@@ -454,6 +454,7 @@ def _plan_of(budget: int, trace: Trace, solution: Solution, smallest: int, bias_
         )
     classes.sort(key=lambda each: -each.nbytes)
     forecast = solution.forecast
+    plain = simulate(trace, [block.options["keep"] for block in trace.blocks], Windows(0, 0))
     return Plan(
         budget,
         state,
@@ -461,6 +462,7 @@ def _plan_of(budget: int, trace: Trace, solution: Solution, smallest: int, bias_
         StepFigures(forecast.peak_bytes + bias_bytes, forecast.step_seconds),
         None,
         StepFigures(budget, solution.bound_seconds) if solution.fits else None,
+        StepFigures(plain.peak_bytes + bias_bytes, plain.step_seconds),
         smallest + bias_bytes if not solution.fits else None,
         solution.windows.inflight_bytes,
         solution.windows.prefetch_bytes,

@@ -45,7 +45,7 @@ class Session:
         make_of: the tiers of an accelerator by its ``torch.device``, or the reason why it has none.
         keep: bytes that may stay in place on each device; ``None``: no limit; ``"auto"``: half of what its
             memory has free when a step begins.
-        planner: is told when a step begins; ``None``: nobody plans.
+        planner: sets the limit of the CPU's tensors, and is told when a step begins; ``None``: nobody plans.
     """
 
     def __init__(
@@ -132,6 +132,8 @@ class Session:
 
     def _follow(self, tiers: DeviceTiers) -> None:
         """Half of (free + already kept) memory, evaluated at each step, with ``keep="auto"``."""
+        if tiers.device is None and self.planner is not None:
+            return
         if self._keep != "auto" or (tiers.device is not None and tiers.device.is_capturing()):
             return
         free = tiers.device.free_bytes() if tiers.device is not None else spare_bytes()

@@ -67,6 +67,8 @@ class Plan:
     bound: StepFigures | None = None
     """What no choice can be better than, by the figures that were measured: the budget, and a lower bound of
     the step's time within it."""
+    plain: StepFigures | None = None
+    """What the simulation gives for the step with everything in place."""
     smallest_budget_bytes: int | None = None
     """The smallest budget that some choice keeps."""
     inflight_bytes: int = 0
@@ -87,8 +89,11 @@ class Plan:
             OSError: the file cannot be written.
         """
         with open(path, "w", encoding="utf-8") as file:
-            json.dump(self.as_dict(), file, indent=1)
-            file.write("\n")
+            file.write(self.text())
+
+    def text(self) -> str:
+        """What :meth:`save` writes."""
+        return json.dumps(self.as_dict(), indent=1) + "\n"
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:
@@ -118,7 +123,7 @@ class Plan:
                 raise UsageError(_no_plan("this"))
             figures: dict[str, Any] = {
                 name: StepFigures(**given[name]) if given[name] is not None else None
-                for name in ("predicted", "measured", "bound")
+                for name in ("predicted", "measured", "bound", "plain")
             }
             classes = tuple(
                 PlannedClass(

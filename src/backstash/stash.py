@@ -65,7 +65,7 @@ __all__ = ["Stash"]
 _F = TypeVar("_F", bound=Callable[..., Any])
 _IDLE_BYTES = 32 << 20
 _AUTO = ', or "auto"'
-_DEFAULT_WINDOW = "128MiB"
+_DEFAULT_WINDOW_BYTES = 128 << 20
 
 
 class Stash:
@@ -102,7 +102,7 @@ class Stash:
             twentieth. Three steps are measured, the first with everything moved that can; then the cheapest
             choice for each class of saved tensors within it is followed, and :attr:`plan` says which. What
             fits is left in place. ``inflight`` and ``prefetch`` are the plan's unless they differ from their
-            defaults.
+            defaults. An accelerator's tensors are not planned for: they are held as ``keep="auto"`` says.
         plan: a :class:`~backstash.plan.Plan`, or the file of one: it is followed from the first step on, and
             nothing is measured.
 
@@ -174,7 +174,9 @@ class Stash:
             self._event_log,
             self._config.tiers,
             self._config.tiers_of,
-            keep=keep_limit,
+            keep=keep_limit
+            if planner is None
+            else "auto",  # of accelerators, which nobody plans for
             planner=planner,
         )
         self._admission = Admission(self._session, policy=policy, codec=codec, min_bytes=min_nbytes)
@@ -622,7 +624,8 @@ def _planner(
     if budget is None and plan is None:
         return None
     given = [
-        None if each == _DEFAULT_WINDOW else parse_bytes(each) for each in (inflight, prefetch)
+        None if each == _DEFAULT_WINDOW_BYTES else each
+        for each in map(parse_bytes, (inflight, prefetch))
     ]
     loaded = plan if isinstance(plan, Plan) or plan is None else Plan.load(plan)
     nbytes = None

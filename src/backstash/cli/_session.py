@@ -49,7 +49,7 @@ class Session:
     """
 
     def __init__(self, plan: dict[str, Any]) -> None:
-        if plan["disk"] is None and plan["keep"] is not None:
+        if plan["disk"] is None and plan["keep"] is not None and plan["budget"] is None:
             # As the package was built: asking for devices now could do what the script would do otherwise.
             if torch.accelerator.current_accelerator() is None:
                 raise UsageError(
@@ -59,6 +59,8 @@ class Session:
         self._plan = plan
         self._job = Job.now()
         self._notes = list(_notes(plan["allocator"]["kind"]))
+        if plan["scratch"] is not None:
+            self._notes.append(plan["scratch"])
         self._started = time.perf_counter()
         self._resident_start_bytes = resident_bytes()
         disk = plan["disk"]
@@ -70,6 +72,8 @@ class Session:
             inflight=plan["inflight"],
             prefetch=plan["prefetch"],
             name="backstash run",
+            budget=plan["budget"],
+            plan=plan["plan"],
         )
         self._stash.__enter__()
         self._marks = StepMarks(then=self._stepped)
@@ -144,6 +148,11 @@ class Session:
             "settings": {name: self._plan[name] for name in _SETTINGS},
             "script": [*["-m"] * self._plan["is_module"], self._plan["target"], *self._arguments],
         }
+        planned = self._stash.plan
+        if planned is not None:
+            figures["plan"] = planned.as_dict()
+            if self._plan["save_plan"] is not None:
+                self._write("save_plan", lambda: planned.text())
         if not self._plan["quiet"]:
             say(summary(figures, self._plan["compare"], self._job.label))
         if self._plan["json"] is not None:
@@ -161,7 +170,7 @@ class Session:
             with open(self._job.file(self._plan[option]), "w", encoding="utf-8") as file:
                 file.write(text())
         except OSError as error:
-            say(f"backstash run: --{option}: {error}")
+            say(f"backstash run: --{option.replace('_', '-')}: {error}")
 
 
 def _steps(marks: StepMarks) -> dict[str, Any]:

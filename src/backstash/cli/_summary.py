@@ -56,6 +56,7 @@ def summary(
     alone = only_line(figures)
     lines = [
         verdict(figures, other),
+        *_planned(figures.get("plan")),
         _moved(figures["stats"]),
         _peaks(figures["stats"]),
         _waits(figures["stats"]),
@@ -67,6 +68,28 @@ def summary(
         *(f"note       {note}" for note in [*figures["notes"], *figures["stats"]["notes"]]),
     ]
     return "\n".join(f"{label}: {line}" for line in ([alone] if alone else lines))
+
+
+def _planned(plan: dict[str, Any] | None) -> list[str]:
+    """One line: the budget, what was done about it, and whether that came true."""
+    if plan is None:
+        return []
+    budget, measured, predicted = (
+        format_bytes(plan["budget_bytes"]),
+        plan["measured"] or {},
+        plan["predicted"] or {},
+    )
+    peak = format_bytes(measured["peak_bytes"]) if measured else "not measured"
+    smallest = format_bytes(plan["smallest_budget_bytes"] or 0)
+    expected = format_bytes(predicted["peak_bytes"]) if predicted else "not predicted"
+    what = {
+        "measuring": "too few steps to plan: all that can move was moved",
+        "left alone": f"everything fits; peak of a step {peak}, predicted {expected}",
+        "planned": f"peak of a step {peak}, predicted {expected}",
+        "loaded": f"a plan from a file, predicted {expected}",
+        "too small": f"too small: the smallest that can be kept is {smallest}",
+    }[plan["state"]]
+    return [f"budget     {budget}: {what}"]
 
 
 def _moved(stats: dict[str, Any]) -> str:

@@ -46,6 +46,18 @@ def verdict(figures: dict[str, Any], other: dict[str, Any] | None) -> str:
     away = stats["host_peak_bytes"] + stats["disk_peak_bytes"]
     if other is not None:
         return _compared(figures, other)
+    plan = figures.get("plan")
+    if plan is not None and plan["state"] == "left alone":
+        return (
+            f"everything fits within {format_bytes(plan['budget_bytes'])} and was left in place, but for a "
+            f"first step that was measured; peak {format_bytes(peak)}{where}"
+        )
+    if plan is not None and plan["plain"] is not None:
+        without = plan["plain"]["peak_bytes"]
+        return (
+            f"peak {format_bytes(peak)}{where} within a budget of {format_bytes(plan['budget_bytes'])}, with "
+            f"everything in place about {format_bytes(without)}; {_cost(figures)}"
+        )
     if not stats["written_bytes"] and stats["keep_peak_bytes"]:
         return (
             f"nothing had to move: at most {format_bytes(stats['keep_peak_bytes'])} was saved at once, which "

@@ -13,12 +13,14 @@ from typing import Any
 from ._allocator import CHOICES, Allocator, choose, find
 from ._arguments import Parser, directory, limit, new_file, size
 from ._launch import check, replace_process, split
+from ._scratch import scratch
 
 __all__ = ["main"]
 
 # torch reads it at its first allocation. The script and the processes that it starts find it as it was before,
 # at all times.
 _READ_LATER = ("THP_MEM_ALLOC_ENABLE",)
+_NOT_GIVEN = object()
 _USAGE = "backstash run [OPTION ...] (SCRIPT | -m MODULE) [ARG ...]"
 _DESCRIPTION = """\
 Run a Python training script, unmodified, with what autograd saves for backward held within a memory
@@ -33,6 +35,10 @@ that the script starts run under plain Python. Put a launcher in front (torchrun
 """
 _EXAMPLES = """\
 examples:
+  backstash run train.py
+      within what the machine can spare: what fits is left alone, and what does not goes to a disk
+  backstash run --budget 6GiB --disk /scratch train.py
+      the process holds 6 GiB at most; what is moved for it is planned from three measured steps
   backstash run --disk /scratch train.py --epochs 3
       everything that can move goes to an unnamed file in /scratch
   backstash run --keep 2GiB --disk /scratch train.py
@@ -85,11 +91,26 @@ def _parser() -> Parser:
     parser = Parser("backstash run", _DESCRIPTION, _EXAMPLES, _USAGE)
     add = parser.add_argument
     add(
+        "--budget",
+        metavar="SIZE",
+        type=_budget,
+        help="the most memory that the process may hold at any moment of a step: a SIZE, or auto for what the "
+        "machine can spare, which is the default where no budget is given",
+    )
+    add("--plan", metavar="FILE", help="follow a plan that an earlier run wrote by --save-plan")
+    add(
+        "--save-plan",
+        metavar="FILE",
+        type=new_file,
+        help="write the plan that was followed to FILE",
+    )
+    add(
         "--keep",
         metavar="SIZE",
         type=_or_auto,
-        default=0,
-        help="bytes that may stay in place: a SIZE, unlimited, or auto for half of the free memory (default 0)",
+        default=_NOT_GIVEN,
+        help="bytes that may stay in place: a SIZE, unlimited, or auto for half of the free memory (default 0 "
+        "with --disk or --host)",
     )
     add(
         "--host",
@@ -143,6 +164,10 @@ def _or_auto(text: str) -> int | str | None:
     return text if text == "auto" else limit(text)
 
 
+def _budget(text: str) -> int | str:
+    return text if text == "auto" else size(text)
+
+
 def _figures(text: str) -> dict[str, Any]:
     """The figures to compare with, from the JSON of another run."""
     try:
@@ -163,15 +188,44 @@ def _figures(text: str) -> dict[str, Any]:
 
 def _check(parser: Parser, options: argparse.Namespace) -> None:
     """Refuse budgets that could not hold: those of tiers that are not there, or have nothing below them."""
+    options.scratch = None
+    _check_planned(parser, options)
+    if options.keep is _NOT_GIVEN:
+        options.keep = 0
     if options.disk is None and options.max_bytes is not None:
         parser.error("--max-bytes is for the disk; give --disk DIR as well")
-    if options.disk is None and options.host is None and options.keep is not None:
+    planned = options.budget is not None or options.plan is not None
+    if options.disk is None and options.host is None and options.keep is not None and not planned:
         what = "nowhere to hold anything" if options.keep == 0 else "--keep alone bounds nothing"
         parser.error(
             f"{what}: give --disk DIR, for example --disk /scratch, or for the tensors of a GPU "
             "--host SIZE, for example --host 24GiB or --host auto"
         )
     options.host = "auto" if options.host is None else options.host
+
+
+def _check_planned(parser: Parser, options: argparse.Namespace) -> None:
+    """With a budget, or without any: where what moves goes to."""
+    given = [f"--{name}" for name in ("budget", "plan") if getattr(options, name) is not None]
+    if options.keep is not _NOT_GIVEN:  # None is `unlimited`
+        given.append("--keep")
+    if len(given) > 1:
+        parser.error(f"{' and '.join(given)} exclude one another; give one of them")
+    if options.plan is not None and not os.path.isfile(options.plan):
+        parser.error(f"--plan {options.plan}: no such file; allowed: one that --save-plan wrote")
+    if not given and options.disk is None and options.host is None:
+        options.budget = "auto"
+    if options.save_plan is not None and options.budget is None and options.plan is None:
+        parser.error("--save-plan is of --budget; give --budget SIZE or --budget auto as well")
+    if (options.budget is not None or options.plan is not None) and options.disk is None:
+        found = scratch()
+        if found is None:
+            parser.error(
+                "no directory on a disk was found to move to ($TMPDIR, /scratch, /var/tmp and the working "
+                "directory were tried); give --disk DIR"
+            )
+        options.disk, why = found
+        options.scratch = f"what moves goes to {options.disk} ({why}); --disk DIR names another"
 
 
 def _plan(
@@ -189,6 +243,10 @@ def _plan(
         "target": target,
         "is_module": is_module,
         "json": options.json,
+        "budget": options.budget,
+        "plan": options.plan,
+        "save_plan": options.save_plan,
+        "scratch": options.scratch,
         "report": options.report,
         "compare": options.compare,
         "quiet": options.quiet,
