@@ -526,7 +526,7 @@ def test_without_options_what_fits_is_left_alone(tmp_path: Path) -> None:
 
 
 def test_a_budget_is_planned_for_and_its_plan_used_again(tmp_path: Path) -> None:
-    write(tmp_path / "train.py", STEPS.replace("range(3)", "range(12)"))
+    write(tmp_path / "train.py", STEPS.replace("range(7)", "range(12)"))
     figures, plan = tmp_path / "run.json", tmp_path / "plan.json"
     options = ("--disk", ".", "--budget", "20GiB", "--json", str(figures), "--save-plan", str(plan))
     done = under_stash(["train.py"], tmp_path, *options)
