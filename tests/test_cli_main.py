@@ -69,8 +69,11 @@ print("status", status)
         ("--help", 0),
         ("--version", 0),
         ("rum", 2),
-        *[(f"{command} --help", 0) for command in ("run", "profile", "doctor", "bench")],
-        *[(f"{command} --no-such-option", 2) for command in ("run", "profile", "doctor", "bench")],
+        *[(f"{command} --help", 0) for command in ("run", "profile", "plan", "doctor", "bench")],
+        *[
+            (f"{command} --no-such-option", 2)
+            for command in ("run", "profile", "plan", "doctor", "bench")
+        ],
         ("run --keep 1GiB train.py", 2),
         ("run --disk . --keep 2G train.py", 2),
         ("run --disk . missing.py", 2),
@@ -78,6 +81,8 @@ print("status", status)
         ("run --disk . train.py 3", 0),
         ("profile missing.py", 2),
         ("profile train.py", 0),
+        ("plan --budget half train.py", 2),
+        ("plan --disk . train.py", 0),
         ("doctor missing", 2),
         ("doctor --bytes 2G", 2),
         ("bench gpt --repeats 0", 2),

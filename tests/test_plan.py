@@ -249,3 +249,24 @@ def test_plans_that_change_at_every_step_are_exact(memory, tmp_path, monkeypatch
     for _ in range(20):
         assert torch.equal(step(net, stash), true)
     stash.close()
+
+
+def test_other_budgets_are_planned_from_the_same_step(memory, tmp_path):
+    stash = memory(
+        budget=OTHER + SAVED // 2 + 3 * MIB, disk=tmp_path, inflight="2MiB", prefetch="2MiB"
+    )
+    plan = settle(model(), stash)
+    stash.close()
+    larger = plan.at(2 * (OTHER + SAVED))
+    assert larger.state == "left alone"
+    assert larger.predicted.peak_bytes == plan.plain.peak_bytes
+    assert plan.at("1MiB").state == "too small"
+    assert plan.at("1MiB").smallest_budget_bytes > OTHER
+    trace = json.loads(json.dumps(plan.trace.as_dict()))
+    assert Plan.from_trace(trace, 2 * (OTHER + SAVED)).classes == larger.classes
+    path = tmp_path / "plan.json"
+    plan.save(path)
+    with pytest.raises(UsageError, match="has no measured step"):
+        Plan.load(path).at("1GiB")
+    with pytest.raises(UsageError, match="no trace"):
+        Plan.from_trace({"format": 1}, "1GiB")

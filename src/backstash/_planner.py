@@ -30,12 +30,11 @@ from ._saved.block import Block
 from ._tiers.device_tiers import DeviceTiers
 from .errors import StashWarning, UsageError
 from .memory import spare_bytes
-from .plan import Plan, PlannedClass, StepFigures
+from .plan import Plan, PlannedClass, StepFigures, plan_of, usable_bytes
 from .units import format_bytes
 
 __all__ = ["Planner", "auto_budget"]
 
-_MARGIN = 0.02  # of the budget, that plans leave unused: what is measured varies by about as much
 _ORDINALS = 64  # saves of one module that are told apart
 _GUARD_BYTES = 16 << 20  # saved between two looks at the process's memory
 _LEAST_WINDOW_BYTES = 16 << 20
@@ -305,7 +304,7 @@ class Planner:
         return ["keep", self._tier] if self._tier is not None else ["keep"]
 
     def _target(self) -> int:
-        return int(self._budget * (1 - _MARGIN)) - self._bias_bytes
+        return usable_bytes(self._budget) - self._bias_bytes
 
     def _solve(self, trace: Trace) -> None:
         target, allowed, windows = self._target(), self._allowed(), self._given_windows
@@ -336,7 +335,7 @@ class Planner:
     def _adopt(self) -> None:
         assert self._solved is not None
         trace, solution, smallest = self._adopted = self._solved
-        self._plan = _plan_of(self._budget, trace, solution, smallest, self._bias_bytes)
+        self._plan = plan_of(self._budget, trace, solution, smallest, self._bias_bytes)
         self._follow(self._plan.classes)
         self._set_windows((solution.windows.inflight_bytes, solution.windows.prefetch_bytes))
         slack = max(0, self._budget - self._bias_bytes - solution.forecast.peak_bytes)
@@ -428,54 +427,3 @@ def auto_budget() -> int:
 
 def _with(plan: Plan, **changes: Any) -> Plan:
     return replace(plan, **changes)
-
-
-def _plan_of(budget: int, trace: Trace, solution: Solution, smallest: int, bias_bytes: int) -> Plan:
-    kept = all(name == "keep" for name in solution.choices)
-    state = "too small" if not solution.fits else "left alone" if kept else "planned"
-    by_group: dict[str, list[int]] = {}
-    for index, block in enumerate(trace.blocks):
-        by_group.setdefault(block.group, []).append(index)
-    classes = []
-    for name, indices in by_group.items():
-        runs: list[tuple[str, int]] = []
-        seconds = 0.0
-        for index in indices:
-            choice = solution.choices[index]
-            option = trace.blocks[index].options[choice]
-            seconds += option.save_seconds + option.use_seconds
-            if runs and runs[-1][0] == choice:
-                runs[-1] = choice, runs[-1][1] + 1
-            else:
-                runs.append((choice, 1))
-        nbytes = sum(trace.blocks[index].nbytes for index in indices)
-        classes.append(
-            PlannedClass(name, len(indices), nbytes, tuple(runs), seconds, _reason(runs, state))
-        )
-    classes.sort(key=lambda each: -each.nbytes)
-    forecast = solution.forecast
-    plain = simulate(trace, [block.options["keep"] for block in trace.blocks], Windows(0, 0))
-    return Plan(
-        budget,
-        state,
-        tuple(classes),
-        StepFigures(forecast.peak_bytes + bias_bytes, forecast.step_seconds),
-        None,
-        StepFigures(budget, solution.bound_seconds) if solution.fits else None,
-        StepFigures(plain.peak_bytes + bias_bytes, plain.step_seconds),
-        smallest + bias_bytes if not solution.fits else None,
-        solution.windows.inflight_bytes,
-        solution.windows.prefetch_bytes,
-        forecast.resident_peak_bytes,
-    )
-
-
-def _reason(runs: Sequence[tuple[str, int]], state: str) -> str:
-    if state == "left alone":
-        return "everything fits"
-    names = {name for name, _ in runs}
-    if names == {"keep"}:
-        return "a byte of it costs more to move than of others"
-    if "keep" in names:
-        return "as many as fit stay"
-    return "cheapest at the price of a byte in memory"

@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from ._plan.simulate import Windows, simulate
+from ._plan.solve import Solution, smallest_budget, solve
+from ._plan.trace import Trace
 from ._text import clean
 from .errors import UsageError
-from .units import format_bytes
+from .units import format_bytes, parse_bytes
 
-__all__ = ["Plan", "PlannedClass", "StepFigures"]
+__all__ = ["Plan", "PlannedClass", "StepFigures", "plan_of", "usable_bytes"]
 
 _FORMAT = "backstash plan 1"
+_MARGIN = 0.02  # of a budget, that plans leave unused: what is measured varies by about as much
+
+
+def usable_bytes(budget_bytes: int) -> int:
+    """What a plan uses of a budget."""
+    return int(budget_bytes * (1 - _MARGIN))
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,9 +87,48 @@ class Plan:
     resident_bytes: int = 0
     """The most bytes of saved tensors in place."""
 
+    trace: Trace | None = field(default=None, compare=False, repr=False)
+    """The step that was measured, for :meth:`at`; not in the file of :meth:`save`."""
+    bias_bytes: int = field(default=0, compare=False, repr=False)
+    """What was added to all peaks, since a measured one was not what the simulation gave."""
+
+    def at(self, budget: int | str) -> Plan:
+        """The plan for another budget, from the same measured step. Nothing is run.
+
+        Raises:
+            UsageError: the plan was read from a file, which has no measured step.
+            SizeError: the budget is no size.
+        """
+        if self.trace is None:
+            raise UsageError(
+                "this plan has no measured step: ask stash.plan after its third step, or read a trace by "
+                "Plan.from_trace"
+            )
+        return self.from_trace(self.trace.as_dict(), budget, bias_bytes=self.bias_bytes)
+
+    @classmethod
+    def from_trace(cls, trace: Any, budget: int | str, *, bias_bytes: int = 0) -> Plan:
+        """The plan for a measured step, here or on another machine.
+
+        Args:
+            trace: what ``plan.trace.as_dict()`` gave; ``backstash plan --trace FILE`` writes it as JSON.
+            budget: the most bytes at any moment of the step.
+            bias_bytes: added to all peaks of the simulation.
+
+        Raises:
+            UsageError: ``trace`` is not that of a step.
+            SizeError: the budget is no size.
+        """
+        budget_bytes, step = parse_bytes(budget, name="budget"), Trace.from_dict(trace)
+        solution = solve(step, usable_bytes(budget_bytes) - bias_bytes)
+        smallest = solution.forecast.peak_bytes if solution.fits else smallest_budget(step)
+        return plan_of(budget_bytes, step, solution, smallest, bias_bytes)
+
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
-        return {"format": _FORMAT, **asdict(self)}
+        values = asdict(replace(self, trace=None))
+        del values["trace"], values["bias_bytes"]
+        return {"format": _FORMAT, **values}
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan to a file, for ``Stash(plan=path)``.
@@ -177,3 +225,59 @@ _STATES = {
 
 def _no_plan(path: object) -> str:
     return f"{path} is no plan; allowed: a file that Plan.save or `backstash plan` wrote"
+
+
+def plan_of(
+    budget_bytes: int, trace: Trace, solution: Solution, smallest: int, bias_bytes: int
+) -> Plan:
+    """The record of a solution; ``bias_bytes`` are added to each peak that the simulation gives."""
+    kept = all(name == "keep" for name in solution.choices)
+    state = "too small" if not solution.fits else "left alone" if kept else "planned"
+    by_group: dict[str, list[int]] = {}
+    for index, block in enumerate(trace.blocks):
+        by_group.setdefault(block.group, []).append(index)
+    classes = []
+    for name, indices in by_group.items():
+        runs: list[tuple[str, int]] = []
+        seconds = 0.0
+        for index in indices:
+            choice = solution.choices[index]
+            option = trace.blocks[index].options[choice]
+            seconds += option.save_seconds + option.use_seconds
+            if runs and runs[-1][0] == choice:
+                runs[-1] = choice, runs[-1][1] + 1
+            else:
+                runs.append((choice, 1))
+        nbytes = sum(trace.blocks[index].nbytes for index in indices)
+        classes.append(
+            PlannedClass(name, len(indices), nbytes, tuple(runs), seconds, _reason(runs, state))
+        )
+    classes.sort(key=lambda each: -each.nbytes)
+    forecast = solution.forecast
+    plain = simulate(trace, [block.options["keep"] for block in trace.blocks], Windows(0, 0))
+    return Plan(
+        budget_bytes,
+        state,
+        tuple(classes),
+        StepFigures(forecast.peak_bytes + bias_bytes, forecast.step_seconds),
+        None,
+        StepFigures(budget_bytes, solution.bound_seconds) if solution.fits else None,
+        StepFigures(plain.peak_bytes + bias_bytes, plain.step_seconds),
+        smallest + bias_bytes if not solution.fits else None,
+        solution.windows.inflight_bytes,
+        solution.windows.prefetch_bytes,
+        forecast.resident_peak_bytes,
+        trace,
+        bias_bytes,
+    )
+
+
+def _reason(runs: Sequence[tuple[str, int]], state: str) -> str:
+    if state == "left alone":
+        return "everything fits"
+    names = {name for name, _ in runs}
+    if names == {"keep"}:
+        return "a byte of it costs more to move than of others"
+    if "keep" in names:
+        return "as many as fit stay"
+    return "cheapest at the price of a byte in memory"

@@ -1,4 +1,4 @@
-"""The command line: ``backstash run``, ``profile``, ``doctor`` and ``bench``.
+"""The command line: ``backstash run``, ``profile``, ``plan``, ``doctor`` and ``bench``.
 
 Each command is a module that is imported when it is asked for, so that ``--help`` does not wait
 for torch.
@@ -15,6 +15,7 @@ __all__ = ["main"]
 _COMMANDS = {
     "run": "a training script, unmodified, under a stash",
     "profile": "what a training script saves for backward, and what each budget would cost",
+    "plan": "what each budget for a training script's memory would cost, from a few real steps",
     "doctor": "what this machine offers, and the Stash(...) line that suits it",
     "bench": "step time and memory beside the alternatives, measured here",
 }
@@ -35,6 +36,8 @@ options:
 examples:
   backstash doctor /scratch                   is this disk fast enough, and what should I write?
   backstash profile train.py                  what does it save, and which budget suits it?
+  backstash plan train.py                     what would each budget for its memory cost?
+  backstash run --budget 6GiB train.py        run train.py within 6 GiB of memory
   backstash run --disk /scratch train.py      run train.py with its saved tensors on disk
   backstash run --keep 2GiB --disk /scratch -m package.train --epochs 3
 """
@@ -48,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
         0, or the command's own status; 2 after one line on stderr for arguments that cannot be
-        used. ``backstash run`` and ``profile`` do not return: the process is replaced by the
+        used. ``backstash run``, ``profile`` and ``plan`` do not return: the process is replaced by the
         interpreter that runs the script.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)

@@ -1,0 +1,128 @@
+"""The measured steps of ``backstash plan``, from the script's import of torch to the end of the third."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import warnings
+from typing import Any
+
+from .. import Stash
+from ..errors import StashError, StashWarning
+from ..plan import Plan
+from ..report import StepMarks
+from ..units import format_bytes
+from ._machine import machine, versions
+from ._say import say
+
+__all__ = ["Session"]
+
+_SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)  # between the smallest budget and everything in place
+_UNIT_BYTES = 16 << 20  # budgets that nobody gave are multiples of it
+
+
+class Session:
+    """The stash under which the steps run. :meth:`end` leaves it and prints the table.
+
+    Args:
+        plan: the options of ``backstash plan``, as plain values.
+    """
+
+    def __init__(self, plan: dict[str, Any]) -> None:
+        self._plan = plan
+        self._command = " ".join([plan["command"], shlex.join(plan["arguments"])]).rstrip()
+        # No step fits in one byte, so that all three are measured with everything moved that can move.
+        warnings.filterwarnings("ignore", "budget=1 B cannot be kept", StashWarning)
+        self._stash = Stash(budget=1, disk=plan["disk"], name="backstash plan")
+        self._stash.__enter__()
+        self._marks = StepMarks(then=self._stepped)
+
+    def _stepped(self) -> None:
+        if self._measured() is not None:
+            raise SystemExit(0)  # ends the script after its step, as sys.exit() would
+
+    def _measured(self) -> Plan | None:
+        """The plan, when it has been made."""
+        plan = self._stash.plan
+        return plan if plan is not None and plan.trace is not None else None
+
+    def end(self, outcome: str) -> None:
+        """Print the table on stdout; write the files that were asked for.
+
+        Args:
+            outcome: how the script has ended; it is only named.
+        """
+        self._marks.remove()
+        try:
+            self._stash.__exit__(None, None, None)
+        except StashError as problem:
+            say(f"backstash plan: the script left contexts in the wrong order: {problem}")
+        measured = self._measured()
+        if measured is None:
+            say(
+                f"backstash plan: the script ended before its fifth step had begun ({outcome}): nothing was "
+                "measured"
+            )
+            return
+        plans = [measured.at(budget) for budget in self._plan["budgets"] or budgets_of(measured)]
+        print(table(self._command, plans))
+        if self._plan["json"] is not None:
+            figures = {
+                "command": self._command,
+                "plans": [plan.as_dict() for plan in plans],
+                "versions": versions(),
+                "machine": machine().as_dict(),
+            }
+            self._write("json", figures)
+        if self._plan["trace"] is not None and measured.trace is not None:
+            self._write("trace", measured.trace.as_dict())
+
+    def _write(self, option: str, values: dict[str, Any]) -> None:
+        try:
+            with open(self._plan[option], "w", encoding="utf-8") as file:
+                json.dump(values, file, indent=1)
+                file.write("\n")
+        except OSError as error:
+            say(f"backstash plan: --{option}: {error}")
+
+
+def budgets_of(plan: Plan) -> list[int]:
+    """Round budgets from the smallest that can be kept to what everything in place takes."""
+    least = plan.smallest_budget_bytes or plan.budget_bytes
+    most = plan.plain.peak_bytes if plan.plain is not None else least
+    # A plan leaves a part of its budget unused: see usable_bytes.
+    wanted = (1.03 * (least + share * (most - least)) for share in _SHARES)
+    return list(dict.fromkeys(-(-int(each) // _UNIT_BYTES) * _UNIT_BYTES for each in wanted))
+
+
+def table(command: str, plans: list[Plan]) -> str:
+    """A line for each budget."""
+    lines = [
+        command,
+        f"{'budget':>10} {'peak':>10} {'step':>9} {'bound':>9} {'stays':>10} {'moves':>10}",
+    ]
+    for plan in plans:
+        if plan.predicted is None:
+            continue
+        moved = sum(
+            each.nbytes * count // each.blocks
+            for each in plan.classes
+            for name, count in each.choices
+            if name != "keep"
+        )
+        saved = sum(each.nbytes for each in plan.classes)
+        bound = f"{plan.bound.step_seconds:.3f} s" if plan.bound is not None else "-"
+        note = ""
+        if plan.state == "too small":
+            note = f"  cannot be kept; {format_bytes(plan.smallest_budget_bytes or 0)} can"
+        elif plan.state == "left alone":
+            note = "  everything fits"
+        lines.append(
+            f"{format_bytes(plan.budget_bytes):>10} {format_bytes(plan.predicted.peak_bytes):>10} "
+            f"{plan.predicted.step_seconds:>7.3f} s {bound:>9} {format_bytes(saved - moved):>10} "
+            f"{format_bytes(moved):>10}{note}"
+        )
+    lines.append(
+        "peak: of the process's resident memory; step: its time; both predicted. bound: no choice is faster"
+    )
+    return "\n".join(lines)

@@ -1,0 +1,87 @@
+"""``backstash plan``: what each budget would cost a training script, from a few real steps."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from collections.abc import Sequence
+
+from ._arguments import Parser, directory, new_file, size
+from ._launch import check, replace_process, split
+from ._scratch import scratch
+
+__all__ = ["main"]
+
+_USAGE = "backstash plan [OPTION ...] (SCRIPT | -m MODULE) [ARG ...]"
+_DESCRIPTION = """\
+Run a Python training script, unmodified, for a few steps, and say what each budget for its memory would cost:
+the predicted peak and step time, and how much stays and how much moves. Three steps are measured, with
+everything or half of it moved; when that is planned for, about two steps later, the script ends as if it had
+called sys.exit().
+
+A step begins at the first tensor that is saved after a backward. CPU tensors are planned for. Options come
+before SCRIPT; all that follows SCRIPT belongs to it.
+"""
+_EXAMPLES = """\
+examples:
+  backstash plan train.py --epochs 3
+      budgets between the smallest that can be kept and what everything in place takes
+  backstash plan --budget 4GiB,6GiB,8GiB --disk /scratch train.py
+      these budgets, at the speed of the disk that /scratch is on
+  backstash plan --json plans.json --trace step.json train.py
+      the figures as JSON, and the measured step, for Plan.from_trace
+"""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Check the arguments, then replace this process by the interpreter that runs the script.
+
+    Returns:
+        2 after one line on stderr, when the arguments cannot be used. Otherwise it does not return.
+    """
+    parser = _parser()
+    own, is_module, rest = split(parser, list(arguments))
+    options = parser.read(own)
+    check(parser, is_module, rest)
+    if options.disk is None:
+        found = scratch()
+        if found is None:
+            parser.error("no directory on a disk was found to move to; give --disk DIR")
+        options.disk = found[0]
+    plan = {
+        "name": "plan",
+        "session": "_plan_session",
+        "target": rest[0],
+        "is_module": is_module,
+        "disk": options.disk,
+        "budgets": options.budget,
+        "json": options.json,
+        "trace": options.trace,
+        "quiet": False,
+        "restore": {},
+        "read_later": {},
+        "command": shlex.join(["backstash", "plan", *arguments[: len(arguments) - len(rest) + 1]]),
+    }
+    replace_process(plan, rest[1:], {})
+
+
+def _parser() -> Parser:
+    parser = Parser("backstash plan", _DESCRIPTION, _EXAMPLES, _USAGE)
+    add = parser.add_argument
+    add("--budget", metavar="A,B,...", type=_budgets, help="the budgets (default: five)")
+    add(
+        "--disk",
+        metavar="DIR",
+        type=directory,
+        help="where what moves goes to (default: the directory on a disk with the most free space)",
+    )
+    add("--json", metavar="FILE", type=new_file, help="write all plans to FILE")
+    add("--trace", metavar="FILE", type=new_file, help="write the measured step to FILE")
+    return parser
+
+
+def _budgets(text: str) -> list[int]:
+    try:
+        return [size(each) for each in text.split(",")]
+    except argparse.ArgumentTypeError as error:
+        raise argparse.ArgumentTypeError(f"{text!r}: {error}") from None
