@@ -34,7 +34,7 @@ def test_without_a_command_help_is_printed_and_the_status_says_so(
 def test_an_unknown_command_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["rum"]) == 2
     error = capsys.readouterr().err
-    assert error == "backstash: unknown command 'rum'; allowed: run, profile, doctor, bench\n"
+    assert error == "backstash: unknown command 'rum'; allowed: run, profile, plan, doctor, bench\n"
 
 
 def test_version_is_the_package_s(capsys: pytest.CaptureFixture[str]) -> None:
