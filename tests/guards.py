@@ -451,12 +451,6 @@ GUARDS: dict[str, Guard] = {
         "below",
         elsewhere="tests/test_view.py has it",
     ),
-    "a part covers another": Guard(
-        "only where it has every element of it",
-        _replaced(_view.StridedRegion, "covers", lambda region, other: True),
-        "below",
-        witness=(("fill", 0, 0),),
-    ),
     # What is packed.
     "what is packed gives its bytes back": Guard(
         "a codec that says it is exact may not be",

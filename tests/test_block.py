@@ -74,8 +74,10 @@ def test_a_storage_version_holds_no_memory_and_keeps_the_identity():
     assert not weak.expired()
     del x
     assert weak.expired()  # it did not keep the bytes
-    others = [torch.empty(1000).untyped_storage()._cdata for _ in range(100)]
-    assert storage_version.cdata not in others  # but what they were known by
+    del weak  # which keeps the identity, too
+    others = [torch.empty(1000).untyped_storage() for _ in range(100)]  # alive at once
+    identities = [each._cdata for each in others]
+    assert storage_version.cdata not in identities  # but what they were known by
 
 
 @pytest.mark.parametrize("before", [0, 2])

@@ -192,7 +192,7 @@ def test_a_slot_that_nobody_has_any_more_is_room_again(tmp_path, monkeypatch):
     slots = [disk.reserve(4096) for _ in range(2)]
     assert disk.used_bytes == 8192
     monkeypatch.setattr(
-        Leases, "settle", lambda leases: locked.append(disk._lock.locked()) or settle(leases)
+        Leases, "settle", lambda leases: locked.append(disk.lock._is_owned()) or settle(leases)
     )
     assert disk.used_bytes == 8192 and locked == []  # there is nothing to settle
     del slots[0]

@@ -100,8 +100,9 @@ def written_unseen(entry: Entry) -> InplaceError:
     return InplaceError(
         f"the {kind} tensor of shape {tuple(entry.shape)} that {module or 'no module'} saved shares memory "
         "that was saved before, left, and was then written by what raises no version (.data, NumPy, a tensor "
-        "with a version counter of its own): the bytes of this save are not known. Run forward again, and "
-        "write through the tensor itself"
+        "with a version counter of its own), or the disk gave back other bytes than were written "
+        "(Disk(verify=True) tells): the bytes of this save are not known. Run forward again, and write through "
+        "the tensor itself"
     )
 
 
