@@ -223,6 +223,8 @@ def test_a_size_that_cannot_be_read_is_refused():
 
 def test_a_file_that_is_no_plan_is_refused(tmp_path):
     path = tmp_path / "plan.json"
+    with pytest.raises(UsageError, match=r"no plan; allowed.*No such file"):
+        Stash(plan=path)
     for text in ("nonsense", "{}", "[]", '{"format": "backstash plan 1"}'):
         path.write_text(text)
         with pytest.raises(UsageError, match="no plan; allowed"):

@@ -148,11 +148,13 @@ class Plan:
         """The plan that :meth:`save` wrote.
 
         Raises:
-            UsageError: the file is no plan.
-            OSError: it cannot be read.
+            UsageError: the file is no plan, or cannot be read.
         """
-        with open(path, encoding="utf-8") as file:
-            text = file.read()
+        try:
+            with open(path, encoding="utf-8") as file:
+                text = file.read()
+        except OSError as error:
+            raise UsageError(f"{_no_plan(path)} ({error.strerror})") from error
         try:
             return cls.from_dict(json.loads(text))
         except ValueError:

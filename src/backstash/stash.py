@@ -55,7 +55,7 @@ from .errors import (
     UsageError,
 )
 from .plan import Plan
-from .policy import CodecChoice, Policy
+from .policy import Action, CodecChoice, Policy
 from .stores import Disk, Store
 from .stores._buffer_pool import BufferPool
 from .units import parse_bytes, parse_limit
@@ -143,10 +143,16 @@ class Stash:
         if not (name is None or isinstance(name, str)):
             raise UsageError(f"name={name!r}: allowed is a string, or None")
         if policy is not None and not callable(policy):
-            raise UsageError(f"policy={policy!r}: allowed is a callable of a SavedTensor, or None")
+            hint = (
+                f"; for all tensors: lambda saved: {policy!r}" if isinstance(policy, Action) else ""
+            )
+            raise UsageError(
+                f"policy={policy!r}: allowed is a callable of a SavedTensor, or None{hint}"
+            )
         if codec is not None and not (isinstance(codec, Codec) or callable(codec)):
             raise UsageError(
-                f"codec={codec!r}: allowed is a Codec, a callable of a SavedTensor, or None"
+                f"codec={codec!r}: allowed is a Codec, for example backstash.codecs.EXACT, a callable of a "
+                "SavedTensor, or None"
             )
         if on_full not in ("keep", "raise"):
             raise UsageError(f'on_full={on_full!r}: allowed are "keep" and "raise"')
