@@ -234,7 +234,8 @@ class Planner:
             # The same trace: under a plan, memory that an allocator keeps when tensors die would count as
             # other memory, although the plan's tensors are what it is for.
             self._replans += 1
-            self._bias_bytes += off
+            # What was over is taken off whole; what was spared is given back by half, not to overshoot.
+            self._bias_bytes += off if off > 0 else off // 2
             self._solve(self._solved[0])
 
     def _remeasure(self) -> None:
