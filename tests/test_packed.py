@@ -545,7 +545,10 @@ def test_bad_actions_and_codecs():
         Action("pack", "bf16")
     with pytest.raises(UsageError, match=r'Action\("keep"\) has no codec'):
         Action("keep", EXACT)
-    with pytest.raises(UsageError, match="codec=3: allowed is a Codec, a callable"):
+    with pytest.raises(
+        UsageError,
+        match="codec=3: allowed is a Codec, for example backstash.codecs.EXACT, a callable",
+    ):
         Stash(codec=3)
     x = torch.randn(1 << 18, requires_grad=True)
     with pytest.raises(UsageError, match="allowed is a Codec, or None"), Stash(codec=lambda _: 3):
