@@ -8,10 +8,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from backstash import Stash
 from backstash._runtime.reclaim import ReclaimQueue
+from backstash._saved import block as _block
 from backstash._saved import view as _view
 from backstash._saved.block import Block, BlockCleanup, Loaded, StorageVersion
 from backstash._saved.placement import Lost, Resident, Stored, Writing
 from backstash._saved.view import extent_bytes, raw_alias, reason_to_stay
+from backstash._torch import storages as _storages
 from backstash._torch import versions as _versions
 from backstash._torch.dispatch import TorchDispatchMode
 from backstash._torch.versions import same_counter
@@ -64,7 +66,19 @@ def test_where_torch_cannot_tell_the_answer_is_no(tmp_path, monkeypatch):
     stash.close()
 
 
-def test_a_storage_version_holds_no_memory_and_keeps_the_identity():
+def test_a_storage_version_holds_no_memory_and_keeps_the_identity(monkeypatch):
+    referred, freed = [], []
+
+    def weak_ref(storage):
+        referred.append(_storages.weak_ref(storage))
+        return referred[-1]
+
+    def free_weak_ref(reference):
+        freed.append(reference)
+        _storages.free_weak_ref(reference)
+
+    monkeypatch.setattr(_block, "weak_ref", weak_ref)
+    monkeypatch.setattr(_block, "free_weak_ref", free_weak_ref)
     x = torch.ones(1000)
     storage_version = version_of(x)
     assert storage_version.probe.untyped_storage().nbytes() == 0
@@ -74,10 +88,9 @@ def test_a_storage_version_holds_no_memory_and_keeps_the_identity():
     assert not weak.expired()
     del x
     assert weak.expired()  # it did not keep the bytes
-    del weak  # which keeps the identity, too
-    others = [torch.empty(1000).untyped_storage() for _ in range(100)]  # alive at once
-    identities = [each._cdata for each in others]
-    assert storage_version.cdata not in identities  # but what they were known by
+    assert referred == [storage_version.cdata] and freed == []  # but what they were known by
+    del storage_version
+    assert freed == referred
 
 
 @pytest.mark.parametrize("before", [0, 2])
