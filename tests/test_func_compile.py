@@ -245,18 +245,67 @@ def test_a_compiled_transform_that_is_refused_leaves_hooks_enabled(tmp_path):
     torch._dynamo.reset()
 
 
-def test_a_stash_inside_a_reverse_mode_transform_is_refused_with_a_remedy(tmp_path):
-    stash = Stash(disk=tmp_path)
+INSIDE = {
+    "with": lambda stash: with_stash(stash),
+    "wrapped": lambda stash: stash(f),
+    "twice": lambda stash: stash(with_stash(stash)),
+    "attached": lambda stash: attached_inside(stash),
+    "in a grad in a grad": lambda stash: lambda x: torch.func.grad(stash(f))(x).sin().sum(),
+}
 
+
+def with_stash(stash):
     def inside(x):
         with stash:
             return f(x)
 
-    with pytest.raises(UsageError, match=r"torch\.autograd\.grad, which works"):
-        torch.func.grad(inside)(leaf())
+    return inside
+
+
+def attached_inside(stash):
+    class Applies(nn.Module):
+        def forward(self, x):
+            return f(x)
+
+    module = Applies()
+    stash.attach(module)
+    return module
+
+
+@pytest.mark.parametrize("entered", [False, True])
+@pytest.mark.parametrize("form", INSIDE)
+def test_a_stash_that_is_entered_inside_a_reverse_mode_transform_steps_aside(
+    tmp_path, form, entered
+):
+    plain = (lambda x: torch.func.grad(f)(x).sin().sum()) if form.startswith("in ") else f
+    want = torch.func.grad(plain)(leaf())
+    stash = Stash(disk=tmp_path, min_bytes=0)
+    function = torch.func.grad(INSIDE[form](stash))
+    got = stash(function)(leaf()) if entered else function(leaf())
+    assert same_bits(got, want)
+    (left,) = (left for reason, left in stash.stats().left.items() if TRANSFORMS in reason)
+    assert left.count == (2 if form == "twice" else 1) + entered
+    saves = stash.stats().saves
     with stash:  # and nothing is left of it
         loss = f(leaf())
-    assert loss.requires_grad
+    assert stash.stats().saves == saves + 4
+    loss.backward()
+    f(leaf()).backward()
+    assert stash.stats().saves == saves + 4
+    stash.close()
+
+
+def test_a_stash_that_is_left_inside_a_transform_is_left(tmp_path):
+    stash = Stash(disk=tmp_path, min_bytes=0)
+    stash.__enter__()
+
+    def inside(x):
+        stash.__exit__(None, None, None)
+        return f(x)
+
+    assert same_bits(torch.func.grad(inside)(leaf()), torch.func.grad(f)(leaf()))
+    f(leaf()).backward()
+    assert stash.stats().saves == 0
     stash.close()
 
 

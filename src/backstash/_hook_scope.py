@@ -19,7 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ._saved.thread_state import ThreadState
 from ._torch.dynamo import untraced
-from ._torch.func_transforms import let_transforms_pass
+from ._torch.func_transforms import left_aside, let_transforms_pass, stepped_aside_for
 from ._torch.hook_stack import Scope, own_pack, take_out
 from ._torch.modules import call_frame, is_running
 from .errors import UsageError
@@ -33,13 +33,17 @@ def enter_scope(
     unpack: Callable[[Any], Tensor],
     frame: FrameType | None = None,
 ) -> None:
-    """Push a hook pair for this thread. Raises ``RuntimeError`` where hooks are disabled."""
+    """Push a hook pair for this thread; inside a transform of ``torch.func`` that allows none, step aside.
+
+    Raises ``RuntimeError`` where hooks are disabled for another reason.
+    """
     _clear_stale(thread_state)
     let_transforms_pass()
-    scope = Scope(saved_tensors_hooks(pack, unpack), frame)
+    scope = Scope(saved_tensors_hooks(pack, unpack), frame, stepped_aside_for(pack))
     try:
         thread_state.scopes.append(scope)
-        scope.hooks.__enter__()
+        if not scope.is_aside:
+            scope.hooks.__enter__()
     except BaseException:
         abandon(thread_state, scope)
         raise
@@ -94,9 +98,13 @@ def _clear_stale(thread_state: ThreadState) -> None:
 
 
 def _take_out(scope: Scope) -> None:
+    if scope.is_aside:
+        return
     pack = scope.hooks.pack_hook
     above = take_out(lambda pair: own_pack(pair) is pack)
     if above is None:
+        if left_aside(pack):
+            return
         raise UsageError(
             "another saved-tensors context popped the stash's hooks: contexts were left in the "
             "wrong order; leave them in the reverse of the order they were entered"

@@ -267,14 +267,9 @@ class Stash:
                 f"stash {self.name or ''} is closed: make a new one".replace("  ", " ")
             )
         thread_state = self._thread_state()
-        try:
-            pack: Any = self._admission.hook(thread_state)
-            pack.steps_aside = self._admission.stepped_aside
-            enter_scope(thread_state, pack, self.unpack, frame)
-        except RuntimeError as error:
-            if REFUSAL in str(error):
-                raise UsageError(_REMEDY) from error
-            raise
+        pack: Any = self._admission.hook(thread_state)
+        pack.steps_aside = self._admission.stepped_aside
+        enter_scope(thread_state, pack, self.unpack, frame)
 
     def _leave(self, frame: FrameType | None) -> None:
         thread_state = self._thread_state()
@@ -594,9 +589,8 @@ class Stash:
 
 _NO_STORE = "a forked process, and a store that is not made for one: make a stash in it"
 _REMEDY = (
-    "no stash can be entered inside torch.func.grad, vjp, jacrev or hessian, and none of these runs where "
-    "saved-tensors hooks other than a stash's are active: keep them apart, or use torch.autograd.grad, "
-    "which works"
+    "none of torch.func.grad, vjp, jacrev and hessian runs where saved-tensors hooks other than a stash's are "
+    "active: keep them apart, or use torch.autograd.grad, which works"
 )
 
 

@@ -270,3 +270,75 @@ print(os.waitstatus_to_exitcode(os.wait()[1]))
 def test_a_new_thread_of_a_forked_process_waits_for_nobody_of_the_old_one(tmp_path):
     result = run_python(THREAD, tmp_path)
     assert (result.stdout, result.stderr) == ("0\n", "")
+
+
+MOVING = """
+import os, signal, threading, warnings
+from backstash._runtime.workers import Work
+from backstash.errors import StashForkedError
+warnings.simplefilter("ignore", DeprecationWarning)  # a fork beside a thread: that is what is tried
+begun, may_end, asked = threading.Event(), threading.Event(), []
+def move():
+    begun.set()
+    may_end.wait()
+work, other = Work(move), Work(asked.append, "made")
+threading.Thread(target=work.run).start()
+begun.wait()
+if os.fork() == 0:
+    signal.alarm(20)
+    found = [isinstance(each.exception(), StashForkedError) for each in (work, other)]
+    again = Work(asked.append, "mine")
+    again.run()
+    os._exit(0 if found == [True, True] and asked == ["mine"] else 5)
+may_end.set()
+print(os.waitstatus_to_exitcode(os.wait()[1]), work.exception(), other.exception(), asked)
+"""
+
+
+def test_a_forked_process_waits_for_no_move_that_a_thread_of_the_old_one_made():
+    """A signal's handler forks in the middle of a load, and returns in both processes."""
+    result = run_python(MOVING)
+    assert (result.stdout, result.stderr) == ("0 None None ['made']\n", "")
+
+
+HANDLER = """
+import os, signal, sys, warnings
+from faulty import *
+from nesting import Caller
+from backstash.errors import StashForkedError
+warnings.simplefilter("ignore")
+faulthandler.cancel_dump_traceback_later()  # of which a forked process has no thread
+made = Stash(disk=Disk(sys.argv[1], threads=1), min_bytes=64, prefetch="1MiB")
+children = []
+def forks():
+    children.append(os.fork())
+    if children[-1] == 0:
+        signal.alarm(20)
+def step(at):
+    with Caller(at, forks) as caller:
+        try:
+            with made:
+                loss = forward()
+            right = are_right(torch.autograd.grad(loss, INPUTS))
+        except StashForkedError:
+            assert children and children[-1] == 0
+            right = True
+    return caller.count, right
+lines, right = step(-1)
+assert right
+for part in range(8):
+    _, right = step((2 * part + 1) * lines // 16)
+    if children and children[-1] == 0:
+        right = right and are_right(gradients(made)) and not hooks_left()
+        os._exit(0 if right else 5)
+    assert right
+told = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+assert len(told) >= 7 and not any(told), told
+problems = wrong_after(made)
+assert not problems, problems
+"""
+
+
+def test_a_handler_forks_in_the_middle_of_a_call_and_both_processes_go_on(tmp_path):
+    result = run_python(HANDLER, tmp_path)
+    assert (result.returncode, result.stderr) == (0, ""), result.stderr

@@ -61,9 +61,13 @@ class CriticalSection:
         self._rebuild = weakref.WeakMethod(rebuild)
 
     def forked(self) -> None:
-        """In a forked process, which holds nothing yet: the thread that held the lock may not be here."""
+        """In a forked process, which holds nothing yet: the thread that held the lock may not be here.
+
+        If a call was inside, it may be this thread's own, forked by a signal's handler: what it goes on to
+        count is the other process's, and put in order after it.
+        """
         self.lock = threading.RLock()
-        self._dirty, self._writer = False, None
+        self._dirty, self._writer = self._writer is not None, None
 
     def is_nested(self) -> bool:
         """Whether this thread is in the middle of the stash, its store or a move already."""

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any
 
+from ..errors import StashForkedError
 from .critical_section import moving
 from .transfer import Transfer
 
@@ -25,13 +26,15 @@ __all__ = ["Work", "Workers"]
 class Work(Transfer):
     """One call, made once, by any thread. To wait for it is to make it, unless another thread does already.
 
-    So it may be queued twice or, where its thread was interrupted or cannot be had, not at all.
+    So it may be queued twice or, where its thread was interrupted or cannot be had, not at all. In a forked
+    process nobody makes it: the thread that did may be the other process's alone.
     """
 
     ends_in_order = False
-    __slots__ = ("__weakref__", "_call", "_running", "cancelled", "error", "finished")
+    __slots__ = ("__weakref__", "_call", "_process", "_running", "cancelled", "error", "finished")
 
     def __init__(self, function: Callable[..., object], *args: Any) -> None:
+        self._process = _process[0]
         self._call: tuple[Callable[..., object], tuple[Any, ...]] | None = (function, args)
         self._running = threading.Lock()
         self.cancelled = False
@@ -43,6 +46,13 @@ class Work(Transfer):
 
         What is not of type ``catch``, an interrupt, ends the call: it is made anew by the next who asks.
         """
+        if self._process is not _process[0]:
+            self.error = StashForkedError(
+                "bytes that the process from which this one was forked moves: go backward in that process, "
+                "or run the forward in this one"
+            )
+            self._call, self.finished = None, True
+            return True
         moving.calls += 1
         try:
             with self._running:
@@ -167,6 +177,15 @@ def _serve(queue: SimpleQueue[Work | None]) -> None:
 
 
 _all: weakref.WeakSet[Workers] = weakref.WeakSet()
+_process = [object()]  # another one in each forked process
+
+
+def _after_fork() -> None:
+    _process[0] = object()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 @atexit.register

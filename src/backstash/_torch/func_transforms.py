@@ -4,7 +4,8 @@
 active on the thread: a script that runs alone would end under ``backstash run``. So the two calls by which
 hooks are disabled and enabled again are replaced, from the first time that a pair of ours is pushed. If all
 pairs of the thread are ours and it is a transform that asks, they are taken off until hooks are enabled
-again: what the transform saves stays where it is, as without us. A pair is ours if its pack hook, or the
+again: what the transform saves stays where it is, as without us. A pair that is to be pushed inside a
+transform is not: :func:`stepped_aside_for`. A pair is ours if its pack hook, or the
 object whose method that is, has a method ``steps_aside``, which is called each time.
 
 For whoever else asks, and where another's pair is active, the calls do what they did, but for one thing: a
@@ -26,7 +27,7 @@ from .hook_stack import Pair, own_pack, take_all
 from .lookup import optional
 from .pushed_pairs import push_unseen
 
-__all__ = ["REFUSAL", "let_transforms_pass"]
+__all__ = ["REFUSAL", "left_aside", "let_transforms_pass", "stepped_aside_for"]
 
 REFUSAL = "support saved tensor hooks"
 """In the message by which transforms disable hooks."""
@@ -51,6 +52,22 @@ def let_transforms_pass() -> None:
     if _autograd._saved_tensors_hooks_disable is _disable and None not in (_enable, _message, _top):
         _autograd._saved_tensors_hooks_disable = _step_aside
         _autograd._saved_tensors_hooks_enable = _come_back
+
+
+def stepped_aside_for(pack: Any) -> bool:
+    """Whether a transform that allows no hooks runs on this thread: ``pack`` is told, and not to be pushed."""
+    if _message is None or REFUSAL not in (_message() or ""):
+        return False
+    _told(Pair(pack, pack))()
+    return True
+
+
+def left_aside(pack: Any) -> bool:
+    """Take the newest pair of ``pack`` out of those that stand aside on this thread; whether there was one."""
+    found = next((pair for pair in _local.aside if own_pack(pair) is pack), None)
+    if found is not None:
+        _local.aside.remove(found)
+    return found is not None
 
 
 def _step_aside(message: str, fail_if_non_empty: bool = True) -> None:

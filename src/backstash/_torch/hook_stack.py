@@ -52,6 +52,8 @@ class Scope:
     """The pair, as torch's own context."""
     frame: FrameType | None
     """Of the module call that it covers; ``None`` for a ``with`` statement."""
+    is_aside: bool = False
+    """Whether it was entered inside a transform that allows no hooks, and so was not pushed."""
 
 
 def push(pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> None:
