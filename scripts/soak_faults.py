@@ -1,16 +1,19 @@
 #!/usr/bin/env python3
-"""Faults in their long form: interrupts at every point, signals, kills, bad transfers, flipped bytes.
+"""Faults in their long form: interrupts and nested calls at every point, signals, kills, bad disks.
 
     scripts/soak_faults.py                              all of it
     scripts/soak_faults.py --only kills --kills 100     one part
     scripts/soak_faults.py --every 7 --seconds 20       a shorter form of the parts that can be long
 
-``interrupts`` raises ``KeyboardInterrupt`` at every ``--every``-th place inside the package where Python could
-deliver one, during a forward and a backward; ``signals`` presses Ctrl-C at random moments from another
-thread, for ``--seconds`` in each mix of tiers; ``kills`` kills training processes, two to a directory, at
-random moments; ``transfers`` takes steps on a disk whose calls fail, stop short or are interrupted;
-``flips`` changes one byte on disk at a time. After each fault the gradients that are given must be plain
-PyTorch's to the bit, and nothing may be left: hooks, files, budgets, shared memory. Each trial has a watchdog.
+``interrupts`` raises ``KeyboardInterrupt`` at every ``--every``-th place inside the package where Python
+could deliver one, during a forward and a backward; ``signals`` presses Ctrl-C at random moments from another
+thread, for ``--seconds`` in each mix of tiers; ``nested`` makes a call of the same stash, as a signal's
+handler does, at the first time that a step reaches each line of the package, lines inside critical sections
+too: a step, ``stats()`` and ``close()``, at each ``--every``-th of them; ``kills`` kills training processes,
+two to a directory, at random moments; ``transfers`` takes steps on a disk whose calls fail, stop short or are
+interrupted; ``flips`` changes one byte on disk at a time. After each fault the gradients that are given must
+be plain PyTorch's to the bit, and nothing may be left: hooks, files, budgets, shared memory. Each trial has a
+watchdog.
 """
 
 from __future__ import annotations
@@ -38,6 +41,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "fault
 from faulty import INPUTS, MIXES, are_right, forward, gradients, run_python, wrong_after
 from interrupts import step_interrupted_at
 from killed import kill_at_random
+from nesting import step_with_a_call_at
 from signals import PRESSES
 from transfers import Faults
 
@@ -74,6 +78,24 @@ def signals(options: argparse.Namespace, where: Path) -> Iterator[Trial]:
         )
         caught = result.stdout.split()[0] if result.stdout else "no"
         yield f"{mix}, {seconds} s, {caught} interrupts", "as good as new", wrong
+
+
+def nested(options: argparse.Namespace, where: Path) -> Iterator[Trial]:
+    """A call of the stash in the middle of another, at each line, one at a time."""
+    for mix in MIXES:
+        lines: list[int] = []
+        for _ in range(2):  # the first time, more is imported and made
+            caller, _ = step_with_a_call_at(-1, MIXES[mix](where), "stats")
+            lines = sorted(count for counts in caller.first.values() for count in counts)
+        for call in ("a step", "stats", "close"):
+            for at in lines[:: options.every]:
+                stash = MIXES[mix](where)
+                caller, found = step_with_a_call_at(at, stash, call)
+                if call != "close" or not caller.where:
+                    found += wrong_after(stash)
+                stash.close()
+                how = "both right" if caller.where else "not reached"
+                yield f"{mix}, {call} at line {at}, {caller.where}", how, "; ".join(found)
 
 
 def kills(options: argparse.Namespace, where: Path) -> Iterator[Trial]:
@@ -162,7 +184,7 @@ def _flip(disk: Any, at: int) -> None:
         os.close(file)
 
 
-PARTS = {part.__name__: part for part in (interrupts, signals, kills, transfers, flips)}
+PARTS = {part.__name__: part for part in (interrupts, nested, signals, kills, transfers, flips)}
 
 
 def main() -> int:
@@ -170,7 +192,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", default=",".join(PARTS), help="comma-separated; default all")
-    parser.add_argument("--every", type=int, default=1, help="interrupts: each n-th point")
+    parser.add_argument("--every", type=int, default=1, help="interrupts, nested: each n-th point")
     parser.add_argument("--seconds", type=int, default=60, help="signals: in each mix")
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--programs", type=int, default=1000, help="transfers: steps")

@@ -32,7 +32,10 @@ class Caller:
         self.at = at
         self.count = 0
         self.where = ""
+        self.first: dict[str, list[int]] = {}
+        """Of a negative one: where each line was reached first, by ``"file.py:function"``."""
         self._act = act
+        self._seen: set[object] = set()
 
     def _trace(self, frame: FrameType, event: str, arg: Any) -> Callable[..., Any] | None:
         name = frame.f_code.co_filename
@@ -40,6 +43,10 @@ class Caller:
             return None
         if event == "line":
             self.count += 1
+            if self.at < 0 and (frame.f_code, frame.f_lineno) not in self._seen:
+                self._seen.add((frame.f_code, frame.f_lineno))
+                place = f"{Path(name).name}:{frame.f_code.co_name}"
+                self.first.setdefault(place, []).append(self.count)
             if self.count == self.at:
                 self.where = f"{Path(name).name}:{frame.f_lineno} {frame.f_code.co_name}"
                 sys.settrace(None)

@@ -5,10 +5,12 @@ import gc
 import os
 
 import pytest
-from faulty import MIXES, ZEROS, hooks_left, run_python, wrong_after
-from nesting import step_with_a_call_at
+import torch
+from faulty import INPUTS, MIXES, ZEROS, are_right, forward, hooks_left, run_python, wrong_after
+from nesting import another_step, step_with_a_call_at
 
-from backstash import Disk
+from backstash import Disk, Stash
+from backstash._runtime.workers import Work
 
 POINTS = int(os.environ.get("NESTED_POINTS", 6))  # of each mix and call
 CALLS = ("a step", "stats", "close")
@@ -39,6 +41,85 @@ def test_a_call_in_the_middle_of_another_leaves_both_right(tmp_path_factory, mix
         found += closed_after(stash) if is_closed else wrong_after(stash)
         assert not found, f"{call} at {at}, {caller.where}"
     assert 2 * reached > POINTS
+
+
+def in_a_move(stash, act):
+    Work(act).run()
+
+
+def in_the_lock(stash, act):
+    with stash._session.lock:
+        act()
+
+
+def in_the_store(stash, act):
+    with stash._store.lock:
+        act()
+
+
+def steps(stash, held):
+    found = []
+    another_step(stash, found)
+    assert not found
+
+
+def looks(stash, held):
+    assert stash.stats().blocks == stash._session.blocks_alive
+
+
+def goes_backward(stash, held):
+    assert are_right(torch.autograd.grad(held, INPUTS, retain_graph=True))
+
+
+NESTED_CALLS = {
+    "a step": steps,
+    "stats": looks,
+    "unpack": goes_backward,
+    "close": lambda stash, held: stash.close(),
+    "leave": lambda stash, held: stash.__exit__(None, None, None),
+    "keep": lambda stash, held: stash.set_keep(0),
+}
+
+
+@pytest.mark.parametrize("midst", [in_a_move, in_the_lock, in_the_store])
+@pytest.mark.parametrize("call", NESTED_CALLS)
+def test_in_the_midst_of_what_others_wait_for_nothing_shared_is_changed(tmp_path, midst, call):
+    """Each place where a call asks whether it is nested, for each of the three answers."""
+    stash = Stash(disk=Disk(tmp_path, threads=1), min_bytes=64)
+    x, data = torch.randn(40_000, requires_grad=True), torch.randn(40_000)
+    with stash:
+        held = forward()
+    stash.__enter__()
+    stash.__enter__()
+    dropped = forward()
+    loss = (x * data).sum()  # whose data wait for the operation to end
+    del dropped
+    before = shared_state(stash)
+    midst(stash, functools.partial(NESTED_CALLS[call], stash, held))
+    assert shared_state(stash) == before
+    if call != "leave":
+        stash.__exit__(None, None, None)
+    stash.__exit__(None, None, None)
+    assert torch.equal(torch.autograd.grad(loss, x)[0], data)
+    assert are_right(torch.autograd.grad(held, INPUTS))
+    del loss, held
+    stash.close()
+    assert not closed_after(stash)
+
+
+def shared_state(stash):
+    """What a nested call must leave as it is."""
+    tiers = stash._session.device_tiers[0]
+    return (
+        list(stash._thread_state().waiting),
+        stash._session.predictor.passes,
+        len(stash._session.reclaim_queue),
+        tiers.evictor.inflight.written_bytes,
+        tiers.evictor.resident.nbytes,
+        tiers.prefetcher.read_bytes,
+        tiers.prefetcher.ahead_bytes,
+        [each.is_alive() for each in stash._workers._threads],
+    )
 
 
 def closed_after(stash):
