@@ -159,6 +159,27 @@ def test_a_block_that_is_not_saved_again_goes_when_its_tensor_does(tmp_path):
     stash.close()
 
 
+def test_a_block_that_is_not_saved_again_goes_when_its_tensor_gets_other_memory(tmp_path):
+    """Then only the stash has the old one, and a budget would not be kept. No version tells."""
+    stash = Stash(disk=tmp_path, inflight=0)
+    x, held = leaf(SIDE, SIDE), torch.randn(SIDE, SIDE, dtype=torch.float64)
+    for step in range(2):
+        was = held.clone()
+        with stash:
+            losses = [(x * held).sum()]
+            if step == 0:
+                losses.append((x * held).sum())
+            else:
+                written = stash.stats().written_bytes
+                held.data = torch.randn(SIDE, SIDE, dtype=torch.float64)
+                y = x.exp()  # which goes, too
+                assert stash.stats().written_bytes == written + was.nbytes + y.nbytes
+        assert torch.equal(gradients(sum(losses), x)[0], was * len(losses))
+        del losses
+    del y
+    stash.close()
+
+
 def test_a_write_that_was_undone_while_the_bytes_were_copied():
     """The memory has the bytes that left, and the disk may have others: then nobody knows, and says so."""
     store = Gated(MemoryStore())

@@ -166,8 +166,7 @@ class Session:
             block: Block | None = waiting()
             if block is None or not block.waits:
                 continue
-            source = block.storage_version
-            if source.owner() is None or source.changed:
+            if not block.storage_version.is_held:
                 evictor = self.device_tiers[block.number].evictor
                 evictor.admit(block, at_once=block.at_once, complete=True)
             else:

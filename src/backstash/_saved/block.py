@@ -23,7 +23,7 @@ from .._device.base import Check, Device
 from .._device.fingerprint import fingerprint
 from .._runtime.reclaim import Cleanup, Ledger, ReclaimQueue
 from .._torch.dispatch import count_dispatch_modes
-from .._torch.storages import free_weak_ref, storage_identity, weak_ref
+from .._torch.storages import free_weak_ref, storage_identity, storage_of, weak_ref
 from .._torch.versions import same_counter
 from ..codecs import Codec
 from .access_order import ForwardPass
@@ -76,6 +76,15 @@ class StorageVersion:
     def changed(self) -> bool:
         """Whether the storage was modified in place since it was saved, as far as autograd can know."""
         return self.probe._version != self.version
+
+    @property
+    def is_held(self) -> bool:
+        """Whether the program has the tensor yet, unchanged and with this storage: it may be saved again."""
+        owner = self.owner()
+        if owner is None or self.changed:
+            return False
+        storage = storage_of(owner)  # another one after ``x.data = y``, which raises no version
+        return storage is not None and storage_identity(storage) == self.cdata
 
     def is_of(self, tensor: Tensor) -> bool:
         """Whether ``tensor``, which has this storage, has the very bytes that were saved."""
