@@ -738,7 +738,7 @@ def test_keep_auto_follows_the_memory_that_is_free():
     device.free = 2 * BLOCK
     with stash:
         loss = chain(x)
-    assert stash.stats().keep_bytes <= 3 * BLOCK
+    assert stash.stats().keep_bytes == 0  # less than what the next allocations may need is free
     device.free = 1 << 40
     loss.backward()
     del loss

@@ -119,9 +119,7 @@ ONE_STORAGE = [
 @pytest.mark.parametrize("name", ONE_STORAGE)
 def test_views_of_one_storage_move_its_bytes_once_each_way(tmp_path, name):
     stats = on_disk(saving(VIEWS[name]), tmp_path).stats()
-    assert stats.written_bytes <= WHOLE
-    assert stats.read_bytes <= WHOLE + SMALL_READS
-    assert stats.eligible_bytes == WHOLE
+    assert stats.written_bytes == stats.read_bytes == stats.eligible_bytes == WHOLE
 
 
 @pytest.mark.parametrize(
@@ -139,27 +137,33 @@ def test_views_of_one_storage_move_its_bytes_once_each_way(tmp_path, name):
 )
 def test_a_small_part_moves_only_what_it_needs(tmp_path, cut, nbytes):
     part_written = on_disk(saving(lambda h: (cut(h),)), tmp_path).stats().written_bytes
-    assert nbytes <= part_written <= nbytes + 64
+    assert part_written == nbytes + residue(cut(torch.empty(SIDE, SIDE, 4)))
+
+
+def residue(part):
+    """Bytes from an aligned address to the first of a part, which keeps its distance to that."""
+    return part.data_ptr() % 64
 
 
 def test_a_small_part_does_not_hold_its_storage(tmp_path):
     with Stash(disk=tmp_path, keep=None, min_bytes=0) as stash:
         x = leaf(SIDE, SIDE, 4)
         loss = Saves.apply(x, (x.detach() * 2)[:, 3])
-    assert stash.stats().keep_bytes <= SIDE * 16 + 64
+    assert stash.stats().keep_bytes == SIDE * 16 + 3 * 16
     del loss
 
 
 def test_the_same_part_seen_in_two_ways_moves_once(tmp_path):
     views = saving(lambda h: (h[:8], h[:8].transpose(0, 1), h[:8].view(-1), h[:8].unsqueeze(2)))
-    assert on_disk(views, tmp_path).stats().written_bytes <= 8 * SIDE * 16 + 64
+    assert on_disk(views, tmp_path).stats().written_bytes == 8 * SIDE * 16
     columns = saving(lambda h: (h[:, :8], h[:, :8].transpose(0, 1), h[:, :8].expand(2, -1, -1, -1)))
-    assert on_disk(columns, tmp_path).stats().written_bytes <= 8 * SIDE * 16 + 64
+    assert on_disk(columns, tmp_path).stats().written_bytes == 8 * SIDE * 16
 
 
 def test_parts_that_overlap_never_move_more_than_twice_the_storage(tmp_path):
     many = saving(lambda h: windows(h, 200, 50_000))
-    assert on_disk(many, tmp_path).stats().written_bytes <= 2 * WHOLE
+    parts = 5 * 50_000 * 4 + 2 * 32  # as many as fit beside the whole; two begin 32 bytes late
+    assert on_disk(many, tmp_path).stats().written_bytes == WHOLE + parts <= 2 * WHOLE
 
 
 def test_parts_of_what_is_held_whole_cost_nothing(tmp_path):
@@ -278,4 +282,5 @@ def test_attention_moves_each_storage_once(tmp_path):
     check(program, tmp_path)
     stats = on_disk(program, tmp_path).stats()
     assert stats.written_bytes == stats.eligible_bytes
-    assert stats.read_bytes <= stats.eligible_bytes + SMALL_READS
+    # Not exact: of a small one, the units of 4096 bytes are read that it lies in.
+    assert stats.eligible_bytes <= stats.read_bytes <= stats.eligible_bytes + SMALL_READS

@@ -692,7 +692,7 @@ def test_what_waits_on_a_thread_that_ended_may_go_later(tmp_path):
     assert stash.stats().keep_bytes == 1_440_000
     with stash:
         loss = x.exp().sin()
-    assert stash.stats().keep_bytes <= 1 << 20
+    assert stash.stats().keep_bytes == 0  # each is larger than the budget
     assert torch.equal(gradients(found[0], x)[0], torch.full((600, 600), 2.0))
     found.clear()
     del loss

@@ -51,7 +51,7 @@ def test_small_blocks_are_looked_for_now_and_then_and_found(tmp_path, monkeypatc
         loss = blocks_of(x, 400)  # 25 MiB in blocks of 64 KiB
     loss.backward()
     stats = stash.stats()
-    assert stats.prefetch_misses == 1 and stats.prefetch_hits >= 24 // 4  # segments of 4 MiB
+    assert (stats.prefetch_misses, stats.prefetch_hits) == (1, 399)  # each written by itself
     assert 190 <= len(looks) <= 202  # each 128 KiB
 
 
@@ -172,7 +172,7 @@ def test_a_block_that_backward_left_gives_way_to_the_next_pass(tmp_path):
         loss = ((x * mask) * mask).sum()
     before = stash.stats().read_bytes
     loss.backward()
-    assert stash.stats().read_bytes - before <= 3 * 4 * MIB
+    assert stash.stats().read_bytes - before == 4 * MIB
     assert stash.stats().ahead_bytes == 0
     del other, one
     stash.close()
