@@ -1,7 +1,10 @@
 """checkpoint_loop refuses what it cannot do exactly, naming the step."""
 
+import functools
 import io
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -159,3 +162,75 @@ def test_progress_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "\rcheckpoint_loop: backward 4 of 10 steps, 4 evaluations, 4 s, about 6 s to go" in (
         terminal.getvalue()
     )
+
+
+def test_what_a_step_left_behind_for_a_later_one() -> None:
+    """A replay would leave another tensor: its gradient belongs in the state."""
+    w, left = leaf(), []
+
+    def step(state: Tensor, number: int) -> Tensor:
+        product = state * w
+        if number == 0:
+            left.append(product)
+        return product + left[0] if number == 4 else product
+
+    with pytest.raises(UsageError, match=r"step 4 uses .* computed by an earlier step"):
+        checkpoint_loop(step, leaf(), 5, index=True, **B3)
+
+
+@pytest.mark.parametrize("earlier", [0, 1000])
+def test_what_another_thread_computes_inside_a_step(earlier: int) -> None:
+    """Its nodes have numbers of that thread, which tell nothing here: above or below this one's."""
+    w = leaf()
+
+    def step(state: Tensor) -> Tensor:
+        found: list[Tensor] = []
+
+        def compute() -> None:
+            for _ in range(2000 - earlier):
+                product = (state * w).sin()
+            found.append(product)
+
+        thread = threading.Thread(target=compute)
+        thread.start()
+        thread.join()
+        return found[0] * w
+
+    for _ in range(earlier * 100):
+        w * 2
+    with pytest.raises(UsageError, match=r"step 0 uses .* on another thread"):
+        checkpoint_loop(step, leaf(), 1, **B3)
+
+
+def test_what_another_thread_computed_before_a_loop() -> None:
+    v, x = leaf(), leaf()
+    for _ in range(1000):
+        c = v * 2
+    with ThreadPoolExecutor(1) as pool:
+        loop = functools.partial(pool.submit, checkpoint_loop)
+        with pytest.raises(UsageError, match=r"hand it over as one of \*args"):
+            loop(lambda state: (state * c).sin(), x, 5, **B3).result()
+        loss = loop(lambda state, c: (state * c).sin(), x, 5, c, **B3).result().sum()
+    found = torch.autograd.grad(loss, [v, x])
+    state = x
+    for _ in range(5):
+        state = (state * (v * 2)).sin()
+    for one, other in zip(found, torch.autograd.grad(state.sum(), [v, x]), strict=True):
+        assert torch.allclose(one, other)
+
+
+def test_hooks_that_a_step_puts_where_they_would_see_a_part() -> None:
+    w = leaf()
+
+    def on_input(state: Tensor) -> Tensor:
+        state.register_hook(lambda gradient: gradient * 2)
+        return state * w
+
+    def on_weight(state: Tensor) -> Tensor:
+        w.register_hook(lambda gradient: gradient * 2)
+        return state * w
+
+    with pytest.raises(UsageError, match="step 0 put a hook on its input"):
+        checkpoint_loop(on_input, leaf(), 5, **B3)
+    with pytest.raises(UsageError, match="step 1 put a hook on a tensor from outside"):
+        checkpoint_loop(on_weight, leaf(), 5, **B3)

@@ -1,7 +1,10 @@
 """checkpoint_loop's gradients are the plain loop's, to the bit."""
 
 import functools
+import threading
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -292,3 +295,89 @@ def test_a_function_of_ones_own() -> None:
         return [w.grad, x.grad]
 
     check(run, {"schedule": Binomial(3)})
+
+
+def test_autocast_inside_a_step_caches_what_it_caches_in_a_plain_loop() -> None:
+    """A leaf's cast is cached and adds up in the lower precision; the state's is not, but the first one's."""
+
+    def run(loop: Any) -> list[Any]:
+        w, x = tensors((16, 16), (4, 16))
+
+        def step(state: Tensor) -> Tensor:
+            with torch.autocast("cpu", torch.bfloat16):
+                mixed = F.linear(state, w) + F.linear(state, w.t() * 0.3) + F.linear(state * 1, w)
+            return torch.tanh(mixed.float())
+
+        loop(step, x, N).sum().backward()
+        return [w.grad, x.grad]
+
+    for budget in BUDGETS:
+        check(run, budget)
+
+
+def test_backward_on_another_thread_finds_what_closures_reach() -> None:
+    """Nodes have numbers of their thread: there, those of this one are from the future."""
+
+    def run(loop: Any) -> list[Any]:
+        v, x = tensors((8,), (8,))
+        for _ in range(1000):
+            c = v.exp()
+        loss = loop(lambda state: (state * c).sin() + c, x, N).sum()
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(loss.backward).result()
+        return [v.grad, x.grad]
+
+    check(run, {"schedule": Binomial(3)})
+
+
+def test_two_threads_go_backward_through_one_loop() -> None:
+    """One waits until the other's step is done: they share the snapshots."""
+    w, x = tensors((8,), (8,))
+    inside, most, count = threading.Lock(), 0, 0
+
+    def step(state: Tensor) -> Tensor:
+        nonlocal most, count
+        with inside:
+            count += 1
+            most = max(most, count)
+        result = (state * w).sin()
+        time.sleep(0.001)  # lets the other thread in, where nothing holds it back
+        with inside:
+            count -= 1
+        return result
+
+    loss = checkpoint_loop(step, x, N, schedule=Binomial(3)).sum()
+    expected = torch.autograd.grad(plain(step, x, N).sum(), [w, x])
+    with ThreadPoolExecutor(2) as pool:
+        found = [
+            pool.submit(torch.autograd.grad, loss, [w, x], retain_graph=True) for _ in range(2)
+        ]
+        for each in found:
+            same(list(each.result()), list(expected))
+    assert most == 1
+
+
+def test_an_error_or_an_interrupt_in_backward_leaves_a_graph_that_can_be_used() -> None:
+    w, x = tensors((8,), (8,))
+    fails = {"at": -1}
+
+    def step(state: Tensor, number: int) -> Tensor:
+        if number == fails["at"]:
+            raise KeyboardInterrupt
+        return (state * w).sin()
+
+    loss = checkpoint_loop(step, x, N, index=True, schedule=Binomial(3)).sum()
+    fails["at"] = 4
+    before = torch.get_rng_state()
+    with pytest.raises(KeyboardInterrupt):
+        torch.autograd.grad(loss, [w, x], retain_graph=True)
+    assert torch.equal(torch.get_rng_state(), before) and torch.is_grad_enabled()
+    fails["at"] = -1
+    found = torch.autograd.grad(loss, [w, x])
+    same(list(found), list(torch.autograd.grad(_numbered(step, x).sum(), [w, x])))
+
+
+def _numbered(step: Callable[[Tensor, int], Tensor], state: Tensor) -> Tensor:
+    for number in range(N):
+        state = step(state, number)
+    return state

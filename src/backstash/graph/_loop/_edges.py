@@ -8,7 +8,7 @@ the engine then makes the very additions that it makes for the plain loop.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,15 +16,38 @@ from torch import Tensor
 from torch.autograd import graph as stock
 from torch.overrides import TorchFunctionMode
 
-from ..._torch.engine import number_of
+from ..._torch.engine import number_of, sequence_number
 from ..._torch.hook_dicts import without_gradient_hooks
 from ..._torch.trees import tree_map_only
 
-__all__ = ["Aliases", "Foreign", "Uses", "uses_of"]
+__all__ = ["Aliases", "Foreign", "Uses", "reaches", "stand_in", "uses_of"]
 
 _CAST = "ToCopyBackward0"
 
 Key = tuple[Any, int]  # a node outside the step, and which of its outputs
+
+
+def stand_in(outer: Tensor) -> Tensor:
+    """The values of ``outer`` with a graph that ends there.
+
+    A leaf's is a leaf, and no other is: autocast caches the casts of leaves.
+    """
+    leaf = outer.detach().requires_grad_(outer.requires_grad)
+    return leaf if outer.is_leaf else leaf.view_as(leaf)
+
+
+def reaches(tensor: Tensor, nodes: set[Any]) -> bool:
+    """Whether one of ``nodes`` is in the graph of ``tensor``."""
+    ahead: list[Any] = [tensor.grad_fn]
+    seen = set(ahead)
+    while ahead:
+        for following, _ in ahead.pop().next_functions:
+            if following in nodes:
+                return True
+            if following is not None and following not in seen:
+                seen.add(following)
+                ahead.append(following)
+    return False
 
 
 class Aliases:
@@ -36,27 +59,29 @@ class Aliases:
 
     __slots__ = ("_by_id", "_outer_of")
 
-    def __init__(self, inherited: Aliases | None = None) -> None:
-        self._by_id: dict[int, tuple[Tensor, Tensor]] = dict(inherited._by_id) if inherited else {}
-        self._outer_of: dict[int, Tensor] = dict(inherited._outer_of) if inherited else {}
+    def __init__(self) -> None:
+        self._by_id: dict[int, tuple[Tensor, Tensor]] = {}
+        self._outer_of: dict[Key, Tensor] = {}
 
-    def of(self, outer: Tensor, value: Tensor | None = None) -> Tensor:
-        """The alias of ``outer``, made at the first call, from ``value`` where it is given."""
+    def known(self, outer: Tensor) -> Tensor | None:
+        """The alias of ``outer``, or ``None``."""
+        known = self._by_id.get(id(outer))
+        return None if known is None else known[1]
+
+    def of(self, outer: Tensor) -> Tensor:
+        """The alias of ``outer``, made at the first call."""
         known = self._by_id.get(id(outer))
         if known is not None:
             return known[1]
-        alias = (outer if value is None else value).detach().requires_grad_(outer.requires_grad)
-        self.add(outer, alias)
+        alias = stand_in(outer)
+        self._by_id[id(outer)] = (outer, alias)
+        edge = stock.get_gradient_edge(alias)
+        self._outer_of[edge.node, edge.output_nr] = outer
         return alias
 
-    def add(self, outer: Tensor, alias: Tensor) -> None:
-        """From now on, ``alias`` stands for ``outer``."""
-        self._by_id[id(outer)] = (outer, alias)
-        self._outer_of[id(alias)] = outer
-
-    def outer_of(self, alias: Tensor) -> Tensor | None:
-        """The tensor that ``alias`` stands for."""
-        return self._outer_of.get(id(alias))
+    def outer_of(self, key: Key) -> Tensor | None:
+        """The tensor that the alias whose gradient edge is ``key`` stands for."""
+        return self._outer_of.get(key)
 
     def pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Each tensor and its alias."""
@@ -64,12 +89,28 @@ class Aliases:
 
 
 class Foreign(TorchFunctionMode):
-    """While a step runs: a tensor that was computed outside it, reached through a closure, becomes an alias."""
+    """While a step runs: a tensor that was computed outside it, reached through a closure, becomes an alias.
 
-    def __init__(self, aliases: Aliases, since: int) -> None:
+    Args:
+        aliases: those that are known, by the tensors themselves: a backward on another thread, whose nodes
+            have other numbers, finds the same.
+        own: the gradient edges of the step's inputs.
+        since: the number of this thread's first node inside the step.
+        check: raises for a tensor that must not become an alias.
+    """
+
+    def __init__(
+        self,
+        aliases: Aliases,
+        own: Container[Key],
+        since: int,
+        check: Callable[[Tensor], None],
+    ) -> None:
         super().__init__()
         self._aliases = aliases
+        self._own_edges = own
         self._since = since
+        self._check = check
 
     def __torch_function__(
         self,
@@ -83,8 +124,17 @@ class Foreign(TorchFunctionMode):
 
     def _own(self, tensor: Tensor) -> Tensor:
         node = tensor.grad_fn
-        if node is None or number_of(node) >= self._since:
+        if node is None:
             return tensor
+        known = self._aliases.known(tensor)
+        if known is not None:
+            return known
+        if self._since <= number_of(node) < sequence_number():
+            return tensor
+        key = (node, tensor.output_nr)
+        if key in self._own_edges or self._aliases.outer_of(key) is not None:
+            return tensor
+        self._check(tensor)
         return self._aliases.of(tensor)
 
 
@@ -100,9 +150,12 @@ class Uses:
         self.keys: list[Key] = [key for _, _, key in edges]
         """Of each edge: where it leads."""
 
-    def foreign(self) -> Any:
-        """A node outside that is no leaf, or ``None``."""
-        return next((node for node, _ in self.keys if not hasattr(node, "variable")), None)
+    def foreign(self, known: Callable[[Key], bool]) -> Any:
+        """A node outside that is no leaf, and not ``known``, or ``None``."""
+        return next(
+            (key[0] for key in self.keys if not hasattr(key[0], "variable") and not known(key)),
+            None,
+        )
 
     def backward(
         self, ends: Sequence[Any], gradients: Sequence[Tensor]
@@ -115,7 +168,8 @@ class Uses:
         handles = [node.register_hook(_listener(edges, arrived)) for node, edges in of_node.items()]
         try:
             outside = [stock.GradientEdge(*key) for key in dict.fromkeys(self.keys)]
-            with without_gradient_hooks(node.variable for node, _ in self.keys):
+            leaves = [node.variable for node, _ in self.keys if hasattr(node, "variable")]
+            with without_gradient_hooks(leaves):
                 torch.autograd.grad(ends, outside, gradients, allow_unused=True)
         finally:
             for handle in handles:
@@ -134,17 +188,26 @@ def _listener(
     return listen
 
 
-def uses_of(outputs: Sequence[Tensor], since: int) -> Uses:
-    """Find the edges from the graph of ``outputs`` to leaves, and to nodes made before number ``since``."""
+def uses_of(outputs: Sequence[Tensor], since: int, known: Callable[[Key], bool]) -> Uses:
+    """Find the edges from the graph of ``outputs`` to leaves, and to nodes made outside the step.
+
+    Inside are the nodes whose numbers this thread gave since ``since``, but those that are ``known`` to
+    stand for a tensor from outside.
+    """
     ahead = [output.grad_fn for output in outputs if output.grad_fn is not None]
-    seen, edges = set(ahead), []
+    seen, edges, now = set(ahead), [], sequence_number()
     while ahead:
         node = ahead.pop()
         for number, (following, output) in enumerate(node.next_functions):
             if following is None:
                 continue
-            if hasattr(following, "variable") or number_of(following) < since:
-                edges.append((node, number, (following, output)))
+            key = (following, output)
+            if (
+                hasattr(following, "variable")
+                or not since <= number_of(following) < now
+                or known(key)
+            ):
+                edges.append((node, number, key))
             elif following not in seen:
                 seen.add(following)
                 ahead.append(following)

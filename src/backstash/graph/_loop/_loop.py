@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -62,6 +63,7 @@ class Loop:
         self._stepper = stepper
         self._stash = stash
         self.surroundings = surroundings
+        self._lock = threading.RLock()  # of backwards on several threads
         self._following: tuple[Any, int | None] | None = None
         self._stride = 1
         self._progress_wanted = progress
@@ -182,7 +184,7 @@ class Loop:
         if graph:
             detached = [each.detach() for each in graph]
             apply: Callable[..., Any] = Node.apply
-            results = apply(functools.partial(self._reverse, number), detached, *tensors)
+            results = apply(functools.partial(self._reversed, number), detached, *tensors)
             made |= {id(each): result for each, result in zip(graph, results, strict=True)}
         return found.state.replaced(made), found.y.replaced(made)
 
@@ -195,6 +197,10 @@ class Loop:
             )
 
     # Backward.
+
+    def _reversed(self, number: int, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+        with self._lock:
+            return self._reverse(number, gradients)
 
     def _reverse(self, number: int, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         record = self._records[number]

@@ -68,7 +68,7 @@ def take_apart(value: Any, name: str) -> State:
 class Snapshot:
     """The state before a step, held as blocks of a stash, and the random numbers' state with it."""
 
-    __slots__ = ("_packed", "_random", "_requires", "_stash", "_state")
+    __slots__ = ("_leaves", "_packed", "_random", "_requires", "_stash", "_state")
 
     def __init__(self, stash: Stash, state: State, random: RandomState) -> None:
         self._stash = stash
@@ -76,18 +76,19 @@ class Snapshot:
         distinct = {id(tensor): tensor for tensor in state.tensors}
         self._packed = {key: stash.pack(tensor.detach()) for key, tensor in distinct.items()}
         self._requires = {key: tensor.requires_grad for key, tensor in distinct.items()}
+        self._leaves = {key for key, tensor in distinct.items() if tensor.is_leaf}
         leaves = [_Place(id(leaf)) if isinstance(leaf, Tensor) else leaf for leaf in state.leaves]
         self._state = State(leaves, state.structure)
 
     def load(self) -> tuple[State, RandomState]:
-        """The state, to the bit, each tensor a leaf; and the random numbers' state.
+        """The state, to the bit, with no graph, what was a leaf a leaf; and the random numbers' state.
 
         Raises what :meth:`Stash.unpack` raises.
         """
-        tensors = {
-            key: self._stash.unpack(packed).detach().requires_grad_(self._requires[key])
-            for key, packed in self._packed.items()
-        }
+        tensors = {}
+        for key, packed in self._packed.items():
+            leaf = self._stash.unpack(packed).detach().requires_grad_(self._requires[key])
+            tensors[key] = leaf if key in self._leaves else leaf.view_as(leaf)
         leaves = [
             tensors[leaf.number] if isinstance(leaf, _Place) else leaf
             for leaf in self._state.leaves

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -10,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.autograd import graph as stock
 
-from ..._torch.engine import sequence_number
+from ..._torch.engine import number_of, sequence_number
 from ..._torch.trees import tree_flatten
 from ...errors import InplaceError, UsageError
-from ._edges import Aliases, Foreign, Uses, uses_of
+from ._edges import Aliases, Foreign, Key, Uses, reaches, stand_in, uses_of
 from ._state import State, fingerprint, take_apart
 
 __all__ = ["Again", "Evaluation", "Face", "Node", "Stepper", "leaves_of"]
@@ -77,6 +78,7 @@ class Stepper:
         """Stand-ins for tensors that were computed outside: arguments, and what a closure reaches."""
         self.closures = False
         """Whether ``step`` reaches such a tensor through a closure."""
+        self._begun = sequence_number()
         self._args = _taken_apart(args)
         for tensor in self._args.tensors:
             if tensor.grad_fn is not None:
@@ -99,36 +101,54 @@ class Stepper:
         """Evaluate step ``number`` on leaves. Raises ``UsageError`` for what the loop cannot hold."""
         inputs = {id(leaf): leaf for leaf in (*state.tensors, *x.tensors)}
         versions = {key: leaf._version for key, leaf in inputs.items()}
+        own = _own_edges(state, x)
+        hooks = self._count_hooks()
         since = sequence_number()
-        result = self._call(number, state, x, since)
+        result = self._call(number, state, x, since, own)
         new, y = self._split(number, result, state)
         for key, leaf in inputs.items():
             if leaf._version != versions[key]:
                 raise UsageError(
                     f"step {number} changed its input in place: a snapshot holds it. Change a clone"
                 )
+            if leaf._backward_hooks or leaf.retains_grad:
+                raise UsageError(
+                    f"step {number} put a hook on its input: it would see one step's part of the gradient. "
+                    "Put it on a tensor that the step computes"
+                )
+        if self._count_hooks() != hooks:
+            raise UsageError(
+                f"step {number} put a hook on a tensor from outside: it would be put there again at each "
+                "replay. Put it there before the loop"
+            )
         leaves = [*new.leaves, *y.leaves]
         self._refuse_views(number, leaves, inputs)
         places: dict[int, int] = {}
         for place, leaf in enumerate(leaves):
-            if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
+            if isinstance(leaf, Tensor) and leaf.grad_fn is not None and id(leaf) not in inputs:
                 places.setdefault(id(leaf), place)
         graph = [leaves[place] for place in places.values()]
-        uses = self._uses(number, graph, since)
+        uses = self._uses(number, graph, since, own)
         return Evaluation(
             (*state.leaves, *x.leaves),
             new,
             y,
             uses,
-            self._tokens(uses, state, x),
+            self._tokens(uses, own),
             list(places.values()),
             [stock.get_gradient_edge(each) for each in graph],
             fingerprint(leaves),
         )
 
-    def _uses(self, number: int, graph: list[Tensor], since: int) -> Uses:
-        uses = uses_of(graph, since)
-        outside = uses.foreign()
+    def _count_hooks(self) -> int:
+        return sum(len(each._backward_hooks or ()) for each, _ in self.tensors.values())
+
+    def _uses(self, number: int, graph: list[Tensor], since: int, own: dict[Key, Token]) -> Uses:
+        def known(key: Key) -> bool:
+            return key in own or self.outside.outer_of(key) is not None
+
+        uses = uses_of(graph, since, known)
+        outside = uses.foreign(known)
         if outside is None:
             return uses
         if self.closures:
@@ -139,7 +159,17 @@ class Stepper:
         self.closures = True
         raise Again
 
-    def _call(self, number: int, state: State, x: State, since: int) -> Any:
+    def _check_outside(self, number: int, tensor: Tensor, own: dict[Key, Token]) -> None:
+        """Raise for a tensor that a step left behind, which would be a new one at each replay."""
+        node: Any = tensor.grad_fn
+        if number_of(node) >= self._begun or reaches(tensor, {key[0] for key in own}):
+            raise UsageError(
+                f"step {number} uses a tensor of shape {tuple(tensor.shape)} ({node.name()}) that was computed "
+                "by an earlier step, or on another thread: return it in the state, or hand it over as one of "
+                "*args"
+            )
+
+    def _call(self, number: int, state: State, x: State, since: int, own: dict[Key, Token]) -> Any:
         outside = {id(outer): alias for outer, alias in self.outside.pairs()}
         positional: list[Any] = [state.whole()]
         if self._face.index:
@@ -149,7 +179,8 @@ class Stepper:
         positional += self._args.replaced(outside).whole()
         try:
             if self.closures:
-                with Foreign(self.outside, since):
+                check = functools.partial(self._check_outside, number, own=own)
+                with Foreign(self.outside, own, since, check):
                     return self._step(*positional)
             return self._step(*positional)
         except RuntimeError as error:
@@ -186,19 +217,13 @@ class Stepper:
                     "clone of it, or the input itself"
                 )
 
-    def _tokens(self, uses: Uses, state: State, x: State) -> dict[Any, Token]:
-        own: dict[int, Token] = {}
-        for name, leaves in (("x", x.leaves), ("state", state.leaves)):
-            for place, leaf in enumerate(leaves):
-                if isinstance(leaf, Tensor):
-                    own.setdefault(id(leaf), (name, place))
+    def _tokens(self, uses: Uses, own: dict[Key, Token]) -> dict[Any, Token]:
         found = {}
         for key in uses.keys:
-            leaf = key[0].variable
-            found[key] = own.get(id(leaf))
+            found[key] = own.get(key)
             if found[key] is None:
-                outer = self.outside.outer_of(leaf)
-                found[key] = self._note(leaf if outer is None else outer)
+                outer = self.outside.outer_of(key)
+                found[key] = self._note(key[0].variable if outer is None else outer)
         return found
 
     def _note(self, tensor: Tensor) -> Token:
@@ -232,9 +257,19 @@ def _address(tensor: Tensor) -> int:
 
 
 def leaves_of(state: State) -> State:
-    """The same values as leaves of graphs to come."""
-    fresh = {id(each): each.detach().requires_grad_(each.requires_grad) for each in state.tensors}
-    return state.replaced(fresh)
+    """The same values, where graphs to come end."""
+    return state.replaced({id(each): stand_in(each) for each in state.tensors})
+
+
+def _own_edges(state: State, x: State) -> dict[Key, Token]:
+    """The gradient edges of a step's inputs, and what they stand for."""
+    found: dict[Key, Token] = {}
+    for name, leaves in (("x", x.leaves), ("state", state.leaves)):
+        for place, leaf in enumerate(leaves):
+            if isinstance(leaf, Tensor) and leaf.requires_grad:
+                edge = stock.get_gradient_edge(leaf)
+                found.setdefault((edge.node, edge.output_nr), (name, place))
+    return found
 
 
 class Node(torch.autograd.Function):
