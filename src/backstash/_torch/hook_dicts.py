@@ -14,7 +14,13 @@ from typing import Any
 import torch.nn.modules.module as torch_module
 from torch import Tensor, nn
 
-__all__ = ["hooks_of", "hooks_of_all_modules", "plain_function", "without_gradient_hooks"]
+__all__ = [
+    "count_gradient_hooks",
+    "hooks_of",
+    "hooks_of_all_modules",
+    "plain_function",
+    "without_gradient_hooks",
+]
 
 _ON_MODULES = (
     ("forward pre", "_forward_pre_hooks"),
@@ -39,6 +45,11 @@ _ON_ALL_MODULES = (
     ("global parameter registration", "_global_parameter_registration_hooks"),
     ("global buffer registration", "_global_buffer_registration_hooks"),
 )
+
+
+def count_gradient_hooks(tensor: Tensor) -> int:
+    """How many hooks see the tensor's gradient on its way."""
+    return len(getattr(tensor, "_backward_hooks", None) or ())
 
 
 def hooks_of(holder: nn.Module | Tensor) -> Iterator[tuple[str, Any]]:

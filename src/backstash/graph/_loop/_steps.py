@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.autograd import graph as stock
 
 from ..._torch.engine import number_of, sequence_number
+from ..._torch.hook_dicts import count_gradient_hooks
 from ..._torch.trees import tree_flatten
 from ...errors import InplaceError, UsageError
 from ._edges import Aliases, Foreign, Key, Uses, reaches, stand_in, uses_of
@@ -111,7 +112,7 @@ class Stepper:
                 raise UsageError(
                     f"step {number} changed its input in place: a snapshot holds it. Change a clone"
                 )
-            if leaf._backward_hooks or leaf.retains_grad:
+            if count_gradient_hooks(leaf) or leaf.retains_grad:
                 raise UsageError(
                     f"step {number} put a hook on its input: it would see one step's part of the gradient. "
                     "Put it on a tensor that the step computes"
@@ -141,7 +142,7 @@ class Stepper:
         )
 
     def _count_hooks(self) -> int:
-        return sum(len(each._backward_hooks or ()) for each, _ in self.tensors.values())
+        return sum(count_gradient_hooks(each) for each, _ in self.tensors.values())
 
     def _uses(self, number: int, graph: list[Tensor], since: int, own: dict[Key, Token]) -> Uses:
         def known(key: Key) -> bool:
