@@ -295,6 +295,20 @@ def test_startup(
     assert all(name in capsys.readouterr().out for name in runs[:1])
 
 
+def test_verification(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out.json"
+    arguments = ["verification.py", "--disk", str(tmp_path), "--workloads", "gpt-tiny"]
+    monkeypatch.setattr("sys.argv", [*arguments, "--pairs", "1", "--out", str(out)])
+    assert load(ROOT / "benchmarks/verification.py").main() == 0
+    pairs = json.loads(out.read_text())["gpt-tiny"]
+    assert len(pairs) == 2
+    for pair in pairs:  # the moves are the same: only what is asked of them is not
+        assert pair["verified"]["written_bytes"] == pair["unverified"]["written_bytes"] > 0
+    assert "the 1 after it" in capsys.readouterr().out
+
+
 def test_the_bytes_of_packing_are_counted_and_the_gradients_equal():
     command = [sys.executable, "benchmarks/packed_bytes.py", "--tiny", "--check"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
