@@ -1,11 +1,13 @@
 """Backings: what one leaves when it dies, where small blocks lie in a segment, loads, and placements."""
 
+import gc
 from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from backstash import Disk
 from backstash._runtime.reclaim import ReclaimQueue
 from backstash._runtime.workers import Work
 from backstash._saved.placement import Backing, Load, Lost, Resident, Stored, Writing
@@ -41,6 +43,24 @@ def test_a_new_backing_and_what_it_leaves():
     (cleanup,) = reclaim_queue
     assert (cleanup.store, cleanup.slot, cleanup.transfer) == (store, slot, "future")
     assert (cleanup.loaded_bytes, cleanup.inflight_bytes) == (7, 8)
+
+
+def test_what_the_collector_finds_keeps_its_place_until_it_is_settled(tmp_path):
+    """Its slot comes back with the cleanup: another that was given the place would share it."""
+    disk, reclaim_queue = Disk(tmp_path), ReclaimQueue()
+    backing = DiskBacking(disk, disk.reserve(5000), 0, reclaim_queue)
+    cycle = [backing]
+    cycle.append(cycle)
+    place = backing.slot.offset
+    del backing, cycle
+    gc.collect()
+    (cleanup,) = reclaim_queue
+    assert reclaim_queue.leased == {cleanup}
+    other = disk.reserve(5000)
+    assert other.offset != place
+    cleanup.settle(None)
+    assert disk.reserve(5000).offset == place
+    disk.close()
 
 
 def test_what_was_read_is_let_go_and_may_be_read_again():

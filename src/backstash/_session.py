@@ -246,6 +246,7 @@ class Session:
         tiers.prefetcher.ahead_bytes -= loaded
         facts = cleanup.facts
         cleanup.settle(tiers)
+        self.reclaim_queue.leased.discard(cleanup)
         if facts is not None:
             self.blocks_alive -= 1
             if self._event_log.on:

@@ -13,6 +13,7 @@ from transfers import Faults
 
 from backstash import StashError, StashFullError
 from backstash.errors import StashIOError
+from backstash.stores._leases import Leases
 from backstash.testing import TwinDevice, stash_on
 
 
@@ -73,6 +74,37 @@ def test_a_read_that_fails_is_told_and_can_be_tried_again(tmp_path, monkeypatch,
         del loss, other, each
         assert not wrong_after(stash)
     assert failures
+
+
+@pytest.mark.parametrize("mix", MIXES)
+def test_what_an_error_held_is_never_lent_twice(tmp_path, monkeypatch, mix):
+    """The collector finds a failed read in the cycle of its error, just before its place could be taken."""
+    stash = MIXES[mix](tmp_path)
+    faults = Faults(random.Random(0), fails=0.5, calls=("preadv",))
+    take, failures = Leases.take, 0
+
+    def take_after_a_collection(self, owner, nbytes):
+        gc.collect()
+        return take(self, owner, nbytes)
+
+    for _ in range(2):
+        with stash:
+            loss = forward()
+        monkeypatch.setattr(Leases, "take", take_after_a_collection)
+        with monkeypatch.context() as bad_disk:
+            faults.put_under(bad_disk)
+            for _ in range(6):
+                try:
+                    assert are_right(torch.autograd.grad(loss, INPUTS, retain_graph=True))
+                except StashIOError as error:
+                    failures += 1
+                    error.cycle = error  # as an exception that is kept, beside its frames
+        assert are_right(gradients(stash))
+        assert are_right(torch.autograd.grad(loss, INPUTS))
+        monkeypatch.undo()
+        del loss
+    assert failures
+    assert not wrong_after(stash)
 
 
 def test_a_copy_that_fails_leaves_its_block_on_the_device(tmp_path, monkeypatch):

@@ -8,6 +8,11 @@ instance fills with a call of C: ``partial(reclaim_queue.append, cleanup)``.
 
 A cleanup holds counts, slots and events of the device, and no memory of a tensor: what died gives its memory
 back at once.
+
+The queue also owns every cleanup that has a lease (see ``stores/_leases``) until it is settled. Else the
+collector, where it finds a load or a backing in a cycle, such as that of an error and the frames of its
+traceback, would take the lease's owner for dead first and run the ``__del__`` that brings it back after that:
+the extent would be lent twice.
 """
 
 from __future__ import annotations
@@ -59,8 +64,12 @@ class Cleanup(ABC):
 class ReclaimQueue(deque[Cleanup]):
     """The cleanups of what died. All of one stash have its ``mark``, and do not own the queue."""
 
-    __slots__ = ("mark",)
+    __slots__ = ("leased", "mark")
+
+    leased: set[Cleanup]
+    """The cleanups that have a lease, until they are settled."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.leased = set()
         self.mark = object()

@@ -94,6 +94,7 @@ class DiskBacking(Backing):
     def __init__(self, store: Store, slot: Slot, skew: int, reclaim_queue: ReclaimQueue) -> None:
         self.cleanup: DiskCleanup = DiskCleanup(reclaim_queue, store, slot)
         self.__del__ = functools.partial(reclaim_queue.append, self.cleanup)
+        reclaim_queue.leased.add(self.cleanup)
         self.store = store
         self.slot = slot
         # The block's address modulo a page: the memory it comes back to has the same.

@@ -85,6 +85,7 @@ class HostBacking(Backing):
         self.cleanup.written = written
         self.store = store
         self.__del__ = functools.partial(reclaim_queue.append, self.cleanup)
+        reclaim_queue.leased.add(self.cleanup)
         self.nbytes = buffer.memory.numel()
         self.load: Load | None = None
         self.skew = 0
@@ -169,6 +170,7 @@ class HostLoad(Load):
     ) -> None:
         self.cleanup = cleanup
         self.__del__ = functools.partial(reclaim_queue.append, cleanup)
+        reclaim_queue.leased.add(cleanup)
         cleanup.work = read
         self.read = read
         self._device = device
@@ -231,7 +233,11 @@ class HostLoad(Load):
     def exception(self) -> BaseException | None:
         """See :meth:`Load.exception`. Begins the copy; the host waits for no copy."""
         error = self.read.exception()
-        if error is None and self._copy is None:
+        if error is not None:
+            self.cleanup.work = (
+                None  # it has ended, and once raised its error's frames own this load
+            )
+        elif self._copy is None:
             with self._section.lock:
                 self.send()
         return error
