@@ -5,6 +5,7 @@ import io
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -234,3 +235,20 @@ def test_hooks_that_a_step_puts_where_they_would_see_a_part() -> None:
         checkpoint_loop(on_input, leaf(), 5, **B3)
     with pytest.raises(UsageError, match="step 1 put a hook on a tensor from outside"):
         checkpoint_loop(on_weight, leaf(), 5, **B3)
+
+
+def test_what_is_on_its_way_to_the_disk_is_in_the_budget(disk_dir: Path) -> None:
+    """A small state goes there, too; on its way are at most two windows of an eighth each."""
+    found: list[Any] = []
+
+    def made(**given: Any) -> Stash:
+        found.append(given)
+        return Stash(**given)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("backstash.graph._loop._call.Stash", made)
+        checkpoint_loop(torch.sin, leaf(), 2, memory="8MiB", disk=disk_dir)
+    (given,) = found
+    assert given["keep"] + given["inflight"] + given["prefetch"] == 8 << 20
+    assert given["inflight"] == given["prefetch"] == 1 << 20
+    assert given["min_bytes"] == 4096

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 
 from backstash import Stash
@@ -381,3 +382,43 @@ def _numbered(step: Callable[[Tensor, int], Tensor], state: Tensor) -> Tensor:
     for number in range(N):
         state = step(state, number)
     return state
+
+
+def test_what_a_step_saves_in_forward_is_let_go_of_at_once() -> None:
+    """But the last step's, whose graph backward takes."""
+    w, x = tensors((8,), (8,))
+    saved: list[bool] = []
+
+    def step(state: Tensor) -> Tensor:
+        product = state * w
+        result = product.sin()
+        storage = StorageWeakRef(product.untyped_storage())
+        del product
+        saved.append(not storage.expired())
+        return result
+
+    y = checkpoint_loop(step, x, N, schedule=Binomial(3))
+    assert saved == [False] * (N - 1) + [True]
+    y.sum().backward()
+
+
+def test_a_step_that_asks_its_own_graph_what_it_saved() -> None:
+    def looks(w: Tensor, state: Tensor) -> Tensor:
+        result = (state * w).sin()
+        try:
+            kept = result.grad_fn._saved_self  # type: ignore[union-attr]
+        except Exception:  # a step that hides what it is told
+            kept = torch.zeros(8)
+        return result + kept.detach() * 0.1
+
+    def transforms(w: Tensor, state: Tensor) -> Tensor:
+        return torch.func.grad(lambda each: (each.sin() * w).sum())(state) * w
+
+    for kind in (looks, transforms):
+
+        def run(loop: Any, kind: Any = kind) -> list[Any]:
+            w, x = tensors((8,), (8,))
+            loop(functools.partial(kind, w), x, N).sum().backward()
+            return [w.grad, x.grad]
+
+        check(run, {"schedule": Binomial(3)})

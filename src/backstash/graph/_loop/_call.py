@@ -144,6 +144,9 @@ class _CheckpointLoop:
 
 checkpoint_loop = _CheckpointLoop()
 
+_LEAST_WINDOW, _MOST_WINDOW = 256 << 10, 16 << 20  # bytes on their way down, and as many up
+_LEAST_ON_DISK = 4 << 10
+
 
 @dataclass(frozen=True, slots=True)
 class _Tiers:
@@ -182,14 +185,21 @@ class _Tiers:
         nbytes = None if memory is None else parse_bytes(memory, name="memory")
         if nbytes is None and disk is not None:
             nbytes = 0
-        made = Stash(keep=nbytes, disk=disk, name="checkpoint_loop")
-        directory: Any = getattr(disk, "directory", disk)
-        return cls(
-            made,
-            nbytes,
-            None if directory is None else os.fspath(directory),
-            getattr(disk, "max_bytes", None),
+        if disk is None:
+            return cls(Stash(keep=nbytes, name="checkpoint_loop"), nbytes, None, None)
+        # What is on its way to and from the disk is in memory, too.
+        window = min(max(nbytes // 8, _LEAST_WINDOW), _MOST_WINDOW) if nbytes else _MOST_WINDOW
+        keep = max((nbytes or 0) - 2 * window, 0)
+        made = Stash(
+            keep=keep,
+            disk=disk,
+            inflight=window,
+            prefetch=window,
+            min_bytes=_LEAST_ON_DISK,
+            name="checkpoint_loop",
         )
+        directory: Any = getattr(disk, "directory", disk)
+        return cls(made, keep, os.fspath(directory), getattr(disk, "max_bytes", None))
 
     def budgets(self) -> Budgets:
         if self.directory is None:
@@ -293,7 +303,8 @@ class _Job:
         loop, stepper = self._loop(stash, False)
         meter = Meter(stash)
         with loop.surroundings.replaying(), buffers_put_back(), meter.counting():
-            loop.evaluate(0, self.state, self.x(0) if self.n else State((), None))
+            x = self.x(0) if self.n else State((), None)
+            loop.evaluate(0, self.state, x, for_backward=True)
         return Measured(
             meter.seconds, self.state.nbytes, meter.saved_bytes(stepper.outer_tensors())
         )
@@ -323,7 +334,7 @@ class _Job:
                 keep = schedule.keeps_graphs
             assert schedule is not None
             loop.schedule = schedule
-            if keep or ended:
+            if keep or is_last:
                 loop.keep(number, found)
             del found
             number += 1

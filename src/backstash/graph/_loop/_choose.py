@@ -19,7 +19,7 @@ from ._schedules import Binomial, KeepAll, Schedule, TwoLevel, play
 __all__ = ["Budgets", "Measured", "Plan", "choose", "describe", "disk_speed", "free_bytes"]
 
 _BACKWARD = 2.0  # a step's backward, in evaluations of it: two products of matrices for one
-_PROBE_BYTES = 16 << 20
+_PROBE_BYTES = 4 << 20
 _speeds: dict[str, float] = {}
 
 
@@ -94,9 +94,9 @@ def choose(n: int, budgets: Budgets, measured: Measured) -> Plan:
 
 
 def _fits(plan: Plan, budgets: Budgets) -> bool:
-    if budgets.disk is None:
-        return budgets.memory is None or plan.memory_bytes <= budgets.memory
-    return plan.disk_bytes <= budgets.disk
+    if budgets.memory is not None and plan.memory_bytes > budgets.memory:
+        return False
+    return budgets.disk is None or plan.disk_bytes <= budgets.disk
 
 
 def _candidates(n: int, budgets: Budgets, measured: Measured) -> Iterator[Schedule]:
@@ -120,7 +120,9 @@ def describe(schedule: Schedule, n: int, budgets: Budgets, measured: Measured) -
     held = snapshots * state + saved * (n if schedule.keeps_graphs else min(n, 1))
     below = 0
     if budgets.memory is not None and budgets.disk is not None:
-        below = max(0, held - budgets.memory)
+        # A kept step's state begins its graph, as a parameter does, and a stash leaves those in place.
+        stays = min(state, saved) * n if schedule.keeps_graphs else 0
+        below = max(0, held - max(budgets.memory, stays))
     compute = (evaluations + _BACKWARD * n) * seconds
     moving = below / budgets.disk_speed if below else 0.0  # beside compute
     return Plan(

@@ -133,7 +133,13 @@ class Loop:
         with self.surroundings.entered(), ExitStack() as stack:
             if meter is not None:
                 stack.enter_context(meter.counting())
-            found = self.evaluate(number, state, x, through_stash=through_stash and meter is None)
+            found = self.evaluate(
+                number,
+                state,
+                x,
+                through_stash=through_stash and meter is None,
+                for_backward=meter is not None,
+            )
         self._records.append(_Record(x, found))
         new, y = self._attach(number, self._records[-1], found, state, x)
         return new, y, ends(new), found
@@ -143,21 +149,35 @@ class Loop:
         self._records[number].kept = found.only_graph()
 
     def evaluate(
-        self, number: int, state: State, x: State, *, through_stash: bool = False
+        self,
+        number: int,
+        state: State,
+        x: State,
+        *,
+        through_stash: bool = False,
+        for_backward: bool = False,
     ) -> Evaluation:
-        """Run step ``number`` on copies of its inputs that are leaves."""
+        """Run step ``number`` where a graph of its own begins.
+
+        Args:
+            through_stash: whether what it saves goes to the stash.
+            for_backward: whether what it saves is wanted, though it goes elsewhere. Where neither is, the
+                graph tells what the step uses, and saves nothing.
+        """
         random = RandomState.now(self.surroundings.devices)
         state, x = leaves_of(state), leaves_of(x)
-        for _ in range(2):
+        for _ in range(3):
             try:
                 with ExitStack() as stack:
                     if through_stash:
                         stack.enter_context(self._stash)
+                    elif not for_backward:
+                        stack.enter_context(self._stepper.nothing_saved())
                     self.evaluations += 1
                     return self._stepper.run(number, state, x)
             except Again:
                 random.restore()
-        raise AssertionError("a step is run again once")
+        raise AssertionError("a step is run again twice at most")
 
     def _attach(
         self, number: int, record: _Record, found: Evaluation, state: State, x: State

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,6 +81,7 @@ class Stepper:
         self.closures = False
         """Whether ``step`` reaches such a tensor through a closure."""
         self._begun = sequence_number()
+        self._looks = False  # whether it asks its own graph for what it saved
         self._args = _taken_apart(args)
         for tensor in self._args.tensors:
             if tensor.grad_fn is not None:
@@ -97,6 +99,27 @@ class Stepper:
     def outer_tensors(self) -> list[Tensor]:
         """The tensors from outside that steps were seen to use."""
         return [tensor for tensor, _ in self.tensors.values()]
+
+    @contextmanager
+    def nothing_saved(self) -> Iterator[None]:
+        """What is saved inside is let go of at once; raises ``Again`` where a step asks for it."""
+        if self._looks:
+            yield
+            return
+        try:
+            with stock.saved_tensors_hooks(_let_go, self._asked):
+                yield
+        except Exception as error:
+            refused = isinstance(error, RuntimeError) and "saved tensor hooks" in str(error)
+            if not (self._looks or refused):  # torch.func's transforms refuse any hooks
+                raise
+            self._looks = True
+        if self._looks:
+            raise Again
+
+    def _asked(self, _: None) -> Tensor:
+        self._looks = True
+        raise Again
 
     def run(self, number: int, state: State, x: State) -> Evaluation:
         """Evaluate step ``number`` on leaves. Raises ``UsageError`` for what the loop cannot hold."""
@@ -242,8 +265,12 @@ class Stepper:
                 )
 
 
+def _let_go(_: Tensor) -> None:
+    return None
+
+
 class Again(Exception):
-    """The step has to be run again: it reaches through a closure what was computed outside."""
+    """The step has to be run again: it reaches what was computed outside, or asks for what it saved."""
 
 
 def _taken_apart(args: tuple[Any, ...]) -> State:
