@@ -26,7 +26,7 @@ def memory(monkeypatch):
     peaks, stashes = [0], []
 
     def now(meter):
-        held = OTHER
+        held = made.other()
         for stash in stashes:
             stats = backstash.stash._levels_of(stash)
             held += stats[0] + stats[1] + stats[4]
@@ -40,7 +40,7 @@ def memory(monkeypatch):
         stashes.append(__import__("weakref").ref(stash))
         return stash
 
-    made.peaks = peaks
+    made.peaks, made.other = peaks, lambda: OTHER
     return made
 
 
@@ -202,6 +202,81 @@ def test_shapes_that_change_keep_the_budget(memory, tmp_path):
     stash.close()
 
 
+def test_a_program_that_grows_under_a_plan_stays_within_the_budget(memory, tmp_path):
+    """What the plan did not see is taken off what is kept, in the very step."""
+    budget = OTHER + SAVED // 2 + 3 * MIB
+    stash = memory(budget=budget, disk=tmp_path, inflight="1MiB", prefetch="1MiB")
+    net = model()
+    assert settle(net, stash).state == "planned"
+    memory.other = lambda: OTHER + 3 * MIB
+    memory.peaks[0] = 0
+    true = step(net, Stash())
+    for _ in range(3):
+        assert torch.equal(step(net, stash), true)
+    assert OTHER < memory.peaks[0] <= budget
+    stash.close()
+
+
+def test_a_backward_that_grows_has_nothing_read_ahead_beyond_the_budget(memory, tmp_path):
+    budget = OTHER + 12 * MIB
+    stash = memory(budget=budget, disk=tmp_path, inflight="1MiB", prefetch="8MiB")
+    grown = [OTHER]
+
+    class Grows(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            memory.other = lambda: grown[0]
+            return gradient
+
+    class Growing(nn.Sequential):
+        def forward(self, x):
+            memory.other = lambda: OTHER
+            return Grows.apply(super().forward(x))
+
+    net = Growing(*(Sine() for _ in range(16)))
+    settle(net, stash)
+    grown[0] = budget - MIB  # from now on there is room for one block
+    memory.peaks[0] = 0
+    true = step(net, Stash())
+    assert torch.equal(step(net, stash), true)
+    assert memory.peaks[0] <= budget
+    stash.close()
+
+
+def test_a_correction_that_went_too_far_is_not_made_again(memory, tmp_path):
+    """An allocator that holds more as soon as more is kept: giving back what seemed to be spared exceeds."""
+    budget = OTHER + 12 * MIB
+    stash = memory(budget=budget, disk=tmp_path, inflight="1MiB", prefetch="1MiB")
+    planner, biases = stash._planner, []
+    resident = stash._session.device_tiers[0].evictor.resident
+
+    def other():
+        moved = planner._choices is None
+        return OTHER + (8 * MIB if moved else 0) + (9 * MIB if resident.nbytes > 6 * MIB else 0)
+
+    memory.other = other
+    settle(model(), stash, steps=8)
+    for _ in range(30):
+        memory.peaks[0] = 0
+        step(model(), stash)
+        _ = stash.plan
+        biases.append(planner._bias_bytes)
+    assert len(set(biases[10:])) == 1
+    assert memory.peaks[0] <= budget
+    stash.close()
+
+
+def test_without_a_tier_below_it_is_said_what_is_missing():
+    if torch.accelerator.is_available():
+        pytest.skip("an accelerator's tensors have host memory below")
+    with pytest.warns(StashWarning, match=r"budget= without disk=: .*; give disk=DIR"):
+        Stash(budget="1GiB").close()
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -231,8 +306,8 @@ def test_a_file_that_is_no_plan_is_refused(tmp_path):
             Stash(plan=path)
 
 
-def test_auto_is_what_the_machine_can_spare():
-    stash = Stash(budget="auto")
+def test_auto_is_what_the_machine_can_spare(tmp_path):
+    stash = Stash(budget="auto", disk=tmp_path)
     held = ProcessMeter().now()
     assert stash.plan.budget_bytes > held
     stash.close()

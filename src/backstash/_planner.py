@@ -14,7 +14,7 @@ import re
 import threading
 import warnings
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -31,12 +31,14 @@ from ._tiers.device_tiers import DeviceTiers
 from .errors import StashWarning, UsageError
 from .memory import spare_bytes
 from .plan import Plan, PlannedClass, StepFigures, plan_of, usable_bytes
+from .stores._buffer_pool import preloaded_allocator
 from .units import format_bytes
 
 __all__ = ["Planner", "auto_budget"]
 
 _ORDINALS = 64  # saves of one module that are told apart
-_GUARD_BYTES = 16 << 20  # saved between two looks at the process's memory
+_GUARD_BYTES = 1 << 20  # saved between two looks at the process's memory
+_GUARD_SHARE = 0.01  # of the budget, that is left when less is kept than the plan says
 _LEAST_WINDOW_BYTES = 16 << 20
 _VALIDATED_STEPS = 3
 _OFF = 0.10
@@ -53,6 +55,7 @@ class Planner:
         loaded: a plan to follow as it is.
         tier: the name of the action that moves a block down.
         windows: ``inflight`` and ``prefetch`` where the caller gave them, else ``None``.
+        let_go: gives back memory that is free and still the process's.
     """
 
     def __init__(
@@ -63,8 +66,11 @@ class Planner:
         loaded: Plan | None = None,
         tier: str | None = "disk",
         windows: tuple[int | None, int | None] = (None, None),
+        let_go: Callable[[], None] = lambda: None,
     ) -> None:
         self._event_log = event_log
+        self._let_go = let_go
+        self._reuses = bool(preloaded_allocator())  # and gives nothing back
         self._tier = tier
         self._given_windows = windows
         self._meter = ProcessMeter(functools.partial(_held_by, event_log))
@@ -91,6 +97,9 @@ class Planner:
         self._off_steps = self._replans = 0
         self._wait_steps = 0
         self._bias_bytes = 0
+        self._least_bias_bytes: int | None = None  # with less the budget was exceeded
+        self._released = False
+        self._line = 0  # beyond it less is kept; it follows what the process holds
         self._measured: list[StepFigures] = []
         self.notes: dict[str, None] = {}
         if loaded is not None:
@@ -131,6 +140,9 @@ class Planner:
     def begin_step(self, tiers: DeviceTiers) -> None:
         """The first block of a step is being admitted; the step before has ended. ``tiers`` are the CPU's."""
         self._tiers = tiers
+        self._released = False
+        self._line = int(self._budget * (1 - _GUARD_SHARE))
+        tiers.prefetcher.has_room = self._has_room
         now = self._meter.mark()[0]
         seconds = now - self._began
         record = self._end_record(now) if self._recording else None
@@ -228,14 +240,19 @@ class Planner:
         assert predicted is not None and self._solved is not None
         peak = max(each.peak_bytes for each in self._measured)
         off = peak - predicted.peak_bytes
-        if self._replans < _CORRECTIONS and (
-            peak > self._budget or abs(off) > _OFF / 2 * predicted.peak_bytes
-        ):
+        # What was over is taken off whole, and never given back; what was spared is given back by half.
+        bias_bytes = self._bias_bytes + (off if off > 0 else off // 2)
+        if self._least_bias_bytes is not None:
+            bias_bytes = max(bias_bytes, self._least_bias_bytes)
+        if peak > self._budget:
+            self._least_bias_bytes = bias_bytes
+        elif self._replans >= _CORRECTIONS or abs(off) <= _OFF / 2 * predicted.peak_bytes:
+            return
+        if bias_bytes != self._bias_bytes:
             # The same trace: under a plan, memory that an allocator keeps when tensors die would count as
             # other memory, although the plan's tensors are what it is for.
             self._replans += 1
-            # What was over is taken off whole; what was spared is given back by half, not to overshoot.
-            self._bias_bytes += off if off > 0 else off // 2
+            self._bias_bytes = bias_bytes
             self._solve(self._solved[0])
 
     def _remeasure(self) -> None:
@@ -288,10 +305,30 @@ class Planner:
         return choices[instance] if instance < len(choices) else choices[0]
 
     def _guard(self) -> None:
-        """Where the process holds more than the budget, keep less for the rest of the step."""
-        over = self._meter.now() - self._budget
-        if over > 0 and self._choices is not None:
+        """Where the process comes near the budget, keep less for the rest of the step.
+
+        Once for each byte more: memory that was freed may stay the process's, and is used again.
+        """
+        over = self._meter.now() - self._line
+        if over > 0:
+            self._line += over
+            self._release()
             self._lower_limit(max(0, self._tiers.evictor.resident.nbytes - over))
+
+    def _has_room(self, nbytes: int) -> bool:
+        """Whether so many bytes may be read ahead of need within the budget."""
+        held = self._meter.now()
+        if held + nbytes <= self._budget or (self._reuses and held <= self._line):
+            return True
+        self._line = max(self._line, held)
+        self._release()
+        return False
+
+    def _release(self) -> None:
+        """Give back what is free: once in a step, since it takes milliseconds."""
+        if not self._released:
+            self._released = True
+            self._let_go()
 
     def _lower_limit(self, limit: int) -> None:
         """For the rest of the step."""
@@ -337,6 +374,8 @@ class Planner:
         assert self._solved is not None
         trace, solution, smallest = self._adopted = self._solved
         self._plan = plan_of(self._budget, trace, solution, smallest, self._bias_bytes)
+        if self._plan.state == "left alone":
+            self._let_go()  # what moving needed
         self._follow(self._plan.classes)
         self._set_windows((solution.windows.inflight_bytes, solution.windows.prefetch_bytes))
         slack = max(0, self._budget - self._bias_bytes - solution.forecast.peak_bytes)

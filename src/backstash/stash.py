@@ -13,6 +13,7 @@ import functools
 import inspect
 import os
 import threading
+import warnings
 import weakref
 from collections.abc import Callable
 from types import FrameType, TracebackType
@@ -52,6 +53,7 @@ from .errors import (
     StashError,
     StashForkedError,
     StashIOError,
+    StashWarning,
     UsageError,
 )
 from .plan import Plan
@@ -172,7 +174,7 @@ class Stash:
         self._on_full = on_full
         self._begin()
         planner = self._planner = _planner(
-            self._event_log, budget, plan, self._store, inflight, prefetch
+            weakref.ref(self), self._event_log, budget, plan, self._store, inflight, prefetch
         )
         self._session = Session(
             self._config.reclaim_queue,
@@ -194,6 +196,7 @@ class Stash:
         """Threads, memory and tiers of this process."""
         self._workers = Workers(self._store.threads if self._store is not None else 1)
         self._pool = BufferPool(idle_bytes=_IDLE_BYTES)
+        self._trimmer = Trimmer(self._workers.submit)
         self._config = TierConfig(
             self._store,
             self._workers.begin,
@@ -201,7 +204,7 @@ class Stash:
             self._section,
             self._event_log,
             self._pool,
-            Trimmer(self._workers.submit).freed,
+            self._trimmer.freed,
             on_full=self._on_full,
             **self._windows,
         )
@@ -587,6 +590,10 @@ class Stash:
         )
 
 
+_NOWHERE = (
+    "budget= without disk=: a CPU tensor has nowhere to go and stays in place, so the budget cannot be kept "
+    "if the step does not fit; give disk=DIR"
+)
 _NO_STORE = "a forked process, and a store that is not made for one: make a stash in it"
 _REMEDY = (
     "none of torch.func.grad, vjp, jacrev and hessian runs where saved-tensors hooks other than a stash's are "
@@ -614,6 +621,7 @@ def _check_planned(budget: object, plan: object, keep: object) -> None:
 
 
 def _planner(
+    stash: weakref.ref[Stash],
     event_log: EventLog,
     budget: int | str | None,
     plan: str | os.PathLike[str] | Plan | None,
@@ -631,13 +639,24 @@ def _planner(
     nbytes = None
     if budget is not None:
         nbytes = auto_budget() if budget == "auto" else parse_bytes(budget, name="budget")
+        if store is None and not torch.accelerator.is_available():
+            warnings.warn(_NOWHERE, StashWarning, stacklevel=3)
     return Planner(
         event_log,
         budget=nbytes,
         loaded=loaded,
         tier="disk" if store is not None else None,
         windows=(given[0], given[1]),
+        let_go=functools.partial(_let_go, stash),
     )
+
+
+def _let_go(stash: weakref.ref[Stash]) -> None:
+    """Give back memory that is free, and still the process's. The caller holds the lock."""
+    alive = stash()
+    if alive is not None:
+        alive._pool.trim()
+        alive._trimmer.trim()
 
 
 def _levels_of(stash: weakref.ref[Stash]) -> Levels:

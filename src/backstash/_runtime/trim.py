@@ -60,6 +60,11 @@ class Trimmer:
             self._freed_since_advice = 0
             self._heap.advise()
         if self._freed >= self._every:
+            self.trim()
+
+    def trim(self) -> None:
+        """Trim now, whatever was let go."""
+        if self._trim is not None:
             self._freed = 0
             self._submit(self._trim, 0)
 

@@ -67,6 +67,8 @@ class Prefetcher:
         self._event_log = event_log
         self.window_bytes = prefetch
         self._memory = memory
+        self.has_room: Callable[[int], bool] | None = None
+        """Says whether so many bytes may come ahead of need; ``None``: as far as the window goes."""
         self._used_bytes = 0  # by backward, since what comes next was looked at
         self._window = WeakQueue[Any](_is_loaded)  # oldest first
         self._beyond: weakref.ref[Any] | None = None  # the one backing that may exceed the window
@@ -303,6 +305,8 @@ class Prefetcher:
         if goes_beyond and not self._may_go_beyond(backing.nbytes):
             return False
         if self._memory is not None and not self._memory.has(backing.nbytes):
+            return False
+        if self.has_room is not None and not self.has_room(backing.nbytes):
             return False
         try:
             load = self._begin(backing, ahead=True)
