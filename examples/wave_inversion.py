@@ -2,8 +2,8 @@
 
 Shots are fired one after another around a medium with a hidden fast disc; receivers record the 2-D acoustic
 waves. The program starts from an even velocity and descends along the gradient of the difference, which goes
-through every time step, within a tenth of the memory that the plain loop takes (``--plain``, with the same
-gradients).
+through every time step, with a budget of a thirtieth of the memory that the plain loop takes (``--plain``,
+with the same gradients).
 
     python examples/wave_inversion.py [--tiny] [--plain] [--steps N] [--iterations N] [--picture FILE]
 """
