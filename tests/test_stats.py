@@ -25,7 +25,9 @@ def tiers(n, tier=None, refused=None):
         hits=n + 9,
         misses=n + 10,
     )
-    packer = Of(packed_bytes=n + 11, payload_bytes=n + 12, refused=refused or {})
+    packer = Of(
+        packed_bytes=n + 11, payload_bytes=n + 12, recomputed_bytes=n, refused=refused or {}
+    )
     return Of(evictor=evictor, prefetcher=prefetcher, packer=packer, tier=tier)
 
 
@@ -54,8 +56,12 @@ def test_every_device_is_counted():
     swept = []
     device_tiers = [
         tiers(100),
-        tiers(2000, tier(30_000, swept), {"it is odd": [1, 7]}),
-        tiers(40_000, tier(500_000, swept), {"it is odd": [2, 60], "it is even": [3, 5]}),
+        tiers(2000, tier(30_000, swept), {"not packed: it is odd": [1, 7]}),
+        tiers(
+            40_000,
+            tier(500_000, swept),
+            {"not packed: it is odd": [2, 60], "not packed: it is even": [3, 5]},
+        ),
     ]
     session = session_of(device_tiers, saves=5, small_saves=2, small_bytes=70)
     admission = Of(
@@ -77,6 +83,7 @@ def test_every_device_is_counted():
         "not packed: it is even": Left(3, 5),
     }
     assert (stats.packed_bytes, stats.payload_bytes) == (42_100 + 33, 42_100 + 36)
+    assert stats.recomputed_bytes == 42_100
     assert (stats.keep_bytes, stats.keep_peak_bytes) == (42_100 + 12, 42_100 + 15)
     assert (stats.inflight_bytes, stats.inflight_peak_bytes) == (42_100 + 3, 42_100 + 6)
     assert (stats.host_bytes, stats.host_peak_bytes) == (530_002, 530_004)

@@ -17,6 +17,7 @@ from ._saved.thread_state import ThreadState
 from ._saved.view import StridedRegion, raw_alias, reason_to_stay, snapshot
 from ._session import Session
 from ._tiers.device_tiers import DeviceTiers
+from ._tiers.replay import replay_of
 from ._torch.modules import is_buffer, is_parameter, module_path, running_modules
 from ._torch.storages import storage_identity
 from ._torch.tensors import is_wrapper_subclass, wait_for_collective
@@ -162,7 +163,7 @@ class Admission:
         is_leaf_or_view = (tensor.is_leaf and tensor.requires_grad) or (
             base is not None and _gets_gradient(base)
         )
-        described, codec = None, self._codec
+        described, codec, recomputes = None, self._codec, False
         if self._policy is not None or not (codec is None or isinstance(codec, Codec)):
             described = SavedTensor(
                 shape=tuple(tensor.shape),
@@ -185,15 +186,24 @@ class Admission:
                 moves = action.tier == "disk" or (
                     action.tier == "host" and tiers.device is not None
                 )
-                if action.tier != "pack":
+                if action.tier == "recompute":
+                    recomputes = True
+                elif action.tier != "pack":
                     return "" if moves else "the policy said so", _Choice(action.tier, action.codec)
-                codec = action.packs_by
+                else:
+                    codec = action.packs_by
         if is_leaf_or_view:
             return _PARAMETER, _DEFAULT
         if tensor.untyped_storage().nbytes() < self._min_bytes:
             return SMALL, _DEFAULT
         if modules and is_buffer(storage_identity(tensor.untyped_storage()), modules):
             return "a module's buffer, or a view of one", _DEFAULT
+        if recomputes:
+            replay = replay_of(tensor, self._session.reclaim_queue.mark)
+            if not isinstance(replay, str):
+                return "", _Choice(codec=replay)
+            with self._session.section.lock:
+                self._count_left(f"not recomputed: {replay}", tensor.nbytes)
         if codec is None:
             return "", _DEFAULT
         return "", _Choice(codec=codec if isinstance(codec, Codec) else _asked(codec, described))

@@ -46,6 +46,8 @@ class Stats:
     """Bytes of the blocks that were packed so far, as they were."""
     payload_bytes: int
     """What they were packed to. It counts as held wherever it is: in place, on its way down, or below."""
+    recomputed_bytes: int
+    """Bytes of the blocks that were let go so far, to be computed again in backward."""
     keep_bytes: int
     """Held in place now."""
     keep_peak_bytes: int
@@ -79,8 +81,8 @@ class Stats:
     prefetch_misses: int
     """Uses of a block that had not."""
     left: Mapping[str, Left]
-    """What was left where it was, by reason; what begins with ``"not packed: "`` was only left as large as it
-    was, and went where the budgets say."""
+    """What was left where it was, by reason; what begins with ``"not packed: "`` or
+    ``"not recomputed: "`` was only left as large as it was, and went where the budgets say."""
     notes: tuple[str, ...]
     """Fallbacks that were taken, each with its reason."""
 
@@ -105,6 +107,10 @@ class Stats:
         was, now = format_bytes(self.packed_bytes), format_bytes(self.payload_bytes)
         return [f"  packed     {was:>9} to {now}"]
 
+    def _recomputed_line(self) -> list[str]:
+        nbytes = self.recomputed_bytes
+        return [f"  recomputed {format_bytes(nbytes):>9}"] if nbytes else []
+
     def __str__(self) -> str:
         size = format_bytes
         lines = [
@@ -118,6 +124,7 @@ class Stats:
             f"  moved      {size(self.written_bytes)} down, {size(self.read_bytes)} up; "
             f"{size(self.deduplicated_bytes)} saved again at no cost",
             *self._packed_line(),
+            *self._recomputed_line(),
             f"  waited     {self.pack_stall_seconds:.3f} s in forward, "
             f"{self.unpack_stall_seconds:.3f} s in backward; "
             f"{self.prefetch_hits} blocks read ahead of need, {self.prefetch_misses} not",
@@ -151,8 +158,8 @@ def collect(
     left = {reason: Left(*of_it) for reason, of_it in list(admission.left.items())}
     for tiers in session.device_tiers:
         for reason, (count, nbytes) in list(tiers.packer.refused.items()):
-            known = left.get(f"not packed: {reason}", Left(0, 0))
-            left[f"not packed: {reason}"] = Left(known.count + count, known.nbytes + nbytes)
+            known = left.get(reason, Left(0, 0))
+            left[reason] = Left(known.count + count, known.nbytes + nbytes)
     if counts.small_saves:
         slow = left.get(SMALL, Left(0, 0))
         left[SMALL] = Left(slow.count + counts.small_saves, slow.nbytes + counts.small_bytes)
@@ -172,6 +179,7 @@ def collect(
         deduplicated_bytes=admission.deduplicated_bytes,
         packed_bytes=sum(tiers.packer.packed_bytes for tiers in session.device_tiers),
         payload_bytes=sum(tiers.packer.payload_bytes for tiers in session.device_tiers),
+        recomputed_bytes=sum(tiers.packer.recomputed_bytes for tiers in session.device_tiers),
         moved_again_bytes=admission.moved_again_bytes,
         keep_bytes=sum(evictor.resident.nbytes for evictor in evictors),
         keep_peak_bytes=sum(evictor.resident.peak_bytes for evictor in evictors),

@@ -20,7 +20,7 @@ from .units import parse_bytes
 
 __all__ = ["Action", "CodecChoice", "Policy", "SavedTensor", "by_module", "first", "larger_than"]
 
-_TIERS = ("keep", "host", "disk", "pack")
+_TIERS = ("keep", "host", "disk", "pack", "recompute")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,16 +56,21 @@ class Action:
     Action(tier='disk', codec=None)
     """
 
-    tier: Literal["keep", "host", "disk", "pack"]
+    tier: Literal["keep", "host", "disk", "pack", "recompute"]
     """``"keep"``: the tensor stays where it is, and no budget counts it. ``"host"``: an accelerator's tensor
     moves to host memory at once, also while ``keep`` has space; a CPU tensor is in host memory and stays.
     ``"disk"``: the tensor moves to disk at once, an accelerator's through host memory. ``"pack"``: the tensor
     is stored smaller, by ``codec``; what that makes of it is in memory, counts as ``keep``, and moves down as
-    any other. What cannot be packed is treated as with ``None``, and ``stats().left`` says why."""
+    any other. What cannot be packed is treated as with ``None``, and ``stats().left`` says why.
+    ``"recompute"``: a CPU tensor is let go, and computed again in backward by the operation that made it, from
+    the input that this operation saved: GELU, SiLU, Mish, Hardswish or leaky ReLU. The stash needs a ``disk``.
+    What has no such operation is treated as with ``None``, and ``stats().left`` says why. Where the input was
+    changed in place since, or what is computed is not bit for bit what was let go, backward raises
+    ``InplaceError``."""
 
     codec: Codec | None = None
     """What makes the tensor smaller before it moves; ``None``: with ``"pack"`` the exact codecs
-    (:data:`backstash.codecs.EXACT`), else no codec. Not with ``"keep"``."""
+    (:data:`backstash.codecs.EXACT`), else no codec. Not with ``"keep"`` or ``"recompute"``."""
 
     def __post_init__(self) -> None:
         if self.tier not in _TIERS:
@@ -78,6 +83,9 @@ class Action:
             raise UsageError(
                 'Action("keep") has no codec: the tensor stays as it is; Action("pack", codec) packs it'
             )
+
+        if self.codec is not None and self.tier == "recompute":
+            raise UsageError('Action("recompute") has no codec: nothing is stored')
 
     @property
     def packs_by(self) -> Codec | None:

@@ -27,7 +27,7 @@ from .._torch.storages import free_weak_ref, storage_identity, storage_of, weak_
 from .._torch.versions import same_counter
 from ..codecs import Codec
 from .access_order import ForwardPass
-from .placement import Arrival, Packed, Placement, Resident
+from .placement import Arrival, Packed, Placement, Recomputed, Resident
 from .thread_state import ThreadState
 from .view import with_bits_of
 
@@ -276,7 +276,9 @@ class Block:
     @property
     def where(self) -> str:
         """The tier that has the bytes: ``"keep"`` until their write has completed. ``"packed"``, wherever the
-        payload is."""
+        payload is; ``"recomputed"``, wherever the input is."""
+        if type(self.placement) is Recomputed:
+            return "recomputed"
         if type(self.placement) is Packed:
             return "packed"
         backing = self.placement.backing

@@ -106,6 +106,17 @@ def written_unseen(entry: Entry) -> InplaceError:
     )
 
 
+def recomputed_otherwise(entry: Entry, what: object) -> InplaceError:
+    """The error for a tensor that was let go and was computed again with other bits."""
+    module = clean(entry.block.cleanup.module)
+    return InplaceError(
+        f"the tensor of shape {tuple(entry.shape)} that {module or 'no module'} saved was to be recomputed, "
+        f"and {what!r} gives other bits: its input was written by what raises no version (.data, NumPy), or "
+        "threads or other settings of PyTorch changed since forward. Run forward again, or give this module "
+        'no Action("recompute")'
+    )
+
+
 class WrapperEntry:
     """A saved tensor subclass that is made of others (``__tensor_flatten__``): its parts, each packed."""
 
@@ -140,7 +151,9 @@ class WrapperEntry:
     def where(self) -> str:
         """The lowest tier that has bytes of a part."""
         places = {getattr(part, "where", "keep") for part in self.parts.values()}
-        return next((tier for tier in ("disk", "host", "packed") if tier in places), "keep")
+        return next(
+            (tier for tier in ("disk", "host", "packed", "recomputed") if tier in places), "keep"
+        )
 
     @property
     def is_rounded(self) -> bool:

@@ -1,4 +1,5 @@
-"""Where a block's bytes are: in place, on their way down, below, packed into another block, or lost.
+"""Where a block's bytes are: in place, on their way down, below, packed into another block, to be computed
+again, or lost.
 
 A block has one *placement* and changes it by one assignment, so an interrupt finds either the old one or the
 new one. All counts and queues follow from the placements of the blocks that are alive.
@@ -27,6 +28,7 @@ __all__ = [
     "Lost",
     "Packed",
     "Placement",
+    "Recomputed",
     "Resident",
     "Stored",
     "Writing",
@@ -188,6 +190,16 @@ class Packed(Placement):
         self.recipe = recipe
         self.dtype = dtype  # in which the whole storage was encoded
         self.payload = payload  # its entry; None where the recipe says all
+
+
+class Recomputed(Packed):
+    """Let go: an operation computes the bytes again from ``payload``, an entry of what it was given."""
+
+    __slots__ = ("fingerprint",)
+
+    def __init__(self, codec: Codec, dtype: torch.dtype, operand: Any, fingerprint: Tensor) -> None:
+        super().__init__(codec, None, dtype, operand)
+        self.fingerprint = fingerprint  # of the bytes that were let go
 
 
 class Lost(Placement):

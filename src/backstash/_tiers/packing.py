@@ -14,18 +14,20 @@ import torch
 from torch import Tensor
 
 from .._device.base import Device
+from .._device.fingerprint import fingerprint
 from .._runtime.critical_section import CriticalSection
 from .._runtime.reclaim import ReclaimQueue
 from .._runtime.trace import profiled
 from .._saved.block import Block, StorageVersion
-from .._saved.entry import Entry
-from .._saved.placement import Arrival, Packed
+from .._saved.entry import Entry, recomputed_otherwise
+from .._saved.placement import Arrival, Packed, Recomputed
 from .._torch.dispatch import count_dispatch_modes, without_function_modes
 from ..codecs import Codec, Encoded
 from ..codecs._base import NOT_SMALLER, integers
 from ..errors import UsageError
 from ..stores._base import PAGE_BYTES
 from ..stores._buffer_pool import BufferPool, own_memory
+from .replay import Replay
 from .resident import ResidentSet
 
 __all__ = ["Packer", "decode_apart"]
@@ -57,6 +59,9 @@ class Packer:
         self._pool = pool
         self._device = device
         self._checked: set[tuple[type, str, torch.dtype]] = set()  # on an accelerator
+        self._replayed: set[tuple[Any, ...]] = set()  # classes whose replay was bit-equal
+        self.recomputed_bytes = 0
+        """Bytes of the blocks that were let go so far, to be computed again."""
         self.packed_bytes = self.payload_bytes = 0
         """Bytes of the blocks that were packed so far, and of what was made of them."""
         self.refused: dict[str, list[int]] = {}
@@ -72,16 +77,62 @@ class Packer:
         assert codec is not None
         source = block.storage_version
         reason = self._reason_against(block, codec)
+        if isinstance(codec, Replay):
+            return self._let_go(block, codec, reason or codec.reason_against(block))
         encoded = reason or self._encode(block, codec)
         if source.changed:
             self._resident.lose(block)
             return None
         if isinstance(encoded, str):
-            refused = self.refused.setdefault(encoded, [0, 0])
-            refused[0] += 1
-            refused[1] += block.nbytes
-            return block
+            return self._refuse(block, f"not packed: {encoded}")
         return self._replace(block, codec, encoded)
+
+    def _refuse(self, block: Block, reason: str) -> Block:
+        refused = self.refused.setdefault(reason, [0, 0])
+        refused[0] += 1
+        refused[1] += block.nbytes
+        return block
+
+    def _let_go(self, block: Block, replay: Replay, reason: str) -> Block | None:
+        """Let go of a block that ``replay`` computes again, or say why not."""
+        told: Tensor | None = None
+        try:
+            reason = reason or self._reason_to_doubt(block, replay)
+            alias = block.placement.alias
+            if not reason and alias is not None:
+                told = fingerprint(alias.untyped_storage())
+        except (torch.OutOfMemoryError, MemoryError):
+            reason = "no memory to compute it in"
+        if block.storage_version.changed:
+            self._resident.lose(block)
+            return None
+        if told is None:
+            return self._refuse(block, f"not recomputed: {reason}")
+        if block.saves != block.expected:
+            block.fingerprint = told
+        block.placement = Recomputed(replay, block.dtype, replay.owned(), told)
+        self._resident.leave(block)
+        self.recomputed_bytes += block.nbytes
+        return None
+
+    def _reason_to_doubt(self, block: Block, replay: Replay) -> str:
+        """Why a replay is not known to give the bytes of ``block``: it is compared where its input is in place,
+        and else was compared in this stash, with the same module, shape, alignment and threads."""
+        operand, alias = replay.operand, block.placement.alias
+        source, key = operand.block.placement.alias, replay.key(block)
+        if source is None or operand.block.has_moved:
+            return "" if key in self._replayed else "its input has left, and nothing was compared"
+        assert alias is not None
+        low = block.address % PAGE_BYTES
+        with without_function_modes(), torch.no_grad(), profiled("replay", block.cleanup.module):
+            values = alias.as_strided((block.nbytes // alias.element_size(),), (1,), 0)
+            root = self._memory(low + block.nbytes, alias.device)
+            out = root[low : low + block.nbytes].view(block.dtype)
+            replay.decode(operand.view_of(source, 0), None, out)
+            if not torch.equal(integers(values.view(block.dtype)), integers(out)):
+                return f"{replay!r} does not give the same bytes"
+        self._replayed.add(key)
+        return ""
 
     def _reason_against(self, block: Block, codec: Codec) -> str:
         if block.has_moved:
@@ -200,6 +251,7 @@ class Packer:
         with without_function_modes(), torch.no_grad(), profiled("unpack", block.cleanup.module):
             out = root[low : low + block.nbytes].view(placement.dtype)
             placement.codec.decode(payload, placement.recipe, out)
+        _check(entry, placement, root, low)
         return root, low, None if device is None else _MadeOn(device, device.stream(), root)
 
 
@@ -230,7 +282,16 @@ def decode_apart(entry: Entry, placement: Packed, payload: Tensor | None) -> tup
     with without_function_modes(), torch.no_grad():
         out = root[low : low + block.nbytes].view(placement.dtype)
         placement.codec.decode(payload, placement.recipe, out)
+    _check(entry, placement, root, low)
     return root, low
+
+
+def _check(entry: Entry, placement: Packed, root: Tensor, low: int) -> None:
+    """Whether what was computed again is what was let go: its input may have been written unseen."""
+    if isinstance(placement, Recomputed):
+        told = fingerprint(root.untyped_storage(), low, entry.block.nbytes)
+        if not torch.equal(placement.fingerprint, told):
+            raise recomputed_otherwise(entry, placement.codec)
 
 
 def _own(payload: Tensor | None, values: Tensor, codec: Codec) -> Tensor | None:

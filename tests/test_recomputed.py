@@ -1,0 +1,197 @@
+"""Recomputed blocks: gradients, what is let go, changes in place, refusals."""
+
+import threading
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from backstash import Action, Stash
+from backstash.errors import InplaceError, UsageError
+from backstash.testing import MemoryStore
+
+KINDS = {
+    "gelu": nn.GELU(),
+    "gelu tanh": nn.GELU(approximate="tanh"),
+    "silu": nn.SiLU(),
+    "mish": nn.Mish(),
+    "hardswish": nn.Hardswish(),
+    "leaky relu": nn.LeakyReLU(0.3),
+}
+
+
+def recompute(saved):
+    return Action("recompute")
+
+
+def net_of(kind="gelu"):
+    torch.manual_seed(0)
+    layers = [nn.Linear(67, 131), KINDS[kind], nn.Linear(131, 67), KINDS[kind], nn.Linear(67, 5)]
+    return nn.Sequential(*layers), torch.randn(8, 17, 67)
+
+
+def gradients(net, x, **options):
+    return torch.autograd.grad(net(x).square().mean(), list(net.parameters()), **options)
+
+
+def are_same(left, right):
+    return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("place", [{}, {"keep": "256KiB"}])
+def test_gradients_are_the_same_and_results_are_let_go(kind, dtype, place):
+    net, x = net_of(kind)
+    net, x = net.to(dtype), x.to(dtype)
+    expected = gradients(net, x)
+    options = {"keep": None, "min_bytes": 0, **place}
+    with Stash(policy=recompute, disk=MemoryStore(), **options) as stash:
+        for _ in range(2):
+            assert are_same(gradients(net, x), expected)
+    stats = stash.stats()
+    once = 8 * 17 * (131 + 67) * dtype.itemsize
+    assert stats.recomputed_bytes == 2 * once
+    assert "recomputed" in str(stats)
+
+
+def test_autocast_retain_graph_double_backward_and_checkpoint():
+    net, x = net_of()
+    net = net.requires_grad_()
+
+    def step():
+        with torch.autocast("cpu", torch.bfloat16):
+            y = net(x) + checkpoint(net, x, use_reentrant=False)
+            loss = y.float().square().mean()
+        first = torch.autograd.grad(loss, list(net.parameters()), create_graph=True)
+        again = torch.autograd.grad(loss, list(net.parameters()), retain_graph=True)
+        second = torch.autograd.grad(
+            sum(g.square().sum() for g in first), list(net.parameters())[:4]
+        )
+        return [*first, *again, *second]
+
+    expected = step()
+    state = torch.get_rng_state()
+    with Stash(policy=recompute, disk=MemoryStore(), keep=None, min_bytes=0) as stash:
+        assert are_same(step(), expected)
+    assert stash.stats().recomputed_bytes > 0
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_an_input_that_changed_in_place_raises():
+    weight = torch.randn(64, 64, requires_grad=True)
+    base = torch.randn(64, 64, requires_grad=True)
+    with Stash(policy=recompute, disk=MemoryStore(), keep=None, min_bytes=0) as stash:
+        x = base * 1
+        loss = (F.gelu(x) @ weight).sum()
+        assert stash.stats().recomputed_bytes == x.nbytes
+        x.add_(1)
+        with pytest.raises(InplaceError):
+            torch.autograd.grad(loss, weight)
+
+
+def test_an_input_that_was_written_unseen_raises():
+    weight = torch.randn(64, 64, requires_grad=True)
+    base = torch.randn(64, 64, requires_grad=True)
+    with Stash(policy=recompute, disk=MemoryStore(), keep=None, min_bytes=0):
+        x = base * 1
+        loss = (F.gelu(x) @ weight).sum()
+        x.data.add_(1)
+        with pytest.raises(InplaceError, match="other bits"):
+            torch.autograd.grad(loss, weight)
+
+
+def test_a_result_that_was_written_unseen_is_not_recomputed():
+    weight = torch.randn(64, 64, requires_grad=True)
+    base = torch.randn(64, 64, requires_grad=True)
+
+    def step():
+        y = F.gelu(base * 1)
+        y.data.add_(1)
+        return torch.autograd.grad((y @ weight).sum(), weight)
+
+    expected = step()
+    with Stash(policy=recompute, disk=MemoryStore(), keep=None, min_bytes=0) as stash:
+        assert are_same(step(), expected)
+    assert stash.stats().recomputed_bytes == 0
+    (reason,) = [each for each in stash.stats().left if "does not give" in each]
+    assert reason == "not recomputed: Gelu computed again does not give the same bytes"
+
+
+def test_what_has_no_rule_is_treated_by_default_and_said():
+    x = torch.randn(64, 64, requires_grad=True)
+    with Stash(policy=recompute, disk=MemoryStore(), min_bytes=0) as stash:
+        (x * 2).exp().sum().backward()
+    left = stash.stats().left
+    assert left["not recomputed: there is no rule for ExpBackward0"].nbytes == x.nbytes
+    assert stash.stats().written_bytes == x.nbytes
+
+
+def test_an_input_of_another_stash_is_not_relied_on():
+    weight = torch.randn(64, 64, requires_grad=True)
+    base = torch.randn(64, 64, requires_grad=True)
+    with Stash(policy=recompute, disk=MemoryStore(), keep=None, min_bytes=0):
+        y = F.gelu(base * 1)
+    with Stash(policy=recompute, disk=MemoryStore(), keep=None, min_bytes=0) as stash:
+        loss = (y @ weight).sum()
+    loss.backward()
+    assert stash.stats().recomputed_bytes == 0
+    assert (
+        "not recomputed: the input of its operation is not held by this stash" in stash.stats().left
+    )
+
+
+def test_a_chain_is_one_deep():
+    net = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.SiLU(), nn.Linear(64, 64))
+    x = torch.randn(32, 64)
+    expected = gradients(net, x)
+    with Stash(policy=recompute, disk=MemoryStore(), keep=None, min_bytes=0) as stash:
+        assert are_same(gradients(net, x), expected)
+    assert "not recomputed: its input is recomputed itself" in stash.stats().left
+
+
+def test_an_interrupt_in_the_middle_of_a_replay_leaves_a_graph_that_works(monkeypatch):
+    from backstash._tiers.replay import Replay
+
+    net, x = net_of()
+    expected = gradients(net, x)
+    decode = Replay.decode
+    with Stash(policy=recompute, disk=MemoryStore(), keep=None, min_bytes=0):
+        loss = net(x).square().mean()
+
+        def interrupted(*args):
+            decode(*args)
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(Replay, "decode", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            torch.autograd.grad(loss, list(net.parameters()), retain_graph=True)
+        monkeypatch.setattr(Replay, "decode", decode)
+        assert are_same(torch.autograd.grad(loss, list(net.parameters())), expected)
+
+
+def test_two_threads_have_backward_of_one_graph_at_once():
+    net, x = net_of()
+    expected = gradients(net, x)
+    with Stash(policy=recompute, disk=MemoryStore(), keep=0, min_bytes=0):
+        loss = net(x).square().mean()
+    found = []
+
+    def run():
+        found.append(torch.autograd.grad(loss, list(net.parameters()), retain_graph=True))
+
+    threads = [threading.Thread(target=run) for _ in range(2)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert len(found) == 2 and all(are_same(each, expected) for each in found)
+
+
+def test_it_takes_no_codec():
+    from backstash.codecs import EXACT
+
+    with pytest.raises(UsageError, match="has no codec"):
+        Action("recompute", EXACT)
