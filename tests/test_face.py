@@ -311,3 +311,10 @@ def test_a_closed_stash_refuses(tmp_path):
         stash.close()
         with pytest.raises(UsageError, match="closed"):
             torch.zeros(100_000, requires_grad=True).exp()
+
+
+@pytest.mark.parametrize("use", [lambda stash, x: stash(x), lambda stash, x: stash.attach(x)])
+def test_a_tensor_in_place_of_a_function_or_module_is_named_by_its_shape(use):
+    with pytest.raises(UsageError, match=r"a Tensor of shape \(50, 50\)\): allowed is") as error:
+        use(Stash(), torch.ones(50, 50))
+    assert "\n" not in str(error.value)

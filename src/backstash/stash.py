@@ -304,7 +304,7 @@ class Stash:
         """
         if not callable(fn):
             raise UsageError(
-                f"stash({fn!r}): allowed is a callable; for a context write `with stash:`"
+                f"stash({_shown(fn)}): allowed is a callable; for a context write `with stash:`"
             )
         if any(is_kind(each) for is_kind in _RUN_LATER for each in (fn, type(fn).__call__)):
             raise UsageError(
@@ -331,7 +331,7 @@ class Stash:
         """
         if not isinstance(module, nn.Module):
             raise UsageError(
-                f"attach({module!r}): allowed is an nn.Module; wrap a function by stash(fn)"
+                f"attach({_shown(module)}): allowed is an nn.Module; wrap a function by stash(fn)"
             )
         return Attachment(module, self._enter, self._leave)
 
@@ -606,6 +606,11 @@ _RUN_LATER = (
     inspect.isgeneratorfunction,
     inspect.isasyncgenfunction,
 )
+
+
+def _shown(given: object) -> str:
+    """What was given in place of something else, in one line: a tensor would print its values."""
+    return f"a Tensor of shape {tuple(given.shape)}" if isinstance(given, Tensor) else repr(given)
 
 
 def _check_planned(budget: object, plan: object, keep: object) -> None:
