@@ -424,6 +424,7 @@ def test_a_dead_block_s_write_is_owned_until_it_has_ended():
     window.add(block, work)
     del block, work
     RECLAIM_QUEUE.clear()
+    RECLAIM_QUEUE.leased.clear()
     assert is_alive() is window.inflight.writes[0].transfer is not None
     window.inflight.complete(thread_state)
     assert is_alive() is None and window.targets == []
