@@ -163,7 +163,9 @@ for _ in range(2):
 held = [another() for _ in range(2)]
 tell(to_child)
 told = [hear(to_parent) for _ in range(5)]
-assert told == [b"r", b".", b"r", b".", b"."], told
+# Refused, or right where its write had not ended before the fork ("=": it is in the child's memory).
+assert told[0] == told[2] and told[0] in (b"r", b"="), told
+assert told[1] == told[3] == told[4] == b".", told
 assert all(map(others_are_right, held))
 if sys.argv[3] == "os.fork":
     os.wait()
