@@ -134,7 +134,7 @@ def test_outcome_names_how_a_script_ended() -> None:
 
 def test_summary_is_drawn_from_the_figures() -> None:
     with backstash.Stash() as stash:
-        stats = stash.stats().as_dict()
+        stats = stash.stats().as_json()
     stats |= {"written_bytes": 1 << 20, "eligible_bytes": 2 << 20, "deduplicated_bytes": 3 << 20}
     stats |= {"left": {"small": {"count": 2, "nbytes": 64}}, "notes": ("no direct I/O",)}
     text = summary(
@@ -167,7 +167,7 @@ def test_summary_is_drawn_from_the_figures() -> None:
 
 def figures_of(outcome: str = "finished", **stats: Any) -> dict[str, Any]:
     with backstash.Stash() as stash:
-        found = stash.stats().as_dict()
+        found = stash.stats().as_json()
     if stats.keys() - {"saves", "left"}:
         found["eligible_bytes"] = 1 << 30
     return {
@@ -278,7 +278,7 @@ def test_the_summary_speaks_the_command_line_s_words() -> None:
 
 def test_summary_of_an_accelerator_says_what_is_in_host_memory_and_what_the_device_held() -> None:
     with backstash.Stash() as stash:
-        stats = stash.stats().as_dict()
+        stats = stash.stats().as_json()
     figures = {
         "stats": stats
         | {
@@ -310,7 +310,7 @@ def test_summary_of_an_accelerator_says_what_is_in_host_memory_and_what_the_devi
 @pytest.mark.parametrize("moved", [0, 1 << 20])
 def test_advice_after_keep_auto(moved: int) -> None:
     with backstash.Stash() as stash:
-        stats = stash.stats().as_dict()
+        stats = stash.stats().as_json()
     stats |= {"written_bytes": moved, "stall_seconds": 1.0, "keep_peak_bytes": 3 << 20}
     sizes = {"min_bytes": 64 << 10, "inflight": 128 << 20, "prefetch": 128 << 20}
     settings = {"keep": "auto", "host": "auto", "disk": "/scratch", "max_bytes": None, **sizes}

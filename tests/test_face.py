@@ -262,7 +262,7 @@ def test_stats_are_frozen_and_go_to_json(tmp_path):
     stats = stash.stats()
     with pytest.raises(dataclasses.FrozenInstanceError):
         stats.saves = 3
-    read = json.loads(json.dumps(stats.as_dict()))
+    read = json.loads(json.dumps(stats.as_json()))
     assert (read["name"], read["written_bytes"]) == ("trial", 400_000)
     assert read["stall_seconds"] == stats.stall_seconds
     text = str(stats)

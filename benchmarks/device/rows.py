@@ -163,7 +163,7 @@ class _Rows:
             row["down_bytes"] = (stats.written_bytes - before.written_bytes) // many
             row["up_bytes"] = (stats.read_bytes - before.read_bytes) // many
             row["stall_seconds"] = (stats.stall_seconds - before.stall_seconds) / many
-            row["stats"] = stats.as_dict()
+            row["stats"] = stats.as_json()
 
     def _hold(self, way: DeviceWay, name: str) -> tuple[Any, Any]:
         if way.stash is not None:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from ._saved.thread_state import ThreadState
+from ._text import clean, html_text
 from ._torch.dynamo import untraced
 from ._torch.func_transforms import left_aside, let_transforms_pass, stepped_aside_for
 from ._torch.hook_stack import Scope, own_pack, take_out
@@ -145,6 +146,8 @@ class Attachment:
         enter: Callable[[FrameType | None], None],
         leave: Callable[[FrameType | None], None],
     ) -> None:
+        self._is_removed = False
+        self._owner = type(module).__name__
         self._handles = (
             module.register_forward_pre_hook(_Hook(enter), prepend=True),
             module.register_forward_hook(_Hook(leave), always_call=True),
@@ -154,6 +157,14 @@ class Attachment:
         """Take the stash off the module. What was saved before stays held."""
         for handle in self._handles:
             handle.remove()
+        self._is_removed = True
+
+    def __repr__(self) -> str:
+        state = " (removed)" if self._is_removed else ""
+        return f"<stash on a {clean(self._owner)}{state}>"
+
+    def _repr_html_(self) -> str:
+        return html_text(repr(self))
 
     def __enter__(self) -> Attachment:
         return self

@@ -8,7 +8,7 @@ from typing import Any
 
 from ._admission import NESTED, SMALL, Admission
 from ._session import Session
-from ._text import clean
+from ._text import clean, html_table
 from .stores import Store
 from .units import format_bytes
 
@@ -91,8 +91,25 @@ class Stats:
         """Time that the computing threads waited for the stash, both ways."""
         return self.pack_stall_seconds + self.unpack_stall_seconds
 
-    def as_dict(self) -> dict[str, Any]:
-        """The record as plain values, for JSON."""
+    def as_dict(self, prefix: str = "") -> dict[str, float]:
+        """The figures alone, flat and each a float, as writers of training logs take them.
+
+        Args:
+            prefix: put before each name. Default ``""``.
+
+        >>> from backstash import Stash
+        >>> figures = Stash().stats().as_dict(prefix="stash/")
+        >>> figures["stash/keep_bytes"], figures["stash/stall_seconds"]
+        (0.0, 0.0)
+        """
+        return {
+            prefix + name: float(value)
+            for name, value in self.as_json().items()
+            if isinstance(value, int | float)
+        }
+
+    def as_json(self) -> dict[str, Any]:
+        """The whole record as plain values, for JSON: what was left, by reason, and the notes included."""
         return {**asdict(self), "stall_seconds": self.stall_seconds}
 
     def _host_line(self) -> list[str]:
@@ -133,6 +150,26 @@ class Stats:
             lines.append(f"  left       {size(left.nbytes):>9} in {left.count} saves: {reason}")
         lines += [f"  note       {note}" for note in self.notes]
         return "\n".join(map(clean, lines))
+
+    def _repr_html_(self) -> str:
+        size = format_bytes
+        rows = [
+            (where, size(now), size(peak))
+            for where, now, peak in (
+                ("in place", self.keep_bytes, self.keep_peak_bytes),
+                ("in flight", self.inflight_bytes, self.inflight_peak_bytes),
+                ("in host memory", self.host_bytes, self.host_peak_bytes),
+                ("on disk", self.disk_bytes, self.disk_peak_bytes),
+                ("read ahead", self.ahead_bytes, self.ahead_peak_bytes),
+            )
+            if peak
+        ]
+        title, *lines = str(self).splitlines()
+        rest = [line.strip() for line in lines if not line.strip().startswith(_IN_TABLE)]
+        return html_table(title, ("", "now", "peak"), rows, rest)
+
+
+_IN_TABLE = ("in place", "in flight", "in host", "on disk", "read ahead")
 
 
 def collect(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import html
 import unicodedata
+from collections.abc import Iterable, Sequence
 
-__all__ = ["clean"]
+__all__ = ["clean", "html_table", "html_text"]
 
 _HIDDEN = {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}
 
@@ -22,3 +24,48 @@ def clean(text: str) -> str:
 
 def _visible(character: str) -> str:
     return character.encode("unicode_escape").decode("ascii")
+
+
+# What a notebook shows. Nothing has a colour of its own: text and lines take the page's, light or dark.
+
+_FONT = "font-family:ui-monospace,monospace;font-size:0.85em;line-height:1.35"
+_LINE = "border:0;border-bottom:1px solid currentColor;padding:1px 10px 1px 0;background:none"
+
+
+def html_text(text: str, *, folded_after: int = 40) -> str:
+    r"""Lines of text as HTML, what comes after the first ``folded_after`` of them folded away.
+
+    >>> html_text("a < b")[-15:]
+    'a &lt; b</pre>'
+    """
+    lines = [html.escape(clean(line)) for line in text.splitlines()]
+    shown, folded = lines[:folded_after], lines[folded_after:]
+    parts = [f'<pre style="{_FONT};background:none;color:inherit">' + "\n".join(shown) + "</pre>"]
+    if folded:
+        parts.append(
+            f"<details><summary>{len(folded)} more lines</summary>"
+            f'<pre style="{_FONT};background:none;color:inherit">'
+            + "\n".join(folded)
+            + "</pre></details>"
+        )
+    return "".join(parts)
+
+
+def html_table(
+    title: str, head: Sequence[str], rows: Iterable[Sequence[str]], rest: Sequence[str] = ()
+) -> str:
+    """A heading, a table whose first column is text and whose others are numbers, and lines below it."""
+
+    def row(cells: Sequence[str], tag: str) -> str:
+        sides = ("left", *["right"] * (len(cells) - 1))
+        return "".join(
+            f'<{tag} style="{_LINE};text-align:{side}">{html.escape(clean(cell))}</{tag}>'
+            for cell, side in zip(cells, sides, strict=True)
+        )
+
+    body = "".join(f"<tr>{row(cells, 'td')}</tr>" for cells in rows)
+    table = (
+        f'<table style="{_FONT};border-collapse:collapse"><tr>{row(head, "th")}</tr>{body}</table>'
+    )
+    below = html_text("\n".join(rest), folded_after=8) if rest else ""
+    return f"<div><b>{html.escape(clean(title))}</b>{table if body else ''}{below}</div>"

@@ -11,7 +11,7 @@ from typing import Any
 from ._plan.simulate import Windows, simulate
 from ._plan.solve import Solution, smallest_budget, solve
 from ._plan.trace import Trace
-from ._text import clean
+from ._text import clean, html_table
 from .errors import UsageError
 from .units import format_bytes, parse_bytes
 
@@ -214,6 +214,16 @@ class Plan:
                 f" (+{each.seconds:.3f} s; {each.reason})"
             )
         return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        title, *lines = str(self).splitlines()
+        rows = [
+            (name, format_bytes(figures.peak_bytes), f"{figures.step_seconds:.3f} s")
+            for name in ("plain", "predicted", "measured", "bound")
+            if (figures := getattr(self, name)) is not None
+        ]
+        classes = [each.strip() for each in lines[-len(self.classes) :]] if self.classes else []
+        return html_table(title, ("", "peak", "step"), rows, classes)
 
 
 _STATES = {

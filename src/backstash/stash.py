@@ -36,7 +36,7 @@ from ._saved.placement import Packed
 from ._saved.thread_state import ThreadState
 from ._session import Session
 from ._stats import Stats, collect
-from ._text import clean
+from ._text import clean, html_text
 from ._tiers.device_tiers import DeviceTiers, TierConfig
 from ._tiers.packing import decode_apart
 from ._torch.dynamo import leave_untraced
@@ -588,6 +588,11 @@ class Stash:
         return (
             f"Stash(name={self.name!r}, store={self._store!r}, blocks={self._session.blocks_alive})"
         )
+
+    def _repr_html_(self) -> str:
+        plan = self.plan
+        shown = [html_text(repr(self)), self.stats()._repr_html_()]
+        return "".join(shown if plan is None else [*shown, plan._repr_html_()])
 
 
 _NOWHERE = (

@@ -8,6 +8,8 @@ from typing import Any, TypeVar
 
 from torch.utils.hooks import RemovableHandle
 
+from .._text import html_text
+
 __all__ = ["Handle"]
 
 _H = TypeVar("_H", bound="Handle")
@@ -35,6 +37,12 @@ class Handle(RemovableHandle):
         trace: TracebackType | None = None,
     ) -> None:
         self.remove()
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}: {len(self.handles)} hooks>"
+
+    def _repr_html_(self) -> str:
+        return html_text(repr(self))
 
     def __reduce__(self) -> Any:
         raise TypeError(

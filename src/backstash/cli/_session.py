@@ -138,7 +138,7 @@ class Session:
             "outcome": outcome,
             "seconds": seconds,
             "steps": _steps(self._marks),
-            "stats": stats.as_dict(),
+            "stats": stats.as_json(),
             "resident": Resident(self._resident_start_bytes, resident_peak_bytes()).as_dict(),
             "devices": _device_peaks(),
             "allocator": self._plan["allocator"],

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from types import TracebackType
 from typing import TypeVar
 
-from .._text import clean
+from .._text import clean, html_text
 from ..errors import UsageError
 from ._distributed import Reduction
 from ._errors import HookWarning
@@ -74,6 +74,13 @@ class Handle(ABC):
         if silent:
             warnings.warn(self._complaint(silent), HookWarning, stacklevel=3)
         return ended
+
+    def __repr__(self) -> str:
+        state = "removed" if self._removed else f"{len(self._registration.records)} hooks"
+        return f"<{self._registration.owner}: {state}>"
+
+    def _repr_html_(self) -> str:
+        return html_text(repr(self))
 
     @abstractmethod
     def _finish(self, error: BaseException | None) -> bool:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from .._text import clean
+from .._text import clean, html_text
 from ..errors import UsageError
 from ._clock import BackwardClock
 from ._compiled import warn_if_compiled
@@ -64,6 +64,9 @@ class GradientReport:
         for name, stats in [("total", self.total), *self.rows.items()]:
             for number in ("norm", "min", "max", "zeros", "nan", "inf"):
                 yield f"grad/{name or '(model)'}/{number}", float(getattr(stats, number))
+
+    def _repr_html_(self) -> str:
+        return html_text(str(self))
 
     def __str__(self) -> str:
         names = [clean(name) or "(model)" for name in self.rows]

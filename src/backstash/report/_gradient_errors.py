@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._text import clean
+from .._text import clean, html_text
 from ..errors import UsageError
 
 __all__ = ["GradientError", "GradientErrors", "gradient_errors"]
@@ -60,6 +60,9 @@ class GradientErrors:
                 "the losses differ: the step does not repeat itself, so the errors are not a codec's"
             )
         return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        return html_text(str(self))
 
 
 def gradient_errors(

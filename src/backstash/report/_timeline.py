@@ -7,6 +7,7 @@ import time
 from types import TracebackType
 from typing import Any
 
+from .._text import html_text
 from ..errors import UsageError
 from ._chrome_trace import write_chrome_trace
 from ._levels import Level, Phase, Step
@@ -225,6 +226,9 @@ class Timeline:
 
     def __str__(self) -> str:
         return table(self._read)
+
+    def _repr_html_(self) -> str:
+        return html_text(str(self))
 
     def __repr__(self) -> str:
         return f"Timeline({len(self.events)} events, {len(self.steps)} steps)"

@@ -66,7 +66,7 @@ def measure(task: dict[str, Any]) -> dict[str, Any]:
         "resident_start_bytes": start_bytes,
         "resident_peak_bytes": resident_peak_bytes(),
         "resident_peak_is_of_the_steps": peak_is_new,
-        "stats": held.stats().as_dict() if hasattr(held, "stats") else None,
+        "stats": held.stats().as_json() if hasattr(held, "stats") else None,
     }
 
 

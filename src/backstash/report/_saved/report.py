@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 
+from ..._text import html_text
 from ...errors import UsageError
 from ...units import format_bytes
 from .._page import render_page
@@ -284,6 +285,9 @@ class SavedReport:
 
     def __str__(self) -> str:
         return self.text()
+
+    def _repr_html_(self) -> str:
+        return html_text(str(self))
 
     def __rich__(self) -> Any:
         return self.rich()
