@@ -119,6 +119,7 @@ class Loop:
         through_stash: bool,
         meter: Meter | None,
         ends: Callable[[State], bool],
+        copied: Callable[[int, Tensor], Tensor],
     ) -> tuple[State, State, bool, Evaluation]:
         """Run step ``number`` forward: its state and ``y`` in the outer graph, whether it is the last, and it.
 
@@ -129,6 +130,7 @@ class Loop:
             through_stash: whether what it saves goes to the stash.
             meter: measures it, on the way to the stash.
             ends: tells by the new state whether it is the last.
+            copied: copies a leaf of ``y``, told by its place, to where it is to stay.
         """
         with self.surroundings.entered(), ExitStack() as stack:
             if meter is not None:
@@ -141,7 +143,7 @@ class Loop:
                 for_backward=meter is not None,
             )
         self._records.append(_Record(x, found))
-        new, y = self._attach(number, self._records[-1], found, state, x)
+        new, y = self._attach(number, self._records[-1], found, state, x, copied)
         return new, y, ends(new), found
 
     def keep(self, number: int, found: Evaluation) -> None:
@@ -180,7 +182,13 @@ class Loop:
         raise AssertionError("a step is run again twice at most")
 
     def _attach(
-        self, number: int, record: _Record, found: Evaluation, state: State, x: State
+        self,
+        number: int,
+        record: _Record,
+        found: Evaluation,
+        state: State,
+        x: State,
+        copied: Callable[[int, Tensor], Tensor],
     ) -> tuple[State, State]:
         """Put the step into the outer graph."""
         outer: dict[Any, Any] = {("state", place): leaf for place, leaf in enumerate(state.leaves)}
@@ -202,7 +210,11 @@ class Loop:
         leaves = [*found.state.leaves, *found.y.leaves]
         graph = [leaves[place] for place in found.places]
         if graph:
-            detached = [each.detach() for each in graph]
+            own = len(found.state.leaves)
+            detached = [
+                leaves[place].detach() if place < own else copied(place - own, leaves[place])
+                for place in found.places
+            ]
             apply: Callable[..., Any] = Node.apply
             results = apply(functools.partial(self._reversed, number), detached, *tensors)
             made |= {id(each): result for each, result in zip(graph, results, strict=True)}
