@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...errors import UsageError
 from ...stash import Stash
-from ._buffers import buffers_put_back
+from ._buffers import Buffers, buffers_put_back
 from ._measure import Meter
 from ._progress import Progress
 from ._schedules import Binomial, Schedule, checked_next
@@ -169,8 +169,9 @@ class Loop:
         random = RandomState.now(self.surroundings.devices)
         state, x = leaves_of(state), leaves_of(x)
         for _ in range(3):
+            buffers = Buffers()
             try:
-                with ExitStack() as stack:
+                with buffers, ExitStack() as stack:
                     if through_stash:
                         stack.enter_context(self._stash)
                     elif not for_backward:
@@ -179,6 +180,7 @@ class Loop:
                     return self._stepper.run(number, state, x)
             except Again:
                 random.restore()
+                buffers.put_back()
         raise AssertionError("a step is run again twice at most")
 
     def _attach(
@@ -290,7 +292,8 @@ class Loop:
             raise UsageError(
                 f"step {number} did not repeat itself: run again for backward, it returned another state, or "
                 "used other tensors, than before. It must depend on its inputs and torch's random numbers "
-                "alone; no gradient was computed from it"
+                "alone, and make no leaf that requires a gradient (x.detach().requires_grad_()) and goes into "
+                "its result; no gradient was computed from it"
             )
         return found
 
