@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Loops made at random, by plain PyTorch and by checkpoint_loop: outputs, gradients, buffers and random numbers.
+"""Loops made at random, run plainly and by checkpoint_loop: outputs, gradients, buffers, random numbers.
 
     scripts/soak_loops.py                  3,000 of them
     scripts/soak_loops.py --from 7 --to 8  that of seed 7
@@ -18,6 +18,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 import torch
+
 from random_loops import Program, differences
 
 

@@ -259,7 +259,7 @@ def test_batch_normalization_counts_each_step_once() -> None:
 
 
 def test_a_step_that_is_begun_again_leaves_buffers_as_one_run_does() -> None:
-    """A closure that reaches what was computed outside, or a step that asks for what it saved, is found late."""
+    """One that reaches what was computed outside, or asks for what it saved, is begun again."""
 
     def run(loop: Any, inner: bool) -> list[Any]:
         torch.manual_seed(0)
