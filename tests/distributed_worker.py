@@ -10,6 +10,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+import distributed_pipelines
+import distributed_variants
 from backstash import Stash
 from backstash.testing import TwinDevice, stash_on
 
@@ -60,6 +62,8 @@ def main():
                 assert all(map(torch.equal, mine, true)), make
             assert stash.stats().written_bytes > 3 * 32 * WIDTH * 4
             stash.close()
+    distributed_variants.check(rank, directory)
+    distributed_pipelines.check(rank, directory)
     dist.destroy_process_group()
 
 

@@ -1,4 +1,4 @@
-"""Processes under DDP, FSDP2 and tensor parallelism, on gloo: see distributed_worker.py and
+"""Processes under DDP, FSDP2, pipelines and tensor parallelism, on gloo: see distributed_worker.py and
 tensor_parallel_worker.py."""
 
 from pathlib import Path
@@ -19,7 +19,7 @@ needs_gloo = pytest.mark.skipif(
 
 
 @needs_gloo
-def test_ddp_and_fsdp2_have_plain_s_gradients(tmp_path):
+def test_ddp_fsdp2_and_pipelines_have_plain_s_gradients(tmp_path):
     run_two(WORKER, tmp_path / "store", tmp_path)
     assert {path.name for path in tmp_path.iterdir()} <= {"store"}
 
