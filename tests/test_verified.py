@@ -5,6 +5,8 @@ gives the graph that was made after it the right gradient, and so does a stash; 
 the bytes that were saved.
 """
 
+import threading
+
 import pytest
 import torch
 from torch.testing._internal.two_tensor import TwoTensor
@@ -343,3 +345,75 @@ def test_a_fingerprint_takes_no_random_numbers():
     _fingerprint._weights.cache_clear(), _fingerprint._random_bytes.cache_clear()
     fingerprint(torch.zeros(10).untyped_storage())
     assert torch.equal(before, torch.get_rng_state())
+
+
+def saved_twice_and_then_once(stash, x, held, second):
+    """In the first step twice; in the second once, then ``second()``. ``None``: the context is not left."""
+    with stash:
+        losses = [(x * held).sum() for _ in range(2)]
+    gradients(sum(losses), x)
+    del losses
+    stash.__enter__()
+    loss = (x * held).sum()
+    assert stash.stats().keep_bytes == 0  # while its tensor is the program's
+    if second is not None:
+        second()
+        stash.__exit__(None, None, None)
+    return loss
+
+
+def test_a_block_that_another_thread_saves_again_leaves_in_its_turn(tmp_path):
+    stash = Stash(disk=tmp_path, inflight=0, keep="1MiB")
+    x, held = leaf(SIDE, SIDE), torch.randn(SIDE, SIDE, dtype=torch.float64)
+    losses = []
+
+    def save_again():
+        with stash:
+            losses.append((x * held).sum())
+
+    def second():
+        thread = threading.Thread(target=save_again)
+        thread.start()
+        thread.join()
+        assert stash.stats().keep_bytes == held.nbytes
+
+    losses.append(saved_twice_and_then_once(stash, x, held, second))
+    stash.set_keep(0)
+    with stash:
+        x.exp()
+    assert stash.stats().keep_bytes == 0
+    assert stash.stats().disk_bytes >= held.nbytes
+    assert torch.equal(gradients(sum(losses), x)[0], held + held)
+    del losses[:]
+    stash.close()
+
+
+def test_a_block_that_a_thread_expected_again_and_left_counts_when_the_thread_has_ended(tmp_path):
+    stash = Stash(disk=tmp_path, inflight=0, keep="8MiB")
+    x, held = leaf(SIDE, SIDE), torch.randn(SIDE, SIDE, dtype=torch.float64)
+    losses = []
+
+    def work():
+        losses.append(saved_twice_and_then_once(stash, x, held, None))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    with stash:
+        y = x.exp()
+    assert stash.stats().keep_bytes == held.nbytes + y.nbytes
+    stash.set_keep(0)
+    with stash:
+        x.exp()
+    assert stash.stats().keep_bytes == 0
+    assert torch.equal(gradients(losses[0], x)[0], held)
+
+
+def test_a_recording_tells_of_a_save_that_is_expected_again_once(tmp_path):
+    stash = Stash(disk=tmp_path, inflight=0)
+    x, held = leaf(SIDE, SIDE), torch.randn(SIDE, SIDE, dtype=torch.float64)
+    with stash.record() as recording:
+        loss = saved_twice_and_then_once(stash, x, held, lambda: None)
+    saves = [each for each in recording.events if each.kind == "save"]
+    assert len(saves) == 2, recording.events
+    gradients(loss, x)
