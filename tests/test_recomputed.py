@@ -57,6 +57,61 @@ def test_gradients_are_the_same_and_results_are_let_go(kind, dtype, place):
     assert "recomputed" in str(stats)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_with_no_memory_to_keep_anything_the_input_is_at_hand_to_be_compared(kind, disk_dir):
+    """What is at hand is the program's memory, and is let go of when the context ends, and from the third on."""
+    net, x = net_of(kind)
+    expected = gradients(net, x)
+    once = 8 * 17 * (131 + 67) * 4
+    with Stash(policy=recompute, disk=disk_dir, min_bytes=0, inflight=0) as stash:
+        pass
+    (thread_state,) = stash._session.thread_states
+    for step in range(4):
+        held = []
+        handle = net[-1].register_forward_hook(lambda *_: held.extend(thread_state.latest))
+        with stash:
+            loss = net(x).square().mean()
+        handle.remove()
+        assert stash.stats().recomputed_bytes == (step + 1) * once
+        assert stash.stats().keep_bytes == 0
+        assert bool(held) == (step < 2), step
+        assert not thread_state.latest
+        del held
+        assert are_same(torch.autograd.grad(loss, list(net.parameters())), expected)
+    net, x = net_of(kind)
+    x = x[:5].contiguous()  # another class
+    expected = gradients(net, x)
+    for step in range(3):
+        before = stash.stats().recomputed_bytes
+        with stash:
+            loss = net(x).square().mean()
+        assert (stash.stats().recomputed_bytes > before) == (step > 0)
+        assert are_same(torch.autograd.grad(loss, list(net.parameters())), expected)
+    stash.close()
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_an_input_that_has_left_and_is_written_unseen_gives_no_wrong_gradient(known, disk_dir):
+    x = torch.randn(400, 100, requires_grad=True)
+    stash = Stash(policy=recompute, disk=disk_dir, min_bytes=0, inflight=0)
+    for step in range(1 + known):
+        with stash:
+            h = x * 2.0
+            y = F.gelu(h)
+            if step == known:
+                h.data.fill_(3.0)  # h is on disk as it was
+            loss = y.square().sum()
+        if step == known:
+            expected = y.detach().clone()
+            saved = y.grad_fn.name()
+            assert saved == "GeluBackward0"
+            (gradient,) = torch.autograd.grad(loss, y)
+            assert torch.equal(gradient, 2 * expected)
+        else:
+            torch.autograd.grad(loss, x)
+    stash.close()
+
+
 def test_autocast_retain_graph_double_backward_and_checkpoint():
     net, x = net_of()
     net = net.requires_grad_()

@@ -17,6 +17,7 @@ from ._saved.thread_state import ThreadState
 from ._saved.view import StridedRegion, raw_alias, reason_to_stay, snapshot
 from ._session import Session
 from ._tiers.device_tiers import DeviceTiers
+from ._tiers.packing import Packer
 from ._tiers.replay import replay_of
 from ._torch.modules import is_buffer, is_parameter, module_path, running_modules
 from ._torch.storages import storage_identity
@@ -80,6 +81,7 @@ class Admission:
     def begin_anew(self, stays: str = "") -> None:
         """Know of no block: at first, and in a forked process. ``stays``: why nothing moves from now on."""
         self._stays = stays
+        self._recomputes, self._pass, self._holds_latest = False, -1, False
         self._storage_versions = WeakTable[int, StorageVersion]()
         self._wrappers = WeakTable[int, WrapperEntry]()
         self.left: dict[str, list[int]] = {}  # reason: how many, how many bytes
@@ -199,7 +201,8 @@ class Admission:
         if modules and is_buffer(storage_identity(tensor.untyped_storage()), modules):
             return "a module's buffer, or a view of one", _DEFAULT
         if recomputes:
-            replay = replay_of(tensor, self._session.reclaim_queue.mark)
+            self._recomputes = True
+            replay = replay_of(tensor, self._session.reclaim_queue.mark, thread_state.latest)
             if not isinstance(replay, str):
                 return "", _Choice(codec=replay)
             with self._session.section.lock:
@@ -246,6 +249,8 @@ class Admission:
                 block.stream = tiers.device.stream()
             self._admit(block, tensor, thread_state, modules, tiers, choice, gone)
             storage_version.block = weakref.ref(block)
+            if self._recomputes and tiers.device is None:
+                self._hold_latest(thread_state, tiers.packer, storage_version.block, alias)
         else:
             self.deduplicated_bytes += tensor.nbytes
             self._session.save_counts.again(block)
@@ -260,6 +265,17 @@ class Admission:
         if not isinstance(check, bool):
             entry.check = check
         return entry
+
+    def _hold_latest(
+        self, thread_state: ThreadState, packer: Packer, block: weakref.ref[Block], alias: Tensor
+    ) -> None:
+        """Hold the memory of a new block until the next two, in the first forward pass, and in each after one
+        in which a replay was asked for that is not known to be exact."""
+        if self._pass != self._session.predictor.passes:
+            self._pass = self._session.predictor.passes
+            self._holds_latest, packer.met_unknown = packer.met_unknown, False
+        if self._holds_latest and thread_state.scopes:
+            thread_state.latest.append((block, alias))
 
     def _pack_region(
         self,

@@ -151,6 +151,8 @@ class Session:
 
         Raises ``StashFullError`` with ``on_full="raise"``; the blocks behind wait on.
         """
+        if ended:
+            thread_state.latest.clear()
         while thread_state.waiting and (ended or thread_state.operation != sequence_number()):
             waiting, at_once = thread_state.waiting.popleft()
             block: Block | None = waiting()

@@ -20,6 +20,8 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
+
 from .._torch.hook_stack import Scope
 
 __all__ = ["Counts", "ThreadState"]
@@ -55,6 +57,7 @@ class ThreadState:
 
     __slots__ = (
         "expecting",
+        "latest",
         "nested_bytes",
         "nested_saves",
         "operation",
@@ -77,6 +80,9 @@ class ThreadState:
             deque()
         )  # blocks; whether to go at once
         self.expecting: deque[weakref.ref[Any]] = deque()  # likewise, that will be saved again
+        self.latest: deque[tuple[weakref.ref[Any], Tensor]] = deque(maxlen=2)
+        """While recomputing is learnt, the newest blocks and the memory they were saved from: an operation's
+        input, which may have left, is there until what was computed from it is saved."""
         self.operation = 0  # the graph's next sequence number when the last of them was saved
         self.saves = self.small_saves = self.small_bytes = 0  # see Counts
         self.nested_saves = self.nested_bytes = 0

@@ -60,6 +60,8 @@ class Packer:
         self._device = device
         self._checked: set[tuple[type, str, torch.dtype]] = set()  # on an accelerator
         self._replayed: set[tuple[Any, ...]] = set()  # classes whose replay was bit-equal
+        self.met_unknown = True
+        """Whether a replay was asked for whose class had not been compared, since this was last set to no."""
         self.recomputed_bytes = 0
         """Bytes of the blocks that were let go so far, to be computed again."""
         self.packed_bytes = self.payload_bytes = 0
@@ -98,6 +100,7 @@ class Packer:
         told: Tensor | None = None
         try:
             reason = reason or self._reason_to_doubt(block, replay)
+            replay.source = None
             alias = block.placement.alias
             if not reason and alias is not None:
                 told = fingerprint(alias.untyped_storage())
@@ -119,8 +122,11 @@ class Packer:
         """Why a replay is not known to give the bytes of ``block``: it is compared where its input is in place,
         and else was compared in this stash, with the same module, shape, alignment and threads."""
         operand, alias = replay.operand, block.placement.alias
-        source, key = operand.block.placement.alias, replay.key(block)
-        if source is None or operand.block.has_moved:
+        key, source = replay.key(block), operand.block.placement.alias
+        if key not in self._replayed:
+            self.met_unknown = True
+            source = source if source is not None else replay.source
+        if source is None or source.untyped_storage().data_ptr() != operand.block.address:
             return "" if key in self._replayed else "its input has left, and nothing was compared"
         assert alias is not None
         low = block.address % PAGE_BYTES

@@ -7,6 +7,7 @@ operation's input, which the operation saved itself. The recomputed block owns a
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -48,12 +49,16 @@ class Replay(Codec):
         name: of its node.
         scalars: by the names of its arguments.
         operand: the entry of its input.
+        source: the memory its input was saved from, where that is alive: to be compared with once.
     """
 
-    def __init__(self, name: str, scalars: dict[str, Any], operand: Entry) -> None:
+    def __init__(
+        self, name: str, scalars: dict[str, Any], operand: Entry, source: Tensor | None
+    ) -> None:
         self._name = name
         self._scalars = scalars
         self.operand: Entry = operand
+        self.source: Tensor | None = source
 
     def encode(self, values: Tensor) -> Encoded | str:
         """See :meth:`Codec.encode`; what is made smaller here is nothing but the block."""
@@ -100,12 +105,13 @@ class Replay(Codec):
         return f"{self._name.removesuffix('Backward0')} computed again"
 
 
-def replay_of(tensor: Tensor, mark: Any) -> Replay | str:
+def replay_of(tensor: Tensor, mark: Any, latest: Iterable[tuple[Any, Tensor]]) -> Replay | str:
     """How the storage of ``tensor`` can be computed again, or why it cannot.
 
     Args:
         tensor: that autograd saves.
         mark: of the stash's blocks; another stash's entry is not relied on.
+        latest: references to the newest blocks, and the memory that each was saved from.
     """
     base = tensor._base
     made = tensor if base is None else base
@@ -132,4 +138,5 @@ def replay_of(tensor: Tensor, mark: Any) -> Replay | str:
     scalars = {name: scalar_of(node, name) for name in rule.scalars}
     if None in scalars.values():
         return "this PyTorch does not tell how its operation was called"
-    return Replay(node.name(), scalars, operand)
+    sources = [source for block, source in latest if block() is operand.block]
+    return Replay(node.name(), scalars, operand, sources[0] if sources else None)
