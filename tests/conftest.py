@@ -13,6 +13,14 @@ import torch
 
 PATIENCE_SECONDS = 5.0
 
+# Read when Hugging Face's libraries are imported, which many tests do: nothing is asked of a network, and no
+# thread is started for it.
+os.environ |= {
+    "HF_HUB_OFFLINE": "1",
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+    "TRL_EXPERIMENTAL_SILENCE": "1",
+}
+
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell that began the tests in the background had them ignore it, and every process they start.
     signal.signal(signal.SIGINT, signal.default_int_handler)

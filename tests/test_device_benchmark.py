@@ -52,7 +52,7 @@ def test_it_runs_and_can_be_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert 0.3 < half["up_bytes"] / found["saved_bytes"] < 0.7
     assert found["rows"]["stash-all"]["up_bytes"] == 0
     assert found["rows"]["stash-disk"]["stats"]["disk_peak_bytes"] > 0
-    assert "No module named 'trl'" in found["rows"]["trl"]["failed"]
+    assert "No module named 'torchtune'" in found["rows"]["torchtune"]["failed"]
     assert section["largest"]["sequence-tiny"]["rows"]["stash"]["most"] == 192
     assert section["steady"]["steps"] == 20
     assert "| `Stash`, nothing in place |" in capsys.readouterr().out

@@ -35,7 +35,7 @@ _LINE = "border:0;border-bottom:1px solid currentColor;padding:1px 10px 1px 0;ba
 def html_text(text: str, *, folded_after: int = 40) -> str:
     r"""Lines of text as HTML, what comes after the first ``folded_after`` of them folded away.
 
-    >>> html_text("a < b")[-15:]
+    >>> html_text("a < b")[-14:]
     'a &lt; b</pre>'
     """
     lines = [html.escape(clean(line)) for line in text.splitlines()]
