@@ -258,6 +258,47 @@ def test_batch_normalization_counts_each_step_once() -> None:
     check(run, {"schedule": Binomial(3)})
 
 
+def test_a_step_that_is_begun_again_leaves_buffers_as_one_run_does() -> None:
+    """One that reaches what was computed outside, or asks for what it saved, is begun again."""
+
+    def run(loop: Any, inner: bool) -> list[Any]:
+        torch.manual_seed(0)
+        norm, x = nn.BatchNorm1d(8), torch.randn(16, 8, requires_grad=True)
+        outside = x.exp()
+
+        def step(state: Tensor) -> Tensor:
+            y = norm(state)
+            if not inner:
+                return (y * outside).sin()
+            (force,) = torch.autograd.grad(y.cos().sum(), state, create_graph=True)
+            return y + force
+
+        loop(step, x, N).sum().backward()
+        return [norm.weight.grad, norm.bias.grad, x.grad, *norm.buffers()]
+
+    for inner in (False, True):
+        check(functools.partial(run, inner=inner), {"schedule": Binomial(3)})
+
+
+def test_a_buffer_that_a_step_replaces_is_what_the_last_step_made_it() -> None:
+    class Mean(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("mean", torch.zeros(8))
+            self.register_buffer("none", None)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.mean = self.mean * 0.9 + x.detach().mean(0) * 0.1
+            return x * 1.01
+
+    def run(loop: Any) -> list[Any]:
+        module, x = Mean(), tensors((4, 8))[0]
+        loop(lambda state: module(state).sin(), x, N).sum().backward()
+        return [x.grad, module.mean]
+
+    check(run, {"schedule": Binomial(3)})
+
+
 def test_hooks_on_a_parameter_see_the_whole_gradient_once() -> None:
     def run(loop: Any) -> list[Any]:
         w, x = tensors((8,), (8,))

@@ -2,7 +2,8 @@
 
 ``_schedules`` says which states to hold, ``_choose`` picks a schedule. ``_steps`` evaluates one step
 and finds, with ``_edges``, what it uses; ``_loop`` runs forward and, from backward, steps again.
-``_state`` takes states apart and holds snapshots, ``_surroundings`` puts back random numbers and autocast.
+``_state`` takes states apart and holds snapshots, ``_outputs`` stacks what steps return beside it,
+``_surroundings`` puts back random numbers and autocast.
 """
 
 from __future__ import annotations

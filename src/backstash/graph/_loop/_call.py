@@ -19,6 +19,7 @@ from ._buffers import buffers_put_back
 from ._choose import Budgets, Measured, Plan, choose, describe, disk_speed, free_bytes
 from ._loop import Loop
 from ._measure import Meter
+from ._outputs import Outputs
 from ._schedules import Schedule
 from ._state import State, take_apart
 from ._steps import Face, Stepper
@@ -268,7 +269,7 @@ class _Job:
 
     def plainly(self) -> Any:
         """The loop without snapshots."""
-        state, number, collected = self.state.whole(), 0, []
+        state, number, outputs = self.state.whole(), 0, self._outputs()
         while self.n is None or number < self.n:
             own = [
                 *([number] if self.face.index else ()),
@@ -276,22 +277,17 @@ class _Job:
             ]
             result = self.step(state, *own, *self.args)
             state, y = result if self.face.ys else (result, None)
-            collected.append(take_apart(y, "y"))
+            outputs.add(take_apart(y, "y"))
             if self._ends(number, take_apart(state, "state")):
                 break
             number += 1
-        return self._result(state, collected)
+        return self._result(state, outputs)
 
-    def _result(self, state: Any, collected: list[State]) -> Any:
-        if not self.face.ys:
-            return state
-        if not collected:
-            return state, None
-        leaves = [
-            torch.stack(each) if isinstance(each[0], Tensor) else list(each)
-            for each in zip(*(y.leaves for y in collected), strict=True)
-        ]
-        return state, State(leaves, collected[0].structure).whole()
+    def _outputs(self) -> Outputs:
+        return Outputs(None if self.until else self.n)
+
+    def _result(self, state: Any, outputs: Outputs) -> Any:
+        return (state, outputs.whole()) if self.face.ys else state
 
     def _loop(self, stash: Stash, progress: bool | None) -> tuple[Loop, Stepper]:
         stepper = Stepper(self.step, self.args, self.face)
@@ -312,9 +308,9 @@ class _Job:
     def run(self, tiers: _Tiers, schedule: Schedule | None, progress: bool | None) -> Any:
         """The loop, with snapshots."""
         if self.n == 0:
-            return self._result(self.state.whole(), [])
+            return self._result(self.state.whole(), self._outputs())
         loop, stepper = self._loop(tiers.stash, progress)
-        state, collected, number = self.state, [], 0
+        state, outputs, number = self.state, self._outputs(), 0
         loop.hold(0, state)
         while True:
             meter = Meter(tiers.stash) if number == 0 and schedule is None else None
@@ -323,9 +319,15 @@ class _Job:
             is_last = None if self.n is None or self.until else number + 1 == self.n
             ends = functools.partial(self._ends, number)
             state, y, ended, found = loop.advance(
-                number, state, x, through_stash=keep or bool(is_last), meter=meter, ends=ends
+                number,
+                state,
+                x,
+                through_stash=keep or bool(is_last),
+                meter=meter,
+                ends=ends,
+                copied=outputs.copied,
             )
-            collected.append(y)
+            outputs.add(y)
             if meter is not None:
                 known = Measured(
                     meter.seconds, self.state.nbytes, meter.saved_bytes(stepper.outer_tensors())
@@ -339,7 +341,7 @@ class _Job:
             del found
             number += 1
             if ended:
-                return self._result(state.whole(), collected)
+                return self._result(state.whole(), outputs)
             loop.hold_if_asked(number, state, self.n)
 
     def _chosen(self, tiers: _Tiers, known: Measured) -> Schedule:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...errors import UsageError
 from ...stash import Stash
-from ._buffers import buffers_put_back
+from ._buffers import Buffers, buffers_put_back
 from ._measure import Meter
 from ._progress import Progress
 from ._schedules import Binomial, Schedule, checked_next
@@ -119,6 +119,7 @@ class Loop:
         through_stash: bool,
         meter: Meter | None,
         ends: Callable[[State], bool],
+        copied: Callable[[int, Tensor], Tensor],
     ) -> tuple[State, State, bool, Evaluation]:
         """Run step ``number`` forward: its state and ``y`` in the outer graph, whether it is the last, and it.
 
@@ -129,6 +130,7 @@ class Loop:
             through_stash: whether what it saves goes to the stash.
             meter: measures it, on the way to the stash.
             ends: tells by the new state whether it is the last.
+            copied: copies a leaf of ``y``, told by its place, to where it is to stay.
         """
         with self.surroundings.entered(), ExitStack() as stack:
             if meter is not None:
@@ -141,7 +143,7 @@ class Loop:
                 for_backward=meter is not None,
             )
         self._records.append(_Record(x, found))
-        new, y = self._attach(number, self._records[-1], found, state, x)
+        new, y = self._attach(number, self._records[-1], found, state, x, copied)
         return new, y, ends(new), found
 
     def keep(self, number: int, found: Evaluation) -> None:
@@ -167,8 +169,9 @@ class Loop:
         random = RandomState.now(self.surroundings.devices)
         state, x = leaves_of(state), leaves_of(x)
         for _ in range(3):
+            buffers = Buffers()
             try:
-                with ExitStack() as stack:
+                with buffers, ExitStack() as stack:
                     if through_stash:
                         stack.enter_context(self._stash)
                     elif not for_backward:
@@ -177,10 +180,17 @@ class Loop:
                     return self._stepper.run(number, state, x)
             except Again:
                 random.restore()
+                buffers.put_back()
         raise AssertionError("a step is run again twice at most")
 
     def _attach(
-        self, number: int, record: _Record, found: Evaluation, state: State, x: State
+        self,
+        number: int,
+        record: _Record,
+        found: Evaluation,
+        state: State,
+        x: State,
+        copied: Callable[[int, Tensor], Tensor],
     ) -> tuple[State, State]:
         """Put the step into the outer graph."""
         outer: dict[Any, Any] = {("state", place): leaf for place, leaf in enumerate(state.leaves)}
@@ -202,7 +212,11 @@ class Loop:
         leaves = [*found.state.leaves, *found.y.leaves]
         graph = [leaves[place] for place in found.places]
         if graph:
-            detached = [each.detach() for each in graph]
+            own = len(found.state.leaves)
+            detached = [
+                leaves[place].detach() if place < own else copied(place - own, leaves[place])
+                for place in found.places
+            ]
             apply: Callable[..., Any] = Node.apply
             results = apply(functools.partial(self._reversed, number), detached, *tensors)
             made |= {id(each): result for each, result in zip(graph, results, strict=True)}
@@ -278,7 +292,8 @@ class Loop:
             raise UsageError(
                 f"step {number} did not repeat itself: run again for backward, it returned another state, or "
                 "used other tensors, than before. It must depend on its inputs and torch's random numbers "
-                "alone; no gradient was computed from it"
+                "alone, and make no leaf that requires a gradient (x.detach().requires_grad_()) and goes into "
+                "its result; no gradient was computed from it"
             )
         return found
 
