@@ -362,7 +362,8 @@ def test_report_is_a_page_of_the_run(tmp_path: Path) -> None:
     ratio = found["steps"]["median_seconds"] / theirs["steps"]["median_seconds"]
     assert facts["Slowdown"] == pytest.approx(ratio)
     assert facts["Waited"] == found["stats"]["stall_seconds"]
-    assert facts["Saved at once, at most"] >= facts["Of that in memory, at most"] > 0
+    # Not one within the other: a write that has begun holds its memory after its graph has died.
+    assert facts["Saved at once, at most"] > 0 and facts["In memory, at most"] > 0
     assert found["steps"]["count"] == theirs["steps"]["count"] == 7
     assert [mark["label"] for mark in report["curve"]["marks"]] == ["1", "2", "3", "4", "5"]
     assert any("first 5 of 7 steps" in note for note in report["notes"])

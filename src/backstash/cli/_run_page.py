@@ -72,10 +72,10 @@ def _facts(
             f"{recorded}, wherever it was",
         ),
         _fact(
-            "Of that in memory, at most",
+            "In memory, at most",
             line.memory_peak_bytes if events else None,
             "bytes",
-            "held by the stash",
+            "held by the stash, writes and reads too",
         ),
         _fact(
             "Waited",

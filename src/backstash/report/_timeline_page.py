@@ -19,7 +19,12 @@ def facts_of(line: Snapshot) -> list[dict[str, Any]]:
     waited = sum(event.duration_seconds for event in line.stalls)
     return [
         _fact("Saved at once, at most", line.saved_peak_bytes, "bytes", "wherever it was"),
-        _fact("Of that in memory, at most", line.memory_peak_bytes, "bytes", "held by the stash"),
+        _fact(
+            "In memory, at most",
+            line.memory_peak_bytes,
+            "bytes",
+            "held by the stash, writes and reads too",
+        ),
         _fact("Waited for the stash", waited, "seconds", "all computing threads, all steps"),
         _fact(
             "Reads ahead of need", line.reads_ahead, "count", f"{line.reads_on_demand} on demand"

@@ -41,7 +41,7 @@ def plot(line: Snapshot) -> Any:
     if held.get_legend_handles_labels()[1]:
         held.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
     figure.suptitle(
-        f"Saved at once at most {format_bytes(line.saved_peak_bytes)}, of that in memory at most "
+        f"Saved at once at most {format_bytes(line.saved_peak_bytes)}, in memory at most "
         f"{format_bytes(line.memory_peak_bytes)}",
         x=0.01,
         ha="left",
