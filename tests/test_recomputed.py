@@ -87,6 +87,52 @@ def test_with_no_memory_to_keep_anything_the_input_is_at_hand_to_be_compared(kin
     stash.close()
 
 
+def cast_step(net, x, **options):
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = net(x).float().square().mean()
+    return torch.autograd.grad(loss, list(net.parameters()), **options)
+
+
+@pytest.mark.parametrize("keep", [0, None])
+def test_a_parameter_s_cast_is_made_again(keep, disk_dir):
+    net, x = net_of()
+    expected = cast_step(net, x)
+    weights = 2 * (net[2].weight.numel() + net[4].weight.numel())  # the first one's is not saved
+    with Stash(policy=recompute, disk=disk_dir, keep=keep, min_bytes=0) as stash:
+        for step in range(2):
+            assert are_same(cast_step(net, x), expected)
+            results = 2 * 8 * 17 * (131 + 67)
+            assert stash.stats().recomputed_bytes == (step + 1) * (weights + results)
+    stash.close()
+
+
+@pytest.mark.parametrize("how", ["optimizer", "data", "another", "gone", "as it was"])
+def test_a_parameter_that_changed_before_its_cast_is_made_again(how):
+    net, x = net_of()
+    expected = cast_step(net, x)
+    with torch.autocast("cpu", torch.bfloat16), Stash(policy=recompute, keep=None, min_bytes=0):
+        loss = net(x).float().square().mean()
+    weight = net[2].weight
+    was = weight.detach().clone()
+    if how == "optimizer":
+        with torch.no_grad():
+            weight.add_(0.5)
+    elif how == "data":
+        weight.data.fill_(1)
+    elif how == "another":
+        weight.data = torch.zeros(3)
+    elif how == "gone":
+        weight.untyped_storage().resize_(0)
+    else:
+        weight.data = was
+        assert are_same(torch.autograd.grad(loss, list(net.parameters())), expected)
+        return
+    with pytest.raises(InplaceError, match="by its optimizer"):
+        torch.autograd.grad(loss, list(net.parameters()), retain_graph=True)
+    weight.data = was
+    assert are_same(torch.autograd.grad(loss, list(net.parameters())), expected)
+
+
 @pytest.mark.parametrize("known", [False, True])
 def test_an_input_that_has_left_and_is_written_unseen_gives_no_wrong_gradient(known, disk_dir):
     x = torch.randn(400, 100, requires_grad=True)
@@ -205,7 +251,7 @@ def test_a_chain_is_one_deep():
 
 
 def test_an_interrupt_in_the_middle_of_a_replay_leaves_a_graph_that_works(monkeypatch):
-    from backstash._tiers.replay import Replay
+    from backstash._tiers.replay import _Operation as Replay
 
     net, x = net_of()
     expected = gradients(net, x)

@@ -111,9 +111,9 @@ def recomputed_otherwise(entry: Entry, what: object) -> InplaceError:
     module = clean(entry.block.cleanup.module)
     return InplaceError(
         f"the tensor of shape {tuple(entry.shape)} that {module or 'no module'} saved was to be recomputed, "
-        f"and {what!r} gives other bits: its input was written by what raises no version (.data, NumPy), or "
-        "threads or other settings of PyTorch changed since forward. Run forward again, or give this module "
-        'no Action("recompute")'
+        f"and {what!r} gives other bits: its input was changed since forward (a parameter by its optimizer, or "
+        "a tensor by what raises no version: .data, NumPy), or threads or other settings of PyTorch were. Run "
+        'forward again, or give this module no Action("recompute")'
     )
 
 

@@ -193,7 +193,8 @@ class Packed(Placement):
 
 
 class Recomputed(Packed):
-    """Let go: an operation computes the bytes again from ``payload``, an entry of what it was given."""
+    """Let go: an operation computes the bytes again from ``payload``, an entry of what it was given.
+    ``None``: from a parameter, which the codec has."""
 
     __slots__ = ("fingerprint",)
 

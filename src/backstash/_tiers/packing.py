@@ -121,12 +121,11 @@ class Packer:
     def _reason_to_doubt(self, block: Block, replay: Replay) -> str:
         """Why a replay is not known to give the bytes of ``block``: it is compared where its input is in place,
         and else was compared in this stash, with the same module, shape, alignment and threads."""
-        operand, alias = replay.operand, block.placement.alias
-        key, source = replay.key(block), operand.block.placement.alias
+        alias, key = block.placement.alias, replay.key(block)
         if key not in self._replayed:
             self.met_unknown = True
-            source = source if source is not None else replay.source
-        if source is None or source.untyped_storage().data_ptr() != operand.block.address:
+        given = replay.input
+        if given is None:
             return "" if key in self._replayed else "its input has left, and nothing was compared"
         assert alias is not None
         low = block.address % PAGE_BYTES
@@ -134,7 +133,7 @@ class Packer:
             values = alias.as_strided((block.nbytes // alias.element_size(),), (1,), 0)
             root = self._memory(low + block.nbytes, alias.device)
             out = root[low : low + block.nbytes].view(block.dtype)
-            replay.decode(operand.view_of(source, 0), None, out)
+            replay.decode(given, None, out)
             if not torch.equal(integers(values.view(block.dtype)), integers(out)):
                 return f"{replay!r} does not give the same bytes"
         self._replayed.add(key)
