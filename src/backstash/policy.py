@@ -64,9 +64,9 @@ class Action:
     any other. What cannot be packed is treated as with ``None``, and ``stats().left`` says why.
     ``"recompute"``: a CPU tensor is let go, and computed again in backward by the operation that made it, from
     the input that this operation saved: GELU, SiLU, Mish, Hardswish or leaky ReLU. The stash needs a ``disk``.
-    A parameter's copy in another dtype, as autocast makes it, is made again from the parameter. What has no such operation is treated as with ``None``, and ``stats().left`` says why. Where the input was
-    changed in place since, or what is computed is not bit for bit what was let go, backward raises
-    ``InplaceError``."""
+    A parameter's copy in another dtype, as autocast makes it, is made again from the parameter. What has no
+    such operation is treated as with ``None``, and ``stats().left`` says why. Where the input was changed
+    since, or what is computed is not bit for bit what was let go, backward raises ``InplaceError``."""
 
     codec: Codec | None = None
     """What makes the tensor smaller before it moves; ``None``: with ``"pack"`` the exact codecs
