@@ -329,3 +329,19 @@ def test_steps_of_changing_shapes_have_the_same_gradients_under_each_allocator(
     assert set(rows) == {"none", "glibc"}
     assert rows["none"]["gradient"] == rows["glibc"]["gradient"]
     assert all(row["peak_bytes"] >= row["end_bytes"] > 0 for row in rows.values())
+
+
+def test_cells_of_budgets_are_predicted_and_measured(tmp_path: Path) -> None:
+    out = tmp_path / "cells.json"
+    command = [sys.executable, "benchmarks/budget_cells.py", "--tiny", "--models", "gpt"]
+    command += ["--disk", str(tmp_path), "--out", str(out)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(out.read_text())
+    plain, within = found["models"]["gpt"]["cells"]
+    assert within["losses"] == plain["losses"]
+    assert found["summary"]["cells"] == 2 and found["summary"]["budgets"] == 1
+    assert found["summary"]["failed"] == found["summary"]["losses unlike plain's"] == 0
+    assert found["summary"]["budgets exceeded"] == (
+        within["highest_bytes"] > int(within["way"].partition("=")[2])
+    )

@@ -1,12 +1,15 @@
 import ctypes
 import os
 import re
+import subprocess
+import sys
 
 import pytest
 
 from backstash import Stash
 from backstash._runtime import trim as _trim
 from backstash._runtime.trim import Trimmer, _Heap
+from backstash.cli._allocator import choose, find
 from backstash.errors import SizeError
 
 
@@ -102,3 +105,34 @@ def test_a_wrong_setting_is_named(monkeypatch):
     monkeypatch.setenv("BACKSTASH_TRIM", "often")
     with pytest.raises(SizeError, match="BACKSTASH_TRIM='often'"):
         Stash()
+
+
+HOLDS = """
+import torch
+from backstash._runtime.trim import Trimmer
+from backstash.cli._resident import resident_bytes
+parts = [torch.ones(1 << 20) for _ in range(64)]
+full = resident_bytes()
+del parts
+Trimmer(lambda function, *args: None).release()
+print(full - resident_bytes())
+"""
+
+
+@pytest.mark.parametrize("kind", ["tbb", "none"])
+def test_an_allocator_gives_back_what_is_free(kind):
+    allocator = choose(kind, os.environ, find())
+    if kind != "none" and allocator.kind != kind:
+        pytest.skip(f"{kind} is not installed: {allocator.reason}")
+    environment = os.environ | allocator.environment
+    # glibc would give such large tensors back by itself.
+    environment |= {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
+    done = subprocess.run(
+        [sys.executable, "-c", HOLDS], env=environment, capture_output=True, text=True, check=True
+    )
+    assert int(done.stdout) > 200 << 20
+
+
+def test_an_allocator_without_the_call_is_left_alone():
+    for kind in ("tcmalloc", "mimalloc", "jemalloc", "another"):
+        assert _trim._release_of(kind) is None, "not loaded here"

@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import re
 import threading
+import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -20,7 +21,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ._plan.meter import ProcessMeter
+from ._plan.meter import ProcessMeter, Sample
 from ._plan.recorder import Recorder, StepRecord, interference, links_of, trace_of, typical
 from ._plan.simulate import Windows, simulate
 from ._plan.solve import Solution, smallest_budget, solve
@@ -30,8 +31,7 @@ from ._saved.block import Block
 from ._tiers.device_tiers import DeviceTiers
 from .errors import StashWarning, UsageError
 from .memory import spare_bytes
-from .plan import Plan, PlannedClass, StepFigures, plan_of, usable_bytes
-from .stores._buffer_pool import preloaded_allocator
+from .plan import Plan, PlannedClass, StepFigures, budget_for, plan_of, usable_bytes
 from .units import format_bytes
 
 __all__ = ["Planner", "auto_budget"]
@@ -43,6 +43,7 @@ _LEAST_WINDOW_BYTES = 16 << 20
 _VALIDATED_STEPS = 3
 _OFF = 0.10
 _CORRECTIONS = 3
+_RELEASE_REST = 20  # times as long as giving memory back took, it is not done again
 _NUMBER = re.compile(r"\d+")
 
 
@@ -70,7 +71,6 @@ class Planner:
     ) -> None:
         self._event_log = event_log
         self._let_go = let_go
-        self._reuses = bool(preloaded_allocator())  # and gives nothing back
         self._tier = tier
         self._given_windows = windows
         self._meter = ProcessMeter(functools.partial(_held_by, event_log))
@@ -98,8 +98,10 @@ class Planner:
         self._wait_steps = 0
         self._bias_bytes = 0
         self._least_bias_bytes: int | None = None  # with less the budget was exceeded
-        self._released = False
+        self._release_after = 0.0
+        self._highest_bytes = 0  # that was seen in this step
         self._line = 0  # beyond it less is kept; it follows what the process holds
+        self._most_at_start = 0  # beyond it a step would exceed the budget; what is free counts
         self._measured: list[StepFigures] = []
         self.notes: dict[str, None] = {}
         if loaded is not None:
@@ -110,6 +112,7 @@ class Planner:
             assert budget is not None
             self._budget = budget
             self._plan = Plan(budget, "measuring")
+        self._most_at_start = self._budget
 
     @property
     def plan(self) -> Plan:
@@ -140,9 +143,10 @@ class Planner:
     def begin_step(self, tiers: DeviceTiers) -> None:
         """The first block of a step is being admitted; the step before has ended. ``tiers`` are the CPU's."""
         self._tiers = tiers
-        self._released = False
         self._line = int(self._budget * (1 - _GUARD_SHARE))
         tiers.prefetcher.has_room = self._has_room
+        if self._recording or self._held() > self._most_at_start:
+            self._let_go()
         now = self._meter.mark()[0]
         seconds = now - self._began
         record = self._end_record(now) if self._recording else None
@@ -177,21 +181,29 @@ class Planner:
             self._look_at_first()
         elif made == 2:
             self._mode = "half"
+            second = trace_of(self._records[1], links_of(self._records), 0.0, self._tier or "disk")
+            self._set_limit(max(0, self._target() - _most_other(second) - sum(self._windows)))
         elif self._solving is None and self._solved is None:
             self._stop()
             self._mode = "all"
             full, part = self._records[1], self._records[2]
             links = links_of(self._records[1:])
             each = interference(full, part)
-            trace = trace_of(full, links, each, self._tier or "disk")
-            self._solve(trace)
+            trace, other = (
+                trace_of(record, links, each, self._tier or "disk") for record in (full, part)
+            )
+            # Steps that differ in what else they hold will do so again.
+            self._solve(trace.raised(abs(_most_other(trace) - _most_other(other))))
         if self._solved is not None:
             self._adopt()
 
     def _look_at_first(self) -> None:
         """After the first step the memory is known, if not the time."""
         first = self._records[0]
-        trace = trace_of(first, links_of(self._records), 0.0, self._tier or "disk")
+        first_trace = trace_of(first, links_of(self._records), 0.0, self._tier or "disk")
+        # The optimizer's state is there from the second step on only.
+        grown = max(0, _other(self._meter.mark()) - _other(first.samples[0]))
+        trace = first_trace.raised(grown)
         keep = [block.options["keep"] for block in trace.blocks]
         plain = simulate(trace, keep, Windows(0, 0))
         target = self._target()
@@ -202,12 +214,14 @@ class Planner:
             )
             self._solved = trace, solution, plain.peak_bytes
             return
-        smallest = smallest_budget(trace, allowed=self._allowed(), windows=self._given_windows)
-        self._set_limit(max(0, target - max(m.other_bytes for m in trace.moments)))
+        smallest = smallest_budget(
+            first_trace, allowed=self._allowed(), windows=self._given_windows
+        )
+        self._set_limit(max(0, target - _most_other(trace)))
         if smallest > self._budget:
             self._tell(
                 f"budget={format_bytes(self._budget)} cannot be kept: the smallest that this step can keep is "
-                f"{format_bytes(smallest)}; everything that can move moves"
+                f"{format_bytes(budget_for(smallest))}; everything that can move moves"
             )
 
     def _watch(self, record: StepRecord | None, seconds: float) -> None:
@@ -216,6 +230,7 @@ class Planner:
             self._adopt()
             return
         self._set_limit(self._resident_limit)  # the guard may have lowered it
+        highest_bytes, self._highest_bytes = self._highest_bytes, 0
         predicted = self._plan.predicted
         if record is not None:
             self._followed_steps += 1
@@ -227,6 +242,11 @@ class Planner:
                 self._correct()
             return
         if predicted is None:
+            return
+        if highest_bytes > self._budget and self._solved is not None:
+            self._measured.append(StepFigures(highest_bytes, seconds))
+            self._tell_measured()
+            self._correct()
             return
         off = abs(seconds - predicted.step_seconds) > _OFF * predicted.step_seconds
         self._off_steps = self._off_steps + 1 if off else 0
@@ -309,26 +329,35 @@ class Planner:
 
         Once for each byte more: memory that was freed may stay the process's, and is used again.
         """
-        over = self._meter.now() - self._line
+        over = self._held() - self._line
+        if over > 0 and self._release():
+            over = self._held() - self._line
         if over > 0:
             self._line += over
-            self._release()
             self._lower_limit(max(0, self._tiers.evictor.resident.nbytes - over))
 
     def _has_room(self, nbytes: int) -> bool:
         """Whether so many bytes may be read ahead of need within the budget."""
-        held = self._meter.now()
-        if held + nbytes <= self._budget or (self._reuses and held <= self._line):
+        most = usable_bytes(self._budget)
+        if self._held() + nbytes <= most:
             return True
-        self._line = max(self._line, held)
-        self._release()
-        return False
+        return self._release() and self._held() + nbytes <= most
 
-    def _release(self) -> None:
-        """Give back what is free: once in a step, since it takes milliseconds."""
-        if not self._released:
-            self._released = True
-            self._let_go()
+    def _held(self) -> int:
+        """What the process holds now."""
+        held = self._meter.now()
+        self._highest_bytes = max(self._highest_bytes, held)
+        return held
+
+    def _release(self) -> bool:
+        """Give back what is free, but where that took more than a twentieth of the time; whether it did."""
+        now = time.perf_counter()
+        if now < self._release_after:
+            return False
+        self._let_go()
+        ended = time.perf_counter()
+        self._release_after = ended + _RELEASE_REST * (ended - now)
+        return True
 
     def _lower_limit(self, limit: int) -> None:
         """For the rest of the step."""
@@ -374,6 +403,8 @@ class Planner:
         assert self._solved is not None
         trace, solution, smallest = self._adopted = self._solved
         self._plan = plan_of(self._budget, trace, solution, smallest, self._bias_bytes)
+        at_start = trace.moments[0].other_bytes if trace.moments else 0
+        self._most_at_start = self._budget - (solution.forecast.peak_bytes - at_start)
         if self._plan.state == "left alone":
             self._let_go()  # what moving needed
         self._follow(self._plan.classes)
@@ -381,9 +412,8 @@ class Planner:
         slack = max(0, self._budget - self._bias_bytes - solution.forecast.peak_bytes)
         self._resident_limit = solution.forecast.resident_peak_bytes + slack
         self._set_limit(self._resident_limit)
-        other = max((moment.other_bytes for moment in trace.moments), default=0)
         windows = sum(self._windows)
-        self._unplanned_limit = max(0, self._target() - other - windows)
+        self._unplanned_limit = max(0, self._target() - _most_other(trace) - windows)
         self._measured.clear()
         self._followed_steps = 0
         self._start()
@@ -452,6 +482,16 @@ class Planner:
         if note not in self.notes:
             self.notes[note] = None
             warnings.warn(note, StashWarning, stacklevel=2)
+
+
+def _other(sample: Sample) -> int:
+    """Bytes that are not the stash's."""
+    _, held, ours = sample
+    return held - ours
+
+
+def _most_other(trace: Trace) -> int:
+    return max((moment.other_bytes for moment in trace.moments), default=0)
 
 
 def _held_by(event_log: EventLog) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -15,7 +16,7 @@ from ._text import clean, html_table
 from .errors import UsageError
 from .units import format_bytes, parse_bytes
 
-__all__ = ["Plan", "PlannedClass", "StepFigures", "plan_of", "usable_bytes"]
+__all__ = ["Plan", "PlannedClass", "StepFigures", "budget_for", "plan_of", "usable_bytes"]
 
 _FORMAT = "backstash plan 1"
 _MARGIN = 0.02  # of a budget, that plans leave unused: what is measured varies by about as much
@@ -24,6 +25,11 @@ _MARGIN = 0.02  # of a budget, that plans leave unused: what is measured varies 
 def usable_bytes(budget_bytes: int) -> int:
     """What a plan uses of a budget."""
     return int(budget_bytes * (1 - _MARGIN))
+
+
+def budget_for(peak_bytes: int) -> int:
+    """The smallest budget of which a plan uses so many bytes."""
+    return math.ceil(peak_bytes / (1 - _MARGIN)) + 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,7 +281,7 @@ def plan_of(
         None,
         StepFigures(budget_bytes, solution.bound_seconds) if solution.fits else None,
         StepFigures(plain.peak_bytes + bias_bytes, plain.step_seconds),
-        smallest + bias_bytes if not solution.fits else None,
+        budget_for(smallest + bias_bytes) if not solution.fits else None,
         solution.windows.inflight_bytes,
         solution.windows.prefetch_bytes,
         forecast.resident_peak_bytes,

@@ -666,7 +666,7 @@ def _let_go(stash: weakref.ref[Stash]) -> None:
     alive = stash()
     if alive is not None:
         alive._pool.trim()
-        alive._trimmer.trim()
+        alive._trimmer.release()
 
 
 def _levels_of(stash: weakref.ref[Stash]) -> Levels:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from ..errors import UsageError
@@ -86,6 +86,13 @@ class Trace:
     def span(self, kind: str) -> dict[int, int]:
         """For each block the index of its moment of this kind."""
         return {moment.block: at for at, moment in enumerate(self.moments) if moment.kind == kind}
+
+    def raised(self, nbytes: int) -> Trace:
+        """The same step in a process that holds so many bytes more."""
+        moments = tuple(
+            replace(each, other_bytes=each.other_bytes + nbytes) for each in self.moments
+        )
+        return replace(self, moments=moments, tail_other_bytes=self.tail_other_bytes + nbytes)
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for a JSON file."""

@@ -3,7 +3,8 @@
 glibc keeps what is freed: after a forward pass whose tensors all went to disk, most of their memory can
 still be resident. ``malloc_trim`` returns it. That changes no setting of the process, and costs some
 milliseconds and the page faults of the next user of the memory, so it is done once for every so many
-bytes let go, on a worker thread. Other allocators reuse what is freed and are left alone.
+bytes let go, on a worker thread. Other allocators reuse what is freed and are left alone, but where a budget
+for the process's memory would be exceeded: then :meth:`Trimmer.release` has them give back what is free.
 
 The heap is also advised to lie in huge pages (``madvise``), which is no setting either: what was given back
 and is used again then costs a page fault for each 2 MiB instead of each 4 KiB. The advice is of the addresses
@@ -46,6 +47,7 @@ class Trimmer:
             os.environ.get("BACKSTASH_TRIM", _EVERY_BYTES), name="BACKSTASH_TRIM"
         )
         self._trim = _malloc_trim() if self._every else None
+        self._release = self._trim or (_release_of(preloaded_allocator()) if self._every else None)
         self._heap = _Heap.find() if self._trim else None
         self._freed = 0
         self._freed_since_advice = 0
@@ -60,13 +62,14 @@ class Trimmer:
             self._freed_since_advice = 0
             self._heap.advise()
         if self._freed >= self._every:
-            self.trim()
-
-    def trim(self) -> None:
-        """Trim now, whatever was let go."""
-        if self._trim is not None:
             self._freed = 0
             self._submit(self._trim, 0)
+
+    def release(self) -> None:
+        """Have the allocator give back what is free, in this call: some milliseconds."""
+        if self._release is not None:
+            self._freed = 0
+            self._release(0)
 
 
 class _Heap:
@@ -106,3 +109,26 @@ def _malloc_trim() -> Callable[[int], Any] | None:
     except (OSError, AttributeError, TypeError):
         return None
     return trim
+
+
+def _release_of(allocator: str) -> Callable[[int], Any] | None:
+    """The call by which a preloaded allocator gives back what is free; its argument is 0."""
+    try:
+        process = ctypes.CDLL(None)
+        if allocator == "tbb":  # oneTBB: TBBMALLOC_CLEAN_ALL_BUFFERS is 0
+            process.scalable_allocation_command.argtypes = [ctypes.c_int, ctypes.c_void_p]
+            return lambda _: process.scalable_allocation_command(0, None)
+        if allocator == "tcmalloc":  # gperftools' malloc_extension_c.h
+            release = process.MallocExtension_ReleaseFreeMemory
+            release.argtypes, release.restype = [], None
+            return lambda _: release()
+        if allocator == "mimalloc":
+            collect = process.mi_collect
+            collect.argtypes, collect.restype = [ctypes.c_bool], None
+            return lambda _: collect(True)
+        if allocator == "jemalloc":  # 4096 is MALLCTL_ARENAS_ALL
+            process.mallctl.argtypes = [ctypes.c_char_p, *[ctypes.c_void_p] * 3, ctypes.c_size_t]
+            return lambda _: process.mallctl(b"arena.4096.purge", None, None, None, 0)
+    except (OSError, AttributeError, TypeError):  # another version of it: nothing is given back
+        pass
+    return None

@@ -9,7 +9,7 @@ from typing import Any
 
 from .. import Stash
 from ..errors import StashError, StashWarning
-from ..plan import Plan
+from ..plan import Plan, budget_for
 from ..report import StepMarks
 from ..units import format_bytes
 from ._machine import machine, versions
@@ -89,9 +89,9 @@ class Session:
 def budgets_of(plan: Plan) -> list[int]:
     """Round budgets from the smallest that can be kept to what everything in place takes."""
     least = plan.smallest_budget_bytes or plan.budget_bytes
-    most = plan.plain.peak_bytes if plan.plain is not None else least
-    # A plan leaves a part of its budget unused: see usable_bytes.
-    wanted = (1.03 * (least + share * (most - least)) for share in _SHARES)
+    most = budget_for(plan.plain.peak_bytes) if plan.plain is not None else least
+    least = min(least, most)
+    wanted = (1.01 * (least + share * (most - least)) for share in _SHARES)
     return list(dict.fromkeys(-(-int(each) // _UNIT_BYTES) * _UNIT_BYTES for each in wanted))
 
 

@@ -1,0 +1,450 @@
+"""Six models within six budgets each: predictions first, then what was measured, beside the other ways.
+
+    python benchmarks/budget_cells.py [--tiny] [--models gpt,lstm] [--disk DIR] --out FILE
+
+For each model one process measures a few steps, and plans for six budgets from them; the predictions are
+written to FILE before anything else is run. Then every cell runs in a process of its own: each budget, plain
+PyTorch, ``keep=`` at three sizes, and ``torch.utils.checkpoint`` around every block and around every other one.
+
+``peak_bytes`` is the system's (``VmHWM``) over the last steps of a process; ``highest_bytes`` is that of all
+steps from the second on, those that measure and correct included: it is what a budget promises. Seconds are
+medians of the last steps. A cell's losses are compared with plain's. All cells stay in FILE; a model that it
+has already is run again only when it is named.
+"""
+
+import argparse
+import contextlib
+import hashlib
+import itertools
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from backstash import Stash
+from backstash.cli._allocator import choose, find
+from backstash.cli._resident import reset_resident_peak, resident_peak_bytes
+from backstash.plan import budget_for
+
+SHARES = (0.1, 0.25, 0.4, 0.6, 0.8, 1.05)  # between the smallest budget and plain's peak
+KEEPS = (0.25, 0.5, 0.75)  # of the bytes that plain saves
+SETTLED = 24  # steps at most until a plan is followed and measured
+TIMED = 4
+
+
+class Attention(nn.Module):
+    """A block of a GPT; with ``gated``, of a Llama: RMSNorm and a gated MLP."""
+
+    def __init__(self, width: int, *, gated: bool = False, experts: int = 0) -> None:
+        super().__init__()
+        norm = nn.RMSNorm if gated else nn.LayerNorm
+        self.first, self.second = norm(width), norm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.dropout = nn.Dropout(0.0 if gated else 0.1)
+        self.experts = experts
+        if experts:
+            self.router = nn.Linear(width, experts)
+            self.parts = nn.ModuleList(
+                nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
+                for _ in range(experts)
+            )
+        elif gated:
+            self.gate, self.up = nn.Linear(width, 3 * width), nn.Linear(width, 3 * width)
+            self.down = nn.Linear(3 * width, width)
+        else:
+            self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.gated = gated
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        q, k, v = (
+            each.view(batch, length, 4, width // 4).transpose(1, 2)
+            for each in self.qkv(self.first(x)).chunk(3, -1)
+        )
+        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.dropout(self.out(mixed.transpose(1, 2).reshape(batch, length, width)))
+        h = self.second(x)
+        if self.experts:
+            return x + self.mix(h)
+        if self.gated:
+            return x + self.down(functional.silu(self.gate(h)) * self.up(h))
+        return x + self.dropout(self.down(functional.gelu(self.up(h))))
+
+    def mix(self, h: Tensor) -> Tensor:
+        """Each token through the two experts that the router likes best."""
+        weights, chosen = self.router(h).softmax(-1).topk(2, -1)
+        mixed = torch.zeros_like(h)
+        for number, expert in enumerate(self.parts):
+            where = (chosen == number).any(-1)
+            share = (weights * (chosen == number)).sum(-1)[where]
+            update = torch.zeros_like(h)
+            update[where] = expert(h[where]) * share[:, None]
+            mixed = mixed + update
+        return mixed
+
+
+class Residual(nn.Module):
+    """Of a ResNet: two convolutions with BatchNorm."""
+
+    def __init__(self, inside: int, outside: int, stride: int) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(inside, outside, 3, stride, 1, bias=False),
+            nn.BatchNorm2d(outside),
+            nn.ReLU(),
+            nn.Conv2d(outside, outside, 3, 1, 1, bias=False),
+            nn.BatchNorm2d(outside),
+        )
+        self.short = nn.Conv2d(inside, outside, 1, stride, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.relu(self.body(x) + self.short(x))
+
+
+class Recurrent(nn.Module):
+    """One layer of an LSTM, unrolled by a cell."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.cell = nn.LSTMCell(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        state, outputs = None, []
+        for at in range(x.shape[1]):
+            state = self.cell(x[:, at], state)
+            outputs.append(state[0])
+        return torch.stack(outputs, 1)
+
+
+class UNet(nn.Module):
+    """Its blocks on the way down hand their results across to those on the way up."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        sizes = [width, 2 * width, 4 * width]
+
+        def block(inside: int, outside: int) -> nn.Module:
+            convolutions = nn.Conv2d(inside, outside, 3, 1, 1), nn.Conv2d(outside, outside, 3, 1, 1)
+            first, second = convolutions
+            groups = nn.GroupNorm(4, outside), nn.GroupNorm(4, outside)
+            return nn.Sequential(first, groups[0], nn.SiLU(), second, groups[1], nn.SiLU())
+
+        down = [block(a, b) for a, b in itertools.pairwise([3, *sizes])]
+        up = [block(b + a, a) for a, b in reversed([*itertools.pairwise(sizes)])]
+        self.blocks = nn.ModuleList(down + up)
+        self.head = nn.Conv2d(width, 3, 1)
+
+    def through(self, call: Callable[[int, nn.Module, Tensor], Tensor], x: Tensor) -> Tensor:
+        across, levels = [], len(self.blocks) // 2 + 1
+        for number, block in enumerate(self.blocks):
+            if number >= levels:
+                x = torch.cat([functional.interpolate(x, scale_factor=2.0), across.pop()], 1)
+            x = call(number, block, x)
+            if number < levels - 1:
+                across.append(x)
+                x = functional.max_pool2d(x, 2)
+        return self.head(x)
+
+
+class Chain(nn.Module):
+    """Blocks one after the other."""
+
+    def __init__(self, head: nn.Module, blocks: list[nn.Module], tail: nn.Module) -> None:
+        super().__init__()
+        self.head, self.blocks, self.tail = head, nn.ModuleList(blocks), tail
+
+    def through(self, call: Callable[[int, nn.Module, Tensor], Tensor], x: Tensor) -> Tensor:
+        x = self.head(x)
+        for number, block in enumerate(self.blocks):
+            x = call(number, block, x)
+        return self.tail(x)
+
+
+def model(name: str, tiny: bool) -> tuple[Any, Callable[[], Tensor]]:
+    """The model, and what gives it a batch."""
+    batch, length, width = (4, 64, 128) if tiny else (8, 256, 192)
+    side = 16 if tiny else 64
+    words = 256
+    if name in ("gpt", "llama", "experts"):
+        makes = {
+            "gpt": lambda: Attention(width),
+            "llama": lambda: Attention(width, gated=True),
+            "experts": lambda: Attention(width, experts=4),
+        }
+        blocks = [makes[name]() for _ in range(2 if tiny else 6)]
+        net = Chain(nn.Embedding(words, width), blocks, nn.Linear(width, words))
+        return net, lambda: torch.randint(words, (batch, length))
+    if name == "resnet":
+        widths = [(8, 8, 1), (8, 16, 2)] if tiny else [(24, 24, 1)] * 3 + [(24, 48, 2), (48, 48, 1)]
+        first = widths[0][0]
+        stages = [Residual(*each) for each in widths]
+        end = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(widths[-1][1], 10))
+        net = Chain(nn.Conv2d(3, first, 3, 1, 1), stages, end)
+        return net, lambda: torch.randn(2 * batch, 3, side, side)
+    if name == "unet":
+        return UNet(8 if tiny else 16), lambda: torch.randn(batch, 3, side, side)
+    assert name == "lstm", name
+    layers: list[nn.Module] = [Recurrent(width) for _ in range(2 if tiny else 3)]
+    net = Chain(nn.Linear(width, width), layers, nn.Linear(width, words))
+    return net, lambda: torch.randn(8 * batch, length // 4, width)
+
+
+MODELS = ("gpt", "llama", "resnet", "unet", "lstm", "experts")
+
+
+def step_of(name: str, tiny: bool, way: str) -> Callable[[AbstractContextManager[Any]], str]:
+    """One training step under a context; it returns the loss as a hexadecimal number."""
+    torch.manual_seed(0)
+    net, batch = model(name, tiny)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-4)
+
+    def call(number: int, block: nn.Module, x: Tensor) -> Tensor:
+        if way == "checkpoint all" or (way == "checkpoint other" and number % 2):
+            return checkpoint(block, x, use_reentrant=False)  # type: ignore[no-any-return]
+        return block(x)  # type: ignore[no-any-return]
+
+    def step(context: AbstractContextManager[Any]) -> str:
+        x = batch()
+        optimizer.zero_grad()
+        with context:
+            loss = net.through(call, x).square().mean()
+        loss.backward()
+        optimizer.step()
+        return float(loss).hex()
+
+    return step
+
+
+def stash_of(way: str, disk: str) -> Stash | None:
+    kind, _, nbytes = way.partition("=")
+    if kind == "keep":
+        return Stash(keep=int(nbytes), disk=disk)
+    return Stash(budget=int(nbytes), disk=disk) if kind == "budget" else None
+
+
+def work(name: str, tiny: bool, way: str, disk: str) -> dict[str, Any]:
+    """Run one cell in this process."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    step, stash = step_of(name, tiny, way), stash_of(way, disk)
+    context: AbstractContextManager[Any] = stash if stash is not None else contextlib.nullcontext()
+    losses, peaks = [], []
+
+    def run() -> tuple[float, float]:
+        reset_resident_peak()
+        wall, processor = time.perf_counter(), time.process_time()
+        losses.append(step(context))
+        peaks.append(resident_peak_bytes())
+        return time.perf_counter() - wall, time.process_time() - processor
+
+    for _ in range(3):
+        run()
+    if stash is not None and stash.plan is not None:
+        for _ in range(SETTLED):
+            plan = stash.plan
+            assert plan is not None
+            if plan.measured is not None:
+                break
+            run()
+        for _ in range(8):  # corrections, where there are any
+            run()
+            assert stash.plan is not None
+    timed = [run() for _ in range(TIMED)]
+    found: dict[str, Any] = {
+        "way": way,
+        "peak_bytes": max(peaks[-TIMED:]),
+        "highest_bytes": max(peaks[1:]),
+        "peaks_mib": [round(peak / 2**20, 1) for peak in peaks],
+        "step_seconds": statistics.median(wall for wall, _ in timed),
+        "processor_seconds": statistics.median(processor for _, processor in timed),
+        "losses": hashlib.sha256("".join(losses[:6]).encode()).hexdigest()[:12],
+        "load": os.getloadavg()[0],
+    }
+    if stash is not None:
+        stats = stash.stats()
+        found["written_bytes"] = stats.written_bytes
+        if stash.plan is not None:
+            found["plan"] = {**stash.plan.as_dict(), "classes": []}
+        stash.close()
+    return found
+
+
+def predictions(name: str, tiny: bool, disk: str) -> dict[str, Any]:
+    """Measure a few steps, and plan for six budgets."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    step, stash = step_of(name, tiny, "budget"), Stash(budget=1, disk=disk, name="measure")
+    for _ in range(8):
+        step(stash)
+        assert stash.plan is not None
+        if stash.plan.trace is not None:
+            break
+    plan = stash.plan
+    assert plan is not None and plan.trace is not None and plan.plain is not None
+    least, most = plan.smallest_budget_bytes or 0, plan.plain.peak_bytes
+    saved = sum(block.nbytes for block in plan.trace.blocks)
+    found = []
+    for share in SHARES:
+        each = plan.at(int(least + share * (budget_for(most) - least)))
+        assert each.predicted is not None
+        found.append(
+            {
+                "budget_bytes": each.budget_bytes,
+                "state": each.state,
+                "peak_bytes": each.predicted.peak_bytes,
+                "step_seconds": each.predicted.step_seconds,
+                "bound_seconds": each.bound.step_seconds if each.bound is not None else None,
+            }
+        )
+    stash.close()
+    return {"smallest_bytes": least, "plain_bytes": most, "saved_bytes": saved, "budgets": found}
+
+
+def ways_of(predicted: dict[str, Any], tiny: bool) -> Iterator[str]:
+    yield "plain"
+    for each in predicted["budgets"][2:3] if tiny else predicted["budgets"]:
+        yield f"budget={each['budget_bytes']}"
+    if tiny:
+        return
+    for share in KEEPS:
+        yield f"keep={int(share * predicted['saved_bytes'])}"
+    yield from ("checkpoint all", "checkpoint other")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--tiny", action="store_true", help="small models, whose figures mean nothing, and few ways"
+    )
+    parser.add_argument("--models", help=f"which, with commas; default: {', '.join(MODELS)}")
+    parser.add_argument("--disk", default=tempfile.gettempdir(), help="where what moves goes")
+    parser.add_argument("--out", type=Path, help="the results, as JSON")
+    parser.add_argument("--cell", nargs=2, metavar=("MODEL", "WAY"), help="this one, here")
+    given = parser.parse_args()
+    if given.cell:
+        name, way = given.cell
+        run = predictions if way == "predict" else work
+        extra = () if way == "predict" else (way,)
+        print(json.dumps(run(name, given.tiny, *extra, given.disk)))
+        return
+    allocator = choose("auto", os.environ, find())
+    results: dict[str, Any] = {"models": {}}
+    if given.out is not None and given.out.exists():
+        results = json.loads(given.out.read_text())
+    results |= {
+        "tiny": given.tiny,
+        "torch": torch.__version__,
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores, 1 thread used",
+        "allocator": allocator.kind,
+        "command": "python benchmarks/budget_cells.py --out benchmarks/results/budget_cells.json",
+    }
+
+    def cell(name: str, way: str) -> dict[str, Any]:
+        command = [sys.executable, __file__, "--disk", given.disk, "--cell", name, way]
+        done = subprocess.run(
+            [*command, *(["--tiny"] if given.tiny else [])],
+            env=os.environ | dict(allocator.environment),
+            capture_output=True,
+            text=True,
+        )
+        if done.returncode:
+            said = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
+            return {"way": way, "failed": "\n".join(said[-20:])}
+        return json.loads(done.stdout)  # type: ignore[no-any-return]
+
+    def keep() -> None:
+        if given.out is not None:
+            given.out.write_text(json.dumps(results, indent=1) + "\n")
+
+    named = given.models.split(",") if given.models else MODELS
+    for name in named:
+        if name in results["models"] and not given.models:
+            continue
+        predicted = cell(name, "predict")
+        entry = results["models"][name] = {"predicted": predicted, "cells": []}
+        keep()  # before anything is measured that it predicts
+        for way in ways_of(predicted, given.tiny) if "failed" not in predicted else ():
+            entry["cells"].append(cell(name, way))
+            keep()
+        print(table(name, entry), flush=True)
+    results["summary"] = summary(results["models"])
+    keep()
+    print("\n".join(f"{name}: {value}" for name, value in results["summary"].items()))
+
+
+def budgets_of(entry: dict[str, Any]) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """What was predicted for each budget, and its cell."""
+    cells = {each["way"]: each for each in entry["cells"]}
+    for each in entry["predicted"].get("budgets", ()):
+        if (way := f"budget={each['budget_bytes']}") in cells:
+            yield each, cells[way]
+
+
+def summary(models: dict[str, Any]) -> dict[str, Any]:
+    """How many cells are as they should be."""
+    cells = [each for entry in models.values() for each in entry["cells"]]
+    pairs = [pair for entry in models.values() for pair in budgets_of(entry)]
+    ran = [(before, after) for before, after in pairs if "failed" not in after]
+    plain = {
+        name: each.get("losses")
+        for name, entry in models.items()
+        for each in entry["cells"]
+        if each["way"] == "plain"
+    }
+    return {
+        "cells": len(cells),
+        "failed": sum("failed" in each for each in cells),
+        "losses unlike plain's": sum(
+            each.get("losses") != plain.get(name)
+            for name, entry in models.items()
+            for each in entry["cells"]
+        ),
+        "budgets": len(pairs),
+        "budgets exceeded": sum(
+            after["highest_bytes"] > before["budget_bytes"] for before, after in ran
+        ),
+        "peak within 5% of the prediction": sum(
+            abs(after["peak_bytes"] / before["peak_bytes"] - 1) <= 0.05 for before, after in ran
+        ),
+        "step within 10% of the prediction": sum(
+            abs(after["step_seconds"] / before["step_seconds"] - 1) <= 0.1 for before, after in ran
+        ),
+    }
+
+
+def table(name: str, entry: dict[str, Any]) -> str:
+    """A line for each cell."""
+    predicted = entry["predicted"]
+    lines = [f"{name}: {'failed: ' + predicted['failed'] if 'failed' in predicted else ''}"]
+    expected = {after["way"]: before for before, after in budgets_of(entry) if "way" in after}
+    for each in entry["cells"]:
+        kind, _, nbytes = each["way"].partition("=")
+        way = f"{kind} {int(nbytes) / 2**20:.1f} MiB" if nbytes else kind
+        if "failed" in each:
+            lines.append(f"  {way:20} failed: {each['failed']}")
+            continue
+        peak, highest = each["peak_bytes"] / 2**20, each["highest_bytes"] / 2**20
+        line = f"  {way:20} peak {peak:6.1f} MiB (highest {highest:6.1f}), step {each['step_seconds']:.3f} s"
+        if before := expected.get(each["way"]):
+            line += f"; predicted {before['peak_bytes'] / 2**20:6.1f} MiB, {before['step_seconds']:.3f} s"
+            line += "; EXCEEDED" if each["highest_bytes"] > before["budget_bytes"] else ""
+        lines.append(line)
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()
