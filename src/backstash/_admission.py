@@ -16,6 +16,7 @@ from ._saved.entry import Entry, WrapperEntry
 from ._saved.thread_state import ThreadState
 from ._saved.view import StridedRegion, raw_alias, reason_to_stay, snapshot
 from ._session import Session
+from ._text import shown
 from ._tiers.device_tiers import DeviceTiers
 from ._tiers.packing import Packer
 from ._tiers.replay import replay_of
@@ -182,7 +183,7 @@ class Admission:
             if action is not None:
                 if not isinstance(action, Action):
                     raise UsageError(
-                        f"the policy {self._policy!r} returned {action!r}: allowed is an Action, or None"
+                        f"the policy {self._policy!r} returned {shown(action)}: allowed is an Action, or None"
                     )
                 # A CPU tensor is in host memory already.
                 moves = action.tier == "disk" or (
@@ -470,7 +471,10 @@ def _asked(
     assert saved is not None
     codec = choose(saved)
     if codec is not None and not isinstance(codec, Codec):
-        raise UsageError(f"the codec for {saved} is {codec!r}: allowed is a Codec, or None")
+        raise UsageError(
+            f"the codec for {saved} is {shown(codec)}: allowed is a Codec, for example "
+            "backstash.codecs.EXACT, or None"
+        )
     return codec
 
 

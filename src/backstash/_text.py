@@ -6,7 +6,7 @@ import html
 import unicodedata
 from collections.abc import Iterable, Sequence
 
-__all__ = ["clean", "html_table", "html_text"]
+__all__ = ["clean", "html_table", "html_text", "shown"]
 
 _HIDDEN = {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}
 
@@ -24,6 +24,19 @@ def clean(text: str) -> str:
 
 def _visible(character: str) -> str:
     return character.encode("unicode_escape").decode("ascii")
+
+
+def shown(given: object) -> str:
+    """What a caller gave in place of something else, on one line; of a tensor or an array no values.
+
+    >>> shown("2GiB"), shown(memoryview(b"abc"))
+    ("'2GiB'", 'a memoryview of shape (3,)')
+    """
+    shape = getattr(given, "shape", None)
+    if isinstance(shape, tuple):
+        return f"a {type(given).__name__} of shape {tuple(shape)}"
+    text = clean(repr(given))
+    return text if len(text) <= 200 else f"{text[:200]}..."
 
 
 # What a notebook shows. Nothing has a colour of its own: text and lines take the page's, light or dark.

@@ -14,6 +14,7 @@ from typing import Literal
 
 import torch
 
+from ._text import shown
 from .codecs import EXACT, Codec
 from .errors import UsageError
 from .units import parse_bytes
@@ -75,10 +76,10 @@ class Action:
     def __post_init__(self) -> None:
         if self.tier not in _TIERS:
             raise UsageError(
-                f"Action tier={self.tier!r}: allowed are {', '.join(map(repr, _TIERS))}"
+                f"Action tier={shown(self.tier)}: allowed are {', '.join(map(repr, _TIERS))}"
             )
         if self.codec is not None and not isinstance(self.codec, Codec):
-            raise UsageError(f"Action codec={self.codec!r}: allowed is a Codec, or None")
+            raise UsageError(f"Action codec={shown(self.codec)}: allowed is a Codec, or None")
         if self.codec is not None and self.tier == "keep":
             raise UsageError(
                 'Action("keep") has no codec: the tensor stays as it is; Action("pack", codec) packs it'

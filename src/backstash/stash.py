@@ -30,19 +30,20 @@ from ._runtime.reclaim import ReclaimQueue
 from ._runtime.trace import EventLog, Levels, Recording
 from ._runtime.trim import Trimmer
 from ._runtime.workers import Workers
+from ._saved.compiled import COMPILED_NODE, WholeGraph
 from ._saved.entry import Entry, WrapperEntry, written_unseen
 from ._saved.handout import RETURNS_NONE, hand_out
 from ._saved.placement import Packed
 from ._saved.thread_state import ThreadState
 from ._session import Session
 from ._stats import Stats, collect
-from ._text import clean, html_text
+from ._text import clean, html_text, shown
 from ._tiers.device_tiers import DeviceTiers, TierConfig
 from ._tiers.packing import decode_apart
 from ._torch.dynamo import leave_untraced
 from ._torch.engine import current_node
 from ._torch.func_transforms import REFUSAL
-from ._torch.modules import module_that_has
+from ._torch.modules import compiled_around, module_that_has
 from ._torch.storages import has_other_owners
 from ._torch.versions import inplace_error
 from .codecs import Codec
@@ -143,21 +144,21 @@ class Stash:
         keep_limit = keep if keep == "auto" else parse_limit(keep, name="keep", also=_AUTO)
         host_bytes = -1 if host == "auto" else parse_limit(host, name="host", also=_AUTO)
         if not (name is None or isinstance(name, str)):
-            raise UsageError(f"name={name!r}: allowed is a string, or None")
+            raise UsageError(f"name={shown(name)}: allowed is a string, or None")
         if policy is not None and not callable(policy):
             hint = (
                 f"; for all tensors: lambda saved: {policy!r}" if isinstance(policy, Action) else ""
             )
             raise UsageError(
-                f"policy={policy!r}: allowed is a callable of a SavedTensor, or None{hint}"
+                f"policy={shown(policy)}: allowed is a callable of a SavedTensor, or None{hint}"
             )
         if codec is not None and not (isinstance(codec, Codec) or callable(codec)):
             raise UsageError(
-                f"codec={codec!r}: allowed is a Codec, for example backstash.codecs.EXACT, a callable of a "
-                "SavedTensor, or None"
+                f"codec={shown(codec)}: allowed is a Codec, for example backstash.codecs.EXACT, a callable of "
+                "a SavedTensor, or None"
             )
-        if on_full not in ("keep", "raise"):
-            raise UsageError(f'on_full={on_full!r}: allowed are "keep" and "raise"')
+        if not (isinstance(on_full, str) and on_full in ("keep", "raise")):
+            raise UsageError(f'on_full={shown(on_full)}: allowed are "keep" and "raise"')
         self.name = name
         min_nbytes = parse_bytes(min_bytes, name="min_bytes")
         inflight_bytes = parse_bytes(inflight, name="inflight")
@@ -188,6 +189,7 @@ class Stash:
             planner=planner,
         )
         self._admission = Admission(self._session, policy=policy, codec=codec, min_bytes=min_nbytes)
+        self._whole_graph = WholeGraph(lambda: sum(self._event_log.levels()[:4]), prefetch_bytes)
         self._local = threading.local()
         self._is_closing = False  # by a nested call; the next that is none goes on with it
         _all.add(self)
@@ -304,11 +306,11 @@ class Stash:
         """
         if not callable(fn):
             raise UsageError(
-                f"stash({_shown(fn)}): allowed is a callable; for a context write `with stash:`"
+                f"stash({shown(fn)}): allowed is a callable; for a context write `with stash:`"
             )
         if any(is_kind(each) for is_kind in _RUN_LATER for each in (fn, type(fn).__call__)):
             raise UsageError(
-                f"stash({fn!r}): a generator's or coroutine's body runs outside the call; write "
+                f"stash({shown(fn)}): a generator's or coroutine's body runs outside the call; write "
                 "`with stash:` around the forward in it"
             )
 
@@ -331,7 +333,15 @@ class Stash:
         """
         if not isinstance(module, nn.Module):
             raise UsageError(
-                f"attach({_shown(module)}): allowed is an nn.Module; wrap a function by stash(fn)"
+                f"attach({shown(module)}): allowed is an nn.Module; wrap a function by stash(fn)"
+            )
+        if compiled_around(module):
+            warnings.warn(
+                f"attach({type(module).__name__}): runs inside torch.compile, and a graph that was compiled "
+                "before this call ignores it, so nothing of it is held; attach before the first compiled "
+                "call, or call torch.compiler.reset() after this one, or attach what torch.compile returned",
+                StashWarning,
+                stacklevel=2,
             )
         return Attachment(module, self._enter, self._leave)
 
@@ -378,8 +388,11 @@ class Stash:
             with torch.inference_mode(False):  # what is made in that mode has no version to check
                 return self.unpack(packed)
         if kind is Entry:
+            node = current_node()
+            if type(node).__name__ == COMPILED_NODE and not self._whole_graph.is_said:
+                self._look_at_compiled(node, packed)
             view = self._unpack_entry(packed)
-            if type(current_node()) in RETURNS_NONE:
+            if type(node) in RETURNS_NONE:
                 return view
             view = view.detach()  # a view would own what it is cut from
             # Where it was loaded for this use alone, nobody else has its memory.
@@ -394,6 +407,10 @@ class Stash:
             )
             raise _changed(tensor.shape, tensor.dtype, module, tensor._version, version)
         return tensor if type(current_node()) in RETURNS_NONE else hand_out(tensor)
+
+    def _look_at_compiled(self, node: object, entry: Entry) -> None:
+        if self._whole_graph.has_most(node, entry.block):
+            warnings.warn(_WHOLE, StashWarning, stacklevel=3)
 
     def _unpack_entry(self, entry: Entry) -> Tensor:
         session, block = self._session, entry.block
@@ -595,6 +612,10 @@ class Stash:
         return "".join(shown if plan is None else [*shown, plan._repr_html_()])
 
 
+_WHOLE = (
+    "one compiled graph saves more than half of this step, and its backward takes all of that at once, so the "
+    "peak hardly falls: compile block by block, `for block in model.blocks: block.compile()`"
+)
 _NOWHERE = (
     "budget= without disk=: a CPU tensor has nowhere to go and stays in place, so the budget cannot be kept "
     "if the step does not fit; give disk=DIR"
@@ -613,18 +634,13 @@ _RUN_LATER = (
 )
 
 
-def _shown(given: object) -> str:
-    """What was given in place of something else, in one line: a tensor would print its values."""
-    return f"a Tensor of shape {tuple(given.shape)}" if isinstance(given, Tensor) else repr(given)
-
-
 def _check_planned(budget: object, plan: object, keep: object) -> None:
     if budget is None and plan is None:
         return
     if keep != 0:
         raise UsageError(
-            f"keep={keep!r} with {'budget' if plan is None else 'plan'}=: allowed is one of them; the plan "
-            "says what is kept"
+            f"keep={shown(keep)} with {'budget' if plan is None else 'plan'}=: allowed is one of them; the "
+            "plan says what is kept"
         )
     if budget is not None and plan is not None:
         raise UsageError("budget= with plan=: allowed is one of them; a plan has its budget")

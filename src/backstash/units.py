@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from ._text import shown
 from .errors import SizeError
 
 __all__ = ["format_bytes", "parse_bytes", "parse_limit"]
@@ -46,7 +47,7 @@ def parse_bytes(value: int | str, *, name: str = "size", also: str = "") -> int:
         return value
     match = _PATTERN.fullmatch(value) if isinstance(value, str) else None
     if match is None:
-        raise SizeError(f"{name}={value!r} is not a size; allowed: {allowed}")
+        raise SizeError(f"{name}={shown(value)} is not a size; allowed: {allowed}")
     number, unit = match.groups()
     factor = _FACTORS.get(unit.lower())
     if factor is None:

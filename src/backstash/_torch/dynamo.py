@@ -17,6 +17,10 @@ from .lookup import optional
 
 __all__ = ["leave_untraced", "not_compiled", "untraced"]
 
+_REASON = (
+    "a hook of backstash runs as it is; with fullgraph=True, attach or hook what torch.compile returned, or "
+    "enter `with stash:` around the call"
+)
 _F = TypeVar("_F", bound=Callable[..., Any])
 _eval_frame: Any = optional("torch._C._dynamo.eval_frame", None)
 
@@ -55,6 +59,7 @@ def untraced(function: _F) -> _F:
     """
     marked: Any = function
     marked._torchdynamo_disable = True
+    marked._torchdynamo_disable_msg = _REASON
     return function
 
 

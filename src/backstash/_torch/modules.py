@@ -23,6 +23,7 @@ from .tensors import is_wrapper_subclass, taken_apart
 __all__ = [
     "CALL_CODE",
     "call_frame",
+    "compiled_around",
     "is_buffer",
     "is_parameter",
     "is_running",
@@ -126,6 +127,23 @@ def module_that_has(tensor: Tensor) -> str:
                     longest = len(path)
                     found = f"{path or f'({type(module).__name__})'}, whose {name} it is,"
     return found
+
+
+def compiled_around(module: nn.Module) -> bool:
+    """Whether a graph may have been compiled that holds ``module``, and so ignores hooks it is given now.
+
+    By what ``torch._dynamo`` has compiled since its last reset, in torch 2.11 to 2.15; where that name is
+    missing, whatever is given to ``torch.compile`` counts as compiled. Where nothing is, nothing is searched;
+    else every object there is.
+    """
+    compiler = sys.modules.get("torch._dynamo.convert_frame")
+    codes = getattr(getattr(compiler, "input_codes", None), "seen", True)
+    if compiler is None or not codes:
+        return False
+    modules = [each for each in gc.get_objects() if issubclass(type(each), nn.Module)]
+    # What torch.compile returned. A module compiled in place is compiled anew where a hook is added to a part.
+    regions = [each for each in modules if each is not module and "_orig_mod" in each._modules]
+    return any(part is module for region in regions for part in region.modules())
 
 
 def _is_part_of(cdata: int, tensor: Any) -> bool:

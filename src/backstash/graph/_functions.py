@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from .._saved.handout import hand_out
+from .._text import shown
 from .._torch.hook_stack import Pair, current_pair, own_pack, pop_owned, push, replace_current
 from .._torch.versions import Held, Routed
 from ..errors import UsageError
@@ -63,14 +64,16 @@ def saved_on(target: Stash | Store | AbstractContextManager[Any]) -> Callable[[_
     context = Stash(disk=target, min_bytes=0) if isinstance(target, Store) else target
     if not hasattr(context, "__enter__"):
         raise UsageError(
-            f"saved_on({target!r}): allowed are a Stash, a store, and a context of hooks"
+            f"saved_on({shown(target)}): allowed are a Stash, a store, and a context of hooks"
         )
 
     def decorate(function: Any) -> Any:
         if isinstance(function, type) and issubclass(function, Function):
             return _saving_class(function, context)
         if not callable(function) or isinstance(function, type):
-            raise UsageError(f"saved_on(...)({function!r}): allowed are a Function and a callable")
+            raise UsageError(
+                f"saved_on(...)({shown(function)}): allowed are a Function and a callable"
+            )
 
         @functools.wraps(function)
         def saving(*args: Any, **kwargs: Any) -> Any:
@@ -130,7 +133,7 @@ def save_for_backward(ctx: Any, *tensors: Tensor | None, to: HookPair | None = N
         return
     if not callable(getattr(to, "pack", None)) or not callable(getattr(to, "unpack", None)):
         raise UsageError(
-            f"save_for_backward(to={to!r}): allowed are a Stash, or a pair with pack and unpack"
+            f"save_for_backward(to={shown(to)}): allowed are a Stash, or a pair with pack and unpack"
         )
     given = [tensor for tensor in tensors if tensor is not None]
     if given:

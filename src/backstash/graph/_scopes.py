@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from torch import Tensor
 
 from .._saved.handout import hand_out
+from .._text import shown
 from .._torch.hook_stack import Pair, current_pair, pop_owned, push, take_all
 from .._torch.versions import Held, Routed
 from ..errors import UsageError
@@ -78,7 +79,7 @@ def only(predicate: Callable[[Tensor], bool]) -> _Only:
     [4]
     """
     if not callable(predicate):
-        raise UsageError(f"only({predicate!r}): allowed is a callable that takes a Tensor")
+        raise UsageError(f"only({shown(predicate)}): allowed is a callable that takes a Tensor")
     return _Only(predicate)
 
 

@@ -11,6 +11,7 @@ import weakref
 import zlib
 from pathlib import Path
 
+from .._text import shown
 from ..errors import (
     StashClosedError,
     StashCorruptError,
@@ -73,12 +74,12 @@ class Disk(Store):
         threads: int = 2,
     ) -> None:
         if not isinstance(directory, str | os.PathLike):
-            raise UsageError(f"disk={directory!r}: allowed is a directory, a Disk, or None")
+            raise UsageError(f"disk={shown(directory)}: allowed is a directory, a Disk, or None")
         self.directory = str(Path(directory).expanduser())
         self.name = f"disk {self.directory!r}"
         self.max_bytes = parse_limit(max_bytes, name="max_bytes")
         if isinstance(threads, bool) or not isinstance(threads, int) or threads < 1:
-            raise UsageError(f"threads={threads!r}: allowed is an int of at least 1")
+            raise UsageError(f"threads={shown(threads)}: allowed is an int of at least 1")
         self.verify = verify
         self.threads = threads
         self._direct = direct

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..._text import shown
 from ...errors import UsageError
 from ...stash import Stash
 from ...stores import Disk
@@ -168,8 +169,8 @@ class _Tiers:
     ) -> _Tiers:
         if schedule is not None and not isinstance(schedule, Schedule):
             raise UsageError(
-                f"schedule={schedule!r}: allowed is an object with keeps_graphs and next_snapshot, such as "
-                "Binomial(16), or None"
+                f"schedule={shown(schedule)}: allowed is an object with keeps_graphs and next_snapshot, such "
+                "as Binomial(16), or None"
             )
         if stash is not None:
             if memory is not None or disk is not None:
@@ -225,12 +226,12 @@ class _Job:
         until: Callable[[Any], Any] | None,
     ) -> None:
         if not callable(step):
-            raise UsageError(f"step={step!r}: allowed is a callable of the state and of args")
+            raise UsageError(f"step={shown(step)}: allowed is a callable of the state and of args")
         if until is not None and not callable(until):
-            raise UsageError(f"until={until!r}: allowed is a callable of the state, or None")
+            raise UsageError(f"until={shown(until)}: allowed is a callable of the state, or None")
         if n is not None and (isinstance(n, bool) or not isinstance(n, int) or n < 0):
             raise UsageError(
-                f"n={n!r}: allowed is a whole number of at least 0, or None with until="
+                f"n={shown(n)}: allowed is a whole number of at least 0, or None with until="
             )
         self.step, self.args, self.face, self.until = step, args, face, until
         self.state = take_apart(state, "state")
@@ -250,7 +251,7 @@ class _Job:
             )
         for length in lengths:
             if n is not None and n != length:
-                raise UsageError(f"n={n!r}, but xs has inputs for {length} steps")
+                raise UsageError(f"n={shown(n)}, but xs has inputs for {length} steps")
             return length
         return n
 

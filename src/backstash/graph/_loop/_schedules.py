@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from math import comb
 from typing import Protocol, runtime_checkable
 
+from ..._text import shown
 from ...errors import UsageError
 
 __all__ = ["Binomial", "KeepAll", "Schedule", "TwoLevel", "count_evaluations", "least_evaluations"]
@@ -108,7 +109,7 @@ class TwoLevel:
 
 def _at_least_one(value: int, name: str) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise UsageError(f"{name}={value!r}: allowed is a whole number of at least 1")
+        raise UsageError(f"{name}={shown(value)}: allowed is a whole number of at least 1")
 
 
 def _beta(snapshots: int, repeats: int) -> int:
@@ -176,7 +177,7 @@ def checked_next(schedule: Schedule, held: Sequence[int], stop: int) -> int | No
         return None
     if isinstance(following, bool) or not isinstance(following, int):
         raise UsageError(
-            f"{schedule!r}.next_snapshot returned {following!r}: allowed is an int, or None"
+            f"{schedule!r}.next_snapshot returned {shown(following)}: allowed is an int, or None"
         )
     if not held[-1] < following < stop:
         raise UsageError(

@@ -1,0 +1,216 @@
+"""The rows of docs/compiler.md: what a stash holds of what torch.compile made."""
+
+import contextlib
+import importlib
+import os
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+from backstash import Stash
+from backstash.errors import StashWarning
+
+SIDE = 64
+IGNORED = r"runs inside torch.compile.*nothing of it is held.*torch\.compiler\.reset\(\)"
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+@pytest.fixture
+def stash(disk_dir):
+    made = Stash(disk=disk_dir, min_bytes=1024)
+    yield made
+    made.close()
+
+
+def model_of():
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(SIDE, SIDE), nn.GELU()) for _ in range(3)))
+
+
+def gradients(model, around=None):
+    """Of one step, with forward alone inside ``around``."""
+    x = torch.linspace(-1, 1, SIDE * SIDE).view(SIDE, SIDE)
+    for each in model.parameters():
+        each.grad = None
+    if around is None:
+        loss = model(x).square().sum()
+    else:
+        with around:
+            loss = model(x).square().sum()
+    loss.backward()
+    return [each.grad for each in model.parameters()]
+
+
+def equal(one, other):
+    return all(map(torch.equal, one, other))
+
+
+def whole(model, backend):
+    return torch.compile(model, backend=backend)
+
+
+def full(model, backend):
+    return torch.compile(model, backend=backend, fullgraph=True)
+
+
+def in_place(model, backend):
+    for block in model:
+        block.compile(backend=backend)
+    return model
+
+
+def wrapped(model, backend):
+    return nn.Sequential(*(torch.compile(block, backend=backend) for block in model))
+
+
+INDUCTOR = pytest.param(
+    "inductor",
+    marks=pytest.mark.skipif(
+        "BACKSTASH_LONG_TESTS" not in os.environ,
+        reason="compiles C++ for half a minute: BACKSTASH_LONG_TESTS=1 runs it",
+    ),
+)
+
+
+# Dynamo looks at the gradient of what another graph made.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", INDUCTOR])
+@pytest.mark.parametrize("way", [whole, full, in_place, wrapped])
+def test_a_stash_around(stash, way, backend):
+    alone = contextlib.nullcontext()
+    if backend == "inductor":  # no processes that outlive the test
+        alone = importlib.import_module("torch._inductor.config").patch(compile_threads=1)
+    with alone:
+        expected = gradients(way(model_of(), backend))
+        torch.compiler.reset()
+        assert equal(gradients(way(model_of(), backend), stash), expected)
+    assert stash.stats().written_bytes >= 4 * SIDE * SIDE * 4 and stash.stats().blocks == 0
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("way", [whole, in_place])
+@pytest.mark.parametrize("on", ["model", "compiled", "blocks"])
+def test_attached_before_the_first_call(stash, way, backend, on):
+    expected = gradients(way(model_of(), backend))
+    torch.compiler.reset()
+    model = model_of()
+    compiled = way(model, backend)
+    for each in {"model": [model], "compiled": [compiled], "blocks": model}[on]:
+        stash.attach(each)
+    assert equal(gradients(compiled), expected)
+    assert stash.stats().written_bytes >= 3 * SIDE * SIDE * 4
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_child_that_is_attached_and_then_compiled(stash, backend):
+    model = model_of()
+    with stash.attach(model[1]):
+        compiled = whole(model, backend)
+        found = gradients(compiled)
+    assert 0 < stash.stats().written_bytes <= 2 * SIDE * SIDE * 4
+    assert equal(found, gradients(model_of()))
+
+
+def test_with_fullgraph_the_compiler_names_the_remedy(stash):
+    model = model_of()
+    with (
+        stash.attach(model[1]),
+        pytest.raises(Exception, match=r"attach or hook what torch.compile"),
+    ):
+        gradients(full(model, "eager"))
+
+
+@pytest.mark.parametrize("is_child", [True, False])
+def test_attached_too_late_it_warns(stash, is_child):
+    model = model_of()
+    compiled = whole(model, "aot_eager")
+    gradients(compiled)
+    with pytest.warns(StashWarning, match=IGNORED):
+        handle = stash.attach(model[1] if is_child else model)
+    gradients(compiled)
+    assert stash.stats().saves == 0, "what the warning is about"
+    torch.compiler.reset()  # the remedy
+    gradients(compiled)
+    assert stash.stats().written_bytes > 0
+    handle.remove()
+
+
+def test_what_was_compiled_in_place_is_compiled_anew(stash):
+    model = model_of()
+    model.compile(backend="aot_eager")
+    expected = gradients(model)
+    with stash.attach(model[1]):  # a warning is an error in these tests
+        found = gradients(model)
+    assert equal(found, expected)
+    assert stash.stats().written_bytes > 0
+
+
+def test_what_is_not_inside_does_not_warn(stash):
+    model, other = model_of(), model_of()
+    compiled = whole(model, "eager")
+    gradients(compiled)
+    for outside in (compiled, other, other[1]):  # a warning is an error in these tests
+        stash.attach(outside).remove()
+    torch.compiler.reset()
+    stash.attach(model[1]).remove()
+
+
+def told(way, disk_dir, **options):
+    stash = Stash(disk=disk_dir, min_bytes=1024, **options)
+    model = way(model_of(), "aot_eager")
+    x = torch.linspace(-1, 1, 8192 * SIDE).view(8192, SIDE)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            with stash:
+                loss = model(x).square().sum()
+            loss.backward()
+    stash.close()
+    return [str(each.message) for each in said if each.category is StashWarning]
+
+
+def test_one_graph_that_saves_most_of_a_step_is_told_once(disk_dir):
+    (message,) = told(whole, disk_dir, prefetch="4MiB")
+    assert "compile block by block" in message and "block.compile()" in message
+
+
+def test_blocks_are_not_told_and_nothing_that_comes_back_at_once_anyway(disk_dir):
+    assert told(in_place, disk_dir, prefetch="4MiB") == []
+    assert told(whole, disk_dir) == []
+
+
+class OnAttributes(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.x = x * 2
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * ctx.x
+
+
+def test_tensors_on_attributes_of_ctx_are_seen_by_no_hook(stash):
+    x = torch.ones(SIDE, SIDE, requires_grad=True)
+    with stash:
+        loss = OnAttributes.apply(x).sum()
+    assert stash.stats().saves == 0
+    loss.backward()
+    assert torch.equal(x.grad, x.detach() * 2)
+
+
+def test_under_compiled_autograd(stash):
+    with torch._dynamo.config.patch(compiled_autograd=True):
+        compiled = whole(model_of(), "aot_eager")
+        found = gradients(compiled, stash)
+    assert equal(found, gradients(model_of()))
+    assert stash.stats().written_bytes >= 4 * SIDE * SIDE * 4
