@@ -343,6 +343,18 @@ def test_steps_that_differ_in_other_memory_leave_as_much_of_the_budget(memory, t
     stash.close()
 
 
+def test_both_parts_of_a_sample_are_of_one_moment(monkeypatch):
+    """Else what the stash has just given back counts as somebody else's."""
+    told, held = iter([30, 20, 20, 20]), iter([130, 120, 0])
+    monkeypatch.setattr(ProcessMeter, "now", lambda meter: next(held))
+    meter = ProcessMeter(lambda: next(told))
+    assert meter.mark()[1:] == (120, 20)
+    told, held = iter(range(100)), iter(range(1000, 2000))
+    assert len(meter.take()) == 1
+    meter.mark()
+    assert next(told) < 10, "it ends where the stash's part changes all the time"
+
+
 def test_a_budget_that_was_exceeded_is_planned_for_again(with_free, memory):
     """By what was seen in any step, not only in those that are measured."""
     planner, _, _, run = with_free

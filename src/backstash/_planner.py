@@ -38,7 +38,6 @@ __all__ = ["Planner", "auto_budget"]
 
 _ORDINALS = 64  # saves of one module that are told apart
 _GUARD_BYTES = 1 << 20  # saved between two looks at the process's memory
-_GUARD_SHARE = 0.01  # of the budget, that is left when less is kept than the plan says
 _LEAST_WINDOW_BYTES = 16 << 20
 _VALIDATED_STEPS = 3
 _OFF = 0.10
@@ -143,7 +142,7 @@ class Planner:
     def begin_step(self, tiers: DeviceTiers) -> None:
         """The first block of a step is being admitted; the step before has ended. ``tiers`` are the CPU's."""
         self._tiers = tiers
-        self._line = int(self._budget * (1 - _GUARD_SHARE))
+        self._line = usable_bytes(self._budget)
         tiers.prefetcher.has_room = self._has_room
         if self._recording or self._held() > self._most_at_start:
             self._let_go()

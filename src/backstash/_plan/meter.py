@@ -20,6 +20,7 @@ Sample = tuple[float, int, int]  # time.perf_counter(), resident bytes, of these
 
 _STATM = "/proc/self/statm"  # its second number: resident pages (proc(5))
 _INTERVAL_SECONDS = 0.001
+_TRIES = 4
 _MOST_SAMPLES = (
     600_000  # of a step of ten minutes; the thread ends there, and what was sampled stays
 )
@@ -80,8 +81,14 @@ class ProcessMeter:
             self._stop = None
 
     def mark(self) -> Sample:
-        """A sample of this moment."""
-        sample = (time.perf_counter(), self.now(), self._ours())
+        """A sample of this moment. What the stash holds may change while the process's memory is read: then
+        both are read again, a few times."""
+        ours = self._ours()
+        for _ in range(_TRIES):
+            before, held, ours = ours, self.now(), self._ours()
+            if ours == before:
+                break
+        sample = (time.perf_counter(), held, max(ours, before))
         self._samples.append(sample)
         return sample
 
