@@ -127,6 +127,11 @@ USED = {
         "torch._C._autograd",
         "torch._C._autograd._push_saved_tensors_default_hooks",
     },
+    "selective.py": {
+        "torch._C.DispatchKey.ADInplaceOrView",
+        "torch._C._SetExcludeDispatchKeyGuard",
+        "torch.utils.checkpoint._CachingTorchDispatchMode",
+    },
     "storages.py": {
         "_cdata",
         "torch.UntypedStorage._cdata",

@@ -230,10 +230,10 @@ def test_on_an_accelerator_all_save_on_cpu_contexts_share_what_is_pinned(monkeyp
     from backstash.graph import _faces
 
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    _faces._shared.cache_clear()
+    _faces.on_host.cache_clear()
     try:
         one, two, other = (graph.save_on_cpu(parameters=p) for p in (True, True, False))
         assert one._stash is two._stash
         assert one._stash is not other._stash
     finally:
-        _faces._shared.cache_clear()
+        _faces.on_host.cache_clear()

@@ -11,6 +11,7 @@ ours, same meaning    ``saved_tensors_hooks``, ``save_on_cpu``, ``register_multi
 to disk               ``save_on_disk``, ``SaveOnCpu``, ``SaveOnDisk``
 scopes                ``saved_tensors_hooks(compose=True)``, ``only``, ``skip``
 a function, a call    ``saved_on``, ``save_for_backward``, ``saved_tensors``
+checkpoints           ``checkpoint``, whose selective form keeps outputs in the stash
 long loops            ``checkpoint_loop``, its schedules ``Binomial``, ``TwoLevel``, ``KeepAll``
 looking               ``iter_graph``, ``saved``, ``label_modules``, ``log_backward``
 ====================  ============================================================================
@@ -34,6 +35,7 @@ from .._torch.graph_labels import label_modules
 from .._torch.graph_walk import iter_graph
 from .._torch.handle import Handle
 from .._torch.node_saves import SavedValue, saved
+from ._checkpoint import checkpoint
 from ._faces import save_on_cpu, save_on_disk
 from ._functions import save_for_backward, saved_on, saved_tensors
 from ._hooks import saved_tensors_hooks
@@ -58,6 +60,7 @@ __all__ = [
     "Schedule",
     "TwoLevel",
     "allow_mutation_on_saved_tensors",
+    "checkpoint",
     "checkpoint_loop",
     "disable_saved_tensors_hooks",
     "get_gradient_edge",

@@ -15,7 +15,7 @@ from ..stash import Stash
 from ..stores import Disk
 from ._hooks import saved_tensors_hooks
 
-__all__ = ["save_on_cpu", "save_on_disk"]
+__all__ = ["on_host", "save_on_cpu", "save_on_disk"]
 
 
 class save_on_cpu(saved_tensors_hooks):
@@ -51,7 +51,7 @@ class save_on_cpu(saved_tensors_hooks):
     def __init__(
         self, pin_memory: bool = False, device_type: str = "cuda", *, parameters: bool = True
     ) -> None:
-        self._stash = _shared(parameters) if torch.accelerator.is_available() else _made(parameters)
+        self._stash = on_host(parameters) if torch.accelerator.is_available() else _made(parameters)
         super().__init__(self._stash.pack, self._stash.unpack)
 
 
@@ -60,7 +60,7 @@ def _made(parameters: bool) -> Stash:
 
 
 @functools.cache
-def _shared(parameters: bool) -> Stash:
+def on_host(parameters: bool) -> Stash:
     """One stash for the process, so that the contexts of all steps use the same pinned memory."""
     return _made(parameters)
 
