@@ -6,7 +6,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+import types
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,48 @@ def test_train_gpt_learns(tmp_path: Path) -> None:
     assert len(found) == 4
     assert float(found[-1]) < float(found[0])
     assert all(repr(float(loss)) == loss for loss in found)
+
+
+class FakeLibrary(types.ModuleType):
+    """In place of a logging library: what was called, and with what. None of the real ones is installed."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.calls: list[tuple[str, tuple[object, ...], dict[str, object]]] = []
+
+    def SummaryWriter(self) -> "FakeLibrary":
+        return self
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        if name.startswith("_"):  # as whoever looks at all modules asks
+            raise AttributeError(name)
+        return lambda *args, **kwargs: self.calls.append((name, args, kwargs))
+
+
+@pytest.mark.usefixtures("importable")
+@pytest.mark.parametrize("name", ["wandb", "mlflow", "tensorboard"])
+def test_figures_go_to_a_log(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    import log_figures
+
+    module = "torch.utils.tensorboard" if name == "tensorboard" else name
+    library = FakeLibrary(module)
+    monkeypatch.setitem(sys.modules, module, library)
+    monkeypatch.setattr(sys, "argv", ["log_figures.py", "--tiny", "--to", name])
+    log_figures.main()
+    calls = [call for call in library.calls if call[0] != "init"]
+    if name == "tensorboard":
+        logged = [{call[1][0]: call[1][1] for call in calls if call[1][2] == n} for n in range(2)]
+    else:
+        assert [call[2] for call in calls] == [{"step": 0}, {"step": 1}]
+        logged = [call[1][0] for call in calls]
+    saves = [figures["stash/saves"] for figures in logged]
+    assert 0 < saves[0] < saves[1] and all(type(value) is float for value in logged[0].values())
+
+
+def test_figures_are_printed_without_a_library(tmp_path: Path) -> None:
+    output = run(EXAMPLES / "log_figures.py", "--tiny", cwd=tmp_path)
+    assert re.findall(r"^(\d) stash/saves=", output, re.M) == ["0", "1"]
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_train_gpt_is_plain_pytorch() -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 __all__ = [
     "Action",
@@ -63,6 +63,13 @@ else:
 
     def __dir__():
         return sorted({*globals(), *__all__, *_MODULES})
+
+
+def load_ipython_extension(shell: Any) -> None:
+    """What ``%load_ext backstash`` calls: the cell magics ``%%stash`` and ``%%saved_report``."""
+    from .integrations.notebook import Magics
+
+    Magics(shell).register()
 
 
 if "torch" in sys.modules:
