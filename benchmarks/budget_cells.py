@@ -1,6 +1,7 @@
 """Six models within six budgets each: predictions first, then what was measured, beside the other ways.
 
     python benchmarks/budget_cells.py [--tiny] [--models gpt,lstm] [--disk DIR] --out FILE
+    python benchmarks/budget_cells.py --out FILE --draw PICTURE.svg
 
 For each model one process measures a few steps, and plans for six budgets from them; the predictions are
 written to FILE before anything else is run. Then every cell runs in a process of its own: each budget, plain
@@ -333,6 +334,7 @@ def main() -> None:
     parser.add_argument("--models", help=f"which, with commas; default: {', '.join(MODELS)}")
     parser.add_argument("--disk", default=tempfile.gettempdir(), help="where what moves goes")
     parser.add_argument("--out", type=Path, help="the results, as JSON")
+    parser.add_argument("--draw", type=Path, metavar="PICTURE", help="only draw what --out has")
     parser.add_argument("--cell", nargs=2, metavar=("MODEL", "WAY"), help="this one, here")
     given = parser.parse_args()
     if given.cell:
@@ -340,6 +342,9 @@ def main() -> None:
         run = predictions if way == "predict" else work
         extra = () if way == "predict" else (way,)
         print(json.dumps(run(name, given.tiny, *extra, given.disk)))
+        return
+    if given.draw is not None:
+        draw(json.loads(given.out.read_text())["models"], given.draw)
         return
     allocator = choose("auto", os.environ, find())
     results: dict[str, Any] = {"models": {}}
@@ -449,6 +454,40 @@ def table(name: str, entry: dict[str, Any]) -> str:
             line += "; said to be too small" if each["plan"]["state"] == "too small" else ""
         lines.append(line)
     return "\n".join(lines)
+
+
+def draw(models: dict[str, Any], picture: Path) -> None:
+    """Step time over peak, a panel for each model."""
+    from matplotlib import pyplot
+
+    columns = 3
+    rows = -(-len(models) // columns)
+    figure, panels = pyplot.subplots(rows, columns, figsize=(10, 3 * rows), squeeze=False)
+    for panel, (name, entry) in zip(panels.flat, models.items(), strict=False):
+        cells = [each for each in entry["cells"] if "failed" not in each]
+        for way, marker, line in (
+            ("budget", "o", "-"),
+            ("keep", "s", "--"),
+            ("checkpoint", "^", ":"),
+            ("plain", "*", ""),
+        ):
+            points = sorted(
+                (each["peak_bytes"] / 2**20, each["step_seconds"])
+                for each in cells
+                if each["way"].startswith(way)
+            )
+            label = {"budget": "budget=", "keep": "keep="}.get(way, way)
+            panel.plot(*zip(*points, strict=True), marker=marker, linestyle=line, label=label)
+        panel.set_title(name)
+        panel.set_ylim(bottom=0)
+        panel.grid(alpha=0.3)
+    for panel in panels[-1]:
+        panel.set_xlabel("peak of the process [MiB]")
+    for row in panels:
+        row[0].set_ylabel("step [s]")
+    panels[0][0].legend(fontsize="small")
+    figure.tight_layout()
+    figure.savefig(picture, metadata={"Date": None} if picture.suffix == ".svg" else None)
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ FLOORS = (
     ("_admission",),
     ("_hook_scope", "_stats"),
     ("stash",),
-    ("graph",),
+    ("graph", "fake"),
     ("testing", "cli", "integrations", "__main__"),
 )
 # These stand beside the floors: they know nothing of a stash, and who imports them stands above ``graph``.

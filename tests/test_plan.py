@@ -4,6 +4,7 @@ import gc
 import json
 import threading
 import warnings
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -267,6 +268,17 @@ def test_the_third_step_moves_half(memory, tmp_path):
     net = model()
     for steps[0] in range(3):
         step(net, stash)
+        written.append(stash.stats().written_bytes // MIB)
+    assert written == [16, 32, 40]
+    stash.close()
+
+
+def test_with_a_budget_that_no_step_could_keep_the_third_moves_half_too(memory, tmp_path):
+    stash, written = memory(budget=1, disk=tmp_path), []
+    net = model()
+    for number in range(3):
+        with pytest.warns(StashWarning, match="cannot be kept") if number == 1 else nullcontext():
+            step(net, stash)
         written.append(stash.stats().written_bytes // MIB)
     assert written == [16, 32, 40]
     stash.close()

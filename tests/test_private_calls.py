@@ -68,6 +68,16 @@ USED = {
         "torch.autograd.Variable._execution_engine.queue_callback",
         "torch.autograd._get_sequence_nr",
     },
+    "fake.py": {
+        "torch._compile",
+        "torch._dynamo",
+        "torch._subclasses.fake_tensor.FakeTensorMode",
+        "torch._tensor",
+        "torch.ops.aten._local_scalar_dense.default",
+        "torch.utils._python_dispatch",
+        "torch.utils._python_dispatch.TorchDispatchMode",
+        "torch.utils._pytree.tree_leaves",
+    },
     "func_transforms.py": {
         "_saved_tensors_hooks_disable",
         "_saved_tensors_hooks_enable",

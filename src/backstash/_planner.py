@@ -181,7 +181,12 @@ class Planner:
         elif made == 2:
             self._mode = "half"
             second = trace_of(self._records[1], links_of(self._records), 0.0, self._tier or "disk")
-            self._set_limit(max(0, self._target() - _most_other(second) - sum(self._windows)))
+            limit = max(0, self._target() - _most_other(second) - sum(self._windows))
+            if self._budget < self._records[0].samples[0][1]:
+                # No step could be within it, as `backstash plan` wants it: what moving costs is to be learnt.
+                limit = spare_bytes() // 2
+                self._line = self._records[1].peak_bytes + limit
+            self._set_limit(limit)
         elif self._solving is None and self._solved is None:
             self._stop()
             self._mode = "all"

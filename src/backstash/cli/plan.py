@@ -28,6 +28,8 @@ examples:
       budgets between the smallest that can be kept and what everything in place takes
   backstash plan --budget 4GiB,6GiB,8GiB --disk /scratch train.py
       these budgets, at the speed of the disk that /scratch is on
+  backstash plan --fake train.py
+      what the tensors of a step would take, computed without their memory
   backstash plan --json plans.json --trace step.json train.py
       the figures as JSON, and the measured step, for Plan.from_trace
 """
@@ -43,14 +45,14 @@ def main(arguments: Sequence[str]) -> int:
     own, is_module, rest = split(parser, list(arguments))
     options = parser.read(own)
     check(parser, is_module, rest)
-    if options.disk is None:
+    if options.disk is None and not options.fake:
         found = scratch()
         if found is None:
             parser.error("no directory on a disk was found to move to; give --disk DIR")
         options.disk = found[0]
     plan = {
         "name": "plan",
-        "session": "_plan_session",
+        "session": "_fake_session" if options.fake else "_plan_session",
         "target": rest[0],
         "is_module": is_module,
         "disk": options.disk,
@@ -74,6 +76,12 @@ def _parser() -> Parser:
         metavar="DIR",
         type=directory,
         help="where what moves goes to (default: the directory on a disk with the most free space)",
+    )
+    add(
+        "--fake",
+        action="store_true",
+        help="predict memory alone, for a model that this machine could not hold: two steps with tensors "
+        "that have shapes and no memory (FakeTensorMode); loss.item() is given 1",
     )
     add("--json", metavar="FILE", type=new_file, help="write all plans to FILE")
     add("--trace", metavar="FILE", type=new_file, help="write the measured step to FILE")
