@@ -197,7 +197,7 @@ class Planner:
                 trace_of(record, links, each, self._tier or "disk") for record in (full, part)
             )
             # Steps that differ in what else they hold will do so again.
-            self._solve(trace.raised(abs(_most_other(trace) - _most_other(other))))
+            self._solve(trace, abs(_most_other(trace) - _most_other(other)))
         if self._solved is not None:
             self._adopt()
 
@@ -377,17 +377,22 @@ class Planner:
     def _target(self) -> int:
         return usable_bytes(self._budget) - self._bias_bytes
 
-    def _solve(self, trace: Trace) -> None:
+    def _solve(self, trace: Trace, spare_bytes: int = 0) -> None:
+        """Have a plan made that leaves ``spare_bytes`` of the target, if there is one that does."""
         target, allowed, windows = self._target(), self._allowed(), self._given_windows
         self._solved = None
 
         def work() -> None:
             try:
-                solution = solve(trace, target, allowed=allowed, windows=windows)
+                planned_for = trace.raised(spare_bytes)
+                solution = solve(planned_for, target, allowed=allowed, windows=windows)
+                if not solution.fits and spare_bytes:
+                    planned_for = trace
+                    solution = solve(trace, target, allowed=allowed, windows=windows)
                 smallest = solution.forecast.peak_bytes
                 if not solution.fits:
                     smallest = smallest_budget(trace, allowed=allowed, windows=windows)
-                self._solved = trace, solution, smallest
+                self._solved = planned_for, solution, smallest
             except Exception as error:  # the step is worth more than the plan
                 self.notes[f"no plan could be made ({error!r}): everything that can move moves"] = (
                     None
