@@ -1,6 +1,7 @@
 """The command line as a whole: help, version, and what happens to a word it does not know."""
 
 import io
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -332,3 +333,20 @@ def test_what_devices_held_is_of_those_that_count(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 4)
     monkeypatch.setattr(torch.accelerator, "memory_stats", memory_stats)
     assert _session._device_peaks() == {"meta:2": 2}
+
+
+@pytest.mark.parametrize("command", [["--version"], ["run", "--quiet", "script.py"]])
+def test_no_word_of_numpy_where_it_is_not_installed(command: list[str], tmp_path: Path) -> None:
+    missing = tmp_path / "numpy"
+    missing.mkdir()
+    (missing / "__init__.py").write_text("raise ModuleNotFoundError(\"No module named 'numpy'\")")
+    (tmp_path / "script.py").write_text("import torch\ntorch.ones(2).exp()\n")
+    paths = os.pathsep.join([str(tmp_path), str(Path(backstash.__file__).parents[1])])
+    done = subprocess.run(
+        [sys.executable, "-m", "backstash", *command],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stderr) == (0, "")

@@ -76,7 +76,7 @@ def test_steps_are_counted_and_the_script_is_ended(tmp_path: Path) -> None:
     for cost in costs.values():
         expected = cost["moved_bytes"] / found["disk"]["write_bytes_per_second"]
         assert cost["write_seconds"] == pytest.approx(expected)
-    assert f'Stash(disk="{tmp_path}")' in shown and "half (" in shown
+    assert "no budget would save memory: all that could move, 1.25 MiB, fits" in shown
     page = (tmp_path / "out.html").read_text()
     assert "backstash profile --disk" in page and '"0.1"' in page
 
@@ -171,3 +171,14 @@ def test_the_disk_is_told_of_where_a_budget_would_use_it(seconds: float | None, 
     text = "\n".join(_profile_text._costs(costs, "/scratch", speed))
     assert ("/scratch writes 2.00 GB/s" in text) == told
     assert "Stash(...)" in text
+
+
+def test_budgets_that_save_are_shown_in_a_table() -> None:
+    def cost(name: str, keep: int, memory: int) -> _profile_text.Cost:
+        return _profile_text.Cost(name, keep, 1 << 30, memory, 1.0, 1.0, "Stash(...)")
+
+    everything = cost("everything", 1 << 30, 1 << 30)
+    lines = _profile_text._costs([everything, cost("half", 1 << 29, 600 << 20)], "/d", None)
+    assert lines[0] == "what a budget would cost:" and "half (512 MiB)" in lines[3]
+    (line,) = _profile_text._costs([everything, cost("nothing", 0, 1 << 30)], "/d", None)
+    assert line.startswith("no budget would save memory: all that could move, 1.00 GiB, fits")

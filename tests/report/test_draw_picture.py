@@ -331,3 +331,17 @@ def test_edge_labels_do_not_meet() -> None:
         boxes.append(Rectangle(left, float(label.get("y", 0)) - 8, width, 9))
     assert not any(overlap(one, other) for one, other in itertools.combinations(boxes, 2))
     assert not any(overlap(one, box) for one in boxes for box in placed(drawing)[1].boxes)
+
+
+def test_colours_are_there_without_a_style_sheet() -> None:
+    """As librsvg, Inkscape and converters see it, which know no variables, or no style sheet."""
+    x = torch.ones(4, requires_grad=True)
+    svg = ElementTree.fromstring(draw(x.exp().sum()).to_svg())
+    seen = {}
+    for each in svg.iter():
+        element = each.tag.rpartition("}")[2]
+        if element in ("rect", "text", "path"):
+            assert each.get("fill") is not None, each.attrib
+            seen[each.get("class")] = each.get("fill")
+    assert seen["paper"] == "#ffffff" and seen["wire"] == "none" and seen["label"] == "#1c2430"
+    assert seen["chip keep"] == "#e8710a" and "var(" not in "".join(seen.values())

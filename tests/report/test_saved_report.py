@@ -20,6 +20,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from backstash import Stash, graph
 from backstash.errors import InplaceError, UsageError
 from backstash.report import saved_report
+from backstash.report._saved import advice
 
 PLACES = {
     "disk": {"disk", "in place"},
@@ -501,3 +502,19 @@ def test_functions_of_users_are_seen(inner: type) -> None:
         ("DoubleBackward", "tensors[1]"),
     }
     assert y.requires_grad
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "shown"),
+    [
+        (0, '"0GiB"'),
+        (70_000, '"69KiB"'),
+        (123_456, '"130KiB"'),
+        ((297 << 20) - 5, '"300MiB"'),
+        ((9 << 30) + 1, '"9300MiB"'),
+        ((33 << 30) + 1, '"34GiB"'),
+    ],
+)
+def test_budgets_are_round(nbytes: int, shown: str) -> None:
+    found = advice._rounded(nbytes)
+    assert found >= nbytes and advice._text(found) == shown

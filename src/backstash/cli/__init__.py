@@ -7,7 +7,9 @@ for torch.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 
 __all__ = ["main"]
@@ -60,7 +62,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(_help(), end="")
         return 0 if arguments else 2
     if command == "--version":
-        print(_versions())
+        with _without_numpy():
+            print(_versions())
         return 0
     if command not in _COMMANDS:
         print(
@@ -68,7 +71,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 2
-    return _call(command, arguments[1:])
+    with _without_numpy():
+        return _call(command, arguments[1:])
+
+
+@contextmanager
+def _without_numpy() -> Iterator[None]:
+    """Torch warns where NumPy is not installed; no command uses it."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Failed to initialize NumPy", UserWarning)
+        yield
 
 
 def _call(command: str, arguments: list[str]) -> int:

@@ -23,6 +23,7 @@ import json
 import os
 import sys
 import types
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib.abc import MetaPathFinder
@@ -39,6 +40,18 @@ _BESIDE = (
 
 class _NotRunnable(Exception):
     """There is no script to run; the message says what there is instead."""
+
+
+@contextmanager
+def _no_word_of_numpy() -> Iterator[None]:
+    """Torch warns at its import where NumPy is not installed. Filters that it or the script sets stay."""
+    warnings.filterwarnings("ignore", "Failed to initialize NumPy", UserWarning)
+    ours = warnings.filters[0]
+    try:
+        yield
+    finally:
+        if ours in warnings.filters:
+            warnings.filters.remove(ours)  # type: ignore[attr-defined]
 
 
 class _TorchImport(MetaPathFinder):
@@ -70,7 +83,8 @@ class _TorchImport(MetaPathFinder):
             vars(loader).pop("exec_module", None)  # another finder may have asked us twice
             self._under_way += 1
             try:
-                execute(module)
+                with _no_word_of_numpy():
+                    execute(module)
             finally:
                 self._under_way -= 1
             if name == "torch":

@@ -63,6 +63,11 @@ def show(
 def _costs(costs: Sequence[Cost], disk: str, speed: DiskSpeed | None) -> list[str]:
     if not costs[0].keep_bytes:
         return ["none of this could be moved to a disk, so no budget would change anything"]
+    if all(cost.memory_bytes >= costs[0].memory_bytes for cost in costs):
+        return [
+            f"no budget would save memory: all that could move, {format_bytes(costs[0].keep_bytes)}, fits into "
+            "what a stash has on its way at a time (inflight=, 128 MiB by default)"
+        ]
     body = [_cells(cost) for cost in costs]
     widths = [max(map(len, column)) for column in zip(_HEAD, *body, strict=True)]
     lines = ["what a budget would cost:", _line(_HEAD, widths)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -20,6 +22,7 @@ __all__ = [
     "Entry",
     "Legend",
     "Share",
+    "attributes",
     "legend_of",
 ]
 
@@ -292,3 +295,45 @@ CSS = (
     f"{_RULES}{_chip_rules()}"
 )
 """The style sheet of every drawing; all of it applies only inside ``.bs-graph``."""
+
+
+def _parsed() -> list[tuple[tuple[int, int, int], str, frozenset[str], dict[str, str]]]:
+    """The rules' specificity, element, classes and declarations, with the light theme's colours."""
+    light = dict(zip(NAMES, LIGHT, strict=True))
+    found = []
+    for order, (selectors, body) in enumerate(
+        re.findall(r"([^{}]+){([^{}]*)}", _RULES + _chip_rules())
+    ):
+        plain = re.sub(r"var\(--g-([\w-]+)\)", lambda match: light[match[1]], body)
+        given = dict(each.split(":", 1) for each in plain.split(";"))
+        given.pop("white-space", None)
+        if given.pop("paint-order", None):  # who cannot do that would hide the text under its halo
+            given = {name: value for name, value in given.items() if "stroke" not in name}
+        for selector in selectors.strip().split(","):
+            element, *classes = selector.removeprefix(".bs-graph").strip().split(".")
+            found.append(((len(classes), bool(element), order), element, frozenset(classes), given))
+    return sorted(found, key=lambda rule: rule[0])
+
+
+@functools.cache
+def attributes(element: str, classes: str) -> str:
+    """What the style sheet says of an element, as attributes in the light theme's colours.
+
+    For programs that know no variables of style sheets, or no style sheet: librsvg, Inkscape, converters. In a
+    browser the style sheet, which has both themes, counts more.
+    """
+    names = set(classes.split())
+    given: dict[str, str] = {}
+    for _, wanted, needed, declared in _PARSED:
+        if wanted in ("", element) and needed <= names:
+            given |= declared
+    family = given.pop("font-family", None)
+    shown = {
+        name: value for name, value in given.items() if element == "text" or "font" not in name
+    }
+    if element == "text" and family is not None:
+        shown["font-family"] = family.replace('"', "'")
+    return "".join(f' {name}="{value}"' for name, value in sorted(shown.items()))
+
+
+_PARSED = _parsed()

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 
 from ._boxes import BoxText, Text, measure, text_width
-from ._colors import CSS, Colors, Legend, legend_of
+from ._colors import CSS, Colors, Legend, attributes, legend_of
 from ._layout import Layout, Rectangle, Wire, lay_out
 from ._records import DrawnGraph, DrawnGroup, DrawnLeaf, DrawnNode, DrawnTensor
 from ._text import bytes_of, headline, joined_shape, places_of, same_words, shortened, wrapped, xml
@@ -19,6 +20,7 @@ _HEAD_PX = 14.0
 _WIRE_PX = 9.5
 _NOTE_LINE = 16.0
 _MOST_TITLE = 60
+_CLASSES = re.compile(r'<(rect|text|path) class="([^"]*)"')
 
 
 def to_svg(drawing: DrawnGraph) -> str:
@@ -33,7 +35,7 @@ def to_svg(drawing: DrawnGraph) -> str:
     height = top + layout.height + 18.0 + len(notes) * _NOTE_LINE + _MARGIN
     full = width + 2 * _MARGIN
     left = _MARGIN + (width - layout.width) / 2
-    return "\n".join(
+    lines = "\n".join(
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" class="bs-graph" width="{_n(full)}" '
             f'height="{_n(height)}" viewBox="0 0 {_n(full)} {_n(height)}" role="img" '
@@ -53,6 +55,7 @@ def to_svg(drawing: DrawnGraph) -> str:
             "",
         ]
     )
+    return _CLASSES.sub(lambda tag: tag[0] + attributes(tag[1], tag[2]), lines)
 
 
 def to_page(drawing: DrawnGraph) -> str:

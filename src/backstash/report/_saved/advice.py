@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ...units import format_bytes
+from ...units import format_bytes, parse_bytes
 from .save import ADDED, Found, Save, Stored
 
 __all__ = [
@@ -69,7 +69,7 @@ def budgets(found: Found, disk: str = PLACE) -> tuple[Budget, ...]:
     devices = _movable_devices(found.lives)
     rows = []
     for name, share in _SHARES:
-        keep = _rounded(int(movable * share))
+        keep = _rounded(int(movable * share)) if share < 1 else movable
         would = _replay(found.lives, keep)
         on_the_way = min(would.moved_bytes, _WINDOW_BYTES)
         memory = min(peak, would.memory_peak_bytes + on_the_way)
@@ -79,14 +79,26 @@ def budgets(found: Found, disk: str = PLACE) -> tuple[Budget, ...]:
 
 
 def _rounded(nbytes: int) -> int:
-    """``nbytes`` rounded up to a whole MiB, if it is as much as that."""
-    return -(-nbytes >> 20) << 20 if nbytes >= 1 << 20 else nbytes
+    """``nbytes`` rounded up to two digits of its unit: whole KiB, MiB or GiB, or tens or hundreds of them."""
+    for unit in (1 << 30, 1 << 20, 1 << 10):
+        if nbytes >= 10 * unit:
+            step = (
+                unit if nbytes <= 100 * unit else 10 * unit if nbytes <= 1000 * unit else 100 * unit
+            )
+            return -(-nbytes // step) * step
+    return -(-nbytes // 1024) * 1024
+
+
+def _text(nbytes: int) -> str:
+    """A rounded size as an argument of ``Stash``."""
+    unit = next(name for name in ("GiB", "MiB", "KiB") if nbytes % parse_bytes(f"1{name}") == 0)
+    return f'"{nbytes // parse_bytes(f"1{unit}")}{unit}"'
 
 
 def _line(keep: int, disk: str, devices: frozenset[str]) -> str:
     arguments = []
     if keep:
-        arguments.append(f'keep="{keep >> 20}MiB"' if keep >= 1 << 20 else f"keep={keep}")
+        arguments.append(f"keep={_text(keep)}")
     if devices - {"cpu"}:
         arguments.append('host="auto"')  # an accelerator's tensors go there first
     if "cpu" in devices or not devices:
