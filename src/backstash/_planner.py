@@ -252,6 +252,8 @@ class Planner:
             self._tell_measured()
             self._correct()
             return
+        if self._plan.state == "left alone":
+            return  # nothing is faster
         off = abs(seconds - predicted.step_seconds) > _OFF * predicted.step_seconds
         self._off_steps = self._off_steps + 1 if off else 0
         self._wait_steps -= 1
@@ -291,6 +293,12 @@ class Planner:
 
     def choose(self, block: Block, tensor: Tensor) -> str:
         """The tier that a block goes to at once; ``""``: it stays, as far as the limit allows."""
+        self._unlooked_bytes -= block.nbytes
+        if self._unlooked_bytes < 0:
+            self._unlooked_bytes = _GUARD_BYTES
+            self._guard()
+        if self._plan.state == "left alone" and not self._recording:
+            return ""
         made_by = tensor.grad_fn
         operation = made_by.name() if made_by is not None else "no operation"
         where = block.cleanup.module, operation
@@ -312,10 +320,6 @@ class Planner:
         if self._recording:
             self._groups[serial] = group
         self._admitted += 1
-        self._unlooked_bytes -= nbytes
-        if self._unlooked_bytes < 0:
-            self._unlooked_bytes = _GUARD_BYTES
-            self._guard()
         if self._choices is None:
             return "all" if self._mode == "all" or self._admitted % 2 else "keep"
         instance = self._instances[group]
