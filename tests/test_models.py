@@ -1,5 +1,6 @@
 """Models and programs that no one here wrote; `scripts/soak_libraries.py` has more of the latter."""
 
+import os
 import sys
 from pathlib import Path
 
@@ -25,6 +26,10 @@ def test_a_program_is_equal_to_the_bit(tmp_path, name):
     assert soak_libraries.difference(name, str(tmp_path)) == ""
 
 
+@pytest.mark.skipif(
+    "BACKSTASH_LONG_TESTS" not in os.environ,
+    reason="takes a minute of processor time: `scripts/check trainers` runs it",
+)
 @pytest.mark.filterwarnings("ignore")
 def test_a_training_loop_comes_to_the_same_weights(tmp_path):
     pytest.importorskip("accelerate", reason="needs pip install 'backstash[test-models]'")

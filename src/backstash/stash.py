@@ -189,7 +189,8 @@ class Stash:
             planner=planner,
         )
         self._admission = Admission(self._session, policy=policy, codec=codec, min_bytes=min_nbytes)
-        self._whole_graph = WholeGraph(lambda: sum(self._event_log.levels()[:4]), prefetch_bytes)
+        levels = self._event_log.levels  # which does not own this stash
+        self._whole_graph = WholeGraph(lambda: sum(levels()[:4]), prefetch_bytes)
         self._local = threading.local()
         self._is_closing = False  # by a nested call; the next that is none goes on with it
         _all.add(self)
