@@ -1,8 +1,10 @@
 """After each test, nothing is left behind: descriptors, threads and hooks are what they were."""
 
+import builtins
 import gc
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -54,6 +56,30 @@ def leftovers(descriptors: dict[int, str], threads: set[threading.Thread]) -> li
     return opened + started
 
 
+def process_state() -> dict[str, object]:
+    """What a test may change for a while, and another test of the same process would meet."""
+    config = sys.modules.get("torch._functorch.config")
+    return {
+        "the value shown last, in builtins": "_" in vars(builtins),
+        "sys.displayhook": sys.displayhook,
+        "sys.excepthook": sys.excepthook,
+        "threading.excepthook": threading.excepthook,
+        "the working directory": os.getcwd(),
+        "the handler of SIGINT": signal.getsignal(signal.SIGINT),
+        "the handler of SIGTERM": signal.getsignal(signal.SIGTERM),
+        "the default dtype": torch.get_default_dtype(),
+        "the default device": torch.get_default_device(),
+        "torch's threads": torch.get_num_threads(),
+        "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
+        "gradient mode": torch.is_grad_enabled(),
+        "autocast": torch.is_autocast_enabled("cpu"),
+        "anomaly mode": torch.is_anomaly_enabled(),
+        "dispatch modes": torch._C._len_torch_dispatch_stack(),
+        "function modes": torch._C._len_torch_function_stack(),
+        "torch.compile's memory budget": config.activation_memory_budget if config else 1.0,
+    }
+
+
 def remove_hooks() -> list[object]:
     """Removes the pairs of saved-tensor hooks that are active, so that the next test has none."""
     found = []
@@ -65,11 +91,12 @@ def remove_hooks() -> list[object]:
 
 @pytest.fixture(autouse=True)
 def nothing_left_behind() -> Iterator[None]:
-    """Fails the test that leaves a descriptor, a thread, or a pair of hooks."""
+    """Fails the test that leaves a descriptor, a thread, a pair of hooks, or a setting of the process."""
     # What is alive already is no test's own, and walking all of torch takes 0.1 s a collection.
     gc.freeze()
-    descriptors, threads = open_descriptors(), running_threads()
+    descriptors, threads, state = open_descriptors(), running_threads(), process_state()
     yield
+    now = process_state()
     hooks = remove_hooks()
     # A store's threads end soon after it is closed, not at once.
     deadline = time.monotonic() + PATIENCE_SECONDS
@@ -79,6 +106,8 @@ def nothing_left_behind() -> Iterator[None]:
         gc.collect()
     assert not hooks, f"the test left saved-tensor hooks: {hooks}"
     assert not left, f"the test left behind: {', '.join(left)}"
+    changed = [f"{name}: {was} -> {now[name]}" for name, was in state.items() if now[name] != was]
+    assert not changed, f"the test left changed: {'; '.join(changed)}"
 
 
 @pytest.fixture

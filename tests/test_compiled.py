@@ -3,6 +3,7 @@
 import contextlib
 import importlib
 import os
+import threading
 import warnings
 
 import pytest
@@ -11,6 +12,7 @@ from torch import nn
 
 from backstash import Stash
 from backstash.errors import StashWarning
+from backstash.testing import MemoryStore
 
 SIDE = 64
 IGNORED = r"runs inside torch.compile.*nothing of it is held.*torch\.compiler\.reset\(\)"
@@ -164,8 +166,20 @@ def test_what_is_not_inside_does_not_warn(stash):
     stash.attach(model[1]).remove()
 
 
-def told(way, disk_dir, **options):
-    stash = Stash(disk=disk_dir, min_bytes=1024, **options)
+class Slow(MemoryStore):
+    """Ends no write before it is told to."""
+
+    def __init__(self):
+        super().__init__()
+        self.may_write = threading.Event()
+
+    def write(self, slot, address):
+        self.may_write.wait(60)
+        super().write(slot, address)
+
+
+def told(way, disk, **options):
+    stash = Stash(disk=disk, min_bytes=1024, **options)
     model = way(model_of(), "aot_eager")
     x = torch.linspace(-1, 1, 8192 * SIDE).view(8192, SIDE)
     with warnings.catch_warnings(record=True) as said:
@@ -174,6 +188,8 @@ def told(way, disk_dir, **options):
             with stash:
                 loss = model(x).square().sum()
             loss.backward()
+    if isinstance(disk, Slow):
+        disk.may_write.set()
     stash.close()
     return [str(each.message) for each in said if each.category is StashWarning]
 
@@ -181,6 +197,10 @@ def told(way, disk_dir, **options):
 def test_one_graph_that_saves_most_of_a_step_is_told_once(disk_dir):
     (message,) = told(whole, disk_dir, prefetch="4MiB")
     assert "compile block by block" in message and "block.compile()" in message
+
+
+def test_it_is_told_while_nothing_has_been_written_yet():
+    assert len(told(whole, Slow(), prefetch="4MiB", inflight="64MiB")) == 1
 
 
 def test_blocks_are_not_told_and_nothing_that_comes_back_at_once_anyway(disk_dir):

@@ -553,7 +553,7 @@ def test_bad_actions_and_codecs():
     ):
         Stash(codec=3)
     x = torch.randn(1 << 18, requires_grad=True)
-    with pytest.raises(UsageError, match="allowed is a Codec, or None"), Stash(codec=lambda _: 3):
+    with pytest.raises(UsageError, match="or None"), Stash(codec=lambda _: 3):
         x.exp()
 
 

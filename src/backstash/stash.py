@@ -190,7 +190,10 @@ class Stash:
         )
         self._admission = Admission(self._session, policy=policy, codec=codec, min_bytes=min_nbytes)
         levels = self._event_log.levels  # which does not own this stash
-        self._whole_graph = WholeGraph(lambda: sum(levels()[:4]), prefetch_bytes)
+        # What is being written is counted where its place is reserved.
+        self._whole_graph = WholeGraph(
+            lambda: sum(levels()[each] for each in (0, 2, 3)), prefetch_bytes
+        )
         self._local = threading.local()
         self._is_closing = False  # by a nested call; the next that is none goes on with it
         _all.add(self)
