@@ -26,6 +26,11 @@ ROOT = Path(__file__).resolve().parent.parent
 FILES = sorted((ROOT / "benchmarks/results").glob("*.json"))
 RESULTS = [path for path in FILES if "sections" in json.loads(path.read_text())]
 
+takes_long = pytest.mark.skipif(
+    "BACKSTASH_LONG_TESTS" not in os.environ,
+    reason="takes 10 to 30 s of processor time: `scripts/check benchmarks` runs it",
+)
+
 
 def load(path: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(path.stem, path)
@@ -100,6 +105,7 @@ def test_an_accelerator_that_is_not_there_is_one_line(capsys: pytest.CaptureFixt
     assert "leave out 'gpt'" in capsys.readouterr().err
 
 
+@takes_long
 def test_limit_runs_or_says_why_not(tmp_path: Path) -> None:
     (section,) = bench(tmp_path, "limit")["sections"]
     if section["skipped"]:
@@ -110,6 +116,7 @@ def test_limit_runs_or_says_why_not(tmp_path: Path) -> None:
     assert ends["run", True]["losses"] == ends["plain", False]["losses"]
 
 
+@takes_long
 def test_limits_run_or_say_why_not(tmp_path: Path) -> None:
     results = bench(tmp_path, "limits")
     (section,) = results["sections"]
@@ -332,10 +339,7 @@ def test_steps_of_changing_shapes_have_the_same_gradients_under_each_allocator(
     assert all(row["peak_bytes"] >= row["end_bytes"] > 0 for row in rows.values())
 
 
-@pytest.mark.skipif(
-    "BACKSTASH_LONG_TESTS" not in os.environ,
-    reason="takes 17 s of processor time: `scripts/check benchmarks` runs it",
-)
+@takes_long
 def test_cells_of_budgets_are_predicted_and_measured(tmp_path: Path) -> None:
     out = tmp_path / "cells.json"
     command = [sys.executable, "benchmarks/budget_cells.py", "--tiny", "--models", "gpt"]
