@@ -138,6 +138,9 @@ MIXES: dict[str, Mix] = {
     "packed": lambda where: Stash(
         policy=lambda saved: Action("pack", ANYTHING), keep="16KiB", disk=where, min_bytes=0
     ),
+    "recomputed": lambda where: Stash(
+        policy=lambda saved: Action("recompute"), keep="16KiB", disk=where, min_bytes=0
+    ),
     "accelerator": lambda where: stash_on(
         TwinDevice(chance=0.3), host="1MiB", disk=where, min_bytes=0, inflight="64KiB"
     ),

@@ -468,6 +468,23 @@ GUARDS: dict[str, Guard] = {
         _replaced(_packing, "_own", lambda payload, values, codec: payload),
         not_searched="the version of what they share tells of a change; tests/test_packed.py has it",
     ),
+    # What is recomputed.
+    "the first replay of a class is compared": Guard(
+        "an operation may have been called in another way, or its result written unseen",
+        _replaced(Packer, "_reason_to_doubt", lambda packer, block, replay: ""),
+        "recomputed",
+    ),
+    "each replay's fingerprint is compared": Guard(
+        "an operand may have been written unseen since",
+        _replaced(_packing, "_check", lambda entry, placement, root, low: None),
+        "recomputed",
+        elsewhere="tests/test_recomputed.py has it",
+    ),
+    "the version when it is recomputed": Guard(
+        "a block that waited may have changed since it was saved",
+        _unchecked_in("_let_go"),
+        "recomputed",
+    ),
     # Subclasses and scopes.
     "a subclass that has changed": Guard(
         "is packed anew",

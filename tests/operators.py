@@ -202,6 +202,9 @@ MIXES: dict[str, _Make] = {
     "packed": lambda where: Stash(
         policy=lambda saved: Action("pack", ANYTHING), keep=512, disk=where, min_bytes=0, inflight=0
     ),
+    "recomputed": lambda where: Stash(
+        policy=lambda saved: Action("recompute"), keep=None, disk=where, min_bytes=0
+    ),
     "host": lambda where: stash_on(TwinDevice(chance=0.3), host="64MiB", min_bytes=0),
     "host, disk": lambda where: stash_on(
         TwinDevice(chance=0.3), host="256KiB", disk=where, min_bytes=0, inflight="16KiB"

@@ -317,12 +317,14 @@ def test_verification(
     assert "the 1 after it" in capsys.readouterr().out
 
 
-def test_the_bytes_of_packing_are_counted_and_the_gradients_equal():
-    command = [sys.executable, "benchmarks/packed_bytes.py", "--tiny", "--check"]
+def test_the_bytes_of_packing_and_recomputing_are_counted_and_the_gradients_equal():
+    command = [sys.executable, "benchmarks/bytes_left.py", "--tiny", "--check"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    shares = [float(line.split("|")[-2].strip(" %")) for line in done.stdout.split("\n")[2:6]]
-    gpt, llama, resnet, unet = shares
-    assert gpt < 95 and llama <= 100 and resnet < 90 and unet < 90
+    shares = [float(line.split("|")[-2].strip(" %")) for line in done.stdout.split("\n")[2:14]]
+    packed, recomputed, both = shares[::3], shares[1::3], shares[2::3]
+    assert packed[0] < 95 and packed[1] <= 100 and packed[2] < 90 and packed[3] < 90
+    assert all(each < 80 for each in recomputed)
+    assert all(map(float.__ge__, recomputed, both))
 
 
 def test_steps_of_changing_shapes_have_the_same_gradients_under_each_allocator(

@@ -53,7 +53,7 @@ def test_complex_gradients_of_every_fifth(tmp_path):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", list(LISTS))
 def test_every_list_in_several_mixes(tmp_path, kind):
-    mixes = ("keep, disk", "straight", "host, disk")
+    mixes = ("keep, disk", "straight", "recomputed", "host, disk")
     found, said = findings(LISTS[kind]()[::20], tmp_path, torch.float64, second=False, mixes=mixes)
     assert not found
     assert said

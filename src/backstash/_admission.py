@@ -203,7 +203,8 @@ class Admission:
             return "a module's buffer, or a view of one", _DEFAULT
         if recomputes:
             self._recomputes = True
-            replay = replay_of(tensor, self._session.reclaim_queue.mark, thread_state.latest)
+            mark, latest = self._session.reclaim_queue.mark, thread_state.latest
+            replay = replay_of(tensor, mark, latest, modules)
             if not isinstance(replay, str):
                 return "", _Choice(codec=replay)
             with self._session.section.lock:

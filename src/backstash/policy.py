@@ -63,11 +63,11 @@ class Action:
     ``"disk"``: the tensor moves to disk at once, an accelerator's through host memory. ``"pack"``: the tensor
     is stored smaller, by ``codec``; what that makes of it is in memory, counts as ``keep``, and moves down as
     any other. What cannot be packed is treated as with ``None``, and ``stats().left`` says why.
-    ``"recompute"``: a CPU tensor is let go, and computed again in backward by the operation that made it, from
-    the input that this operation saved: GELU, SiLU, Mish, Hardswish or leaky ReLU. The stash needs a ``disk``.
-    A parameter's copy in another dtype, as autocast makes it, is made again from the parameter. What has no
-    such operation is treated as with ``None``, and ``stats().left`` says why. Where the input was changed
-    since, or what is computed is not bit for bit what was let go, backward raises ``InplaceError``."""
+    ``"recompute"``: a CPU tensor is let go, and computed again in backward by the operations that made it
+    (activations, normalizations, products and sums, softmax, casts, and others), from what is held anyway:
+    what those operations saved, and parameters. What cannot be computed again is treated as with ``None``, and
+    ``stats().left`` says why. Where an operand was changed since, or what is computed is not bit for bit what
+    was let go, backward raises ``InplaceError``."""
 
     codec: Codec | None = None
     """What makes the tensor smaller before it moves; ``None``: with ``"pack"`` the exact codecs

@@ -33,7 +33,7 @@ from ._runtime.workers import Workers
 from ._saved.compiled import COMPILED_NODE, WholeGraph
 from ._saved.entry import Entry, WrapperEntry, written_unseen
 from ._saved.handout import RETURNS_NONE, hand_out
-from ._saved.placement import Packed
+from ._saved.placement import Packed, Recomputed
 from ._saved.thread_state import ThreadState
 from ._session import Session
 from ._stats import Stats, collect
@@ -479,8 +479,7 @@ class Stash:
         if placement.alias is not None:
             return entry.view_of(placement.alias, 0)
         if isinstance(placement, Packed):
-            inner = placement.payload
-            payload = self._unpack_apart(inner) if inner is not None else None
+            payload = self._payload_of(placement, self._unpack_apart)
             return entry.view_of(*decode_apart(entry, placement, payload))
         backing = placement.backing
         assert backing is not None
@@ -496,19 +495,26 @@ class Stash:
 
     def _decode(self, entry: Entry, placement: Packed, tiers: DeviceTiers) -> Tensor:
         """The saved view of a packed block."""
-        payload = None
-        if placement.payload is not None:
-            try:
-                payload = self._unpack_entry(placement.payload)
-            except StashIOError as error:
-                cause = error.__cause__
-                raise (cause if isinstance(cause, StashIOError) else error) from None
+        try:
+            payload = self._payload_of(placement, self._unpack_entry)
+        except StashIOError as error:
+            cause = error.__cause__
+            raise (cause if isinstance(cause, StashIOError) else error) from None
         try:
             decoded = tiers.packer.decode(entry, placement, payload)
         except torch.OutOfMemoryError:
             tiers.prefetcher.let_go()
             decoded = tiers.packer.decode(entry, placement, payload)
         return tiers.prefetcher.serve_decoded(entry, *decoded)
+
+    @staticmethod
+    def _payload_of(placement: Packed, unpack: Callable[[Entry], Tensor]) -> Any:
+        """What a packed block is decoded from: its payload, or the values of a replay's operands."""
+        if isinstance(placement, Recomputed):
+            operands = placement.operands
+            values = [unpack(each) if type(each) is Entry else each for each in operands]
+            return placement.codec.values(values)
+        return unpack(placement.payload) if placement.payload is not None else None
 
     def _unpack_captured(self, entry: Entry) -> Tensor:
         """While a graph of the device is captured nothing can be asked of it: a block in place will do."""

@@ -64,6 +64,16 @@ def _packed(saved: SavedTensor) -> Action:
     return Action("pack", ANYTHING)
 
 
+def _recomputed(saved: SavedTensor) -> Action:
+    return Action("recompute")
+
+
+def _sometimes_recomputed(saved: SavedTensor) -> Action | None:
+    return (Action("recompute"), Action("recompute"), None, Action("pack", Halves()))[
+        saved.index % 4
+    ]
+
+
 def _sometimes_packed(saved: SavedTensor) -> Action | None:
     return (Action("pack", Halves()), Action("disk", Halves()), Action("disk"), None)[
         saved.index % 4
@@ -104,6 +114,20 @@ WAYS: dict[str, Way] = {
     "packed, or not": Way(
         {"keep": "1KiB", "prefetch": 0, "policy": _sometimes_packed},
         one_by_one=True,
+        leaves_out=COPIED,
+    ),
+    "recomputed": Way({"keep": None, "policy": _recomputed}),
+    "recomputed, from below": Way({"inflight": 0, "policy": _recomputed}),
+    "recomputed, or not": Way(
+        {"keep": "1KiB", "prefetch": 0, "policy": _sometimes_recomputed},
+        one_by_one=True,
+        leaves_out=COPIED,
+    ),
+    "recomputed, two threads": Way(
+        {"keep": "5KiB", "inflight": "8KiB", "policy": _recomputed},
+        one_by_one=True,
+        holds=False,
+        threads=2,
         leaves_out=COPIED,
     ),
     "write fails": Way({"prefetch": 0}, disk="fails", one_by_one=True, leaves_out=COPIED),

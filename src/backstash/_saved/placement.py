@@ -11,6 +11,7 @@ come back by a *load*. Both are abstract here, since a block must name them; the
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -28,6 +29,7 @@ __all__ = [
     "Lost",
     "Packed",
     "Placement",
+    "Recipe",
     "Recomputed",
     "Resident",
     "Stored",
@@ -192,14 +194,25 @@ class Packed(Placement):
         self.payload = payload  # its entry; None where the recipe says all
 
 
+class Recipe(Codec):
+    """How a tensor is computed again: a codec whose payload is the values of its operands."""
+
+    @abstractmethod
+    def values(self, operands: Sequence[Tensor]) -> list[Tensor] | None:
+        """What the operations are given; ``None`` where that cannot be what they were given in forward."""
+
+
 class Recomputed(Packed):
-    """Let go: an operation computes the bytes again from ``payload``, an entry of what it was given.
-    ``None``: from a parameter, which the codec has."""
+    """Let go: operations compute the bytes again from their operands: entries, and tensors in place."""
 
-    __slots__ = ("fingerprint",)
+    __slots__ = ("fingerprint", "operands")
+    codec: Recipe
 
-    def __init__(self, codec: Codec, dtype: torch.dtype, operand: Any, fingerprint: Tensor) -> None:
-        super().__init__(codec, None, dtype, operand)
+    def __init__(
+        self, codec: Recipe, dtype: torch.dtype, operands: tuple[Any, ...], fingerprint: Tensor
+    ) -> None:
+        super().__init__(codec, None, dtype, None)
+        self.operands = operands
         self.fingerprint = fingerprint  # of the bytes that were let go
 
 

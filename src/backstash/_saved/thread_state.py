@@ -80,7 +80,7 @@ class ThreadState:
             deque()
         )  # blocks; whether to go at once
         self.expecting: deque[weakref.ref[Any]] = deque()  # likewise, that will be saved again
-        self.latest: deque[tuple[weakref.ref[Any], Tensor]] = deque(maxlen=2)
+        self.latest: deque[tuple[weakref.ref[Any], Tensor]] = deque(maxlen=4)
         """While recomputing is learnt, the newest blocks and the memory they were saved from: an operation's
         input, which may have left, is there until what was computed from it is saved."""
         self.operation = 0  # the graph's next sequence number when the last of them was saved

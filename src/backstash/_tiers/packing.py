@@ -100,7 +100,7 @@ class Packer:
         told: Tensor | None = None
         try:
             reason = reason or self._reason_to_doubt(block, replay)
-            replay.source = None
+            replay.sources = ()
             alias = block.placement.alias
             if not reason and alias is not None:
                 told = fingerprint(alias.untyped_storage())
@@ -119,21 +119,27 @@ class Packer:
         return None
 
     def _reason_to_doubt(self, block: Block, replay: Replay) -> str:
-        """Why a replay is not known to give the bytes of ``block``: it is compared where its input is in place,
-        and else was compared in this stash, with the same module, shape, alignment and threads."""
+        """Why a replay is not known to give the bytes of ``block``: the first one of a class (the same module,
+        operations, shapes, alignment and threads) is compared, once in this stash."""
         alias, key = block.placement.alias, replay.key(block)
-        if key not in self._replayed:
-            self.met_unknown = True
-        given = replay.input
+        if key in self._replayed:
+            return ""
+        self.met_unknown = True
+        given = replay.given()
         if given is None:
-            return "" if key in self._replayed else "its input has left, and nothing was compared"
+            return "its input has left, and nothing was compared"
         assert alias is not None
         low = block.address % PAGE_BYTES
         with without_function_modes(), torch.no_grad(), profiled("replay", block.cleanup.module):
             values = alias.as_strided((block.nbytes // alias.element_size(),), (1,), 0)
             root = self._memory(low + block.nbytes, alias.device)
             out = root[low : low + block.nbytes].view(block.dtype)
-            replay.decode(given, None, out)
+            try:
+                replay.decode(given, None, out)
+            except (RuntimeError, TypeError) as error:
+                if isinstance(error, torch.OutOfMemoryError):
+                    raise
+                return f"{replay!r} was refused by PyTorch"
             if not torch.equal(integers(values.view(block.dtype)), integers(out)):
                 return f"{replay!r} does not give the same bytes"
         self._replayed.add(key)
@@ -234,7 +240,7 @@ class Packer:
         return inner
 
     def decode(
-        self, entry: Entry, placement: Packed, payload: Tensor | None
+        self, entry: Entry, placement: Packed, payload: Any
     ) -> tuple[Tensor, int, Arrival | None]:
         """A storage with the bytes of a packed block, where they begin in it, and what each user of it is to
         be ordered after. Outside the section.
@@ -242,7 +248,7 @@ class Packer:
         Args:
             entry: of the block.
             placement: of it.
-            payload: its payload.
+            payload: its payload, or the operands of a replay.
 
         Raises ``MemoryError`` or ``torch.OutOfMemoryError`` where there is no memory for them.
         """
@@ -278,7 +284,7 @@ class _MadeOn:
             self._device.used(self._memory)
 
 
-def decode_apart(entry: Entry, placement: Packed, payload: Tensor | None) -> tuple[Tensor, int]:
+def decode_apart(entry: Entry, placement: Packed, payload: Any) -> tuple[Tensor, int]:
     """As :meth:`Packer.decode`, to memory of the caller's own: nothing that is shared is touched."""
     block = entry.block
     root, low = torch.empty(block.nbytes, dtype=torch.uint8, device=entry.device), 0

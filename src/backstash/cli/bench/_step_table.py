@@ -121,8 +121,15 @@ def _on_disk(runs: list[dict[str, Any]]) -> float | None:
 
 def _left(runs: list[dict[str, Any]]) -> float | None:
     shares = [
-        1 - (stats["packed_bytes"] - stats["payload_bytes"]) / max(1, stats["eligible_bytes"])
+        1 - _gone(stats) / max(1, stats["eligible_bytes"])
         for run in runs
-        if (stats := run.get("stats")) and stats.get("packed_bytes")
+        if (stats := run.get("stats")) and _gone(stats)
     ]
     return statistics.median(shares) if shares else None
+
+
+def _gone(stats: dict[str, Any]) -> int:
+    """The bytes that neither moved nor stayed."""
+    packed: int = stats.get("packed_bytes", 0) - stats.get("payload_bytes", 0)
+    recomputed: int = stats.get("recomputed_bytes", 0)
+    return packed + recomputed

@@ -21,7 +21,7 @@ _STEP_HEAD = (
     "of plain's",
     "on disk",
     "gradients",
-    "left after packing",
+    "left to hold or move",
 )
 
 

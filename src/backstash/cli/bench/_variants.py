@@ -36,6 +36,9 @@ _ALL = (
     Variant("stash-tcmalloc", "`Stash(disk=...)`, tcmalloc", "stash", "tcmalloc"),
     Variant("pack", '`Action("pack")`, then disk', "pack", "none"),
     Variant("pack-memory", '`Action("pack")` in memory', "pack-memory", "none"),
+    Variant("recompute", '`Action("recompute")`, then disk', "recompute", "none"),
+    Variant("recompute-memory", '`Action("recompute")` in memory', "recompute-memory", "none"),
+    Variant("recompute-pack", "recomputed, else packed, then disk", "recompute-pack", "none"),
     Variant("run", "`backstash run`", "nothing", "auto", launched=True),
     Variant(
         "run-tcmalloc", "`backstash run --malloc tcmalloc`", "nothing", "tcmalloc", launched=True

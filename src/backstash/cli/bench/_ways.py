@@ -14,6 +14,7 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from ... import Action, SavedTensor, Stash
+from ...codecs import EXACT
 from ._workloads import Around, call
 
 __all__ = ["WAYS", "Way", "recipe"]
@@ -73,6 +74,10 @@ def _pack(saved: SavedTensor) -> Action:
     return Action("pack")
 
 
+def _recompute(saved: SavedTensor) -> Action:
+    return Action("recompute")
+
+
 WAYS: dict[str, Callable[[str, int], Way]] = {
     "nothing": lambda directory, min_bytes: (nullcontext, call),
     "save_on_cpu": lambda directory, min_bytes: (save_on_cpu, call),
@@ -84,6 +89,15 @@ WAYS: dict[str, Callable[[str, int], Way]] = {
     ),
     "pack-memory": lambda directory, min_bytes: _under(
         Stash(keep=None, policy=_pack, min_bytes=min_bytes, name="bench")
+    ),
+    "recompute": lambda directory, min_bytes: _under(
+        Stash(disk=directory, policy=_recompute, min_bytes=min_bytes, name="bench")
+    ),
+    "recompute-memory": lambda directory, min_bytes: _under(
+        Stash(policy=_recompute, min_bytes=min_bytes, name="bench")
+    ),
+    "recompute-pack": lambda directory, min_bytes: _under(
+        Stash(disk=directory, policy=_recompute, codec=EXACT, min_bytes=min_bytes, name="bench")
     ),
 }
 """From name to a function of the disk's directory and the stash's ``min_bytes``."""
