@@ -3,6 +3,7 @@
 import gc
 import json
 import threading
+import time
 import warnings
 from contextlib import nullcontext
 from dataclasses import replace
@@ -46,13 +47,20 @@ def memory(monkeypatch):
     return made
 
 
+class Erf(nn.Module):
+    """Cannot be computed again, nor packed."""
+
+    def forward(self, x):
+        return x.erf()
+
+
 class Sine(nn.Module):
     def forward(self, x):
         return x.sin()
 
 
-def model():
-    return nn.Sequential(*(Sine() for _ in range(16)))
+def model(layer=Erf):
+    return nn.Sequential(*(layer() for _ in range(16)))
 
 
 def step(net, stash, seed=0):
@@ -436,11 +444,102 @@ def test_a_correction_that_went_too_far_is_not_made_again(memory, tmp_path):
     stash.close()
 
 
-def test_without_a_tier_below_it_is_said_what_is_missing():
-    if torch.accelerator.is_available():
-        pytest.skip("an accelerator's tensors have host memory below")
-    with pytest.warns(StashWarning, match=r"budget= without disk=: .*; give disk=DIR"):
-        Stash(budget="1GiB").close()
+class Smaller(nn.Module):
+    """Blocks of which a third can be computed again, and a third be packed."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(256, 256) for _ in range(12))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = nn.functional.dropout(nn.functional.gelu(layer(x)), 0.3)
+        return x
+
+
+def train(net, stash):
+    torch.manual_seed(1)
+    x = torch.randn(1024, 256)
+    with stash:
+        loss = net(x).square().sum()
+    return torch.autograd.grad(loss, list(net.parameters()))
+
+
+@pytest.fixture
+def smaller():
+    torch.manual_seed(0)
+    return Smaller()
+
+
+def test_without_a_disk_what_does_not_fit_is_recomputed_or_packed(memory, smaller):
+    true = train(smaller, Stash())
+    stash = memory(budget=OTHER + 26 * MIB)  # of 36 MiB
+    for _ in range(10):
+        assert all(map(torch.equal, train(smaller, stash), true))
+        plan = stash.plan
+    assert plan.state == "planned", plan
+    chosen = {name for each in plan.classes for name, _ in each.choices}
+    assert chosen - {"keep"} <= {"recompute", "pack"} and len(chosen) > 1, plan
+    memory.peaks[0] = 0
+    assert all(map(torch.equal, train(smaller, stash), true))
+    assert memory.peaks[0] <= OTHER + 26 * MIB
+    stats = stash.stats()
+    assert stats.recomputed_bytes and stats.written_bytes == 0
+    assert not stats.notes
+    stash.close()
+
+
+def test_without_a_disk_a_budget_that_cannot_be_kept_is_said_after_the_second_step(memory, smaller):
+    stash = memory(budget=OTHER + 2 * MIB)
+    train(smaller, stash)
+    train(smaller, stash)
+    with pytest.warns(StashWarning, match="cannot be kept: the smallest .* recomputed does"):
+        train(smaller, stash)
+    for _ in range(4):
+        train(smaller, stash)
+        plan = stash.plan
+    assert plan.state == "too small"
+    chosen = {name for each in plan.classes for name, _ in each.choices}
+    assert {"recompute", "pack"} <= chosen
+    stash.close()
+
+
+def test_trying_codecs_is_no_part_of_the_step_that_is_measured(memory, smaller, monkeypatch):
+    from backstash._tiers.packing import Packer
+
+    price = Packer.price
+
+    def slowly(packer, block, codec):
+        time.sleep(0.01)
+        return price(packer, block, codec)
+
+    monkeypatch.setattr(Packer, "price", slowly)
+    stash = memory(budget=OTHER + 26 * MIB)
+    for _ in range(6):
+        train(smaller, stash)
+        plan = stash.plan
+    blocks = len(plan.trace.blocks)
+    assert blocks > 30
+    # 0.01 s or more each, of which none is a moment's.
+    priced = [moment.seconds for moment in plan.trace.moments if moment.kind == "save"]
+    assert sum(each >= 0.01 for each in priced) < blocks / 2
+    stash.close()
+
+
+def test_a_plan_s_replay_that_is_refused_moves_instead(memory, tmp_path):
+    stash = memory(budget=OTHER + SAVED // 2 + 3 * MIB, disk=tmp_path)
+    plan = settle(model(Sine), stash)
+    stash.close()
+    classes = tuple(replace(each, choices=(("recompute", each.blocks),)) for each in plan.classes)
+    other = Stash(min_bytes=0, plan=replace(plan, classes=classes), disk=tmp_path)
+    true = step(model(Sine), Stash())
+    for _ in range(2):
+        assert torch.equal(step(model(Sine), other), true)
+    stats = other.stats()
+    assert stats.recomputed_bytes  # three of four sines in a row
+    assert stats.written_bytes
+    assert any("more than 4" in reason for reason in stats.left)
+    other.close()
 
 
 @pytest.mark.parametrize(

@@ -94,6 +94,15 @@ def test_a_cheap_recomputation_is_chosen_where_the_link_is_slow():
     assert found.forecast.step_seconds < trace.compute_seconds + 20 * 1e-4
 
 
+def test_what_is_computed_again_is_in_memory_from_its_use_to_its_free():
+    again = {"recompute": Option(0, 0.001, 0.002, made_bytes=5 * MIB)}
+    trace = chain([5 * MIB] * 3, options=lambda n: again)
+    forecast = simulate(trace, choices(trace, *["recompute"] * 3), NONE)
+    assert forecast.peak_bytes == (100 + 5) * MIB and forecast.resident_peak_bytes == 0
+    assert forecast.step_seconds == pytest.approx(trace.compute_seconds + 3 * 0.003)
+    assert trace.moments[forecast.peak_moment].kind == "free"
+
+
 def test_a_trace_survives_a_file(tmp_path):
     trace = chain([MIB, 3 * MIB], options=lambda n: {"pack": Option(n // 8, 0.1, 0.1)})
     path = tmp_path / "trace.json"

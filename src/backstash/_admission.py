@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Callable
 from typing import NamedTuple
@@ -19,11 +20,11 @@ from ._session import Session
 from ._text import shown
 from ._tiers.device_tiers import DeviceTiers
 from ._tiers.packing import Packer
-from ._tiers.replay import replay_of
+from ._tiers.replay import Replay, replay_of
 from ._torch.modules import is_buffer, is_parameter, module_path, running_modules
 from ._torch.storages import storage_identity
 from ._torch.tensors import is_wrapper_subclass, wait_for_collective
-from .codecs import Codec
+from .codecs import EXACT, Codec
 from .errors import StashClosedError, UsageError
 from .policy import Action, CodecChoice, Policy, SavedTensor
 
@@ -135,7 +136,8 @@ class Admission:
             return self._stay(tensor, tiers)
         reason = reason_to_stay(tensor) or self._stays
         cannot_move = ""
-        if not reason and (tiers.tier is None or tiers.device is not None):
+        plans = session.planner is not None and tiers.device is None
+        if not reason and (tiers.tier is None or tiers.device is not None) and not plans:
             cannot_move = _no_tier(tiers)
             if cannot_move is _CAPTURED or (self._policy is None and self._codec is None):
                 reason = cannot_move
@@ -375,6 +377,8 @@ class Admission:
         planner = session.planner
         if planner is not None and tiers.device is None and not tier and codec is None:
             tier = planner.choose(block, tensor)
+            if tier in ("recompute", "pack") or planner.asks_prices:
+                tier, codec = self._as_planned(block, tensor, thread_state, modules, tiers, tier)
         block.to_disk, block.at_once = tier == "disk", bool(tier)
         if codec is not None:
             block.codec, block.dtype = codec, tensor.dtype
@@ -387,6 +391,33 @@ class Admission:
             # operation made for itself and has yet to fill, without raising a version: rrelu's noise is.
             complete = tensor.requires_grad or block.origin is not block.storage_version
             tiers.evictor.admit(block, at_once=block.at_once, complete=complete)
+
+    def _as_planned(
+        self,
+        block: Block,
+        tensor: Tensor,
+        thread_state: ThreadState,
+        modules: list[nn.Module],
+        tiers: DeviceTiers,
+        tier: str,
+    ) -> tuple[str, Codec | None]:
+        """The tier and the codec of a plan's choice; a planner that asks is told what codecs cost."""
+        planner = self._session.planner
+        assert planner is not None
+        self._recomputes = True
+        mark = self._session.reclaim_queue.mark
+        replay = replay_of(tensor, mark, thread_state.latest, modules)
+        codecs: dict[str, Codec] = {"pack": EXACT}
+        if isinstance(replay, Replay):
+            codecs["recompute"] = replay
+        if planner.asks_prices:
+            began = time.perf_counter()
+            block.dtype = tensor.dtype
+            prices = {name: tiers.packer.price(block, codec) for name, codec in codecs.items()}
+            planner.was_priced(block, began, prices)
+        if tier not in ("recompute", "pack"):
+            return tier, None
+        return ("", codecs[tier]) if tier in codecs else (planner.instead, None)
 
     def _pack_other(self, tensor: Tensor, thread_state: ThreadState) -> object:
         """Parameters and other subclasses of ``torch.Tensor``."""

@@ -1,7 +1,9 @@
 """The planner of one stash: measures steps, has them planned, and says of each block what is done with it.
 
-Step 1 moves everything, so that it fits; step 2 does so again, without what only a first step takes; step 3
-moves every other block, which tells what moving costs beside waiting. Then a plan is made, in a thread, and
+Step 1 moves everything, so that it fits; step 2 does so again, without what only a first step takes, and tries
+on every block whether it can be recomputed or packed, and how long that takes; step 3 moves every other block,
+which tells what moving costs beside waiting. Where there is no tier below, what can be recomputed is, instead.
+Then a plan is made, in a thread, and
 followed from the next step on. Its first steps are measured, too: where the peak is not what was predicted,
 the plan is made again with the difference added. After three steps that take more than a tenth longer or
 shorter than predicted, a step is measured again.
@@ -15,7 +17,7 @@ import threading
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -25,7 +27,7 @@ from ._plan.meter import ProcessMeter, Sample
 from ._plan.recorder import Recorder, StepRecord, interference, links_of, trace_of, typical
 from ._plan.simulate import Windows, simulate
 from ._plan.solve import Solution, smallest_budget, solve
-from ._plan.trace import Trace
+from ._plan.trace import Option, Trace
 from ._runtime.trace import EventLog
 from ._saved.block import Block
 from ._tiers.device_tiers import DeviceTiers
@@ -39,6 +41,7 @@ __all__ = ["Planner", "auto_budget"]
 _ORDINALS = 64  # saves of one module that are told apart
 _GUARD_BYTES = 1 << 20  # saved between two looks at the process's memory
 _LEAST_WINDOW_BYTES = 16 << 20
+_GIVEN_BACK_BYTES = 64 << 20
 _VALIDATED_STEPS = 3
 _OFF = 0.10
 _CORRECTIONS = 3
@@ -79,6 +82,7 @@ class Planner:
         self._began = 0.0
         self._steps = 0
         self._groups: dict[int, str] = {}
+        self._offers: dict[int, dict[str, Option]] = {}
         self._ordinals: Counter[tuple[str, str]] = Counter()
         self._instances: Counter[str] = Counter()
         self._names: dict[tuple[str, str], str] = {}
@@ -98,6 +102,7 @@ class Planner:
         self._bias_bytes = 0
         self._least_bias_bytes: int | None = None  # with less the budget was exceeded
         self._release_after = 0.0
+        self._freed_bytes = 0  # since memory was given back in backward
         self._highest_bytes = 0  # that was seen in this step
         self._line = 0  # beyond it less is kept; it follows what the process holds
         self._most_at_start = 0  # beyond it a step would exceed the budget; what is free counts
@@ -143,7 +148,7 @@ class Planner:
         """The first block of a step is being admitted; the step before has ended. ``tiers`` are the CPU's."""
         self._tiers = tiers
         self._line = usable_bytes(self._budget)
-        tiers.prefetcher.has_room = self._has_room
+        tiers.prefetcher.has_room = tiers.packer.has_room = self._has_room
         if self._recording or self._held() > self._most_at_start:
             self._let_go()
         now = self._meter.mark()[0]
@@ -154,7 +159,7 @@ class Planner:
         self._began = now
         self._ordinals.clear()
         self._instances.clear()
-        self._groups = {}
+        self._groups, self._offers = {}, {}
         if self._plan.state == "loaded":
             if not first and not self._matched:
                 raise UsageError(
@@ -167,7 +172,7 @@ class Planner:
         elif not first:
             self._watch(record, seconds)
         if self._recording:
-            self._groups = {}
+            self._groups, self._offers = {}, {}
 
     def _measure(self, record: StepRecord | None) -> None:
         if record is not None:
@@ -181,6 +186,8 @@ class Planner:
         elif made == 2:
             self._mode = "half"
             second = trace_of(self._records[1], links_of(self._records), 0.0, self._tier or "disk")
+            if self._tier is None:
+                self._look_whether_it_fits(second)
             limit = max(0, self._target() - _most_other(second) - sum(self._windows))
             if self._budget < self._records[0].samples[0][1]:
                 # No step could be within it, as `backstash plan` wants it: what moving costs is to be learnt.
@@ -218,14 +225,18 @@ class Planner:
             )
             self._solved = trace, solution, plain.peak_bytes
             return
-        smallest = smallest_budget(
-            first_trace, allowed=self._allowed(), windows=self._given_windows
-        )
         self._set_limit(max(0, target - _most_other(trace)))
+        if self._tier is not None:
+            self._look_whether_it_fits(first_trace)
+
+    def _look_whether_it_fits(self, trace: Trace) -> None:
+        """After the first step, where everything can move; else after the second, which tells what else can be
+        done."""
+        smallest = smallest_budget(trace, allowed=self._allowed(), windows=self._given_windows)
         if smallest > self._budget:
             self._tell(
                 f"budget={format_bytes(self._budget)} cannot be kept: the smallest that this step can keep is "
-                f"{format_bytes(budget_for(smallest))}; everything that can move moves"
+                f"{format_bytes(budget_for(smallest))}; everything that can move or be recomputed does"
             )
 
     def _watch(self, record: StepRecord | None, seconds: float) -> None:
@@ -303,7 +314,32 @@ class Planner:
         operation = made_by.name() if made_by is not None else "no operation"
         where = block.cleanup.module, operation
         name = self._choose(where, block.nbytes, block.cleanup.serial)
-        return self._tier or "" if name not in ("keep", "") else ""
+        if name == "all" and self._tier is None:
+            return "recompute"
+        if name in ("recompute", "pack"):
+            return name
+        return self.instead if name not in ("keep", "") else ""
+
+    @property
+    def instead(self) -> str:
+        """The tier of a block that was to be recomputed or packed and cannot be; ``""``: it stays."""
+        return self._tier or ""
+
+    @property
+    def asks_prices(self) -> bool:
+        """Whether it is measured now what recomputing and packing a block take: in the second step, when it is
+        known that not everything fits."""
+        return self._recording and self._choices is None and len(self._records) == 1
+
+    def was_priced(self, block: Block, began: float, prices: Mapping[str, Option | None]) -> None:
+        """Codecs were tried on ``block`` from ``began`` to now, which is no part of the step.
+
+        ``prices``: what each takes; ``None`` where the block cannot be held so.
+        """
+        self._recorder.hear(("stall", began, time.perf_counter() - began, 0, -1))
+        self._offers[block.cleanup.serial] = {
+            name: option for name, option in prices.items() if option is not None
+        }
 
     def _choose(
         self,
@@ -345,7 +381,7 @@ class Planner:
             self._lower_limit(max(0, self._tiers.evictor.resident.nbytes - over))
 
     def _has_room(self, nbytes: int) -> bool:
-        """Whether so many bytes may be read ahead of need within the budget."""
+        """Whether there may be so many bytes more within the budget, once free memory was given back."""
         most = usable_bytes(self._budget)
         if self._held() + nbytes <= most:
             return True
@@ -376,7 +412,7 @@ class Planner:
     # Making a plan, and following it.
 
     def _allowed(self) -> list[str]:
-        return ["keep", self._tier] if self._tier is not None else ["keep"]
+        return ["keep", "recompute", "pack", *([self._tier] if self._tier is not None else [])]
 
     def _target(self) -> int:
         return usable_bytes(self._budget) - self._bias_bytes
@@ -470,18 +506,39 @@ class Planner:
         self._meter.mark()
         if not self._recording:
             self._recording = True
-            self._event_log.start(self._recorder.hear)
+            self._event_log.start(self._hear)
         self._meter.start()
+
+    def _hear(self, told: tuple[Any, ...]) -> None:
+        """See :meth:`EventLog.start`.
+
+        Where nothing moves, all that backward frees was in memory, and the allocator keeps it: it is given back
+        every so often, or it would be taken for memory that is not the stash's.
+        """
+        self._recorder.hear(told)
+        if self._tier is not None or self._choices is not None:
+            return
+        if told[0] == "free":
+            self._freed_bytes += told[3]
+        elif told[0] == "use" and self._freed_bytes >= _GIVEN_BACK_BYTES:
+            self._freed_bytes, began = 0, time.perf_counter()
+            self._let_go()
+            self._recorder.hear(("stall", began, time.perf_counter() - began, 0, -1))
 
     def _stop(self) -> None:
         if self._recording:
             self._recording = False
-            self._event_log.stop(self._recorder.hear)
+            self._event_log.stop(self._hear)
         self._meter.stop()
 
     def _end_record(self, now: float) -> StepRecord:
         record = StepRecord(
-            self._began, now, self._recorder.take(), self._meter.take(), self._groups
+            self._began,
+            now,
+            self._recorder.take(),
+            self._meter.take(),
+            self._groups,
+            self._offers,
         )
         self._meter.mark()
         return record

@@ -236,7 +236,7 @@ _STATES = {
     "measuring": "the step is being measured, with everything moved that can",
     "left alone": "everything fits in place",
     "planned": "planned",
-    "too small": "too small, everything moves that can",
+    "too small": "too small, everything that can is moved, recomputed or packed",
     "loaded": "read from a file",
 }
 
@@ -295,7 +295,7 @@ def _reason(runs: Sequence[tuple[str, int]], state: str) -> str:
         return "everything fits"
     names = {name for name, _ in runs}
     if names == {"keep"}:
-        return "a byte of it costs more to move than of others"
+        return "a byte of it costs more than of others"
     if "keep" in names:
         return "as many as fit stay"
     return "cheapest at the price of a byte in memory"

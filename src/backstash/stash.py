@@ -626,10 +626,6 @@ _WHOLE = (
     "one compiled graph saves more than half of this step, and its backward takes all of that at once, so the "
     "peak hardly falls: compile block by block, `for block in model.blocks: block.compile()`"
 )
-_NOWHERE = (
-    "budget= without disk=: a CPU tensor has nowhere to go and stays in place, so the budget cannot be kept "
-    "if the step does not fit; give disk=DIR"
-)
 _NO_STORE = "a forked process, and a store that is not made for one: make a stash in it"
 _REMEDY = (
     "none of torch.func.grad, vjp, jacrev and hessian runs where saved-tensors hooks other than a stash's are "
@@ -675,8 +671,6 @@ def _planner(
     nbytes = None
     if budget is not None:
         nbytes = auto_budget() if budget == "auto" else parse_bytes(budget, name="budget")
-        if store is None and not torch.accelerator.is_available():
-            warnings.warn(_NOWHERE, StashWarning, stacklevel=3)
     return Planner(
         event_log,
         budget=nbytes,

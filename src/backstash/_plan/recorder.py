@@ -29,6 +29,8 @@ class StepRecord:
     """Of memory, in order."""
     groups: dict[int, str] = field(default_factory=dict)
     """The class of each block by its number."""
+    offers: dict[int, dict[str, Option]] = field(default_factory=dict)
+    """By the number of a block that was priced: its options beside staying and moving."""
 
     @property
     def seconds(self) -> float:
@@ -105,6 +107,7 @@ def trace_of(record: StepRecord, links: Links, seconds_per_byte: float, tier: st
             the option of moving.
         tier: the name of the option that moves a block.
     """
+    offers = _offers(record)
     blocks: list[TracedBlock] = []
     index: dict[int, int] = {}
     moments: list[Moment] = []
@@ -134,7 +137,9 @@ def trace_of(record: StepRecord, links: Links, seconds_per_byte: float, tier: st
                 "keep": Option(nbytes),
                 tier: Option(0, seconds_per_byte * nbytes, seconds_per_byte * nbytes, nbytes),
             }
-            blocks.append(TracedBlock(record.groups.get(number, ""), nbytes, options))
+            group = record.groups.get(number, "")
+            options |= offers.get(group, {})
+            blocks.append(TracedBlock(group, nbytes, options))
         elif kind == "use" and number in used:
             continue
         if kind == "use":
@@ -147,6 +152,29 @@ def trace_of(record: StepRecord, links: Links, seconds_per_byte: float, tier: st
     advance(record.ended)
     tail = max(0.0, record.ended - before - waited - seconds_per_byte * transferred)
     return Trace(tuple(blocks), tuple(moments), links, tail, max(0, peak or other_before))
+
+
+def _offers(record: StepRecord) -> dict[str, dict[str, Option]]:
+    """By class, the options that each of its blocks has, with typical seconds and the most bytes."""
+    members: dict[str, list[dict[str, Option]]] = {}
+    for number, group in record.groups.items():
+        members.setdefault(group, []).append(record.offers.get(number, {}))
+    return {
+        group: {
+            name: _common([each[name] for each in offers])
+            for name in set.intersection(*map(set, offers))
+        }
+        for group, offers in members.items()
+    }
+
+
+def _common(options: list[Option]) -> Option:
+    return Option(
+        max(each.resident_bytes for each in options),
+        typical([each.save_seconds for each in options]),
+        typical([each.use_seconds for each in options]),
+        made_bytes=max(each.made_bytes for each in options),
+    )
 
 
 def typical(values: list[float]) -> float:

@@ -57,6 +57,7 @@ def simulate(trace: Trace, choices: Sequence[Option], windows: Windows) -> Forec
     written_at: dict[int, float] = {}
     ready: dict[int, float] = {}
     in_memory: set[int] = set()  # used while its write was under way
+    made: set[int] = set()  # those that were used
     order = [block for block in trace.uses() if choices[block].moved_bytes]
     next_read = 0
 
@@ -91,6 +92,8 @@ def simulate(trace: Trace, choices: Sequence[Option], windows: Windows) -> Forec
                     clock = down_free
         elif moment.kind == "use":
             clock += option.use_seconds
+            ahead += option.made_bytes
+            made.add(block)
             if option.moved_bytes and block not in ready:
                 if written_at.get(block, 0.0) > clock:
                     in_memory.add(block)
@@ -105,6 +108,8 @@ def simulate(trace: Trace, choices: Sequence[Option], windows: Windows) -> Forec
             resident -= option.resident_bytes
             if block in ready:
                 ahead -= option.moved_bytes
+            if block in made:
+                ahead -= option.made_bytes
         if moment.kind == "use":
             while next_read < len(order):
                 block = order[next_read]

@@ -29,6 +29,8 @@ class Option:
     """What it adds when backward uses the block."""
     moved_bytes: int = 0
     """Bytes written down after the save and read back before the use; 0: the link is not needed."""
+    made_bytes: int = 0
+    """Bytes that are computed again at the first use, and in memory until the free."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,9 @@ all views.
 
 from __future__ import annotations
 
+import time
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ from torch import Tensor
 
 from .._device.base import Device
 from .._device.fingerprint import fingerprint
+from .._plan.trace import Option
 from .._runtime.critical_section import CriticalSection
 from .._runtime.reclaim import ReclaimQueue
 from .._runtime.trace import profiled
@@ -60,6 +63,9 @@ class Packer:
         self._device = device
         self._checked: set[tuple[type, str, torch.dtype]] = set()  # on an accelerator
         self._replayed: set[tuple[Any, ...]] = set()  # classes whose replay was bit-equal
+        self.has_room: Callable[[int], bool] | None = None
+        """Asked before bytes are decoded: it gives back free memory where a budget is near."""
+        self._replay_seconds = 0.0  # of the last one that was compared
         self.met_unknown = True
         """Whether a replay was asked for whose class had not been compared, since this was last set to no."""
         self.recomputed_bytes = 0
@@ -121,29 +127,70 @@ class Packer:
     def _reason_to_doubt(self, block: Block, replay: Replay) -> str:
         """Why a replay is not known to give the bytes of ``block``: the first one of a class (the same module,
         operations, shapes, alignment and threads) is compared, once in this stash."""
-        alias, key = block.placement.alias, replay.key(block)
+        key = replay.key(block)
         if key in self._replayed:
             return ""
         self.met_unknown = True
         given = replay.given()
         if given is None:
             return "its input has left, and nothing was compared"
+        reason = self._compare(block, replay, given)
+        if not reason:
+            self._replayed.add(key)
+        return reason
+
+    def _compare(self, block: Block, replay: Replay, given: list[Tensor]) -> str:
+        """Why ``replay`` of these values is not ``block``; ``""``: it is. Notes the seconds that it took."""
+        alias = block.placement.alias
         assert alias is not None
         low = block.address % PAGE_BYTES
         with without_function_modes(), torch.no_grad(), profiled("replay", block.cleanup.module):
             values = alias.as_strided((block.nbytes // alias.element_size(),), (1,), 0)
             root = self._memory(low + block.nbytes, alias.device)
             out = root[low : low + block.nbytes].view(block.dtype)
+            began = time.perf_counter()
             try:
                 replay.decode(given, None, out)
             except (RuntimeError, TypeError) as error:
                 if isinstance(error, torch.OutOfMemoryError):
                     raise
                 return f"{replay!r} was refused by PyTorch"
+            self._replay_seconds = time.perf_counter() - began
             if not torch.equal(integers(values.view(block.dtype)), integers(out)):
                 return f"{replay!r} does not give the same bytes"
-        self._replayed.add(key)
         return ""
+
+    def price(self, block: Block, codec: Codec) -> Option | None:
+        """What holding ``block`` by ``codec`` takes; ``None``: it cannot be held so. It stays as it is."""
+        reason = self._reason_against(block, codec)
+        if reason or block.placement.alias is None:
+            return None
+        try:
+            if isinstance(codec, Replay):
+                return self._price_of_replay(block, codec)
+            began = time.perf_counter()
+            encoded = self._encode(block, codec)
+            seconds = time.perf_counter() - began
+        except (torch.OutOfMemoryError, MemoryError):
+            return None
+        if isinstance(encoded, str):
+            return None
+        # It was decoded to be compared, which takes about half of the time.
+        nbytes = encoded.payload.nbytes if encoded.payload is not None else 0
+        return Option(nbytes, seconds, seconds / 2, made_bytes=block.nbytes)
+
+    def _price_of_replay(self, block: Block, replay: Replay) -> Option | None:
+        key, given, alias = replay.key(block), replay.given(), block.placement.alias
+        self.met_unknown = self.met_unknown or key not in self._replayed
+        if alias is None or given is None or replay.reason_against(block):
+            return None
+        if self._compare(block, replay, given):
+            return None
+        self._replayed.add(key)
+        began = time.perf_counter()
+        fingerprint(alias.untyped_storage())
+        told_seconds = time.perf_counter() - began
+        return Option(0, told_seconds, self._replay_seconds + told_seconds, made_bytes=block.nbytes)
 
     def _reason_against(self, block: Block, codec: Codec) -> str:
         if block.has_moved:
@@ -258,6 +305,8 @@ class Packer:
             _MadeOn(device, block.stream, payload).order()
         low = block.address % PAGE_BYTES if device is None else 0
         with self._section.lock, self._section:
+            if self.has_room is not None:
+                self.has_room(block.nbytes)
             root = self._memory(low + block.nbytes, entry.device)
         with without_function_modes(), torch.no_grad(), profiled("unpack", block.cleanup.module):
             out = root[low : low + block.nbytes].view(placement.dtype)
