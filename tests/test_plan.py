@@ -504,6 +504,33 @@ def test_without_a_disk_a_budget_that_cannot_be_kept_is_said_after_the_second_st
     stash.close()
 
 
+def test_a_plan_does_not_rely_on_what_plain_pytorch_does_not_save(memory):
+    """A parameter that changes between forward and backward, of which autocast's copy alone is saved."""
+    net = nn.Sequential(*(nn.Sequential(nn.Linear(256, 256), nn.GELU()) for _ in range(8)))
+    x = torch.randn(512, 256)
+
+    def run(stash):
+        with torch.autocast("cpu", torch.bfloat16), stash:
+            loss = net(x).float().square().sum()
+        with torch.no_grad():
+            for each in net.parameters():
+                each.mul_(0.5)
+        found = torch.autograd.grad(loss, list(net.parameters()))
+        with torch.no_grad():
+            for each in net.parameters():
+                each.mul_(2)
+        return found
+
+    true = run(nullcontext())
+    stash = memory(budget=OTHER + MIB)
+    with pytest.warns(StashWarning, match="cannot be kept"):
+        for _ in range(5):
+            assert all(map(torch.equal, run(stash), true))
+            _ = stash.plan
+    assert stash.stats().recomputed_bytes  # what GELU made
+    stash.close()
+
+
 def test_trying_codecs_is_no_part_of_the_step_that_is_measured(memory, smaller, monkeypatch):
     from backstash._tiers.packing import Packer
 

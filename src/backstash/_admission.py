@@ -405,8 +405,8 @@ class Admission:
         planner = self._session.planner
         assert planner is not None
         self._recomputes = True
-        mark = self._session.reclaim_queue.mark
-        replay = replay_of(tensor, mark, thread_state.latest, modules)
+        mark, latest = self._session.reclaim_queue.mark, thread_state.latest
+        replay = replay_of(tensor, mark, latest, modules, unsaved=False)
         codecs: dict[str, Codec] = {"pack": EXACT}
         if isinstance(replay, Replay):
             codecs["recompute"] = replay

@@ -194,6 +194,8 @@ def replay_of(
     mark: Any,
     latest: Iterable[tuple[Any, Tensor]],
     modules: Sequence[nn.Module] = (),
+    *,
+    unsaved: bool = True,
 ) -> Replay | str:
     """How the storage of ``tensor`` can be computed again, or why it cannot.
 
@@ -202,6 +204,8 @@ def replay_of(
         mark: of the stash's blocks; another stash's entry is not relied on.
         latest: references to the newest blocks, and the memory that each was saved from.
         modules: that run now, outermost first.
+        unsaved: whether a parameter may be relied on that no operation saved. Plain PyTorch does not mind
+            where it is changed before backward.
     """
     base = tensor._base
     made = tensor if base is None else base
@@ -216,7 +220,7 @@ def replay_of(
         return f"it is no first result of {node.name()}"
     if made.dtype != tensor.dtype or not _fills(made):
         return "its layout has no rule"
-    search = _Search(mark, modules)
+    search = _Search(mark, modules, unsaved)
     try:
         operation = search.operation(node, made.dtype, made.shape, 0)
     except _Unknown as reason:
@@ -239,8 +243,9 @@ def _fills(made: Tensor) -> bool:
 class _Search:
     """Looks in the graph for what a tensor can be computed from."""
 
-    def __init__(self, mark: Any, modules: Sequence[nn.Module]) -> None:
+    def __init__(self, mark: Any, modules: Sequence[nn.Module], unsaved: bool) -> None:
         self._mark = mark
+        self._unsaved = unsaved
         self._modules = modules
         self.operands: list[Any] = []
 
@@ -298,8 +303,9 @@ class _Search:
             raise _Unknown(_NOT_HELD)
         leaf = getattr(child, "variable", None)
         if leaf is not None:
-            # Not saved, so that a program may change it before backward; a parameter seldom.
-            if not isinstance(leaf, nn.Parameter):
+            # Not saved, so that a program may change it before backward; a parameter seldom, and a bias not
+            # without the weight beside it, which is saved.
+            if not isinstance(leaf, nn.Parameter) or not (self._unsaved or name == "bias"):
                 raise _Unknown(_NOT_HELD)
             return self._held(leaf)
         packed = _packed(child, RESULT) if number == 0 else None
