@@ -8,7 +8,7 @@ that the graph holds in place, as parameters and what is too small to move.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -18,55 +18,17 @@ from .._saved.block import Block
 from .._saved.entry import Entry
 from .._saved.placement import Recipe, Recomputed
 from .._saved.view import ALIGNMENT_BYTES, StridedRegion, extent_bytes
-from .._torch.engine import output_metadata
-from .._torch.node_saves import raw_of, scalar_of
+from .._torch.made_by import (
+    MOST_OPERATIONS,
+    NOT_HELD,
+    Operation,
+    UnknownOperandError,
+    in_place,
+    made_by,
+)
 from ..codecs import Encoded
-from .operations import RESULT, RULES, Rule
 
-__all__ = ["MOST_OPERATIONS", "Replay", "replay_of"]
-
-MOST_OPERATIONS = 4
-"""How many operations one after another a tensor may be away from what is held: a normalization that a model
-writes out in bfloat16 is three, and what multiplies it the fourth."""
-
-_NO_GRAPH = "it was made by no operation that autograd knows"
-_NOT_HELD = "the input of its operation is not held by this stash"
-_PLAIN = (Tensor, nn.Parameter)
-
-
-class _Unknown(Exception):
-    """Why a tensor cannot be computed again."""
-
-
-class _Operation:
-    """An operation, and where each of its operands comes from: a place among a replay's, another operation,
-    or ``None``, for one that it was not given."""
-
-    def __init__(
-        self, name: str, rule: Rule, operands: tuple[Any, ...], scalars: Mapping[str, Any]
-    ) -> None:
-        self.name = name
-        self._rule = rule
-        self._operands = operands
-        self._scalars = scalars
-        inner = (each.depth for each in operands if isinstance(each, _Operation))
-        self.depth: int = rule.is_computed + max(inner, default=0)
-
-    def run(self, values: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
-        """The result from a replay's operands, in ``out`` where that is given."""
-        given = [
-            each.run(values)
-            if isinstance(each, _Operation)
-            else None
-            if each is None
-            else values[each]
-            for each in self._operands
-        ]
-        return self._rule.call(given, self._scalars, out)
-
-    def __repr__(self) -> str:
-        scalars = "".join(f", {name}={value!r}" for name, value in self._scalars.items())
-        return f"{self.name}({', '.join(map(repr, self._operands))}{scalars})"
+__all__ = ["Replay", "replay_of"]
 
 
 class Replay(Recipe):
@@ -81,7 +43,7 @@ class Replay(Recipe):
     sources: tuple[Tensor | None, ...] = ()
     """The memory that each operand was saved from, where that is alive: to be compared with once."""
 
-    def __init__(self, operation: _Operation, made: Tensor, operands: tuple[Any, ...]) -> None:
+    def __init__(self, operation: Operation, made: Tensor, operands: tuple[Any, ...]) -> None:
         self._operation = operation
         self._shape, self._stride = made.shape, made.stride()
         self.operands = operands
@@ -209,26 +171,31 @@ def replay_of(
     """
     base = tensor._base
     made = tensor if base is None else base
-    node: Any = made.grad_fn
-    if node is None:
-        return _NO_GRAPH
-    if tensor.device.type != "cpu":
-        return "on an accelerator nothing is recomputed yet"
-    if node.name() not in RULES:
-        return f"there is no rule for {node.name()}"
-    if made.output_nr != 0:  # a normalization's statistics
-        return f"it is no first result of {node.name()}"
+
+    def take(packed: Any) -> Any:
+        """An entry of this stash, or a tensor in place."""
+        if type(packed) is tuple and packed:
+            packed = packed[0]  # what stays in place, and its version
+        if type(packed) is not Entry:
+            return in_place(packed)
+        if packed.block.cleanup.mark is not mark:
+            raise UnknownOperandError(NOT_HELD)
+        if packed.region is not None or packed.conj or packed.neg:
+            raise UnknownOperandError("its input is laid out in another way")
+        if packed.is_rounded or packed.check is not None:
+            raise UnknownOperandError("its input may come back with other bits")
+        return packed
+
+    try:
+        operation, operands = made_by(made, take, _module_of, modules, unsaved=unsaved)
+    except UnknownOperandError as reason:
+        return str(reason)
     if made.dtype != tensor.dtype or not _fills(made):
         return "its layout has no rule"
-    search = _Search(mark, modules, unsaved)
-    try:
-        operation = search.operation(node, made.dtype, made.shape, 0)
-    except _Unknown as reason:
-        return str(reason)
-    replay = Replay(operation, made, tuple(search.operands))
+    replay = Replay(operation, made, operands)
     memory = {block(): source for block, source in latest}
     replay.sources = tuple(
-        memory.get(each.block) if type(each) is Entry else None for each in search.operands
+        memory.get(each.block) if type(each) is Entry else None for each in operands
     )
     return replay
 
@@ -240,137 +207,7 @@ def _fills(made: Tensor) -> bool:
     return made.is_contiguous() or StridedRegion(made).nbytes == made.nbytes
 
 
-class _Search:
-    """Looks in the graph for what a tensor can be computed from."""
-
-    def __init__(self, mark: Any, modules: Sequence[nn.Module], unsaved: bool) -> None:
-        self._mark = mark
-        self._unsaved = unsaved
-        self._modules = modules
-        self.operands: list[Any] = []
-
-    def operation(
-        self, node: Any, dtype: torch.dtype, shape: Sequence[int], depth: int
-    ) -> _Operation:
-        """What ``node`` is of, with its operands.
-
-        Args:
-            node: of the graph.
-            dtype: of its result.
-            shape: likewise.
-            depth: how many operations come after it.
-        """
-        name = node.name()
-        rule = RULES.get(name)
-        if rule is None:
-            raise _Unknown(f"there is no rule for {name}")
-        depth += rule.is_computed
-        if depth > MOST_OPERATIONS:
-            raise _Unknown(_NOT_HELD)
-        edges = node.next_functions
-        names = rule.operands or ("",) * len(edges)
-        operands = [
-            self._operand(node, each, edges[at], depth, optional=each in rule.optional)
-            for at, each in enumerate(names)
-        ]
-        if "bias" in names and operands[names.index("bias")] is None:
-            has_weight = operands[names.index("weight")] is not None
-            if has_weight and raw_of(node, "bias") is None:
-                raise _Unknown(_NOT_HELD)  # a frozen one is on no edge
-        operands += [
-            self._operand(node, each, (None, 0), depth, optional=each in rule.optional)
-            for each in rule.others
-        ]
-        scalars = {each: _signed(scalar_of(node, each)) for each in rule.scalars}
-        if None in scalars.values():
-            raise _Unknown("this PyTorch does not tell how its operation was called")
-        if rule.eps and (eps := self._eps(node, scalars)) is not None:
-            scalars["eps"] = eps
-        if rule.takes_result:
-            scalars |= {"dtype": dtype, "shape": tuple(shape)}
-        return _Operation(name, rule, tuple(operands), scalars)
-
-    def _operand(
-        self, node: Any, name: str, edge: tuple[Any, int], depth: int, *, optional: bool
-    ) -> Any:
-        packed = _packed(node, name) if name else None
-        if packed is not None:
-            return self._held(packed)
-        child, number = edge
-        if child is None:
-            if optional:
-                return None
-            raise _Unknown(_NOT_HELD)
-        leaf = getattr(child, "variable", None)
-        if leaf is not None:
-            # Not saved, so that a program may change it before backward; a parameter seldom, and a bias not
-            # without the weight beside it, which is saved.
-            if not isinstance(leaf, nn.Parameter) or not (self._unsaved or name == "bias"):
-                raise _Unknown(_NOT_HELD)
-            return self._held(leaf)
-        packed = _packed(child, RESULT) if number == 0 else None
-        if packed is not None and child.name() in RULES:
-            return self._held(packed)
-        results = output_metadata(child)
-        if number != 0 or len(results) == 0:
-            raise _Unknown(_NOT_HELD)
-        return self.operation(child, results[0].dtype, results[0].shape, depth)
-
-    def _held(self, packed: Any) -> int:
-        if type(packed) is tuple and packed and isinstance(packed[0], Tensor):
-            packed = packed[0]  # what stays in place, and its version
-        if type(packed) is Entry:
-            if packed.block.cleanup.mark is not self._mark:
-                raise _Unknown(_NOT_HELD)
-            if packed.region is not None or packed.conj or packed.neg:
-                raise _Unknown("its input is laid out in another way")
-            if packed.is_rounded or packed.check is not None:
-                raise _Unknown("its input may come back with other bits")
-        elif type(packed) not in _PLAIN or not _is_usable(packed):
-            raise _Unknown(_NOT_HELD)
-        for at, each in enumerate(self.operands):
-            if each is packed:
-                return at
-        self.operands.append(packed)
-        return len(self.operands) - 1
-
-    def _eps(self, node: Any, scalars: Mapping[str, Any]) -> float | None:
-        """Of the module that ran the normalization, if one did."""
-        for path in _modules_of(_packed(node, "result1")):
-            try:
-                found: Any = self._modules[0].get_submodule(path)
-            except (AttributeError, IndexError):
-                return None
-            is_one = tuple(getattr(found, "normalized_shape", ())) == scalars["normalized_shape"]
-            eps = getattr(found, "eps", None)
-            return eps if is_one and isinstance(eps, float) else None
-        return None
-
-
-def _is_usable(tensor: Tensor) -> bool:
-    if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
-        return False
-    return not (tensor.is_conj() or tensor.is_neg() or tensor.is_quantized or tensor.is_nested)
-
-
-def _modules_of(packed: Any) -> Iterator[str]:
+def _module_of(packed: Any) -> str:
     if type(packed) is Entry:
-        yield packed.block.cleanup.module
-    elif type(packed) is tuple and len(packed) > 2:
-        yield packed[2]
-
-
-def _packed(node: Any, name: str) -> Any:
-    """What ``node`` holds for its saved tensor ``name``; ``None``: nothing, or nothing that can be seen."""
-    try:
-        return getattr(raw_of(node, name), "data", None)
-    except RuntimeError:
-        return None
-
-
-def _signed(scalar: Any) -> Any:
-    """Dimensions, which PyTorch shows without a sign."""
-    if isinstance(scalar, (tuple, list)):
-        return tuple(map(_signed, scalar))
-    is_negative = type(scalar) is int and scalar >= 1 << 63
-    return scalar - (1 << 64) if is_negative else scalar
+        return packed.block.cleanup.module
+    return packed[2] if type(packed) is tuple and len(packed) > 2 else ""

@@ -1,7 +1,8 @@
 """The operations that a saved tensor may be computed again by, and how each is called.
 
-By the names of their nodes. All compute few floating-point operations for each byte. Which bits they give is
-asked of PyTorch itself, by a comparison (see :class:`Packer`): nothing here is taken on faith.
+By the names of their nodes, in torch 2.11 to 2.15; a name that is missing is no rule. All compute few
+floating-point operations for each byte. Which bits they give is asked of PyTorch itself, by a comparison:
+nothing here is taken on faith.
 """
 
 from __future__ import annotations
