@@ -1,18 +1,29 @@
 """Recomputed blocks: gradients, what is let go, changes in place, refusals."""
 
 import copy
+import sys
 import threading
+from collections import Counter
 from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from backstash import Action, Stash
+from backstash._tiers import packing as _packing
+from backstash._tiers.packing import Packer
+from backstash._torch.operations import RULES
 from backstash.errors import InplaceError, UsageError
 from backstash.testing import MemoryStore
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
+
+import soak_recomputed
 
 KINDS = {
     "gelu": nn.GELU(),
@@ -181,6 +192,43 @@ def test_autocast_retain_graph_double_backward_and_checkpoint():
         assert are_same(step(), expected)
     assert stash.stats().recomputed_bytes > 0
     assert torch.equal(state, torch.get_rng_state())
+
+
+def test_replays_run_without_autocast_in_forward_too(monkeypatch):
+    rule, seen = RULES["GeluBackward0"], []
+
+    def call(values, scalars, out):
+        seen.append(torch.is_autocast_enabled("cpu"))
+        return rule.call(values, scalars, out)
+
+    monkeypatch.setitem(RULES, "GeluBackward0", rule._replace(call=call))
+    net, x = net_of()
+    with torch.autocast("cpu", torch.bfloat16), Stash(policy=recompute, min_bytes=0):
+        loss = net(x).float().square().mean()
+        assert torch.is_autocast_enabled("cpu")
+    assert len(seen) == 2
+    loss.backward()
+    assert len(seen) == 4 and not any(seen)
+
+
+def test_a_dispatch_mode_of_the_program_sees_no_replay():
+    net, x = net_of()
+
+    class Counting(TorchDispatchMode):
+        calls = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.calls += 1
+            return func(*args, **(kwargs or {}))
+
+    counts = []
+    for policy in (None, recompute):
+        stash = Stash(policy=policy, min_bytes=0, disk=MemoryStore(), keep=None)
+        with Counting() as mode, stash:
+            loss = net(x).square().mean()
+        counts.append(mode.calls)
+        loss.backward()
+    assert counts[0] == counts[1]
 
 
 def test_an_input_that_changed_in_place_raises():
@@ -395,6 +443,40 @@ def test_two_threads_have_backward_of_one_graph_at_once():
     for each in threads:
         each.join()
     assert len(found) == 2 and all(are_same(each, expected) for each in found)
+
+
+def networks(count, first=0):
+    said = Counter()
+    found = [soak_recomputed.judge(seed, said) for seed in range(first, first + count)]
+    return [each for each in found if each], said
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_random_networks():
+    """`scripts/soak_recomputed.py` is the long form."""
+    wrong, said = networks(40)
+    assert not wrong
+    assert said["networks"] > 35 and said["recomputed bytes"] > 0.1 * said["blocks' bytes"]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_wrong_rule_is_not_used_and_without_the_comparison_found(monkeypatch):
+    for name in ("SiluBackward0", "MulBackward0", "NativeLayerNormBackward0"):
+        rule = RULES[name]
+
+        def wrong_call(values, scalars, out, call=rule.call):
+            result = call(values, scalars, out)
+            return result.add_(1e-3) if out is not None else result + 1e-3
+
+        monkeypatch.setitem(RULES, name, rule._replace(call=wrong_call))
+    wrong, said = networks(40)
+    assert not wrong and said["recomputed bytes"]
+    monkeypatch.setattr(Packer, "_reason_to_doubt", lambda packer, block, replay: "")
+    wrong, _ = networks(40)
+    assert any("InplaceError" in each for each in wrong)  # by the fingerprint
+    monkeypatch.setattr(_packing, "_check", lambda entry, placement, root, low: None)
+    wrong, _ = networks(40)
+    assert any("other bits" in each for each in wrong)
 
 
 def test_it_takes_no_codec():

@@ -180,9 +180,10 @@ class Packer:
         return Option(nbytes, seconds, seconds / 2, made_bytes=block.nbytes)
 
     def _price_of_replay(self, block: Block, replay: Replay) -> Option | None:
-        key, given, alias = replay.key(block), replay.given(), block.placement.alias
+        key, alias = replay.key(block), block.placement.alias
         self.met_unknown = self.met_unknown or key not in self._replayed
-        if alias is None or given is None or replay.reason_against(block):
+        given = None if replay.reason_against(block) else replay.given()
+        if alias is None or given is None:
             return None
         if self._compare(block, replay, given):
             return None

@@ -44,10 +44,15 @@ class Operation:
         inner = (each.depth for each in operands if isinstance(each, Operation))
         self.depth: int = rule.is_computed + max(inner, default=0)
 
-    def run(self, values: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
-        """The result from a replay's operands, in ``out`` where that is given."""
+    def run(self, values: Sequence[Tensor], out: Tensor) -> None:
+        """Compute the result from the operands into ``out``; without autocast, whose casts are operations of
+        the graph."""
+        with torch.autocast("cpu", enabled=False):
+            self._run(values, out)
+
+    def _run(self, values: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
         given = [
-            each.run(values)
+            each._run(values)
             if isinstance(each, Operation)
             else None
             if each is None
