@@ -8,6 +8,7 @@ unset PYTHONPATH PYTHONHOME
 name=scripts/$(basename "$0")
 venv=.venv
 venv_python=$venv/bin/python
+everything='.[dev,docs,fast,plot,rich,test-models,test-trainers]' # what scripts/check installs
 
 fail() {
     echo "$name: $*" >&2

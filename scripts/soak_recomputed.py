@@ -1,13 +1,15 @@
 #!/usr/bin/env python
-"""Random networks under ``Action("recompute")``, beside plain PyTorch: every bit must agree.
+"""Random networks of which parts are computed again, beside plain PyTorch: every bit must agree.
 
     scripts/soak_recomputed.py                           # 1,500 networks
     scripts/soak_recomputed.py --networks 100 --seed 5000
+    scripts/soak_recomputed.py --modules                 # whole modules are run again
 
 Each is a random program of activations, normalizations, products, sums, casts, copies to other layouts, changes
 in place and dropout between matrix products, in float32, float64 or under autocast, contiguous or
 channels-last. Three steps each: gradients (some of second order, some twice from one graph), buffers and random
 number states are compared. An error of the stash where plain PyTorch has none counts as a difference.
+With ``--modules`` a network is two to four of these in a row, and some of them are run again in backward.
 """
 
 from __future__ import annotations
@@ -116,8 +118,8 @@ class Network(nn.Module):
             for _ in range(rng.randint(3, 10))
         ]
 
-    def forward(self, x: Tensor) -> Tensor:
-        """The loss."""
+    def values(self, x: Tensor) -> list[Tensor]:
+        """What the steps make."""
         values = [x @ self.weights[0]]
         for kind, which, first, second in self.steps:
             t, other = (values[-1 - min(back, len(values) - 1)] for back in (first, second))
@@ -134,12 +136,41 @@ class Network(nn.Module):
                 values.append(self.norms[int(which * len(self.norms))](t.to(weight.dtype)))
             else:
                 values[-1] = IN_PLACE[int(which * len(IN_PLACE))](values[-1])
-        last = (v.float() @ torch.ones(v.shape[-1]) for v in values[-3:])
+        return values
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The loss."""
+        last = (v.float() @ torch.ones(v.shape[-1]) for v in self.values(x)[-3:])
         return sum((v.square().mean() for v in last), torch.zeros(()))
 
 
+class Part(Network):
+    """A network that gives its last value."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Of the shape of ``x``."""
+        return self.values(x)[-1].to(x.dtype)
+
+
+class Chain(nn.Module):
+    """Networks one after another, of which some are ``again`` to be run in backward."""
+
+    def __init__(self, rng: random.Random, shape: Sequence[int]) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(Part(rng, shape) for _ in range(rng.randint(1, 3)))
+        self.last = Network(rng, shape)
+        self.weights = self.last.weights
+        self.again = [each for each in (*self.parts, self.last) if rng.random() < 0.7]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The loss."""
+        for part in self.parts:
+            x = part(x)
+        return self.last(x)  # type: ignore[no-any-return]
+
+
 def gradients(
-    network: Network, x: Tensor, stash: Any, step: int, how: dict[str, bool]
+    network: nn.Module, x: Tensor, stash: Any, step: int, how: dict[str, bool]
 ) -> list[Tensor]:
     """Of one step, from one graph twice; and the random numbers' state."""
     torch.manual_seed(step)
@@ -169,12 +200,12 @@ def same(one: Tensor, other: Tensor) -> bool:
     return torch.equal(left, right)
 
 
-def judge(seed: int, said: Counter[str]) -> str:
+def judge(seed: int, said: Counter[str], *, modules: bool = False) -> str:
     """What is wrong with one network; ``""``: nothing."""
     rng = random.Random(seed)
     torch.manual_seed(seed)
     shape = rng.choice(SHAPES)
-    network = Network(rng, shape)
+    network = Chain(rng, shape) if modules else Network(rng, shape)
     if rng.random() < 0.15:
         network = network.double()
     dtype = network.weights[0].dtype
@@ -193,6 +224,7 @@ def judge(seed: int, said: Counter[str]) -> str:
     network.load_state_dict(before)
     policy = rng.choice(
         [
+            *([None, None] if modules else []),
             lambda saved: Action("recompute"),
             lambda saved: Action("recompute") if saved.index % 3 else None,
             lambda saved: Action("recompute" if saved.index % 2 else "pack"),
@@ -208,6 +240,8 @@ def judge(seed: int, said: Counter[str]) -> str:
         ]
     )
     stash = Stash(policy=policy, min_bytes=rng.choice([0, 256]), **where)
+    if isinstance(network, Chain):
+        stash.recompute(*network.again)
     for step in range(STEPS):
         try:
             found = gradients(network, x, stash, step, how)
@@ -230,13 +264,14 @@ def judge(seed: int, said: Counter[str]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--networks", type=int, default=1500, help="how many; default 1500")
+    parser.add_argument("--modules", action="store_true", help="run whole modules again")
     parser.add_argument("--seed", type=int, default=0, help="of the first; default 0")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     said: Counter[str] = Counter()
     failed = 0
     for seed in range(options.seed, options.seed + options.networks):
-        wrong = judge(seed, said)
+        wrong = judge(seed, said, modules=options.modules)
         if wrong:
             failed += 1
             print(f"seed {seed}: {wrong}", flush=True)

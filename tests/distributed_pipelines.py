@@ -66,6 +66,7 @@ def same(true, mine):
 
 
 def check(rank, directory):
+    read = {}
     for kind in SCHEDULES:
         for checkpointed in (False, True):
             true = gradients(kind, rank, nullcontext(), checkpointed)
@@ -77,4 +78,10 @@ def check(rank, directory):
                 assert stats.written_bytes > 0 or checkpointed or keep_bytes, (kind, stats)
                 least = max(0, stats.eligible_bytes - STEPS * keep_bytes)
                 assert stats.written_bytes <= 1.2 * least, (kind, checkpointed, keep_bytes, stats)
+                read[kind, checkpointed, keep_bytes] = stats.read_bytes
                 stash.close()
+    # The same stages, with backward in two parts or in one: what both parts need is read once.
+    for checkpointed in (False, True):
+        whole = read[schedules.ScheduleInterleaved1F1B, checkpointed, 0]
+        parts = read[schedules.ScheduleInterleavedZeroBubble, checkpointed, 0]
+        assert parts <= 1.05 * whole, read

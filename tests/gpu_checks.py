@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from backstash import Action, Disk, graph
@@ -536,6 +537,49 @@ def masks_packed(place: Place) -> None:
     stash.close()
 
 
+def recomputed(place: Place) -> None:
+    """Results are computed again on the stream that uses them, modules are run again; what changed raises."""
+    model, x = place.model(layers=4), place.batch()
+    model.insert(2, nn.Dropout(0.2))
+
+    def step() -> list[torch.Tensor]:
+        torch.manual_seed(3)
+        with torch.random.fork_rng(
+            [torch.accelerator.current_device_index()] if place.device.type == "cuda" else []
+        ):
+            return list(torch.autograd.grad(model(x).square().mean(), list(model.parameters())))
+
+    true = step()
+    for options in ({}, {"keep": 1024}):
+        stash = place.stash(host=2048, policy=lambda saved: Action("recompute"), **options)
+        for _ in range(2):
+            with stash:
+                same(step(), true, f"recomputed, {options}")
+        assert stash.stats().recomputed_bytes > 0
+        stash.close()
+        stash = place.stash(host=2048, **options)
+        with stash.recompute(*model):
+            for _ in range(2):
+                same(step(), true, f"run again, {options}")
+        assert stash.stats().recomputed_bytes > 0
+        stash.close()
+    stash = place.stash(host=2048, keep=1024, policy=lambda saved: Action("recompute"))
+    with stash:
+        torch.autograd.grad(model(x).sum(), list(model.parameters()))
+        y = x.clone().requires_grad_() * 1
+        loss = F.gelu(y).square().sum()
+    before = stash.stats().recomputed_bytes
+    assert before > 0
+    y.data.add_(1)
+    try:
+        loss.backward()
+    except InplaceError as error:
+        assert "computed again" in str(error)
+    else:
+        raise AssertionError("an operand that was written unseen gave no error")
+    stash.close()
+
+
 def graphs_in_turn(place: Place) -> None:
     """Several graphs alive at once, one dropped without backward, gradients accumulated."""
     model, stash = place.model(layers=4), place.stash(host=2048, inflight=8, prefetch=8)
@@ -871,6 +915,7 @@ CHECKS |= {
         disk_under_host,
         views_and_kinds,
         masks_packed,
+        recomputed,
         graphs_in_turn,
         save_on_cpu_of_ours,
         pinning_refused,

@@ -69,11 +69,14 @@ def test_gradients_are_exact_however_late_the_copies_run(tmp_path, mix, chance):
             assert torch.equal(gradient(loss, x), true)
             assert torch.equal(gradient(loss, x), true), "a second time"
         stats = stash.stats()
-        assert stats.written_bytes > 0
+        # Three steps of eight blocks; what keep holds at the end has not left, but for what leaves ahead of it.
+        kept = max(options.get("keep", 0) - options.get("inflight", 0), 0)
+        assert stats.written_bytes == 24 * BLOCK - kept
         if mix in WITH_DISK:
-            assert 0 < stats.host_peak_bytes <= options["host"]
+            assert stats.host_peak_bytes == options["host"]
             assert stats.disk_peak_bytes > 0
-        assert stats.inflight_peak_bytes <= max(options.get("inflight", 128 * MIB), 0)
+        # Not exact: how many copies are under way at once is the device's chance.
+        assert stats.inflight_peak_bytes <= options.get("inflight", 128 * MIB)
         del loss
         stash.close()
         assert device.faults == []
@@ -140,8 +143,8 @@ def test_blocks_larger_than_the_windows_still_overlap():
     assert torch.equal(gradient(loss, x), true)
     stats = stash.stats()
     assert stats.prefetch_hits >= 6
-    assert stats.inflight_peak_bytes <= BLOCK
-    assert stats.ahead_peak_bytes <= 2 * BLOCK
+    assert stats.inflight_peak_bytes == BLOCK
+    assert stats.ahead_peak_bytes == 2 * BLOCK
     del loss
     stash.close()
 
@@ -208,7 +211,7 @@ def test_a_change_between_landing_and_the_copy_s_end_is_told():
         h = x * 2
         loss = h.sin().sum()
         rest = [(x * number).cos() for number in range(2, 5)]
-    assert stash.stats().inflight_bytes <= BLOCK
+    assert stash.stats().inflight_bytes == BLOCK
     with torch.no_grad():
         h.mul_(3)
     device.run(downs=-1)
@@ -324,7 +327,7 @@ def test_a_buffer_that_bytes_were_staged_in_waits_for_their_copy(tmp_path):
         assert torch.equal(outs[number - 1].grad_fn._saved_result, torch.tanh(x * number))
     del outs
     gc.collect()
-    assert stash.stats().host_bytes >= BLOCK
+    assert stash.stats().host_bytes == 2 * BLOCK
     device.over = True
     assert settled(stash, device).host_bytes == 0
     stash.close()
@@ -378,7 +381,7 @@ def test_buffers_that_have_come_to_rest_are_used_before_more_is_pinned():
         gc.collect()
         stash.stats()  # defers them
         device.over = True  # and now they are at rest, when nobody looks
-    assert pool.slab_peak_bytes <= 2 * big.nbytes
+    assert pool.slab_peak_bytes == big.nbytes  # one slab serves all three steps
     stash.close()
 
 
@@ -394,8 +397,7 @@ def test_shapes_may_change_and_the_pool_stays_inside_its_budget(chance):
         true = gradient(chain(x, steps=4), x)
         assert torch.equal(gradient(loss, x), true)
         stats = stash.stats()
-        assert stats.host_peak_bytes <= budget
-        assert device.pinned_bytes <= budget
+        assert stats.host_peak_bytes == device.pinned_bytes == budget  # one slab
     del loss
     assert settled(stash, device).host_bytes == 0
     stash.close()
@@ -452,11 +454,12 @@ def test_the_oldest_go_on_to_disk_and_come_back_through_host_memory(tmp_path):
     for _ in range(3):
         with stash:
             loss = chain(x, steps=20)
+        # Not exact: how many of these 20 have gone on so far is up to the worker.
         assert disk.used_bytes >= 14 * BLOCK
         assert torch.equal(gradient(loss, x), true)
     stats = stash.stats()
     assert stats.prefetch_hits > 30
-    assert stats.host_peak_bytes <= 4 * BLOCK
+    assert stats.host_peak_bytes == 4 * BLOCK
     del loss
     settled(stash, device)
     stash.close()
@@ -491,6 +494,7 @@ def test_a_graph_dropped_while_its_bytes_go_to_disk(tmp_path):
     assert gated.begun.acquire(timeout=30)
     del loss
     gc.collect()
+    # Not exact: how many writes have begun is up to the workers.
     assert stash.stats().host_bytes >= BLOCK, "a worker still reads the buffer"
     gated.writes.set()
     stash._workers.close()
@@ -530,7 +534,7 @@ def test_a_wrong_guess_costs_time_and_nothing_else():
     for number in (5, 1, 8, 2, 7, 3, 6, 4):
         saved = outs[number - 1].grad_fn._saved_result
         assert torch.equal(saved, torch.tanh(x * number))
-    assert stash.stats().ahead_peak_bytes <= 2 * BLOCK
+    assert stash.stats().ahead_peak_bytes == 2 * BLOCK
     assert device.faults == []
     del outs, saved
     stash.close()
@@ -597,7 +601,7 @@ def test_checkpoint_under_a_stash(use_reentrant):
         loss = program(x)
     loss.backward()
     assert torch.equal(x.grad, true)
-    assert stash.stats().written_bytes >= 2 * BLOCK, "the checkpoints' inputs go to the stash"
+    assert stash.stats().written_bytes == 2 * BLOCK, "the checkpoints' inputs go to the stash"
     stash.close()
 
 
@@ -784,7 +788,7 @@ def test_all_devices_together_pin_half_of_what_there_is_to_spare(monkeypatch):
     monkeypatch.setattr(_pinned_pool, "_SLAB_BYTES", MIB)
     monkeypatch.setattr(_device_tiers, "accelerator", lambda device: TwinDevice())
     monkeypatch.setattr(
-        _device_tiers, "spare_bytes", lambda: total - sum(pool.slab_bytes for pool in pools)
+        "backstash.memory.spare_bytes", lambda: total - sum(pool.slab_bytes for pool in pools)
     )
     stash = Stash(host="auto")
     for index in range(3):
@@ -843,7 +847,7 @@ def test_where_the_device_runs_short_what_leaves_it_has_left():
         loss = chain(x)
     evictor = stash._session.device_tiers[1].evictor
     assert device.waits == 0 and device.orders > 0
-    assert evictor.resident.nbytes + evictor.inflight.nbytes <= 9 * BLOCK
+    assert evictor.resident.nbytes + evictor.inflight.nbytes == 8 * BLOCK
     assert torch.equal(gradient(loss, x), expected())
     assert device.faults == []
     del loss, out
@@ -933,6 +937,7 @@ def test_out_of_memory_in_a_step_lowers_keep_and_leaves_nothing():
         with stash:
             loss = chain(x)
         stats = stash.stats()
+        # Not exact: how many copies have ended is the device's chance.
         assert stats.keep_bytes + stats.inflight_bytes <= (kept + 2) * BLOCK
         assert any("keep is" in note for note in stats.notes)
         assert torch.equal(gradient(loss, x), true)
@@ -998,7 +1003,7 @@ def test_a_block_larger_than_host_memory_stays_and_the_others_go_on(tmp_path):
         loss = chain(x, steps=20)
     stats = stash.stats()
     assert stats.keep_bytes == 9 * BLOCK
-    assert stats.written_bytes >= 20 * BLOCK and stats.disk_bytes > 0
+    assert stats.written_bytes == 20 * BLOCK and stats.disk_bytes == 16 * BLOCK
     assert torch.equal(gradient(loss, x), expected(lambda x: chain(x, steps=20)))
     del kept, loss
     stash.close()
@@ -1020,7 +1025,7 @@ def test_buffers_that_bytes_were_staged_in_are_free_when_those_are_on_the_device
     with stash:
         second = (large * 1.5).exp() + (large * 2.5).exp()
     stats = settled(stash, device)
-    assert stats.keep_bytes == 0 and stats.ahead_bytes >= 3 * BLOCK
+    assert stats.keep_bytes == 0 and stats.ahead_bytes == 4 * BLOCK
     assert torch.equal(gradient(loss, x), expected(lambda x: chain(x, steps=20)))
     del loss, second, held, node
     stash.close()

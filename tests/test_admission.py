@@ -85,7 +85,7 @@ class Around:
             known_tiers={CPU: self.tiers},
             tiers_of=lambda device: self.tiers if device == CPU else f"device {device.type}",
             reclaim_queue=ReclaimQueue(),
-            add=self.added.append,
+            add=lambda block, apart: self.added.append(block),
             predictor=SimpleNamespace(passes=1),
             save_counts=SaveCounts(),
             planner=None,

@@ -1,4 +1,4 @@
-"""The benchmarks run, small; README's tables are what the committed results give."""
+"""The benchmarks run, small; the tables of README and docs/measured.md are what the committed results give."""
 
 import importlib.util
 import json
@@ -261,9 +261,10 @@ def test_committed_results_are_real_and_can_be_drawn(path: Path) -> None:
     assert table(results).startswith(results["sections"][0].get("description", ""))
 
 
-def test_readme_has_the_tables_that_the_results_give() -> None:
-    readme = ROOT / "README.md"
-    text = readme.read_text() if readme.exists() else ""
+@pytest.mark.parametrize("page", update_readme.PAGES)
+def test_pages_have_the_tables_that_the_results_give(page: str) -> None:
+    text = (ROOT / page).read_text()
+    assert "-->\n| " not in text and "end of table" in text
     assert update_readme.updated(text) == text, "run python benchmarks/update_readme.py"
 
 
@@ -339,6 +340,18 @@ def test_steps_of_changing_shapes_have_the_same_gradients_under_each_allocator(
     assert set(rows) == {"none", "glibc"}
     assert rows["none"]["gradient"] == rows["glibc"]["gradient"]
     assert all(row["peak_bytes"] >= row["end_bytes"] > 0 for row in rows.values())
+
+
+@takes_long
+def test_ranks_that_share_a_disk_are_measured_at_the_same_time(tmp_path: Path) -> None:
+    command = [sys.executable, "benchmarks/shared_disk.py", "--disk", str(tmp_path)]
+    command += ["--ranks", "1", "2", "--seconds", "0.1", "--mib", "8"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    rows = [line.split(" | ") for line in done.stdout.splitlines() if line.startswith("| ")][2:]
+    assert [row[0].strip("| ") for row in rows] == ["1", "2"]
+    assert rows[0][1] == rows[0][2] == rows[0][3] and "0 B" not in done.stdout
+    assert list(tmp_path.iterdir()) == []
 
 
 @takes_long

@@ -290,16 +290,17 @@ def test_what_is_counted_for_a_block_is_left_when_it_dies():
 def test_a_dead_block_is_struck_out_before_it_is_subtracted():
     """Else whoever comes after an interrupt would count it twice."""
     left = BlockCleanup(RECLAIM_QUEUE, 0, 12)
-    left.resident_bytes, left.serial = 12, 0
+    left.resident_bytes, left.again_bytes, left.serial = 12, 7, 0
     told = []
 
     def subtract(**what):
-        assert (left.resident_bytes, left.serial, left.facts) == (0, -1, None)
+        assert (left.resident_bytes, left.again_bytes) == (0, 0)
+        assert (left.serial, left.facts) == (-1, None)
         told.append(what)
 
     assert left.is_busy() is False
     left.settle(SimpleNamespace(subtract=subtract))
-    assert told == [{"resident_bytes": 12}]
+    assert told == [{"resident_bytes": 12, "again_bytes": 7}]
 
 
 def test_a_block_in_place():

@@ -74,8 +74,12 @@ def test_no_budget_is_ever_exceeded(tmp_path, keep, inflight, prefetch):
         "64MiB": 64 * MIB,
     }
     assert stats.keep_peak_bytes == (12 * MIB if keep is None else limit[keep])
-    assert stats.inflight_peak_bytes <= limit[inflight]
-    assert stats.ahead_peak_bytes <= max(limit[prefetch], 0)
+    # Not exact: how many writes are under way at once is up to the disk; one is, where any is.
+    least = min(limit[inflight], MIB) if keep is not None else 0
+    assert least <= stats.inflight_peak_bytes <= limit[inflight]
+    # Not exact: how soon blocks are asked for, of which there are fewer than 64 MiB.
+    assert stats.ahead_peak_bytes <= limit[prefetch]
+    assert stats.ahead_peak_bytes == limit[prefetch] or keep is None or prefetch == "64MiB"
     assert (stats.keep_bytes, stats.ahead_bytes, stats.blocks) == (0, 0, 0)
 
 
@@ -87,8 +91,9 @@ def test_budgets_hold_for_blocks_of_every_size(tmp_path, kib):
     with stash:
         loss = chain(x, 40)
     stats = stash.stats()
-    assert stats.keep_peak_bytes <= MIB
-    assert stats.inflight_peak_bytes <= 2 * MIB
+    assert stats.keep_peak_bytes == (MIB // (kib << 10)) * (kib << 10)
+    # Not exact: how many writes are under way at once is up to the disk.
+    assert kib << 10 <= stats.inflight_peak_bytes <= 2 * MIB
     assert stats.written_bytes + stats.keep_bytes == stats.eligible_bytes == 40 * kib * 1024
     (gradient,) = torch.autograd.grad(loss, x)
     assert torch.equal(gradient, plain_gradient(x, 40))
@@ -147,7 +152,7 @@ def test_a_thread_never_waits_for_another_one_s_memory(tmp_path):
     thread.start()
     thread.join(60)
     assert results, "the other thread hangs"
-    assert stash.stats().inflight_peak_bytes <= 2 * MIB
+    assert stash.stats().inflight_peak_bytes == 2 * MIB
     for loss, length in ((results[0], 8), (mine, 2)):
         (gradient,) = torch.autograd.grad(loss, x)
         assert torch.equal(gradient, plain_gradient(x, length))
@@ -315,7 +320,7 @@ def test_a_policy_may_pass_over_the_keep_budget(tmp_path):
         loss = chain(x, 4)
     stats = stash.stats()
     assert stats.keep_bytes == 0
-    assert stats.written_bytes >= 4 * MIB
+    assert stats.written_bytes == 4 * MIB
     (gradient,) = torch.autograd.grad(loss, x)
     assert torch.equal(gradient, plain_gradient(x, 4))
 
@@ -370,6 +375,6 @@ def test_an_interrupt_while_a_block_leaves_loses_none_to_its_budget(tmp_path, mo
     ]
     kept = [block for block in blocks if block.placement.is_kept]
     assert blocks and all(block.cleanup.resident_bytes == block.nbytes for block in kept)
-    assert stash.stats().keep_bytes <= 2 * MIB
+    assert stash.stats().keep_bytes == 2 * MIB
     assert torch.autograd.grad(loss, x)[0].isfinite().all()
     stash.close()

@@ -35,7 +35,7 @@ def test_it_measures_and_leaves_nothing(tmp_path: Path, capsys: pytest.CaptureFi
         assert word in output
     line = next(line for line in output.splitlines() if line.startswith("Stash("))
     eval(line, {"Stash": Stash}).close()
-    assert "backstash run --keep" in output
+    assert "backstash run --budget" in output
     assert list(tmp_path.iterdir()) == []
 
 
@@ -63,7 +63,7 @@ def test_json_has_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     found = json.loads(capsys.readouterr().out)
     assert found["disk"]["nbytes"] == 16 << 20
     assert found["disk"]["read_bytes_per_second"] > 0
-    assert found["advice"].startswith("Stash(keep=")
+    assert found["advice"].startswith("Stash(budget=")
     assert found["machine"]["memory_bytes"] > 0
 
 
@@ -87,11 +87,11 @@ def test_a_directory_that_is_none_is_one_line(
     assert "allowed: an existing, writable directory" in error
 
 
-def test_a_quarter_of_the_memory_that_is_left_may_stay_in_place() -> None:
-    assert advise(facts()).line == 'Stash(keep="2GiB", disk="/scratch")'
-    assert advise(facts(spare_bytes=GIB)).line == 'Stash(keep="256MiB", disk="/scratch")'
-    assert advise(facts(spare_bytes=0)).line == 'Stash(keep="0", disk="/scratch")'
-    assert advise(facts()).command == "backstash run --keep 2GiB --disk /scratch SCRIPT"
+def test_the_line_has_a_budget_of_what_is_left_less_a_twentieth() -> None:
+    assert advise(facts()).line == 'Stash(budget="7GiB", disk="/scratch")'
+    assert advise(facts(spare_bytes=GIB)).line == 'Stash(budget="972MiB", disk="/scratch")'
+    assert advise(facts(spare_bytes=0)).line == 'Stash(budget="auto", disk="/scratch")'
+    assert advise(facts()).command == "backstash run --budget 7GiB --disk /scratch SCRIPT"
     assert 'keep="auto", host="4GiB"' in advise(facts(accelerator="1 x cuda")).line
     assert "--keep auto" in advise(facts(accelerator="1 x cuda")).command
     assert advise(facts()).remarks == ()

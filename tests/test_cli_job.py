@@ -1,9 +1,13 @@
 """`backstash run` where a launcher starts several processes, and where a script starts threads."""
 
+import itertools
 import json
 import os
+import re
 import subprocess
 import sys
+import textwrap
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -30,12 +34,23 @@ third.join()
 with ThreadPoolExecutor(2) as pool:
     print(*pool.map(gradient, [1, 2]), third.found)
 """
+# Both are there before either goes on, as in training: each process of a group waits for the others.
 RANK = """
 import os, torch, backstash
-x = torch.ones(200_000, requires_grad=True)
-for _ in range(int(os.environ["RANK"]) + 1):
-    x = x.exp()
-x.sum().backward()
+from backstash.launcher import Job, JobDirectory
+torch.distributed.init_process_group("gloo")
+torch.distributed.barrier()
+rank = int(os.environ["RANK"])
+directory = JobDirectory.of(Job.now(), "run").path
+print("shared", rank, directory, directory.is_dir())
+parameter = torch.nn.Parameter(torch.ones(200_000))
+optimizer = torch.optim.SGD([parameter], lr=0.1)
+for step in range(3):
+    x = parameter
+    for _ in range(rank + 1):
+        x = x.exp()
+    x.sum().backward()
+    optimizer.step()
 """
 
 
@@ -80,26 +95,97 @@ def test_a_forked_process_starts_threads_as_plain_python_does(tmp_path: Path) ->
     assert (ended.stdout.split(), ended.stderr) == (["3"], "")
 
 
-def ranks(directory: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    """The script in two processes of ``torchrun``."""
-    script = write(directory / "rank.py", RANK)
+def ranks(
+    directory: Path, *options: str, then: str = "", processes: int = 2, launcher: Sequence[str] = ()
+) -> subprocess.CompletedProcess[str]:
+    """The script, and ``then``, in processes of ``torchrun``; they share no directory at the end."""
+    script = write(directory / "rank.py", RANK + textwrap.dedent(then))
     run = ["-m", "backstash", "run", "--disk", str(directory), *options, str(script)]
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    return subprocess.run(
-        [*launcher, *run], capture_output=True, text=True, timeout=100, cwd=directory
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes)]
+    ended = subprocess.run(
+        [*torchrun, *launcher, *run],
+        env=os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        cwd=directory,
     )
+    shared = re.findall(r"^shared (\d+) (\S+) (\w+)$", ended.stdout, re.MULTILINE)
+    assert len(shared) >= processes and {there for _, _, there in shared} == {"True"}
+    assert not any(os.path.exists(path) for _, path, _ in shared)
+    return ended
 
 
-def test_each_process_of_a_launcher_has_lines_and_files_of_its_own(tmp_path: Path) -> None:
+def told(ended: subprocess.CompletedProcess[str]) -> list[str]:
+    """What backstash said: the launcher says something, too."""
+    lines = ended.stderr.splitlines()
+    return [line.removeprefix("backstash: ") for line in lines if line.startswith("backstash")]
+
+
+def table(lines: list[str]) -> list[list[str]]:
+    """The rows of the summary's table, a number and its unit as one word."""
+    at = next(number for number, line in enumerate(lines) if line.startswith("rank  "))
+    rows = itertools.takewhile(lambda line: line.split()[0].isdecimal(), lines[at + 1 :])
+    return [re.split(r"  +", row.strip()) for row in rows]
+
+
+def test_the_processes_of_a_launcher_end_with_one_summary_one_page_and_a_file_each(
+    tmp_path: Path,
+) -> None:
     files = {"--json": "run.json", "--report": "out.page.html"}
     options = [part for name, file in files.items() for part in (name, str(tmp_path / file))]
     ended = ranks(tmp_path, *options)
     assert ended.returncode == 0, ended.stderr
-    for rank, file in enumerate(["run.json", "run.rank1.json"]):
-        assert json.loads((tmp_path / file).read_text())["stats"]["saves"] == rank + 1
-        assert f"backstash rank {rank}: to disk " in ended.stderr
-    assert "backstash: " not in ended.stderr
-    assert (tmp_path / "out.page.html").exists() and (tmp_path / "out.page.rank1.html").exists()
+    lines = told(ended)
+    assert lines[0].startswith("ranks 0-1 of 2: the largest peak is rank ")
+    rows = table(lines)
+    assert [(row[0], row[2], row[-1]) for row in rows] == [
+        ("0", "2.29 MiB", "finished"),  # three steps with a block of 800,000 bytes each
+        ("1", "4.58 MiB", "finished"),
+    ]
+    assert sum(line.startswith("allocator") for line in lines) == 1
+    everything = json.loads((tmp_path / "run.json").read_text())
+    assert [each["rank"] for each in everything["ranks"]] == [0, 1]
+    for rank, each in enumerate(everything["ranks"]):
+        own = json.loads((tmp_path / f"run.rank{rank}.json").read_text())
+        assert own["stats"]["saves"] == 3 * (rank + 1)
+        assert each == {"rank": rank, **own}
+    page = (tmp_path / "out.page.html").read_text()
+    data = json.loads(page.split('id="report">')[1].split("</script>")[0])
+    assert [row[0] for row in data["ranks"]["rows"]] == ["0", "1"]
+    assert all(each["facts"] and each["curve"] for each in data["ranks"]["pages"])
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "rank.py",
+        "run.json",
+        "run.rank0.json",
+        "run.rank1.json",
+        "out.page.html",
+    }
+
+
+def test_of_a_rank_that_is_killed_the_last_figures_are_told(tmp_path: Path) -> None:
+    killed = """
+    import json, signal
+    while rank == 1:
+        optimizer.step()
+        last = json.loads((directory / "rank1.json").read_text())["content"]["figures"]
+        if last["steps"]["count"] >= 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+    signal.pause()  # until the launcher ends it
+    """
+    ended = ranks(tmp_path, "--json", "run.json", then=killed)
+    assert ended.returncode == 1 and "SIGKILL" in ended.stderr  # the launcher's own
+    lines = told(ended)
+    assert re.match(r"ranks 0-1 of 2: rank 1 died: .* s after its start, \d+ steps", lines[0])
+    first, second = table(lines)
+    assert (first[-1], second[-1]) == ("SIGTERM", "died")
+    assert int(second[5]) >= 3 and second[2] == "4.58 MiB"
+    died = json.loads((tmp_path / "run.rank1.json").read_text())
+    assert died["outcome"] == "died" and died["stats"]["saves"] == 6
+    outcomes = [
+        each["outcome"] for each in json.loads((tmp_path / "run.json").read_text())["ranks"]
+    ]
+    assert outcomes == ["SIGTERM", "died"]
 
 
 def test_a_launcher_under_backstash_is_told_how_to_go_around_it(tmp_path: Path) -> None:
@@ -170,6 +256,11 @@ def test_one_process_is_the_default() -> None:
 
 def test_names_of_lines_and_files() -> None:
     assert [Job().label, Job(3, 1, 4).label] == ["backstash", "backstash rank 3"]
-    assert Job(0, 0, 2).file("a/out.html") == "a/out.html"
+    assert Job().file("a/out.html") == "a/out.html"
+    assert Job(0, 0, 2).file("a/out.html") == "a/out.rank0.html"
+    assert Job(0, 0, 2).file("a/out.html", 1) == "a/out.rank1.html"
+    assert Job(4, 0, 8).common_file("out.html", range(4, 8)) == "out.ranks4-7.html"
+    assert Job(4, 0, 8).common_file("out.html", [4]) == "out.rank4.html"
+    assert Job(4, 0, 8).common_file("out.html", range(8)) == "out.html"
     assert Job(12, 0, 16).file("/a/out.html") == "/a/out.rank12.html"
     assert Job(1, 0, 2).file(f"{os.sep}a{os.sep}out") == "/a/out.rank1"

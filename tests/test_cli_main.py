@@ -2,6 +2,7 @@
 
 import io
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +18,7 @@ from backstash.cli._progress import Progress
 from backstash.cli._summary import outcome, summary
 
 
-@pytest.mark.parametrize("command", [[], ["run"], ["doctor"], ["bench"]])
+@pytest.mark.parametrize("command", [[], ["run"], ["doctor"], ["bench"], ["completion"]])
 def test_help_has_examples(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*command, "--help"]) == 0
     text = capsys.readouterr().out
@@ -32,15 +33,94 @@ def test_without_a_command_help_is_printed_and_the_status_says_so(
     assert "commands:" in capsys.readouterr().out
 
 
-def test_an_unknown_command_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["rum"]) == 2
+@pytest.mark.parametrize(
+    ("line", "next_command"),
+    [
+        ("rum --budget 6GiB 'my train.py'", "backstash run --budget 6GiB 'my train.py'"),
+        ("--verson", "backstash --version"),
+        ("--disk . train.py", "backstash run --disk . train.py"),
+        ("train.py 3", "backstash run train.py 3"),
+        ("nothing", "backstash --help"),
+        ("run", "backstash run train.py"),
+        ("plan", "backstash plan train.py"),
+        ("run -m", "backstash run -m package.train"),
+        ("run tarin.py", "backstash run train.py"),
+        ("run nothing", "backstash run --help"),
+        ("run --budget", "--budget 6GiB"),
+        ("run --budget 6 train.py", "6GiB"),
+        ("plan --budget 4,6 train.py", "4GiB"),
+        ("run --disk", "--disk /scratch"),
+        ("run --disk new/scratch train.py", "mkdir -p new/scratch"),
+        ("run --disk train.py train.py", "backstash run --help"),
+        ("doctor new", "mkdir -p new"),
+        ("bench nothing", "backstash bench --help"),
+        ("completion", "backstash completion bash"),
+    ],
+)
+def test_a_mistake_is_one_line_with_the_next_command(
+    line: str,
+    next_command: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+    assert main(shlex.split(line)) == 2
+    out, error = capsys.readouterr()
+    assert out == "" and error.count("\n") == 1
+    assert f"`{next_command}`" in error
+
+
+def test_a_misspelt_option_is_told_which_was_meant(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "--bugdet", "6GiB", "train.py"]) == 2
+    assert "unknown argument '--bugdet'; did you mean --budget? " in capsys.readouterr().err
+    assert main(["run", "-malloc", "tbb", "train.py"]) == 2  # no module `alloc`
+    assert "unknown argument '-malloc'; did you mean --malloc? " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("line", "noted"),
+    [
+        (
+            "run train.py --lr 1 --budget 6GiB --x",
+            "--budget after train.py is given to the script; for backstash: "
+            "`backstash run --budget 6GiB train.py --lr 1 --x`",
+        ),
+        ("run -m train --disk=.", "`backstash run --disk=. -m train`"),
+        ("run --quiet train.py --budget 6GiB", ""),
+        ("run train.py --lr 1", ""),
+    ],
+)
+def test_an_option_after_the_script_is_the_script_s_and_is_noted(
+    line: str,
+    noted: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+    given = []
+    monkeypatch.setattr("backstash.cli.run.replace_process", lambda *args: given.append(args[1]))
+    main(shlex.split(line))
+    assert given == [line.partition("train")[2].removeprefix(".py").split()]
     error = capsys.readouterr().err
-    assert error == "backstash: unknown command 'rum'; allowed: run, profile, plan, doctor, bench\n"
+    assert noted in error and bool(error) == bool(noted)
+
+
+def test_help_about_a_command_is_the_command_s_own(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in ("run", "profile", "plan", "doctor", "bench", "completion"):
+        assert main([command, "--help"]) == 0
+        own = capsys.readouterr().out
+        assert main(["help", command]) == 0
+        assert capsys.readouterr().out == own
 
 
 def test_version_is_the_package_s(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--version"]) == 0
-    assert capsys.readouterr().out.startswith(f"backstash {backstash.__version__}, torch ")
+    for option in ("--version", "-V"):
+        assert main([option]) == 0
+        assert capsys.readouterr().out.startswith(f"backstash {backstash.__version__}, torch ")
 
 
 def test_python_m_backstash_is_the_command() -> None:
@@ -76,6 +156,7 @@ print("status", status)
             for command in ("run", "profile", "plan", "doctor", "bench")
         ],
         ("run --keep 1GiB train.py", 2),
+        ("run --host 1GiB train.py", 2 if torch.__version__.endswith("+cpu") else 0),
         ("run --disk . --keep 2G train.py", 2),
         ("run --disk . missing.py", 2),
         ("run --disk . --malloc fast train.py", 2),
@@ -90,6 +171,9 @@ print("status", status)
         ("bench nothing", 2),
         ("bench --device cuda gpt", 2),
         ("bench --table missing.json", 2),
+        ("completion zsh", 0),
+        ("completion --words run --m", 0),
+        ("help plan", 0),
     ],
 )
 def test_no_torch_is_imported_before_it_is_needed(

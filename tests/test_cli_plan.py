@@ -3,13 +3,17 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from backstash.cli import main
+from backstash.cli._advice import advice
+from backstash.cli._plan_page import plan_section
 from backstash.cli._plan_session import budgets_of, table
+from backstash.cli._verdict import verdict
 from backstash.errors import UsageError
 from backstash.fake import FakeRun
 from backstash.plan import Plan, PlannedClass, StepFigures
@@ -110,8 +114,89 @@ def test_the_table_names_what_cannot_be_kept() -> None:
         smallest_budget_bytes=90 * MIB,
     )
     text = table("train.py", [small])
-    assert "1.00 MiB   3.00 MiB  cannot be kept; 90 MiB can" in text
+    line = "1.00 MiB   3.00 MiB        0 B        0 B  cannot be kept; 90 MiB can"
+    assert line in text
+    mixed = replace(each, choices=(("disk", 1), ("recompute", 2), ("pack", 1)))
+    text = table("train.py", [replace(small, classes=(mixed,))])
+    assert " 0 B   1.00 MiB   2.00 MiB   1.00 MiB  cannot" in text
     assert budgets_of(small) == [96 * MIB, 128 * MIB, 160 * MIB, 192 * MIB, 208 * MIB]
+
+
+def test_the_page_s_plan_says_what_came_beside_what_was_predicted() -> None:
+    runs = (("disk", 2), ("recompute", 1), ("keep", 1))
+    each = PlannedClass("blocks.* #0 1.00 MiB", 4, 4 * MIB, runs, 0.5, "cheapest")
+    made = Plan(
+        200 * MIB,
+        "planned",
+        (each,),
+        StepFigures(150 * MIB, 1.0),
+        StepFigures(153 * MIB, 0.9),
+        StepFigures(200 * MIB, 0.8),
+        StepFigures(400 * MIB, 0.7),
+    )
+    section = plan_section(made.as_dict())
+    assert [row[1:] for row in section["figures"]["rows"]] == [
+        [400 * MIB, 0.7],
+        [150 * MIB, 1.0],
+        [153 * MIB, 0.9],
+        [200 * MIB, 0.8],
+    ]
+    assert section["note"] == (
+        "Within a budget of 200 MiB for the memory of the process. The measured peak was 2.0% above the "
+        "predicted one and 23.5% below the budget; the time of a step was 10.0% below the predicted one."
+    )
+    (row,) = section["classes"]["rows"]
+    assert row[:4] == [each.name, 4, 4 * MIB, "2 on disk, 1 recomputed, 1 in place"]
+    sums = {part["name"]: part["bytes"] for part in section["parts"]}
+    assert sums == {"in place": MIB, "on disk": 2 * MIB, "recomputed": MIB}
+
+    def note(state: str, **changed: object) -> str:
+        return str(plan_section(replace(made, state=state, **changed).as_dict())["note"])
+
+    assert note("too small", smallest_budget_bytes=210 * MIB).startswith(
+        "A budget of 200 MiB cannot be kept: the smallest that can is 210 MiB."
+    )
+    assert "too few steps" in note("measuring", predicted=None, measured=None)
+    assert note("loaded", measured=None).endswith("No step under the plan was measured.")
+    assert "was 23.5% below the budget." in note("left alone", predicted=None)
+
+
+@pytest.mark.parametrize("state", ["left alone", "too small", "planned"])
+def test_a_run_within_a_budget_is_advised_about_its_budget(state: str) -> None:
+    made = Plan(200 * MIB, state, plain=StepFigures(MIB, 1.0), smallest_budget_bytes=210 * MIB + 1)
+    settings = {"budget": 200 * MIB, "plan": None, "keep": 0, "host": "auto", "disk": "/d"}
+    settings |= {"min_bytes": 64 << 10, "inflight": 128 << 20, "prefetch": 128 << 20}
+    figures = {
+        "plan": made.as_dict(),
+        "settings": settings | {"max_bytes": None},
+        "stats": {"stall_seconds": 1.0},
+        "seconds": 2.0,
+        "allocator": {"kind": "tcmalloc"},
+        "script": ["train.py", "a b"],
+    }
+    first, last = advice(figures, 1 << 30)
+    by_state = {"too small": "--budget 211MiB"}
+    assert first["code"] == by_state.get(state, "backstash plan train.py 'a b'")
+    assert last["code"] == """Stash(budget="200MiB", disk='/d')"""
+
+
+def test_the_verdict_says_where_a_budget_was_exceeded() -> None:
+    made = Plan(200 * MIB, "planned", (), plain=StepFigures(400 * MIB, 1.0))
+    figures = {
+        "plan": made.as_dict(),
+        "stats": {"stall_seconds": 0.0, "host_peak_bytes": 0, "disk_peak_bytes": 0},
+        "devices": {},
+        "resident": {"peak_bytes": 190 * MIB},
+        "steps": {"median_seconds": None},
+        "seconds": 1.0,
+    }
+    assert "peak 190 MiB within a budget of 200 MiB" in verdict(figures, None)
+    figures["resident"] = {"peak_bytes": 210 * MIB}
+    assert "peak 210 MiB over a budget of 200 MiB, with" in verdict(figures, None)
+    figures["plan"] = replace(made, measured=StepFigures(199 * MIB, 1.0)).as_dict()
+    assert "200 MiB, which was kept in the steps measured under the plan, with" in verdict(
+        figures, None
+    )
 
 
 CHAIN = """

@@ -141,6 +141,7 @@ def test_a_script_with_hooks_of_its_own_is_profiled_too(tmp_path: Path) -> None:
         (["no-such-script.py"], "no script 'no-such-script.py'; allowed: a Python file"),
         (["--keep", "1", "x.py"], "unknown argument '--keep'; options: --help, --steps"),
         (["--disk", "/no/such/place", "x.py"], "is not a directory"),
+        (["--disk", "", "x.py"], "'' is not a directory"),
         (["--json", "/no/such/place/x", "x.py"], "cannot be written"),
     ],
 )
@@ -170,7 +171,27 @@ def test_the_disk_is_told_of_where_a_budget_would_use_it(seconds: float | None, 
     speed = DiskSpeed(1 << 20, 1e9, 2e9, 3e9, direct=True, unnamed=True, notes=())
     text = "\n".join(_profile_text._costs(costs, "/scratch", speed))
     assert ("/scratch writes 2.00 GB/s" in text) == told
-    assert "Stash(...)" in text
+
+
+def test_a_budget_is_advised_in_one_number_where_one_would_save() -> None:
+    def advised(memory: int, code: str) -> str:
+        costs = [
+            _profile_text.Cost("everything", 1 << 30, 0, 1 << 30, 0.0, 0.0, ""),
+            _profile_text.Cost("nothing", 0, 1 << 30, memory, 1.0, 1.0, code),
+        ]
+        lines = [
+            *_profile_text._costs(costs, "/a b", None),
+            *_profile_text._one_number(costs, "/a b", "train.py"),
+        ]
+        return "\n".join(lines)
+
+    text = advised(1 << 20, 'Stash(disk="/a b")')
+    assert text.endswith('  Stash(budget=SIZE, disk="/a b")')
+    assert "backstash run --budget SIZE --disk '/a b' train.py" in text
+    assert 'Stash(disk="/a b")' not in text
+    assert "budget=SIZE" not in advised(1 << 30, 'Stash(disk="/a b")')
+    text = advised(1 << 20, 'Stash(host="auto")')  # no budget plans for an accelerator's tensors
+    assert "budget=SIZE" not in text and 'Stash(host="auto")' in text
 
 
 def test_budgets_that_save_are_shown_in_a_table() -> None:

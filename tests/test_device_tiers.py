@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from backstash import Stash
+from backstash import memory as _memory
 from backstash._device.memory import DeviceMemory
 from backstash._runtime.reclaim import ReclaimQueue
-from backstash._tiers import device_tiers as _device_tiers
 from backstash._tiers.base import LowerTier
 from backstash._tiers.device_tiers import DeviceTiers
 from backstash._tiers.disk import DiskTier
@@ -47,14 +47,16 @@ def test_without_host_memory_an_accelerator_has_nothing_below():
 
 
 def test_pools_take_no_more_than_they_leave(monkeypatch):
-    monkeypatch.setattr(_device_tiers, "spare_bytes", lambda: 1001)
+    monkeypatch.setattr(_memory, "spare_bytes", lambda: 1001)
     with stash_on(TwinDevice()) as stash:
         config = stash._config
     del config.pools[:]
     assert config._more_host() == 500
-    config.pools.extend([SimpleNamespace(slab_bytes=300), SimpleNamespace(slab_bytes=201)])
+    config.pools.extend(
+        [SimpleNamespace(slab_bytes=300, wanted=None), SimpleNamespace(slab_bytes=201, wanted=0)]
+    )
     assert config._more_host() == 250
-    config.pools.append(SimpleNamespace(slab_bytes=600))
+    config.pools.append(SimpleNamespace(slab_bytes=600, wanted=0))
     assert config._more_host() == -50, "others have taken what there was"
 
 
@@ -144,7 +146,9 @@ def test_what_an_object_that_died_took_part_in_is_subtracted():
     tiers.subtract(resident_bytes=30)
     tiers.subtract(inflight_bytes=20)
     assert (tiers.evictor.resident.nbytes, tiers.evictor.inflight.nbytes) == (70, 30)
-    tiers.subtract(resident_bytes=70, inflight_bytes=30)
+    tiers.prefetcher.again_bytes = 9
+    tiers.subtract(resident_bytes=70, inflight_bytes=30, again_bytes=8)
+    assert tiers.prefetcher.again_bytes == 1
     assert (tiers.evictor.resident.nbytes, tiers.evictor.inflight.nbytes) == (0, 0)
     stash.close()
 

@@ -1,6 +1,7 @@
-"""Processes under DDP, FSDP2, pipelines and tensor parallelism, on gloo: see distributed_worker.py and
-tensor_parallel_worker.py."""
+"""Processes under DDP, FSDP2, pipelines, tensor and context parallelism, on gloo: see distributed_worker.py,
+tensor_parallel_worker.py and context_parallel_worker.py."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from backstash import Stash
 from two_processes import run_two
 
 WORKER = Path(__file__).with_name("distributed_worker.py")
+CONTEXT_PARALLEL = Path(__file__).with_name("context_parallel_worker.py")
 TENSOR_PARALLEL = Path(__file__).with_name("tensor_parallel_worker.py")
 
 needs_gloo = pytest.mark.skipif(
@@ -25,8 +27,29 @@ def test_ddp_fsdp2_and_pipelines_have_plain_s_gradients(tmp_path):
 
 
 @needs_gloo
-def test_tensor_parallel_models_have_plain_s_gradients(tmp_path):
-    run_two(TENSOR_PARALLEL, tmp_path / "store", tmp_path, 2)
+@pytest.mark.parametrize(
+    "world",
+    [
+        2,
+        pytest.param(
+            4,
+            marks=pytest.mark.skipif(
+                "BACKSTASH_LONG_TESTS" not in os.environ,
+                reason="half a minute on two cores: BACKSTASH_LONG_TESTS=1 runs it",
+            ),
+        ),
+    ],
+)
+def test_tensor_parallel_models_have_plain_s_gradients(tmp_path, world):
+    """On a mesh of (1, 2), or of (2, 2), where weights are sharded both ways."""
+    run_two(TENSOR_PARALLEL, tmp_path / "store", tmp_path, world, world=world)
+    done = {f"done-{rank}" for rank in range(world)}
+    assert done <= {path.name for path in tmp_path.iterdir()} <= {"store", *done}
+
+
+@needs_gloo
+def test_context_parallel_models_have_plain_s_gradients(tmp_path):
+    run_two(CONTEXT_PARALLEL, tmp_path / "store", tmp_path)
     assert {path.name for path in tmp_path.iterdir()} <= {"store", "done-0", "done-1"}
 
 

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+import backstash
+
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "scripts"))
 
@@ -61,7 +63,14 @@ def test_sessions_in_the_page_run(
 
 
 def test_change_log_begins_with_the_version() -> None:
-    declared = re.search(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.M)
     logged = re.search(r"^## (?:\[?)([\d.]+)", (ROOT / "CHANGELOG.md").read_text(), re.M)
-    assert declared and logged
-    assert logged[1] == declared[1]
+    cited = re.search(r"^version: (.+)$", (ROOT / "CITATION.cff").read_text(), re.M)
+    assert logged and cited
+    assert logged[1] == cited[1] == backstash.__version__
+
+
+def test_every_page_is_in_the_navigation_of_the_site() -> None:
+    nav = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:\n")[2]
+    listed = re.findall(r"^\s+- (?:[^#\n]*: )?([\w.-]+\.md)(?: # (generated))?$", nav, re.M)
+    written = [name for name, generated in listed if not generated]
+    assert sorted(written) == sorted(path.name for path in (ROOT / "docs").glob("*.md"))

@@ -100,7 +100,9 @@ def test_every_dtype_moves_to_the_bit(tmp_path, dtype, cut):
         stash.close()
         assert all(torch.equal(*pair) for pair in zip(got, want, strict=True)), way
         if way == "all on disk":
-            assert stash.stats().written_bytes >= want[0].numel()
+            # The column begins as far from an aligned address as it did, three elements.
+            before = 3 * dtype.itemsize if cut == "column" else 0
+            assert stash.stats().written_bytes == want[0].nbytes + before
 
 
 CARRIER = {2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
@@ -391,6 +393,7 @@ def test_parameters_frozen_or_not_and_buffers_stay(tmp_path):
 
     check(program, tmp_path)
     stats = on_disk(program, tmp_path).stats()
+    # Not exact: the small parameters come on top.
     assert stats.left[PARAMETER].nbytes >= 4 * SIDE * SIDE * 4
     assert stats.left["a module's buffer, or a view of one"].count >= 4
     activations = 4 * SIDE * 4
@@ -423,6 +426,7 @@ def test_autocast(tmp_path):
 
     check(program, tmp_path)
     stats = on_disk(program, tmp_path).stats()
+    # Not exact: what autocast's operations save beside them is PyTorch's affair.
     assert stats.written_bytes > 2 * SIDE * SIDE * 2  # the weights in bfloat16, no parameters
 
 
@@ -443,7 +447,9 @@ def test_forward_mode_over_a_stash(tmp_path):
     check(program, tmp_path)
     stats = on_disk(program, tmp_path).stats()
     assert "a tensor of zeros without memory" in stats.left
-    assert stats.written_bytes > SIDE * SIDE * 4
+    assert (
+        stats.written_bytes > SIDE * SIDE * 4
+    )  # not exact: what formulas save is PyTorch's affair
 
 
 def test_backward_in_inference_mode(tmp_path):

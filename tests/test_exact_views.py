@@ -5,7 +5,8 @@ import torch
 import torch.nn.functional as F
 
 from backstash import Stash
-from oracle import check, gradients, on_disk
+from backstash.testing import MemoryStore
+from oracle import check, gradients, on_disk, same_bits
 
 SIDE = 256
 SMALL_READS = 64 << 10  # small blocks are read in units of 4096 bytes
@@ -284,3 +285,23 @@ def test_attention_moves_each_storage_once(tmp_path):
     assert stats.written_bytes == stats.eligible_bytes
     # Not exact: of a small one, the units of 4096 bytes are read that it lies in.
     assert stats.eligible_bytes <= stats.read_bytes <= stats.eligible_bytes + SMALL_READS
+
+
+@pytest.mark.parametrize("min_bytes", [0, 8192])  # of what all parts take
+@pytest.mark.parametrize("keep", [0, None])
+def test_parts_of_one_storage_with_versions_of_their_own_move_once(keep, min_bytes):
+    """As the gates of ``nn.LSTMCell`` on the CPU: four tensors, no views, of one storage."""
+    x = torch.randn(16, 4 * 32, requires_grad=True)
+
+    def program():
+        gates = [each.sigmoid_() for each in (x * 1).unsafe_chunk(4, 1)]
+        return torch.stack([each.square().sum() for each in gates]).sum()
+
+    (expected,) = torch.autograd.grad(program(), x)
+    stash = Stash(disk=MemoryStore(), keep=keep, min_bytes=min_bytes, inflight=0)
+    with stash:
+        loss = program()
+    assert stash.stats().eligible_bytes == x.nbytes
+    (found,) = torch.autograd.grad(loss, x)
+    assert same_bits(found, expected)
+    stash.close()

@@ -249,8 +249,9 @@ def test_eight_threads_share_one_stash(tmp_path):
         thread.join()
     assert not failures
     stats = stash.stats()
-    assert stats.keep_peak_bytes <= 1 << 20
-    assert stats.inflight_peak_bytes <= 2 << 20
+    assert stats.keep_peak_bytes == 800_000  # one block, and a second would not fit
+    # Not exact: how many writes are under way at once is up to the disk.
+    assert 800_000 <= stats.inflight_peak_bytes <= 2 << 20
     assert stats.saves == stash.stats().saves == 8 * 5 * 5
     assert (stats.blocks, stats.keep_bytes) == (0, 0)
 

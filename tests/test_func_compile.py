@@ -435,6 +435,7 @@ def test_compiled_inside_a_stash(tmp_path, blocks, backend, form):
         stats = stash.stats()
         assert stats.saves > 0
         if way == "all on disk":
+            # Not exact: what a compiled graph saves is the compiler's affair.
             assert stats.written_bytes > SIDE * SIDE * 4
         stash.close()
 
@@ -454,7 +455,7 @@ def test_compiled_and_attached(tmp_path, blocks, backend, order):
         compiled = torch.compile(blocks, backend=backend)
         with stash.attach(compiled):
             got = gradients(compiled(x * 2).sin(), x, *blocks.parameters())
-    assert stash.stats().written_bytes > SIDE * SIDE * 4
+    assert stash.stats().written_bytes > SIDE * SIDE * 4  # not exact: as above
     for one, other in zip(got, want, strict=True):
         torch.testing.assert_close(one, other)  # a compiler may order sums in its own way
     stash.close()

@@ -60,7 +60,7 @@ def test_a_retained_graph_may_be_used_again(tmp_path):
     check(program, tmp_path)
 
 
-def test_each_use_of_a_retained_graph_reads_once(tmp_path):
+def test_three_uses_of_a_retained_graph_read_once(tmp_path):
     def program():
         x, w = inputs()
         loss = chain(x, w)
@@ -68,7 +68,8 @@ def test_each_use_of_a_retained_graph_reads_once(tmp_path):
 
     stats = on_disk(program, tmp_path).stats()
     assert stats.written_bytes == stats.eligible_bytes
-    assert stats.read_bytes <= 3 * (stats.eligible_bytes + 12 * 4096)  # read in units
+    # Not exact: of each of eleven blocks, the units of 4096 bytes are read that it lies in.
+    assert stats.eligible_bytes <= stats.read_bytes <= stats.eligible_bytes + 11 * 4096
 
 
 @pytest.mark.parametrize("inside", [True, False], ids=["packed too", "outside"])
@@ -563,4 +564,5 @@ def test_a_function_of_one_s_own(tmp_path):
         return lambda: (first.detach(), *gradients(first.square(), x, beta))
 
     check(program, tmp_path)
+    # Not exact: what the operations of its backward save is PyTorch's affair.
     assert on_disk(program, tmp_path).stats().written_bytes > 2 * SIDE * SIDE * 4

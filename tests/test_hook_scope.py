@@ -229,7 +229,7 @@ class Notes:
 def test_an_attachment_is_around_all_other_hooks_and_leaves_after_an_error():
     notes, module = Notes(), torch.nn.ReLU()
     module.register_forward_pre_hook(lambda *_: notes.steps.append("another"))
-    attachment = Attachment(module, notes.enter, notes.leave)
+    attachment = Attachment.of(module, notes.enter, notes.leave)
     with attachment as entered:
         assert entered is attachment
         module(torch.zeros(1))
@@ -244,7 +244,7 @@ def test_an_attachment_is_around_all_other_hooks_and_leaves_after_an_error():
 
 def test_an_attachment_hands_on_the_frame_of_the_call():
     notes, module = Notes(), torch.nn.ReLU()
-    with Attachment(module, notes.enter, notes.leave):
+    with Attachment.of(module, notes.enter, notes.leave):
         module(torch.zeros(1))
         module(torch.zeros(1))
     first, left, second, left_again = notes.frames
@@ -253,4 +253,4 @@ def test_an_attachment_hands_on_the_frame_of_the_call():
 
 
 def test_no_compiler_looks_into_a_hook():
-    assert _hook_scope._Hook.__call__._torchdynamo_disable is True
+    assert _hook_scope.Hook.__call__._torchdynamo_disable is True

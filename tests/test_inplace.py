@@ -672,7 +672,8 @@ def test_what_an_operation_saves_before_it_fills_it(tmp_path, min_bytes, then):
     stash = Stash(disk=tmp_path, min_bytes=min_bytes, inflight=0)
     with stash:
         loss = program()
-    assert stash.stats().written_bytes == stash.stats().eligible_bytes > 2 * 4 * tiers * tiers - 1
+    # At least the noise and one of rrelu's; what follows saves more.
+    assert stash.stats().written_bytes == stash.stats().eligible_bytes >= 2 * x.nbytes
     assert torch.equal(gradients(loss, x)[0], expected[0])
     stash.close()
 

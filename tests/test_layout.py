@@ -28,7 +28,7 @@ FLOORS = (
     ("_planner",),
     ("_session",),
     ("_admission",),
-    ("_hook_scope", "_stats"),
+    ("_hook_scope", "_stats", "_region"),
     ("stash",),
     ("graph", "fake"),
     ("testing", "cli", "integrations", "__main__"),

@@ -213,6 +213,7 @@ def test_snapshots_and_saves_are_blocks_of_a_stash(disk_dir: Path) -> None:
     y = checkpoint_loop(lambda s: (s @ w * 0.01).tanh(), x, N, schedule=Binomial(4), stash=stash)
     held = stash.stats()
     assert held.blocks >= 4
+    # Not exact: a write that ends between two looks is in both figures.
     assert held.keep_bytes == 0 and held.disk_bytes + held.inflight_bytes >= 4 * 256 * 256 * 4
     y.sum().backward()
     found = [w.grad, x.grad]

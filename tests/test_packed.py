@@ -77,6 +77,7 @@ def test_gradients_are_the_same_and_bytes_fewer(place):
         with stash:
             assert are_same(gradients(net, x), expected)
     stats = stash.stats()
+    # Not exact: how far a codec gets is up to the values, and these to the machine's kernels.
     assert stats.packed_bytes > 6 << 20 and stats.payload_bytes < 0.5 * stats.packed_bytes
     assert (stats.blocks, stats.keep_bytes, stats.ahead_bytes, stats.disk_bytes) == (0, 0, 0, 0)
     assert "packed" in str(stats)
@@ -89,6 +90,7 @@ def test_payloads_count_as_kept_and_stay_within_the_budget():
         loss = net(x)
         held = stash.stats()
     assert 0 < held.keep_bytes <= held.keep_peak_bytes <= 1 << 20
+    # Not exact, as above; what is not packed is written too.
     assert held.written_bytes >= held.payload_bytes - held.keep_bytes
     loss.backward()
     stash.close()

@@ -5,12 +5,12 @@ import random
 import statistics
 
 import pytest
-from scipy import optimize, sparse
 
 from backstash._plan.simulate import Windows, simulate
 from backstash._plan.solve import smallest_budget, solve
 from backstash._plan.trace import Links, Moment, Option, Trace, TracedBlock
 from backstash.errors import UsageError
+from plan_bound import linear_program
 
 MIB = 1 << 20
 NONE = Windows(0, 0)
@@ -155,38 +155,6 @@ def random_trace(seed, layers=16):
             moments.append(Moment(kind, at, seconds, base + generator.randint(0, 100) * MIB))
     links = Links(generator.uniform(0.5e9, 4e9), generator.uniform(0.5e9, 4e9), 1e-4)
     return Trace(tuple(blocks), tuple(moments), links, 0.01, base)
-
-
-def linear_program(trace, budget, window):
-    """The least seconds of any choice, fractions of a block allowed: by another's solver."""
-    saves, frees = trace.span("save"), trace.span("free")
-    first_use = next(at for at, moment in enumerate(trace.moments) if moment.kind == "use")
-    variables = [(b, o) for b, block in enumerate(trace.blocks) for o in block.options.values()]
-    count, last = len(variables), len(trace.moments)
-    cost = [option.save_seconds + option.use_seconds for _, option in variables] + [1, 1]
-    rows = sparse.lil_matrix((last + 2, count + 2))
-    blocks = sparse.lil_matrix((len(trace.blocks), count + 2))
-    for at, (block, option) in enumerate(variables):
-        blocks[block, at] = 1
-        if option.resident_bytes:
-            for moment in range(saves[block] + 1, frees[block] + 1):
-                rows[moment, at] = option.resident_bytes / MIB
-        rows[last, at] = option.moved_bytes / trace.links.down_rate
-        rows[last + 1, at] = option.moved_bytes / trace.links.up_rate
-    rows[last, count] = rows[last + 1, count + 1] = -1
-    most = [(budget - moment.other_bytes) / MIB for moment in trace.moments]
-    forward = sum(moment.seconds for moment in trace.moments[:first_use])
-    most += [forward + window / trace.links.down_rate, trace.compute_seconds - forward]
-    found = optimize.linprog(
-        cost,
-        A_ub=rows.tocsr(),
-        b_ub=most,
-        A_eq=blocks.tocsr(),
-        b_eq=[1] * len(trace.blocks),
-        method="highs",
-    )
-    assert found.status == 0
-    return trace.compute_seconds + found.fun
 
 
 def test_choices_are_near_the_bound_and_the_bound_is_one():

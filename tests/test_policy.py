@@ -6,6 +6,7 @@ from torch import nn
 
 from backstash import Action, SavedTensor, Stash
 from backstash._torch.hook_stack import current_pair
+from backstash.codecs import Bits
 from backstash.errors import StashError, StashIOError, StashWarning, UsageError
 from backstash.policy import by_module, first, larger_than
 from backstash.testing import MemoryStore
@@ -98,6 +99,14 @@ def test_an_error_in_a_policy_reaches_the_caller_and_leaves_nothing(tmp_path):
     assert stash.stats().blocks == 0
 
 
+@pytest.mark.parametrize("asked", ["policy", "codec"])
+def test_a_type_error_of_what_is_asked_is_not_taken_for_one_of_the_operands(asked):
+    x = torch.randn(300, 300, requires_grad=True)
+    with pytest.raises(UsageError, match=f"the {asked} .* raised TypeError: .* takes 0 positional"):
+        with Stash(disk=MemoryStore(), **{asked: lambda: None}):
+            x.sin() @ x
+
+
 def test_a_policy_that_returns_something_else_is_told_so():
     def choose(saved):
         return "disk"
@@ -147,6 +156,12 @@ def test_notes_do_not_grow_with_refused_steps():
     stash.close()
 
 
-def test_a_disk_that_is_no_directory_is_told_so():
-    with pytest.raises(UsageError, match="disk=5: allowed is a directory, a Disk, or None"):
-        Stash(disk=5)
+@pytest.mark.parametrize("disk", [5, ""])  # an empty one would be the working directory
+def test_a_disk_that_is_no_directory_is_told_so(disk):
+    with pytest.raises(UsageError, match=f"disk={disk!r}: allowed is a directory, a Disk, or None"):
+        Stash(disk=disk)
+
+
+def test_a_codec_s_class_is_not_taken_for_a_callable():
+    with pytest.raises(UsageError, match=r"codec=.*Bits.*: allowed is a Codec, for example"):
+        Stash(codec=Bits)

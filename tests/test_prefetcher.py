@@ -197,6 +197,71 @@ def test_a_block_with_one_entry_that_two_threads_want_is_read_once():
     assert (around.prefetcher.ahead_bytes, around.freed) == (0, [SIZE])
 
 
+def in_a_retained_graph():
+    """As while a node of a backward with ``retain_graph`` runs."""
+    return patch.multiple(
+        "backstash._tiers.prefetch", keeps_graph=lambda: True, current_node=lambda: "node"
+    )
+
+
+def test_what_a_retained_graph_has_used_stays_for_its_other_backward():
+    around = Around()
+    up, (block, one, two) = around.prefetcher, around.block(7, entries=2)
+    alone, its = around.block(8)
+    with in_a_retained_graph():
+        for turn in (1, 2, 3):
+            views = [around.view(entry) for entry in (one, two)]
+            assert [values(view) for view in views] == [{7}, {7}] and values(around.view(its)) == {
+                8
+            }
+            assert [(each.turn, each.served) for each in (block, alone)] == [(turn, 2), (turn, 1)]
+            assert up.again_bytes == up.ahead_bytes == 2 * SIZE and len(around.fetched) == 2
+    around.view(one)
+    assert up.again_bytes == SIZE and up.ahead_bytes == 2 * SIZE, "the other entry wants it still"
+    around.view(two)
+    around.view(its)
+    assert up.again_bytes == up.ahead_bytes == 0 and len(around.fetched) == 2
+    assert not is_held(block) and not is_held(alone)
+
+
+def test_what_was_changed_does_not_stay():
+    around = Around()
+    _, entry = around.block(7)
+    with in_a_retained_graph():
+        around.view(entry).add_(1)
+        assert values(around.view(entry)) == {7}
+    assert len(around.fetched) == 2 and around.prefetcher.again_bytes == SIZE
+
+
+def test_what_stays_is_the_first_to_go_and_the_newest_of_it_before_the_rest():
+    around = Around(prefetch=4 * SIZE)
+    up, waited = around.prefetcher, around.block(1, entries=2)
+    around.view(waited[1])
+    used = [around.block(value) for value in (2, 3, 4, 5)]
+    with in_a_retained_graph():
+        for _, entry in used:
+            around.view(entry)
+    assert up.ahead_bytes == 5 * SIZE and up.again_bytes == 4 * SIZE
+    up._shrink(to_bytes=3 * SIZE)
+    assert [is_held(block) for block, *_ in (waited, *used)] == [True, True, True, False, False]
+    assert up.ahead_bytes == 3 * SIZE and up.again_bytes == 2 * SIZE
+    up._shrink(to_bytes=0)
+    assert up.ahead_bytes == up.again_bytes == 0
+
+
+@pytest.mark.parametrize("who", ["memory", "budget"])
+def test_where_there_is_no_memory_nothing_stays_for_another_backward(who):
+    memory = SimpleNamespace(has=lambda nbytes: False) if who == "memory" else None
+    around = Around(memory=memory)
+    if who == "budget":
+        around.prefetcher.has_room = lambda nbytes: False
+    block, entry = around.block(7)
+    with in_a_retained_graph():
+        assert values(around.view(entry)) == {7}
+    assert not is_held(block)
+    assert around.prefetcher.ahead_bytes == around.prefetcher.again_bytes == 0
+
+
 def test_where_the_memory_begins_before_the_block_does():
     around = Around()
     block, entry = around.block(3, skew=64)
@@ -738,6 +803,17 @@ def test_a_rebuild_finds_what_is_held():
     around.prefetcher.ahead_bytes = sum(held)
     around.prefetcher._shrink(to_bytes=SIZE)  # backings come before blocks
     assert other_s.load is None and is_held(block)
+
+
+def test_a_rebuild_finds_what_stays_for_another_backward():
+    around = Around()
+    (block, entry), (gone, _) = around.block(1), around.block(2)
+    with in_a_retained_graph():
+        around.view(entry)
+    gone.cleanup.again_bytes = SIZE  # as if somebody were interrupted in the middle of dropping it
+    around.prefetcher.restore([], [block, gone])
+    assert [each.cleanup.again_bytes for each in (block, gone)] == [SIZE, 0]
+    assert [ref() for ref in around.prefetcher._again.refs] == [block]
 
 
 def test_a_block_that_died_is_passed_over():

@@ -47,8 +47,11 @@ USED = {
         "_schema",
         "torch._C.DisableTorchFunction",
         "torch._C.DisableTorchFunctionSubclass",
+        "torch._C._DisableTorchDispatch",
         "torch._C._len_torch_dispatch_stack",
+        "torch._C._len_torch_function_stack",
         "torch.utils._python_dispatch.TorchDispatchMode",
+        "torch.utils._python_dispatch._disable_current_modes",
         "torch.utils._python_dispatch._get_current_dispatch_mode_stack",
     },
     "dynamo.py": {
@@ -62,6 +65,7 @@ USED = {
     "engine.py": {
         "_input_metadata",
         "_sequence_nr",
+        "torch._C._autograd._get_current_graph_task_keep_graph",
         "torch._C._current_autograd_node",
         "torch._C._current_graph_task_id",
         "torch._C._will_engine_execute_node",
@@ -136,6 +140,12 @@ USED = {
     "pushed_pairs.py": {
         "torch._C._autograd",
         "torch._C._autograd._push_saved_tensors_default_hooks",
+    },
+    "rerun.py": {
+        "_buffers",
+        "_modules",
+        "_parameters",
+        "torch.autograd._unsafe_preserve_version_counter",
     },
     "selective.py": {
         "torch._C.DispatchKey.ADInplaceOrView",

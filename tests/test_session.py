@@ -57,11 +57,12 @@ class Tiers(Ledger):
     def __init__(self, number=0, device=None):
         self.number, self.device, self.evictor = number, device, Evicts()
         self.deferred, self.forgot = [], 0
-        self.prefetcher = SimpleNamespace(ahead_bytes=0)
+        self.prefetcher = SimpleNamespace(ahead_bytes=0, again_bytes=0)
 
-    def subtract(self, *, resident_bytes=0, inflight_bytes=0):
+    def subtract(self, *, resident_bytes=0, inflight_bytes=0, again_bytes=0):
         self.evictor.resident.nbytes -= resident_bytes
         self.evictor.inflight.nbytes -= inflight_bytes
+        self.prefetcher.again_bytes -= again_bytes
 
     def defer(self, cleanup):
         self.deferred.append(cleanup)
@@ -247,7 +248,7 @@ def test_every_device_completes_and_follows_the_memory_that_is_free(monkeypatch)
     assert session.device_tiers[0].evictor.eased and second.evictor.eased
     session.try_again()
     assert session.device_tiers[0].evictor.tried == second.evictor.tried == [True]
-    monkeypatch.setattr("backstash._session.spare_bytes", lambda: 300)
+    monkeypatch.setattr("backstash.memory.spare_bytes", lambda: 300)
     session.device_tiers[0].evictor.resident.nbytes, second.evictor.resident.nbytes = 101, 50
     session.limit("auto")
     assert [each.evictor.resident.limit for each in session.device_tiers] == [200, 525]

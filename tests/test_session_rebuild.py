@@ -51,6 +51,7 @@ def leave_dirty(stash):
         tiers.evictor.resident.nbytes += 1
         tiers.evictor.inflight.nbytes += 10
         tiers.prefetcher.ahead_bytes += 100
+        tiers.prefetcher.again_bytes += 1000
     with pytest.raises(KeyboardInterrupt), session.section.lock, session.section:
         raise KeyboardInterrupt
 
@@ -83,6 +84,20 @@ def test_the_sums_are_what_they_were(tmp_path, way):
     leave_dirty(stash)
     stash.close()
     assert counted(stash) == dict.fromkeys(COUNTED, 0)
+
+
+def test_what_stays_for_another_backward_is_counted_anew(tmp_path):
+    x = torch.zeros(10_000, requires_grad=True)
+    with Stash(disk=tmp_path, min_bytes=64, inflight=0) as stash:
+        loss = forward(x)
+    torch.autograd.grad(loss, x, retain_graph=True)
+    prefetcher = stash._session.device_tiers[0].prefetcher
+    before = prefetcher.again_bytes
+    leave_dirty(stash)
+    assert stash.stats().ahead_bytes == before == prefetcher.again_bytes > 0
+    del loss
+    assert stash.stats().ahead_bytes == prefetcher.again_bytes == 0
+    stash.close()
 
 
 def test_another_stash_s_blocks_are_not_counted(tmp_path):

@@ -23,7 +23,8 @@ __all__ = [
     "__version__",
 ]
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
+"""The version of the package."""
 
 if TYPE_CHECKING:
     from .errors import StashError, StashFullError, StashWarning

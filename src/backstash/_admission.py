@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +39,7 @@ NESTED = "saved by a signal's handler or a finalizer, in the middle of another c
 _NO_TIER = "no tier below: give disk="
 _NO_HOST = "no tier below: give host="
 _CAPTURED = "a graph of the accelerator is being captured"
+_MOST_PARTS = 8  # of a storage that is as large as "min_bytes", that move by themselves
 _REVIEWED_AT_ONCE = 2  # blocks that are expected again, at each save
 _PARAMETER = "a parameter or another leaf that requires a gradient, or a view of one"
 
@@ -84,10 +85,11 @@ class Admission:
         """Know of no block: at first, and in a forked process. ``stays``: why nothing moves from now on."""
         self._stays = stays
         self._recomputes, self._pass, self._holds_latest = False, -1, False
-        self._storage_versions = WeakTable[int, StorageVersion]()
+        self._storage_versions = WeakTable[tuple[int, int], StorageVersion]()
         self._wrappers = WeakTable[int, WrapperEntry]()
         self.left: dict[str, list[int]] = {}  # reason: how many, how many bytes
         self.eligible_bytes = self.deduplicated_bytes = self.moved_again_bytes = 0
+        self.let_go_bytes = 0  # by regions
 
     def hook(self, thread_state: ThreadState) -> Callable[[Tensor], object]:
         """The pack hook of one thread.
@@ -143,7 +145,7 @@ class Admission:
                 reason = cannot_move
         if reason:
             return self._stay(tensor, reason)
-        modules = running_modules()
+        modules = [*thread_state.outer, *running_modules()]
         reason, choice = self._choose(tensor, modules, thread_state, tiers)
         if not reason and choice.codec is None:  # what is packed need not move
             reason = cannot_move
@@ -181,7 +183,7 @@ class Admission:
                 index=thread_state.saves + thread_state.small_saves - 1,
             )
         if self._policy is not None and described is not None:
-            action = self._policy(described)
+            action = _answer_of(self._policy, described, "policy")
             if action is not None:
                 if not isinstance(action, Action):
                     raise UsageError(
@@ -210,10 +212,19 @@ class Admission:
             if not isinstance(replay, str):
                 return "", _Choice(codec=replay)
             with self._session.section.lock:
-                self._count_left(f"not recomputed: {replay}", tensor.nbytes)
+                self.count_left(f"not recomputed: {replay}", tensor.nbytes)
         if codec is None:
             return "", _DEFAULT
         return "", _Choice(codec=codec if isinstance(codec, Codec) else _asked(codec, described))
+
+    def may_go(self, tensor: Tensor) -> bool:
+        """Whether a plain tensor may be let go: it is none that stays by default, and on a device of ours."""
+        storage = tensor.untyped_storage()
+        if storage.nbytes() < self._min_bytes or _is_parameter(tensor):
+            return False
+        if isinstance(self._session.tiers_of(tensor.device), str):
+            return False
+        return not is_buffer(storage_identity(storage), running_modules())
 
     def _pack_block(
         self,
@@ -241,7 +252,11 @@ class Admission:
             gone = block
             if not needs_all:
                 region = StridedRegion(tensor)
-                if gone is not None or region.nbytes * 4 < storage.nbytes():
+                # What autograd made and knows as no view shares its storage with others that have version
+                # counters of their own (the gates of an LSTM's cell on the CPU): each would move all of it.
+                is_apart = tensor._base is None and tensor.requires_grad
+                share = storage.nbytes() // 2 if is_apart else (storage.nbytes() - 1) // 4
+                if gone is not None or region.nbytes <= share:
                     entry = self._pack_region(
                         tensor, thread_state, modules, tiers, choice, storage_version, region, gone
                     )
@@ -253,7 +268,7 @@ class Admission:
                 block.stream = tiers.device.stream()
             self._admit(block, tensor, thread_state, modules, tiers, choice, gone)
             storage_version.block = weakref.ref(block)
-            if self._recomputes and tiers.device is None:
+            if self._recomputes:
                 self._hold_latest(thread_state, tiers.packer, storage_version.block, alias)
         else:
             self.deduplicated_bytes += tensor.nbytes
@@ -327,11 +342,14 @@ class Admission:
             if tiers.device is not None:
                 block.stream = tiers.device.stream()
             block.origin = origin
-            if region.nbytes >= self._min_bytes or choice.tier:
+            # A part of a storage whose other parts are saved by themselves counts as the whole does.
+            is_part = tensor._base is None and tensor.requires_grad
+            is_part = is_part and region.nbytes * _MOST_PARTS >= self._min_bytes
+            if region.nbytes >= self._min_bytes or choice.tier or is_part:
                 self._admit(block, tensor, thread_state, modules, tiers, choice, gone)
             else:
-                self._session.add(block)
-                self._count_left(
+                self._session.add(block, thread_state.apart)
+                self.count_left(
                     "smaller than min_bytes: copied, so that its large storage is not held",
                     region.nbytes,
                 )
@@ -345,11 +363,14 @@ class Admission:
         return entry
 
     def _identify(self, tensor: Tensor, storage: torch.UntypedStorage) -> StorageVersion:
-        ref = self._storage_versions.refs.get(storage_identity(storage))
+        # Those that share it under version counters of their own are told apart by where they begin.
+        apart = 0 if tensor._base is not None else int(tensor.storage_offset())
+        key = storage_identity(storage), apart
+        ref = self._storage_versions.refs.get(key)
         storage_version = ref() if ref is not None else None
         if storage_version is None or not storage_version.is_of(tensor):
             storage_version = StorageVersion(tensor, storage)
-            self._storage_versions[storage_version.cdata] = storage_version
+            self._storage_versions[key] = storage_version
         return storage_version
 
     def _admit(
@@ -366,7 +387,7 @@ class Admission:
         block.thread_state = thread_state
         if modules:
             block.cleanup.module = module_path(modules)
-        session.add(block)
+        session.add(block, thread_state.apart)
         if gone is None:
             session.save_counts.begin(block, session.predictor.passes)
         else:
@@ -463,15 +484,16 @@ class Admission:
     def stepped_aside(self) -> None:
         """A transform of ``torch.func`` runs without the hooks; how many bytes it saves is not known."""
         with self._session.section.lock:
-            self._count_left(_TRANSFORM, 0)
+            self.count_left(_TRANSFORM, 0)
 
     def _stay(self, tensor: Tensor, reason: str) -> object:
         """Leave ``tensor`` where it is, with its version, for a stated reason."""
         with self._session.section.lock:
-            self._count_left(reason, _nbytes_of(tensor))
+            self.count_left(reason, _nbytes_of(tensor))
         return _in_place(tensor, reason)
 
-    def _count_left(self, reason: str, nbytes: int) -> None:
+    def count_left(self, reason: str, nbytes: int) -> None:
+        """One more tensor was left, for ``reason``. The caller holds the stash's lock."""
         left = self.left.setdefault(reason, [0, 0])
         left[0] += 1
         left[1] += nbytes
@@ -496,12 +518,21 @@ def _no_tier(tiers: DeviceTiers) -> str:
     return _NO_TIER if tiers.device is None else _NO_HOST
 
 
+def _answer_of(asked: Callable[[SavedTensor], Any], saved: SavedTensor, what: str) -> Any:
+    """What a callable of the program answers. Of a ``TypeError`` PyTorch's operators (``x @ y``) would make one
+    about their operands, and its message would be lost."""
+    try:
+        return asked(saved)
+    except TypeError as error:
+        raise UsageError(f"the {what} {asked!r} raised TypeError: {error}") from error
+
+
 def _asked(
     choose: Callable[[SavedTensor], Codec | None], saved: SavedTensor | None
 ) -> Codec | None:
     """What the stash's ``codec`` says for one tensor."""
     assert saved is not None
-    codec = choose(saved)
+    codec = _answer_of(choose, saved, "codec")
     if codec is not None and not isinstance(codec, Codec):
         raise UsageError(
             f"the codec for {saved} is {shown(codec)}: allowed is a Codec, for example "

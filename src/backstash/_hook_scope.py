@@ -9,13 +9,14 @@ scope is recognised by the call's frame, which is no longer on the stack, and cl
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from types import FrameType, TracebackType
 from typing import Any
 
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.hooks import RemovableHandle
 
 from ._saved.thread_state import ThreadState
 from ._text import clean, html_text
@@ -25,7 +26,7 @@ from ._torch.hook_stack import Scope, own_pack, take_out
 from ._torch.modules import call_frame, is_running
 from .errors import UsageError
 
-__all__ = ["Attachment", "abandon", "enter_scope", "leave_scope", "newest_scope"]
+__all__ = ["Attachment", "Hook", "abandon", "enter_scope", "leave_scope", "newest_scope"]
 
 
 def enter_scope(
@@ -117,10 +118,10 @@ def _take_out(scope: Scope) -> None:
         )
 
 
-class _Hook:
+class Hook:
     """A module hook; an object, so that a model that is saved with it fails by the stash's own words."""
 
-    def __init__(self, act: Callable[[FrameType | None], None]) -> None:
+    def __init__(self, act: Callable[..., None]) -> None:
         self._act = act
 
     @untraced
@@ -135,23 +136,34 @@ class Attachment:
     parameters, buffers and state-dict keys are untouched. Replicas and threads are covered.
 
     Args:
-        module: that gets two hooks.
-        enter: called before its forward, with the frame of the call.
-        leave: called after it, also where it raised, with the same frame.
+        owner: what ``repr`` calls the module.
+        handles: of the hooks on it.
     """
 
-    def __init__(
-        self,
+    def __init__(self, owner: str, handles: Sequence[RemovableHandle]) -> None:
+        self._is_removed = False
+        self._owner = owner
+        self._handles = tuple(handles)
+
+    @classmethod
+    def of(
+        cls,
         module: nn.Module,
         enter: Callable[[FrameType | None], None],
         leave: Callable[[FrameType | None], None],
-    ) -> None:
-        self._is_removed = False
-        self._owner = type(module).__name__
-        self._handles = (
-            module.register_forward_pre_hook(_Hook(enter), prepend=True),
-            module.register_forward_hook(_Hook(leave), always_call=True),
+    ) -> Attachment:
+        """Give ``module`` two hooks.
+
+        Args:
+            module: that gets them.
+            enter: called before its forward, with the frame of the call.
+            leave: called after it, also where it raised, with the same frame.
+        """
+        handles = (
+            module.register_forward_pre_hook(Hook(enter), prepend=True),
+            module.register_forward_hook(Hook(leave), always_call=True),
         )
+        return cls(type(module).__name__, handles)
 
     def remove(self) -> None:
         """Take the stash off the module. What was saved before stays held."""

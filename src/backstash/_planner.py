@@ -43,6 +43,8 @@ _GUARD_BYTES = 1 << 20  # saved between two looks at the process's memory
 _LEAST_WINDOW_BYTES = 16 << 20
 _GIVEN_BACK_BYTES = 64 << 20
 _VALIDATED_STEPS = 3
+_MARGIN = 50  # the part of a budget that it may be exceeded by and nothing is said
+_TOLD_AT = 3  # steps that exceeded it: planning again with what was measured did not help
 _OFF = 0.10
 _CORRECTIONS = 3
 _RELEASE_REST = 20  # times as long as giving memory back took, it is not done again
@@ -104,6 +106,7 @@ class Planner:
         self._release_after = 0.0
         self._freed_bytes = 0  # since memory was given back in backward
         self._highest_bytes = 0  # that was seen in this step
+        self._exceeding = 0  # steps under a plan that exceeded the budget
         self._line = 0  # beyond it less is kept; it follows what the process holds
         self._most_at_start = 0  # beyond it a step would exceed the budget; what is free counts
         self._measured: list[StepFigures] = []
@@ -241,11 +244,18 @@ class Planner:
 
     def _watch(self, record: StepRecord | None, seconds: float) -> None:
         """A step under the plan has ended."""
+        highest_bytes, self._highest_bytes = self._highest_bytes, 0
+        if highest_bytes > self._budget + self._budget // _MARGIN:
+            self._exceeding += 1
+            if self._exceeding == _TOLD_AT and not self.notes:
+                self._tell(
+                    f"budget={format_bytes(self._budget)} was exceeded in {_TOLD_AT} steps; the last one held "
+                    f"{format_bytes(highest_bytes)}. It is planned for what the first three steps save and hold"
+                )
         if self._solved is not None and self._solving is None and self._choices_are_old():
             self._adopt()
             return
         self._set_limit(self._resident_limit)  # the guard may have lowered it
-        highest_bytes, self._highest_bytes = self._highest_bytes, 0
         predicted = self._plan.predicted
         if record is not None:
             self._followed_steps += 1
@@ -308,8 +318,12 @@ class Planner:
         if self._unlooked_bytes < 0:
             self._unlooked_bytes = _GUARD_BYTES
             self._guard()
-        if self._plan.state == "left alone" and not self._recording:
-            return ""
+        if (
+            self._plan.state == "left alone"
+            and not self._recording
+            and not self._recomputes_unknown
+        ):
+            return "recompute" if self._must_recompute(block) else ""
         made_by = tensor.grad_fn
         operation = made_by.name() if made_by is not None else "no operation"
         where = block.cleanup.module, operation
@@ -318,7 +332,21 @@ class Planner:
             return "recompute"
         if name in ("recompute", "pack"):
             return name
-        return self.instead if name not in ("keep", "") else ""
+        if name not in ("keep", ""):
+            return self.instead
+        return "recompute" if self._must_recompute(block) else ""
+
+    @property
+    def _recomputes_unknown(self) -> bool:
+        """Whether what the plan does not know is let go: nothing can move when there is too much of it."""
+        return self._tier is None and (self._plan.state != "left alone" or self._exceeding > 0)
+
+    def _must_recompute(self, block: Block) -> bool:
+        """Whether a block that was to stay is more than the limit, and nothing can move to make room."""
+        if self._tier is not None or self._choices is None:
+            return False
+        resident = self._tiers.evictor.resident
+        return resident.limit is not None and resident.nbytes + block.nbytes > resident.limit
 
     @property
     def instead(self) -> str:
@@ -362,6 +390,8 @@ class Planner:
         self._instances[group] = instance + 1
         choices = self._choices.get(group)
         if choices is None:
+            if self._recomputes_unknown:
+                return "recompute"
             # Nothing is known of when it is needed: the oldest go, with both windows taken to be full.
             self._lower_limit(self._unplanned_limit)
             return "keep"

@@ -26,7 +26,7 @@ from ._tiers.backing import DiskCleanup
 from ._tiers.device_tiers import DeviceTiers
 from ._tiers.host_backing import HostCleanup
 from ._torch.engine import sequence_number
-from .memory import spare_bytes
+from .memory import auto_bytes
 
 __all__ = ["Session"]
 
@@ -131,13 +131,16 @@ class Session:
         self._follow(tiers)
 
     def _follow(self, tiers: DeviceTiers) -> None:
-        """Half of (free + already kept) memory, evaluated at each step, with ``keep="auto"``."""
+        """With ``keep="auto"``, at each step: half of (free + already kept) memory (see ``auto_bytes``)."""
         if tiers.device is None and self.planner is not None:
             return
         if self._keep != "auto" or (tiers.device is not None and tiers.device.is_capturing()):
             return
-        free = tiers.device.free_bytes() if tiers.device is not None else spare_bytes()
-        tiers.evictor.resident.follow(free)
+        resident = tiers.evictor.resident
+        if tiers.device is not None:
+            resident.follow(tiers.device.free_bytes())
+        else:
+            resident.limit = auto_bytes(resident, held=resident.nbytes, wanted=resident.wanted)
 
     def complete(self, thread_state: ThreadState) -> None:
         """See :meth:`InflightWrites.complete`."""
@@ -214,13 +217,15 @@ class Session:
         for tiers in self.device_tiers:
             tiers.evictor.health.try_again()
 
-    def add(self, block: Block) -> None:
-        """A block that is held from now on."""
-        self.predictor.add(block)
+    def add(self, block: Block, apart: Any = None) -> None:
+        """A block that is held from now on. ``apart``: see :meth:`AccessPredictor.add`."""
+        self.predictor.add(block, apart)
         if self._followed != self.predictor.passes:
             self._followed = self.predictor.passes
             for tiers in self.device_tiers:
                 self._follow(tiers)
+                if tiers.tier is not None:
+                    tiers.tier.begin_step()
             if self.planner is not None:
                 self.planner.begin_step(self.device_tiers[0])
         self.blocks_alive += 1

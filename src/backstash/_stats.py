@@ -47,7 +47,7 @@ class Stats:
     payload_bytes: int
     """What they were packed to. It counts as held wherever it is: in place, on its way down, or below."""
     recomputed_bytes: int
-    """Bytes of the blocks that were let go so far, to be computed again in backward."""
+    """Bytes that were let go so far, to be computed again in backward: blocks, and what regions saved."""
     keep_bytes: int
     """Held in place now."""
     keep_peak_bytes: int
@@ -216,7 +216,8 @@ def collect(
         deduplicated_bytes=admission.deduplicated_bytes,
         packed_bytes=sum(tiers.packer.packed_bytes for tiers in session.device_tiers),
         payload_bytes=sum(tiers.packer.payload_bytes for tiers in session.device_tiers),
-        recomputed_bytes=sum(tiers.packer.recomputed_bytes for tiers in session.device_tiers),
+        recomputed_bytes=sum(tiers.packer.recomputed_bytes for tiers in session.device_tiers)
+        + admission.let_go_bytes,
         moved_again_bytes=admission.moved_again_bytes,
         keep_bytes=sum(evictor.resident.nbytes for evictor in evictors),
         keep_peak_bytes=sum(evictor.resident.peak_bytes for evictor in evictors),

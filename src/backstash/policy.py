@@ -63,11 +63,11 @@ class Action:
     ``"disk"``: the tensor moves to disk at once, an accelerator's through host memory. ``"pack"``: the tensor
     is stored smaller, by ``codec``; what that makes of it is in memory, counts as ``keep``, and moves down as
     any other. What cannot be packed is treated as with ``None``, and ``stats().left`` says why.
-    ``"recompute"``: a CPU tensor is let go, and computed again in backward by the operations that made it
+    ``"recompute"``: the tensor is let go, and computed again in backward by the operations that made it
     (activations, normalizations, products and sums, softmax, casts, and others), from what is held anyway:
     what those operations saved, and parameters. What cannot be computed again is treated as with ``None``, and
     ``stats().left`` says why. Where an operand was changed since, or what is computed is not bit for bit what
-    was let go, backward raises ``InplaceError``."""
+    was let go, backward raises ``InplaceError``; for an accelerator's tensors when it ends."""
 
     codec: Codec | None = None
     """What makes the tensor smaller before it moves; ``None``: with ``"pack"`` the exact codecs
@@ -95,7 +95,10 @@ class Action:
 
 
 Policy = Callable[[SavedTensor], "Action | None"]
+"""What ``Stash(policy=)`` takes: called for each saved tensor; ``None`` from it means the default."""
+
 CodecChoice = Codec | Callable[[SavedTensor], Codec | None]
+"""What ``Stash(codec=)`` takes: one codec for all, or a choice for each saved tensor."""
 
 
 def first(*policies: Policy) -> Policy:

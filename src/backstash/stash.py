@@ -21,10 +21,12 @@ from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from ._admission import Admission
 from ._hook_scope import Attachment, abandon, enter_scope, leave_scope, newest_scope
 from ._planner import Planner, auto_budget
+from ._region import Held, Region
 from ._runtime.critical_section import CriticalSection
 from ._runtime.reclaim import ReclaimQueue
 from ._runtime.trace import EventLog, Levels, Recording
@@ -57,6 +59,7 @@ from .errors import (
     StashWarning,
     UsageError,
 )
+from .launcher import ByRank, of_this_rank
 from .plan import Plan
 from .policy import Action, CodecChoice, Policy
 from .stores import Disk, Store
@@ -86,7 +89,8 @@ class Stash:
         host: bytes of pinned host memory for each accelerator's tensors, what the pool holds idle
             included. ``"auto"``: half of what the machine or its control group can spare, for all
             accelerators together; asked again as it fills. Of several processes that ``torchrun`` started
-            on the machine each takes its share. CPU tensors do not use it.
+            on the machine each takes its share, and lends what its steps do not want of it, as with ``keep``.
+            CPU tensors do not use it.
         disk: ``None``, a directory, or a :class:`Disk`. Without one, CPU tensors stay in place.
         policy: ``callable(SavedTensor) -> Action | None``; ``None`` from it means the default.
         codec: what makes smaller the tensors that the default would move: a
@@ -109,9 +113,13 @@ class Stash:
         plan: a :class:`~backstash.plan.Plan`, or the file of one: it is followed from the first step on, and
             nothing is measured.
 
-    Sizes are ints of bytes or strings with a unit, ``"512MiB"`` or ``"2GB"``.
+    Sizes are ints of bytes or strings with a unit, ``"512MiB"`` or ``"2GB"``. In a job of many processes
+    ``keep``, ``host``, ``disk`` and ``budget`` may be given by rank, as a mapping, ``{0: "4GiB", 1: "2GiB"}``,
+    or a function of the rank, which is asked once, here. The rank is the launcher's, or that of
+    ``torch.distributed``.
 
     Raises:
+        UsageError: what is given by rank has nothing for this one, or the process has no rank.
         SizeError: a size that cannot be read.
         StashIOError: the directory cannot hold a file.
 
@@ -127,9 +135,9 @@ class Stash:
     def __init__(
         self,
         *,
-        keep: int | str | None = 0,
-        host: int | str | None = "auto",
-        disk: str | os.PathLike[str] | Store | None = None,
+        keep: ByRank[int | str | None] = 0,
+        host: ByRank[int | str | None] = "auto",
+        disk: ByRank[str | os.PathLike[str] | Store | None] = None,
         policy: Policy | None = None,
         codec: CodecChoice | None = None,
         min_bytes: int | str = "64KiB",
@@ -137,12 +145,16 @@ class Stash:
         prefetch: int | str = "128MiB",
         on_full: Literal["keep", "raise"] = "keep",
         name: str | None = None,
-        budget: int | str | None = None,
+        budget: ByRank[int | str | None] = None,
         plan: str | os.PathLike[str] | Plan | None = None,
     ) -> None:
-        _check_planned(budget, plan, keep)
-        keep_limit = keep if keep == "auto" else parse_limit(keep, name="keep", also=_AUTO)
-        host_bytes = -1 if host == "auto" else parse_limit(host, name="host", also=_AUTO)
+        most: int | str | None = of_this_rank(budget, "budget")
+        keep_limit: int | str | None = of_this_rank(keep, "keep")
+        _check_planned(most, plan, keep_limit)
+        if keep_limit != "auto":
+            keep_limit = parse_limit(keep_limit, name="keep", also=_AUTO)
+        pinned: int | str | None = of_this_rank(host, "host")
+        host_bytes = -1 if pinned == "auto" else parse_limit(pinned, name="host", also=_AUTO)
         if not (name is None or isinstance(name, str)):
             raise UsageError(f"name={shown(name)}: allowed is a string, or None")
         if policy is not None and not callable(policy):
@@ -152,7 +164,8 @@ class Stash:
             raise UsageError(
                 f"policy={shown(policy)}: allowed is a callable of a SavedTensor, or None{hint}"
             )
-        if codec is not None and not (isinstance(codec, Codec) or callable(codec)):
+        is_class = isinstance(codec, type)
+        if codec is not None and (is_class or not (isinstance(codec, Codec) or callable(codec))):
             raise UsageError(
                 f"codec={shown(codec)}: allowed is a Codec, for example backstash.codecs.EXACT, a callable of "
                 "a SavedTensor, or None"
@@ -163,8 +176,9 @@ class Stash:
         min_nbytes = parse_bytes(min_bytes, name="min_bytes")
         inflight_bytes = parse_bytes(inflight, name="inflight")
         prefetch_bytes = parse_bytes(prefetch, name="prefetch")
-        self._owns_store = not isinstance(disk, Store)
-        self._store = disk if isinstance(disk, Store) or disk is None else Disk(disk)
+        below: str | os.PathLike[str] | Store | None = of_this_rank(disk, "disk")
+        self._owns_store = not isinstance(below, Store)
+        self._store = below if isinstance(below, Store) or below is None else Disk(below)
         self._section = CriticalSection(self._store)
         self._event_log = EventLog(functools.partial(_levels_of, weakref.ref(self)))
         self._windows: dict[str, Any] = {
@@ -175,7 +189,7 @@ class Stash:
         self._on_full = on_full
         self._begin()
         planner = self._planner = _planner(
-            weakref.ref(self), self._event_log, budget, plan, self._store, inflight, prefetch
+            weakref.ref(self), self._event_log, most, plan, self._store, inflight, prefetch
         )
         self._session = Session(
             self._config.reclaim_queue,
@@ -270,14 +284,15 @@ class Stash:
         if isinstance(error, RuntimeError) and REFUSAL in str(error):
             raise UsageError(_REMEDY) from error
 
-    def _enter(self, frame: FrameType | None) -> None:
+    def _enter(self, frame: FrameType | None, pack: Any = None) -> None:
         if self._admission.closed:
             raise StashClosedError(
                 f"stash {self.name or ''} is closed: make a new one".replace("  ", " ")
             )
         thread_state = self._thread_state()
-        pack: Any = self._admission.hook(thread_state)
-        pack.steps_aside = self._admission.stepped_aside
+        if pack is None:
+            pack = self._admission.hook(thread_state)
+            pack.steps_aside = self._admission.stepped_aside
         enter_scope(thread_state, pack, self.unpack, frame)
 
     def _leave(self, frame: FrameType | None) -> None:
@@ -347,7 +362,62 @@ class Stash:
                 StashWarning,
                 stacklevel=2,
             )
-        return Attachment(module, self._enter, self._leave)
+        return Attachment.of(module, self._enter, self._leave)
+
+    def recompute(self, *modules: nn.Module) -> Attachment:
+        """Let go of what the forward of each of ``modules`` saves, and run it again in backward.
+
+        This is activation checkpointing, as ``torch.utils.checkpoint`` does it, checked: each tensor that is
+        let go has a fingerprint, and what the second run makes must have the same. Only what is given to the
+        modules is held, as any other saved tensor of this stash; so is what a second run saves, until its
+        graph dies: give ``keep`` room for one module. It is for modules of a few layers, a block of a
+        transformer say; of one inside another only the outer is run again. The stash need not be entered.
+
+        The second run has the random numbers (PyTorch's, Python's, NumPy's), autocast and settings of the
+        first; afterwards they are as before, and so are the modules' buffers and attributes: BatchNorm's
+        statistics are updated once. The first forward of each class (training mode, kinds of inputs, autocast)
+        is run twice at once and compared. Where it cannot be run again alike (it changes its input,
+        communicates with other processes, or has hooks of another's), it is treated as without, and
+        ``stats().left`` says why.
+
+        Args:
+            modules: each gets two hooks.
+
+        Returns a handle with ``remove()``, also a context manager. What was let go before stays so.
+
+        Raises:
+            UsageError: one is no ``nn.Module``.
+
+        Backward raises ``InplaceError`` where a weight, a buffer or anything else that decides the saved
+        tensors was changed since forward.
+
+        >>> model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(4)))
+        >>> stash = Stash(min_bytes=0)
+        >>> with stash.recompute(*model):
+        ...     model(torch.ones(8, 64)).sum().backward()
+        >>> stash.stats().recomputed_bytes  # each GELU's input
+        8192
+        """
+        for module in modules:
+            if not isinstance(module, nn.Module):
+                raise UsageError(
+                    f"recompute({shown(module)}): allowed are modules, for example recompute(*model.blocks)"
+                )
+        handles: list[RemovableHandle] = []
+        for module in modules:
+            region = Region(
+                module,
+                self._session,
+                self._admission,
+                self._thread_state,
+                self._enter,
+                self._leave,
+                self.unpack,
+            )
+            handles += region.handles
+        return Attachment(
+            ", ".join(dict.fromkeys(type(each).__name__ for each in modules)), handles
+        )
 
     def set_keep(self, keep: int | str | None) -> None:
         """Change the ``keep`` budget from now on; as the constructor takes it.
@@ -401,6 +471,8 @@ class Stash:
             view = view.detach()  # a view would own what it is cut from
             # Where it was loaded for this use alone, nobody else has its memory.
             return hand_out(view) if has_other_owners(view) else view
+        if kind is Held:
+            return self.unpack(packed.run.value(packed, self._thread_state()))
         if kind is WrapperEntry:
             rebuilt: Tensor = packed.rebuild(self.unpack)
             return rebuilt if type(current_node()) in RETURNS_NONE else hand_out(rebuilt)
@@ -480,7 +552,9 @@ class Stash:
             return entry.view_of(placement.alias, 0)
         if isinstance(placement, Packed):
             payload = self._payload_of(placement, self._unpack_apart)
-            return entry.view_of(*decode_apart(entry, placement, payload))
+            tiers = self._session.known_tiers.get(entry.device)
+            device = tiers.device if isinstance(tiers, DeviceTiers) else None
+            return entry.view_of(*decode_apart(entry, placement, payload, device))
         backing = placement.backing
         assert backing is not None
         is_ours = block.cleanup.mark is self._session.reclaim_queue.mark

@@ -345,3 +345,11 @@ def test_colours_are_there_without_a_style_sheet() -> None:
             seen[each.get("class")] = each.get("fill")
     assert seen["paper"] == "#ffffff" and seen["wire"] == "none" and seen["label"] == "#1c2430"
     assert seen["chip keep"] == "#e8710a" and "var(" not in "".join(seen.values())
+
+
+@pytest.mark.parametrize("name", ["graph-gpt.svg", "graph-product.svg"])
+def test_drawings_in_the_docs_have_them_too(name: str) -> None:
+    path = Path(__file__).resolve().parents[2] / "docs" / name
+    for each in ElementTree.parse(path).iter():
+        if each.tag.rpartition("}")[2] in ("rect", "text", "path"):
+            assert each.get("fill") is not None, f"examples/draw_graph.py makes {name} anew"

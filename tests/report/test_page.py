@@ -190,6 +190,63 @@ def test_what_is_not_known_is_not_there(shown):
     page.run("document.querySelector('#stalls tbody tr').click()")
 
 
+def job(*pages):
+    """A report of the ranks 4, 5, ...; ``None``: of that rank nothing is known but its row."""
+    return {
+        "ranks": {
+            "columns": [
+                {"label": "rank", "unit": "text"},
+                {"label": "peak", "unit": "text"},
+                {"label": "moved", "unit": "bytes"},
+                {"label": "ended", "unit": "text"},
+            ],
+            "rows": [
+                [str(rank), "1 GiB", 512 * MIB if page else None, "finished" if page else "died"]
+                for rank, page in enumerate(pages, start=4)
+            ],
+            "pages": pages,
+            "shown": 1,
+        }
+    }
+
+
+def test_of_a_job_the_ranks_are_side_by_side_and_one_is_looked_at(shown):
+    own = [
+        {"facts": [{"label": "Peak", "value": rank, "unit": "count"}], "curve": report()["curve"]}
+        for rank in (4, 5)
+    ]
+    nothing = dict.fromkeys(report().keys() - {"title", "subtitle"})
+    page = shown(**nothing | job(*own, None))
+    assert text(page, "header").split("\n")[-1] == "A subtitle"
+    rows = page.run(
+        "[...document.querySelectorAll('#ranks tr')].map(e => [...e.children].map(e => e.innerText))"
+    )
+    assert rows == [
+        ["rank", "peak", "moved", "ended"],
+        ["rank 4", "1 GiB", "512 MiB", "finished"],
+        ["rank 5", "1 GiB", "512 MiB", "finished"],
+        ["rank 6", "1 GiB", "\u2013", "died"],
+    ]
+    assert text(page, ".fact .value") == "5" and "of rank 5 alone" in text(page, "#ranks")
+    focus(page, "#ranks button")
+    page.press("Enter")
+    assert text(page, ".fact .value") == "4" and "of rank 4 alone" in text(page, "#ranks")
+    assert page.run("document.activeElement.innerText") == "rank 4"
+    assert page.run("document.activeElement.ariaPressed") == "true"
+    assert page.run("document.querySelectorAll('.chart').length") == 1
+    assert page.run("document.querySelectorAll('#ranks button').length") == 2  # none for rank 6
+
+
+def test_the_pages_of_a_job_share_the_limits_of_one_file():
+    columns = [{"label": "module", "unit": "text"}, {"label": "saved", "unit": "bytes"}]
+    rows = [[f"layer{at}", 1] for at in range(20_000)]
+    pages = [{"modules": {"columns": columns, "rows": rows}, "graph": GRAPH} for _ in range(4)]
+    found = data_of(render_page({"title": "train.py", **job(*pages, None)}))["ranks"]["pages"]
+    assert [page and len(page["modules"]["rows"]) for page in found] == [4_001] * 4 + [None]
+    assert found[0]["modules"]["rows"][-1] == ["(16,000 more rows)", 16_000]
+    assert found[3]["graph"].startswith("data:image/svg+xml;base64,")
+
+
 def test_the_curve_has_its_tiers_on_their_side_of_the_line(shown):
     page = shown()
     boxes = page.run(
@@ -264,6 +321,76 @@ def test_enter_shows_one_module_in_the_curve_and_escape_all(shown):
     page.press("Escape")
     assert page.run("document.querySelector('#filter').hidden")
     assert "read back" in cursor(page)
+
+
+def test_what_was_let_go_has_colours_and_a_place_in_a_module_s_curve(shown):
+    lives = {
+        "paths": ["head", "head", "head", "blocks.1.mlp"],
+        "seconds": [0.25, 0.5, 0.5, 0.5],
+        "memory": [8 * MIB, -2 * MIB, -5 * MIB, 3 * MIB],
+        "down": [0, 0, 0, 0],
+        "packed": [0, 2 * MIB, 0, 0],
+        "recomputed": [0, 0, 5 * MIB, 0],
+    }
+    tiers = [
+        {"key": "keep", "name": "in place", "below": False, "bytes": _mib(0, 8, 4, 4, 0, 0, 0, 0)},
+        {"key": "packed", "name": "packed", "below": True, "bytes": _mib(0, 0, 2, 2, 0, 0, 0, 0)},
+        {
+            "key": "recomputed",
+            "name": "again",
+            "below": True,
+            "bytes": _mib(0, 0, 5, 5, 0, 0, 0, 0),
+        },
+    ]
+    whole = report()
+    page = shown(
+        curve=whole["curve"] | {"tiers": tiers}, modules=whole["modules"] | {"lives": lives}
+    )
+    fills = [
+        page.run(f"getComputedStyle(document.querySelector('.tier.{key}')).fill")
+        for key in ("keep", "packed", "recomputed")
+    ]
+    swatches = [
+        page.run(f"getComputedStyle(document.querySelector('.readout i.{key}')).backgroundColor")
+        for key in ("keep", "packed", "recomputed")
+    ]
+    assert len(set(fills)) == 3 and fills == swatches
+    page.run("{ choose('head'); chart.move(2); }")
+    assert cursor(page) == (
+        "at 500 ms: in memory 1 MiB; in memory 1 MiB, went down 0 B, freed by packing 2 MiB, "
+        "to be recomputed 5 MiB"
+    )
+    page.run("{ choose('blocks.1.mlp'); chart.move(2); }")
+    assert cursor(page).endswith("in memory 3 MiB, went down 0 B")  # nothing of it was let go
+
+
+def test_the_plan_is_beside_what_came_of_it(shown):
+    columns = [{"label": "", "unit": "text"}, {"label": "peak of a step", "unit": "bytes"}]
+    classes = {
+        "columns": [{"label": "class", "unit": "text"}, {"label": "adds", "unit": "seconds"}],
+        "rows": [[HOSTILE, 0.012], *[[f"blocks.{at}", 0.0] for at in range(300)]],
+    }
+    page = shown(
+        plan={
+            "note": "Within a budget of 540 MiB.",
+            "figures": {
+                "columns": columns,
+                "rows": [["predicted", 64 * MIB], ["measured", 65 * MIB]],
+            },
+            "parts": [
+                {"name": "on disk", "bytes": 3 * MIB, "key": "disk"},
+                {"name": "recomputed", "bytes": MIB, "key": "recomputed"},
+            ],
+            "classes": classes,
+        }
+    )
+    told = text(page, "#plan")
+    assert "Within a budget of 540 MiB." in told
+    assert "predicted\t64 MiB" in told and "measured\t65 MiB" in told
+    assert "3 MiB 75 % on disk" in told and "1 MiB 25 % recomputed" in told
+    assert "12.0 ms" in told and HOSTILE.replace("\u2028", "") in told.replace("\u2028", "")
+    assert page.run("document.querySelectorAll('#plan tbody tr').length") == 2 + 200
+    assert "Of 301 classes of the plan, the first 200 are shown." in text(page, "#notes")
 
 
 def test_levels_add_up_and_filter_whole_parts(shown):

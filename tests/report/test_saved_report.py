@@ -17,9 +17,9 @@ from saved_programs import PAIRS, figures, gradients, pairs, program, saved_plai
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from backstash import Stash, graph
+from backstash import Action, SavedTensor, Stash, graph
 from backstash.errors import InplaceError, UsageError
-from backstash.report import saved_report
+from backstash.report import draw, saved_report
 from backstash.report._saved import advice
 
 PLACES = {
@@ -66,6 +66,34 @@ def test_figures_and_gradients_under_any_pair(name: str, order: str, disk_dir: P
     assert figures(saved) == figures(plain)
     assert places <= PLACES.get(name, {"in place", "keep"}) and places
     assert all(map(torch.equal, found, expected)) and len(found) == len(expected)
+
+
+def let_go(saved: SavedTensor) -> Action | None:
+    """Recompute what a Linear saves, pack what a dropout saves."""
+    if saved.module.endswith(".0"):
+        return Action("recompute")
+    return Action("pack") if saved.module.endswith(".2") else None
+
+
+@pytest.mark.parametrize("order", ["around", "inside"])
+def test_what_a_stash_let_go_is_let_go_under_a_report_too_and_has_its_place(order: str) -> None:
+    parts = (nn.Sequential(nn.Linear(300, 300), nn.GELU(), nn.Dropout(0.5)) for _ in range(2))
+    model, x = nn.Sequential(*parts), torch.randn(300, 300)
+    with saved_report(model) as plain:
+        model(x).square().mean().backward()
+    stash, saved = Stash(policy=let_go, keep=None), saved_report(model)
+    with stash if order == "around" else saved, saved if order == "around" else stash:
+        loss = model(x).square().mean()
+    places = {row.module: set(row.where) for row in saved.rows}
+    assert stash.stats().recomputed_bytes == 300 * 300 * 4
+    assert places["1.0"] == {"recomputed"} and places["1.2"] == {"packed"}
+    assert figures(saved) == figures(plain) and saved.recomputed_bytes == 0
+    assert "352 KiB to be recomputed" in str(saved)
+    tensors = [each for node in draw(loss).nodes for each in node.tensors]
+    drawn = {place.where for each in tensors for place in each.places}
+    assert {"recomputed", "packed"} <= drawn
+    loss.backward()
+    stash.close()
 
 
 def test_places_of_a_foreign_pair_are_told() -> None:

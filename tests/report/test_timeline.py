@@ -14,9 +14,10 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from backstash import Stash
+from backstash import Action, Stash
 from backstash.errors import UsageError
 from backstash.report import StepMarks, timeline
+from backstash.report._levels import TIERS
 from backstash.testing import Gated, MemoryStore
 
 HOSTILE = '</script><img src=x onerror="alert(1)">\u2028\\"\n'
@@ -329,7 +330,7 @@ PICTURES = """
 import sys
 from types import SimpleNamespace
 import torch
-from backstash import Stash
+from backstash import Action, Stash
 from backstash.errors import UsageError
 from backstash.report import timeline
 from backstash.testing import MemoryStore
@@ -416,3 +417,96 @@ def test_a_profiler_of_all_threads_sees_moves_on_the_workers():
     writers = {event.thread for event in spans if event.name == "backstash: write"}
     waiters = {event.thread for event in spans if "stall on the way up" in event.name}
     assert writers and waiters and not writers & waiters
+
+
+class Foldable(nn.Module):
+    """Each block saves what can be packed (the mask), and what can be recomputed from that and the rest (the
+    input of the next Linear)."""
+
+    def __init__(self, width=400, depth=3):
+        super().__init__()
+        parts = [nn.Linear(width, width), nn.GELU(), nn.Dropout(0.5)]
+        self.blocks = nn.Sequential(*(nn.Sequential(*parts) for _ in range(depth)))
+
+    def forward(self, x):
+        return self.blocks(x).square().mean()
+
+
+def let_go(saved):
+    """Recompute what a Linear saves, pack what a dropout saves."""
+    if saved.module.endswith(".0"):
+        return Action("recompute")
+    return Action("pack") if saved.module.endswith(".2") else None
+
+
+@pytest.fixture(scope="module", params=["disk", "in place"])
+def folded(request):
+    """A timeline of two steps, and the stash's record at its end."""
+    torch.manual_seed(0)
+    model, x = Foldable(), torch.randn(400, 400)
+    keep = 0 if request.param == "disk" else None
+    with Stash(disk=MemoryStore(), policy=let_go, keep=keep, inflight=0) as stash:
+        with timeline(stash) as line:
+            for at in range(2):
+                model(x).backward()
+                stash.stats()
+                line.mark(str(at))
+        return line, stash.stats()
+
+
+def test_what_is_let_go_has_places_of_its_own(folded):
+    line, stats = folded
+    assert stats.recomputed_bytes and stats.packed_bytes > stats.payload_bytes > 0
+    freed = stats.packed_bytes - stats.payload_bytes
+    most = {name: max(getattr(level, name) for level in line.levels) for name in TIERS}
+    assert most["recomputed_bytes"] == stats.recomputed_bytes // 2  # a step's
+    assert most["packed_bytes"] == freed // 2
+    last = line.levels[-1]
+    assert (last.recomputed_bytes, last.packed_bytes) == (0, 0)
+    # Of the modules.
+    by_path = {use.path: use for use in line.modules}
+    assert sum(use.recomputed_bytes for use in line.modules) == stats.recomputed_bytes
+    assert sum(use.packed_bytes for use in line.modules) == stats.packed_bytes
+    assert sum(use.payload_bytes for use in line.modules) == stats.payload_bytes
+    assert sum(use.saved_bytes for use in line.modules) == stats.eligible_bytes
+    assert by_path["blocks.1.0"].recomputed_bytes and not by_path["blocks.1.0"].packed_bytes
+    # Every byte that comes into a place leaves it.
+    assert all(
+        sum(getattr(move, name) for move in line.lives.moves) == 0
+        for name in ("packed_bytes", "recomputed_bytes")
+    )
+    assert sum(move.memory_bytes + move.down_bytes for move in line.lives.moves) == 0
+
+
+def test_at_every_moment_the_places_add_up_to_what_is_saved(folded):
+    line, _ = folded
+    held, most = 0, 0
+    for move in line.lives.moves:
+        held += move.memory_bytes + move.down_bytes + move.packed_bytes + move.recomputed_bytes
+        most = max(most, held)
+    assert most == line.saved_peak_bytes
+
+
+def test_what_backward_had_made_again_is_told(folded, tmp_path):
+    line, _ = folded
+    blocks = sum(event.kind == "drop" for event in line.events)
+    assert line.recomputed_blocks == blocks > 0 and line.unpacked_blocks > 0
+    assert sum(step.made_again_seconds for step in line.steps) == pytest.approx(
+        line.made_again_seconds
+    )
+    text = str(line)
+    assert f"made again: {blocks} blocks computed, {line.unpacked_blocks} unpacked" in text
+    assert "blocks.1.0 (1.22 MiB recomputed)" in text
+    line.to_chrome_trace(tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    counters = {event["name"] for event in events if event["ph"] == "C"}
+    assert {"bytes to be recomputed", "bytes freed by packing"} <= counters
+    spans = [event for event in events if event.get("cat") == "decode"]
+    assert {event["ph"] for event in spans} == {"X"}
+    assert {event["args"]["cause"] for event in spans} == {"packed", "recomputed"}
+    sections = line.sections()
+    assert {tier["key"] for tier in sections["curve"]["tiers"]} >= {"packed", "recomputed"}
+    labels = [column["label"] for column in sections["modules"]["columns"]]
+    assert labels[3:6] == ["packed", "packed to", "recomputed"]
+    legend = line.plot().axes[0].get_legend_handles_labels()[1]
+    assert {"freed by packing", "to be recomputed"} <= set(legend)

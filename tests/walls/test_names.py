@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from backstash import Stash, hooks
-from backstash.errors import InplaceError
+from backstash.errors import InplaceError, StashError
 from backstash.graph import label_modules, log_backward
 from backstash.report import draw, render_page, saved_report, timeline
 
@@ -168,3 +168,21 @@ def test_log_of_backward(net, x, caplog):
     with caplog.at_level(logging.DEBUG, "backstash.graph"), log_backward(loss, model=net):
         loss.backward()
     assert_harmless("\n".join(record.getMessage() for record in caplog.records))
+
+
+@pytest.mark.parametrize(
+    "name", ["policy", "codec", "on_full", "name", "keep", "budget", "min_bytes", "plan"]
+)
+def test_a_message_about_a_wrong_argument_shows_no_values_of_a_tensor(name):
+    with pytest.raises((StashError, TypeError)) as caught:
+        Stash(**{name: torch.full((3,), 1234.5)})
+    assert "1234" not in str(caught.value) and "1.2345" not in str(caught.value)
+
+
+def test_nor_does_one_about_what_is_wrapped_or_attached():
+    secret = torch.full((3,), 1234.5)
+    with Stash() as stash:
+        for wrong in (stash, stash.attach):
+            with pytest.raises((StashError, TypeError)) as caught:
+                wrong(secret)
+            assert "1234" not in str(caught.value)

@@ -27,8 +27,11 @@ class Ledger(ABC):
     """What is counted for the tensors of one device, as far as an object that died takes part in it."""
 
     @abstractmethod
-    def subtract(self, *, resident_bytes: int = 0, inflight_bytes: int = 0) -> None:
-        """So many bytes are no longer in place, or no longer on their way down."""
+    def subtract(
+        self, *, resident_bytes: int = 0, inflight_bytes: int = 0, again_bytes: int = 0
+    ) -> None:
+        """So many bytes are no longer in place, no longer on their way down, or no longer held for another
+        backward of their graph."""
 
     @abstractmethod
     def defer(self, cleanup: Cleanup) -> None:
@@ -46,6 +49,8 @@ class Cleanup(ABC):
     """Of the device whose tiers count it."""
     loaded_bytes: int
     """That the prefetch budget counts for it."""
+    again_bytes: int = 0
+    """Those of them that no running backward waits for, but perhaps the next of a retained graph."""
 
     @property
     def facts(self) -> tuple[int, int, str] | None:

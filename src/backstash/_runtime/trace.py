@@ -22,7 +22,20 @@ from .._torch.profiling import is_profiling
 
 __all__ = ["Event", "EventLog", "Recording", "profiled"]
 
-Kind = Literal["save", "write", "land", "return", "lose", "read", "use", "free", "stall", "pack"]
+Kind = Literal[
+    "save",
+    "write",
+    "land",
+    "return",
+    "lose",
+    "read",
+    "use",
+    "free",
+    "stall",
+    "pack",
+    "drop",
+    "decode",
+]
 Levels = tuple[int, int, int, int, int]
 
 _NOTHING: AbstractContextManager[Any] = nullcontext()
@@ -44,7 +57,8 @@ class Event:
     memory was let go. ``"return"``: its write failed and it stays in place. ``"lose"``: it was changed in
     place while on its way. ``"read"``: its bytes came back. ``"use"``: backward was given one of its views.
     ``"free"``: the last that needed it is gone. ``"stall"``: the computing thread waited.
-    ``"pack"``: it was made smaller, to ``nbytes``."""
+    ``"pack"``: it was made smaller, to ``nbytes``. ``"drop"``: it was let go, to be computed again.
+    ``"decode"``: its bytes were made again, from what it was packed to or by its operations."""
     seconds: float
     """When it began, by ``time.perf_counter()``."""
     duration_seconds: float
@@ -58,7 +72,8 @@ class Event:
     cause: str
     """For ``"read"``: ``"ahead"`` or ``"demand"``; for ``"stall"``: ``"pack"`` or ``"unpack"``; for a
     ``"save"`` while a backward runs on this thread (recomputation, ``create_graph``): ``"backward"``, and
-    its module's path begins where the recomputation does; else ``""``."""
+    its module's path begins where the recomputation does; for ``"decode"``: ``"packed"`` or
+    ``"recomputed"``; else ``""``."""
     thread: int
     """``threading.get_ident()`` of the thread that did it."""
     keep_bytes: int

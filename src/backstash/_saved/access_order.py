@@ -102,8 +102,15 @@ class AccessPredictor(Generic[_B]):
         """How many have begun."""
         self._learned: OrderedDict[int, AccessHistory] = OrderedDict()
 
-    def add(self, block: _B) -> None:
-        """A new block; the first one after a backward begins a new pass."""
+    def add(self, block: _B, apart: ForwardPass[_B] | None = None) -> None:
+        """A new block; the first one after a backward begins a new pass. ``apart``: the pass it is of, where
+        that is a part of a backward."""
+        if apart is not None:
+            block.cleanup.serial = self._blocks
+            self._blocks += 1
+            block.forward_pass, block.index = apart, len(apart.blocks)
+            apart.blocks.append(weakref.ref(block))
+            return
         if self._current.seen:
             self._conclude(self._current)
             self._current = ForwardPass(self._current)

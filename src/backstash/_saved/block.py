@@ -111,12 +111,12 @@ class Loaded:
 class BlockCleanup(Cleanup):
     """What a block leaves: what the budgets count for it."""
 
-    __slots__ = ("is_counted", "module", "nbytes", "resident_bytes", "serial")
+    __slots__ = ("again_bytes", "is_counted", "module", "nbytes", "resident_bytes", "serial")
 
     def __init__(self, reclaim_queue: ReclaimQueue, number: int, nbytes: int) -> None:
         self.mark = reclaim_queue.mark
         self.number = number
-        self.loaded_bytes = 0
+        self.loaded_bytes = self.again_bytes = 0
         self.nbytes = nbytes
         self.resident_bytes = 0  # that the keep budget counts
         self.serial = -1  # among all blocks of the stash, while it counts as one of them
@@ -132,7 +132,8 @@ class BlockCleanup(Cleanup):
     def settle(self, ledger: Ledger) -> None:
         """See :meth:`Cleanup.settle`."""
         resident, self.resident_bytes, self.serial = self.resident_bytes, 0, -1
-        ledger.subtract(resident_bytes=resident)
+        again, self.again_bytes = self.again_bytes, 0
+        ledger.subtract(resident_bytes=resident, again_bytes=again)
 
 
 class Block:

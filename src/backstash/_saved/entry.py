@@ -112,8 +112,17 @@ def recomputed_otherwise(entry: Entry, what: object) -> InplaceError:
     return InplaceError(
         f"the tensor of shape {tuple(entry.shape)} that {module or 'no module'} saved was to be recomputed, "
         f"and {what!r} gives other bits: its input was changed since forward (a parameter by its optimizer, or "
-        "a tensor by what raises no version: .data, NumPy), or threads or other settings of PyTorch were. Run "
+        "a tensor by what raises no version: .data, NumPy), or a setting of PyTorch was. Run "
         'forward again, or give this module no Action("recompute")'
+    )
+
+
+def rerun_otherwise(module: str, why: str) -> InplaceError:
+    """The error for a module whose forward ran again and did not save what it had saved."""
+    return InplaceError(
+        f"what {module} saved was let go, and its forward, run again, gives other bits"
+        f"{f' ({why})' if why else ''}: its input, a weight, a buffer or a value that it reads elsewhere was "
+        "changed since forward. Run forward again, or do not recompute() this module"
     )
 
 

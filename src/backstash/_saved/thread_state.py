@@ -56,11 +56,14 @@ class ThreadState:
     """What one thread keeps with a stash."""
 
     __slots__ = (
+        "apart",
         "expecting",
         "latest",
         "nested_bytes",
         "nested_saves",
         "operation",
+        "outer",
+        "runs_again",
         "saves",
         "scopes",
         "small_bytes",
@@ -84,6 +87,11 @@ class ThreadState:
         """While recomputing is learnt, the newest blocks and the memory they were saved from: an operation's
         input, which may have left, is there until what was computed from it is saved."""
         self.operation = 0  # the graph's next sequence number when the last of them was saved
+        # While a region's forward runs again: that it does, the modules around it (outermost first), and the
+        # forward pass that its blocks are of.
+        self.runs_again = False
+        self.outer: list[Any] = []
+        self.apart: Any = None
         self.saves = self.small_saves = self.small_bytes = 0  # see Counts
         self.nested_saves = self.nested_bytes = 0
 

@@ -16,8 +16,8 @@ from .._runtime.critical_section import CriticalSection
 from .._runtime.reclaim import Cleanup, Ledger, ReclaimQueue
 from .._runtime.trace import EventLog
 from .._runtime.workers import Work
-from .._saved.block import Block
-from ..memory import spare_bytes
+from .._saved.block import Block, BlockCleanup
+from ..memory import auto_bytes
 from ..stores import Store
 from ..stores._buffer_pool import BufferPool
 from .base import LowerTier
@@ -65,10 +65,13 @@ class DeviceTiers(Ledger):
         self.tier = tier
         self.device = device
 
-    def subtract(self, *, resident_bytes: int = 0, inflight_bytes: int = 0) -> None:
+    def subtract(
+        self, *, resident_bytes: int = 0, inflight_bytes: int = 0, again_bytes: int = 0
+    ) -> None:
         """See :meth:`Ledger.subtract`."""
         self.evictor.resident.nbytes -= resident_bytes
         self.evictor.inflight.nbytes -= inflight_bytes
+        self.prefetcher.again_bytes -= again_bytes
 
     def defer(self, cleanup: Cleanup) -> None:
         """See :meth:`Ledger.defer`."""
@@ -102,6 +105,7 @@ class DeviceTiers(Ledger):
         self.prefetcher.ahead_bytes = sum(
             cleanup.loaded_bytes for of_class in cleanups.values() for cleanup in of_class
         )
+        self.prefetcher.again_bytes = sum(cleanup.again_bytes for cleanup in cleanups[BlockCleanup])
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +184,10 @@ class TierConfig:
 
     def _more_host(self) -> int:
         """Bytes that all pools together may have beyond what they have: then as much is left to spare."""
-        return (spare_bytes() - sum(pool.slab_bytes for pool in self.pools)) // 2
+        held = sum(pool.slab_bytes for pool in self.pools)
+        wanted = [pool.wanted for pool in self.pools]
+        most = None if None in wanted else sum(filter(None, wanted))
+        return auto_bytes(self.event_log, held=held, wanted=most) - held
 
     def tiers_of(self, device: torch.device, number: int) -> DeviceTiers | str:
         """The tiers of an accelerator, or the reason why it has none."""

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._device.base import Device
+from .._device.base import Check, Device
 from .._device.fingerprint import fingerprint
 from .._plan.trace import Option
 from .._runtime.critical_section import CriticalSection
@@ -24,10 +24,11 @@ from .._runtime.trace import profiled
 from .._saved.block import Block, StorageVersion
 from .._saved.entry import Entry, recomputed_otherwise
 from .._saved.placement import Arrival, Packed, Recomputed
-from .._torch.dispatch import count_dispatch_modes, without_function_modes
+from .._torch.dispatch import count_dispatch_modes, without_dispatch, without_function_modes
+from .._torch.engine import in_backward, queue_callback, running_task
 from ..codecs import Codec, Encoded
 from ..codecs._base import NOT_SMALLER, integers
-from ..errors import UsageError
+from ..errors import InplaceError, UsageError
 from ..stores._base import PAGE_BYTES
 from ..stores._buffer_pool import BufferPool, own_memory
 from .replay import Replay
@@ -65,6 +66,8 @@ class Packer:
         self._replayed: set[tuple[Any, ...]] = set()  # classes whose replay was bit-equal
         self.has_room: Callable[[int], bool] | None = None
         """Asked before bytes are decoded: it gives back free memory where a budget is near."""
+        self._due: list[tuple[InplaceError, Check]] = []  # what an accelerator is yet to be asked
+        self._due_in = -1  # the backward whose end asks it
         self._replay_seconds = 0.0  # of the last one that was compared
         self.met_unknown = True
         """Whether a replay was asked for whose class had not been compared, since this was last set to no."""
@@ -103,13 +106,14 @@ class Packer:
 
     def _let_go(self, block: Block, replay: Replay, reason: str) -> Block | None:
         """Let go of a block that ``replay`` computes again, or say why not."""
-        told: Tensor | None = None
+        told: Any = None
         try:
             reason = reason or self._reason_to_doubt(block, replay)
             replay.sources = ()
             alias = block.placement.alias
             if not reason and alias is not None:
-                told = fingerprint(alias.untyped_storage())
+                told = self._mark(alias.untyped_storage())
+                reason = "" if told is not None else "no memory to note its bytes in"
         except (torch.OutOfMemoryError, MemoryError):
             reason = "no memory to compute it in"
         if block.storage_version.changed:
@@ -122,7 +126,13 @@ class Packer:
         block.placement = Recomputed(replay, block.dtype, replay.owned(), told)
         self._resident.leave(block)
         self.recomputed_bytes += block.nbytes
+        if self._resident.event_log.on:
+            self._resident.event_log.emit("drop", *block.facts)
         return None
+
+    def _mark(self, storage: torch.UntypedStorage) -> Any:
+        device = self._device
+        return fingerprint(storage) if device is None else device.mark(storage, device.stream())
 
     def _reason_to_doubt(self, block: Block, replay: Replay) -> str:
         """Why a replay is not known to give the bytes of ``block``: the first one of a class (the same module,
@@ -301,19 +311,54 @@ class Packer:
         Raises ``MemoryError`` or ``torch.OutOfMemoryError`` where there is no memory for them.
         """
         block, device = entry.block, self._device
-        if device is not None and payload is not None:
+        if device is not None and isinstance(payload, Tensor):
             # The program may have waited for the tensor, not for what was made of it afterwards.
             _MadeOn(device, block.stream, payload).order()
+        elif device is not None:
+            for operand in payload or ():
+                device.used(operand)
         low = block.address % PAGE_BYTES if device is None else 0
         with self._section.lock, self._section:
             if self.has_room is not None:
                 self.has_room(block.nbytes)
             root = self._memory(low + block.nbytes, entry.device)
-        with without_function_modes(), torch.no_grad(), profiled("unpack", block.cleanup.module):
-            out = root[low : low + block.nbytes].view(placement.dtype)
-            placement.codec.decode(payload, placement.recipe, out)
-        _check(entry, placement, root, low)
+        began = time.perf_counter()
+        with profiled("unpack", block.cleanup.module):
+            check = _fill(entry, placement, payload, root, low, device)
+            if check is not None:
+                self._ask_at_the_end(recomputed_otherwise(entry, placement.codec), check)
+        event_log = self._resident.event_log
+        if event_log.on:
+            event_log.emit("decode", *block.facts, cause=block.where, began=began)
         return root, low, None if device is None else _MadeOn(device, device.stream(), root)
+
+    # On an accelerator, whether what was computed again is what was let go is known when the device gets there.
+
+    def _ask_at_the_end(self, error: InplaceError, check: Check) -> None:
+        """Raise ``error`` where the device finds a difference: when the running backward ends, so that the host
+        waits once; at once where none runs."""
+        if not in_backward():
+            if check.differs():
+                raise error
+            return
+        task = running_task()
+        with self._section.lock, self._section:
+            self._due.append((error, check))
+            is_first, self._due_in = self._due_in != task, task
+        if is_first:
+            queue_callback(self.ask)
+
+    def ask(self) -> None:
+        """Raise the error of the first replay of which the device has found that it gave other bits.
+
+        Raises:
+            InplaceError: there is one. The gradients of the backward that has just ended are not to be used.
+        """
+        with self._section.lock, self._section:
+            due, self._due, self._due_in = self._due, [], -1
+        for error, check in due:
+            if check.differs():
+                raise error
 
 
 class _MadeOn:
@@ -334,25 +379,46 @@ class _MadeOn:
             self._device.used(self._memory)
 
 
-def decode_apart(entry: Entry, placement: Packed, payload: Any) -> tuple[Tensor, int]:
+def decode_apart(
+    entry: Entry, placement: Packed, payload: Any, device: Device | None
+) -> tuple[Tensor, int]:
     """As :meth:`Packer.decode`, to memory of the caller's own: nothing that is shared is touched."""
     block = entry.block
     root, low = torch.empty(block.nbytes, dtype=torch.uint8, device=entry.device), 0
     if entry.device.type == "cpu":
         root, low = own_memory(block.nbytes, block.address)
-    with without_function_modes(), torch.no_grad():
-        out = root[low : low + block.nbytes].view(placement.dtype)
-        placement.codec.decode(payload, placement.recipe, out)
-    _check(entry, placement, root, low)
+    check = _fill(entry, placement, payload, root, low, device)
+    if check is not None and check.differs():
+        raise recomputed_otherwise(entry, placement.codec)
     return root, low
 
 
-def _check(entry: Entry, placement: Packed, root: Tensor, low: int) -> None:
+def _fill(
+    entry: Entry, placement: Packed, payload: Any, root: Tensor, low: int, device: Device | None
+) -> Check | None:
+    """Decode to ``root`` from ``low`` on; no mode of the program sees or changes it. Returns what an
+    accelerator is to be asked of it."""
+    with without_function_modes(), without_dispatch(), torch.no_grad():
+        out = root[low : low + entry.block.nbytes].view(placement.dtype)
+        placement.codec.decode(payload, placement.recipe, out)
+        return _check(entry, placement, root, low, device)
+
+
+def _check(
+    entry: Entry, placement: Packed, root: Tensor, low: int, device: Device | None
+) -> Check | None:
     """Whether what was computed again is what was let go: its input may have been written unseen."""
-    if isinstance(placement, Recomputed):
-        told = fingerprint(root.untyped_storage(), low, entry.block.nbytes)
-        if not torch.equal(placement.fingerprint, told):
+    if not isinstance(placement, Recomputed):
+        return None
+    storage, nbytes = root.untyped_storage(), entry.block.nbytes
+    if device is None:
+        if not torch.equal(placement.fingerprint, fingerprint(storage, low, nbytes)):
             raise recomputed_otherwise(entry, placement.codec)
+        return None
+    check = device.compare(placement.fingerprint, storage, low, nbytes)
+    if check is None:
+        raise torch.OutOfMemoryError("no memory to compare what was computed again")
+    return check
 
 
 def _own(payload: Tensor | None, values: Tensor, codec: Codec) -> Tensor | None:

@@ -6,6 +6,12 @@ bytes below are never taken away before the last entry dies. The block in use is
 and v cut from one projection come from one read however large it is. Nor is one block that is larger than the
 window while entries of it wait, such as a mask that every layer saves: it is held beside the window, one at a
 time, instead of being read for each layer.
+
+A backward that retains its graph is perhaps followed by another, as where a pipeline's schedule takes the
+gradients of a stage's input first and those of its weights later. What such a backward has read stays while
+the window has room for it, until that other one has used it. A read ahead of need may take half of the window
+from what stays so, the rest only what is needed now. The newest goes first: who comes first is served first,
+and whoever goes through more than fits, again and again, would find nothing if the oldest went.
 """
 
 from __future__ import annotations
@@ -26,9 +32,10 @@ from .._runtime.reclaim import Cleanup
 from .._runtime.trace import EventLog, profiled
 from .._runtime.weak import WeakQueue
 from .._runtime.workers import Work
-from .._saved.block import Block, Loaded
+from .._saved.block import Block, BlockCleanup, Loaded
 from .._saved.entry import Entry, written_unseen
 from .._saved.placement import Backing, Load
+from .._torch.engine import current_node, keeps_graph
 from .base import LowerTier
 
 __all__ = ["Prefetcher"]
@@ -71,9 +78,14 @@ class Prefetcher:
         """Says whether so many bytes may come ahead of need; ``None``: as far as the window goes."""
         self._used_bytes = 0  # by backward, since what comes next was looked at
         self._window = WeakQueue[Any](_is_loaded)  # oldest first
+        self._again = WeakQueue[Block](
+            _is_for_another
+        )  # backward, oldest first; in the window, too
         self._beyond: weakref.ref[Any] | None = None  # the one backing that may exceed the window
         self._beside: weakref.ref[Block] | None = None  # the one block that is held beside it
         self.ahead_bytes = self.ahead_peak_bytes = 0
+        self.again_bytes = 0
+        """Those of ``ahead_bytes`` that only another backward of a retained graph would want."""
         self.read_bytes = 0
         self.stall_seconds = 0.0
         self.hits = self.misses = 0
@@ -166,7 +178,7 @@ class Prefetcher:
             if backing.wanted <= 0:
                 self._drop_backing(backing)
         block.turn += 1
-        if block.entries == 1:  # nothing to hold: the next use reads again
+        if block.entries == 1 and not (keeps_graph() and current_node()):  # nothing to hold
             entry.turn, block.served = block.turn, 1
             if arrival is not None:
                 arrival.order()
@@ -199,12 +211,47 @@ class Prefetcher:
         if loaded.arrival is not None:
             loaded.arrival.order()
         view = entry.view_of(loaded.root, loaded.low)
+        cleanup = block.cleanup
+        if cleanup.again_bytes:  # this is the other backward
+            self._wanted_now(block)
         if entry.turn != block.turn:
             entry.turn = block.turn
             block.served += 1
-        if block.served >= block.entries:  # every entry has had its use: the next one reads again
-            self._drop_block(block)
+        if block.served >= block.entries and not self._stays(block):
+            self._drop_block(block)  # every entry has had its use: the next one reads again
         return view
+
+    # What stays for another backward of a graph that is retained.
+
+    def _stays(self, block: Block) -> bool:
+        """Whether ``block``, whose entries have all had their use, may stay; then it does."""
+        if not (keeps_graph() and current_node()):
+            return False
+        if self._memory is not None and not self._memory.has(0):
+            return False
+        if self.has_room is not None and not self.has_room(0):
+            return False
+        block.cleanup.again_bytes = block.nbytes
+        self.again_bytes += block.nbytes
+        self._again.append(block)
+        return True
+
+    def _wanted_now(self, block: Block) -> None:
+        self._forget_again(block.cleanup)
+        block.turn += 1
+        block.served = 0
+
+    def _forget_again(self, cleanup: BlockCleanup) -> None:
+        self.again_bytes -= cleanup.again_bytes
+        cleanup.again_bytes = 0
+
+    def _give_way(self, to_bytes: int) -> None:
+        """Bring what is held under ``to_bytes``, as far as what stays for another backward goes."""
+        refs = self._again.refs
+        while refs and self.ahead_bytes > to_bytes:
+            block = refs.pop()()
+            if block is not None and block.cleanup.again_bytes:
+                self._drop_block(block)
 
     # Memory that is held: by a backing until its blocks have come for it, then by each block.
 
@@ -215,6 +262,7 @@ class Prefetcher:
 
     def _drop_block(self, block: Block) -> None:
         block.loaded = None
+        self._forget_again(block.cleanup)
         self._forget_bytes(block.cleanup)
 
     def _drop_backing(self, backing: Backing) -> None:
@@ -301,7 +349,10 @@ class Prefetcher:
 
     def _begin_ahead(self, block: Block, backing: Backing) -> bool:
         """Begin to read ahead of need; whether there was room."""
-        goes_beyond = self.ahead_bytes + backing.nbytes > self.window_bytes + self._beside_bytes()
+        room = self.window_bytes + self._beside_bytes() - backing.nbytes
+        if self.ahead_bytes > room and self.ahead_bytes - self.again_bytes <= room // 2:
+            self._give_way(room)
+        goes_beyond = self.ahead_bytes > room
         if goes_beyond and not self._may_go_beyond(backing.nbytes):
             return False
         if self._memory is not None and not self._memory.has(backing.nbytes):
@@ -361,6 +412,7 @@ class Prefetcher:
         beside = self._beside() if self._beside is not None and to_bytes else None
         if beside is not None:
             to_bytes += beside.cleanup.loaded_bytes
+        self._give_way(to_bytes)
         while window.refs and len(window.refs) + len(stay) > 1 and self.ahead_bytes > to_bytes:
             holder = window.popleft()
             if holder is None:
@@ -381,6 +433,7 @@ class Prefetcher:
     def forget(self) -> None:
         """No block is alive any more."""
         self._window.clear()
+        self._again.clear()
 
     def restore(self, backings: list[Backing], blocks: list[Block]) -> None:
         """Rebuild what follows from what there is: see ``_session``.
@@ -390,18 +443,27 @@ class Prefetcher:
             blocks: that are alive, oldest first.
         """
         self._window = WeakQueue[Any](_is_loaded)
+        self._again = WeakQueue[Block](_is_for_another)
         for backing in backings:
             backing.cleanup.loaded_bytes = backing.nbytes if backing.load is not None else 0
             if backing.cleanup.loaded_bytes:
                 self._window.append(backing)
         for block in blocks:
-            block.cleanup.loaded_bytes = block.nbytes if block.loaded is not None else 0
-            if block.cleanup.loaded_bytes:
+            cleanup = block.cleanup
+            cleanup.loaded_bytes = block.nbytes if block.loaded is not None else 0
+            cleanup.again_bytes = min(cleanup.again_bytes, cleanup.loaded_bytes)
+            if cleanup.loaded_bytes:
                 self._window.append(block)
+            if cleanup.again_bytes:
+                self._again.append(block)
 
 
 def _is_loaded(holder: Any) -> int:
     return int(holder.cleanup.loaded_bytes)
+
+
+def _is_for_another(block: Block) -> int:
+    return block.cleanup.again_bytes
 
 
 def _named(block: Block) -> tuple[int, str]:

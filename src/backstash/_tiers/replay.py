@@ -8,7 +8,9 @@ that the graph holds in place, as parameters and what is too small to move.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Sequence
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -30,6 +32,9 @@ from ..codecs import Encoded
 
 __all__ = ["Replay", "replay_of"]
 
+_threads_lock = threading.RLock()  # a signal's handler may go backward in the middle of a replay
+_is_changed = False
+
 
 class Replay(Recipe):
     """Operations that are called again.
@@ -47,6 +52,7 @@ class Replay(Recipe):
         self._operation = operation
         self._shape, self._stride = made.shape, made.stride()
         self.operands = operands
+        self._threads = torch.get_num_threads()
         self._kinds = [(each.dtype, each.shape) for each in operands]
         self.depth: int = operation.depth + max(map(_depth_of, operands), default=0)
 
@@ -60,7 +66,8 @@ class Replay(Recipe):
         if payload is None:
             out.zero_()
         else:
-            self._operation.run(payload, out.as_strided(self._shape, self._stride))
+            with _threads(self._threads):
+                self._operation.run(payload, out.as_strided(self._shape, self._stride))
 
     def key(self, block: Block) -> tuple[Any, ...]:
         """What decides the bits of the result beside the operands': alike for two replays of one class."""
@@ -71,7 +78,7 @@ class Replay(Recipe):
             block.storage_version.version,
             *((each.dtype, each.shape, _stride_of(each), _residue(each)) for each in self.operands),
             (block.dtype, self._shape, self._stride, block.address % ALIGNMENT_BYTES),
-            torch.get_num_threads(),
+            self._threads,
         )
 
     def reason_against(self, block: Block) -> str:
@@ -83,6 +90,10 @@ class Replay(Recipe):
                 continue
             if operand.block is block:
                 return "its input is in the same storage"
+            if operand.block.number != block.number:
+                return "its input is on another device"
+            if operand.block.stream != block.stream:
+                return "its input was made on another stream"
             if operand.block.placement.lost_at is not None or operand.block.storage_version.changed:
                 return "its input was changed in place"
         if self.depth > MOST_OPERATIONS:
@@ -122,6 +133,25 @@ class Replay(Recipe):
 
     def __repr__(self) -> str:
         return f"{self._operation.name.removesuffix('Backward0')} computed again"
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    """As many threads for PyTorch's operations as forward had: how elements are divided among them decides
+    which of these vector code computes. It is a setting of the process; one replay at a time changes it."""
+    global _is_changed
+    if torch.get_num_threads() == count and not _is_changed:
+        yield
+        return
+    with _threads_lock:
+        before = torch.get_num_threads(), _is_changed
+        try:
+            _is_changed = True
+            torch.set_num_threads(count)
+            yield
+        finally:
+            torch.set_num_threads(before[0])
+            _is_changed = before[1]
 
 
 def _owned(operand: Entry) -> Entry:
@@ -174,6 +204,7 @@ def replay_of(
 
     def take(packed: Any) -> Any:
         """An entry of this stash, or a tensor in place."""
+        packed = _inside(packed)
         if type(packed) is tuple and packed:
             packed = packed[0]  # what stays in place, and its version
         if type(packed) is not Entry:
@@ -207,7 +238,15 @@ def _fills(made: Tensor) -> bool:
     return made.is_contiguous() or StridedRegion(made).nbytes == made.nbytes
 
 
+def _inside(packed: Any) -> Any:
+    """What a report that is being made has put around what autograd holds."""
+    while getattr(type(packed), "adds_nothing", False):
+        packed = packed.packed_inside
+    return packed
+
+
 def _module_of(packed: Any) -> str:
+    packed = _inside(packed)
     if type(packed) is Entry:
         return packed.block.cleanup.module
     return packed[2] if type(packed) is tuple and len(packed) > 2 else ""

@@ -6,7 +6,7 @@ All of these are in torch 2.11 to 2.15.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -16,8 +16,11 @@ from .lookup import optional, required
 __all__ = [
     "TorchDispatchMode",  # documented under this private path, and no other: without it, ImportError
     "count_dispatch_modes",
+    "count_function_modes",
     "dispatch_modes",
     "schema_of",
+    "without_dispatch",
+    "without_dispatch_modes",
     "without_function_modes",
     "without_subclass_functions",
 ]
@@ -35,6 +38,27 @@ without_function_modes: Callable[[], AbstractContextManager[None]] = required(
 )
 """A context in which neither ``__torch_function__`` nor a function mode is called. Where torch lacks it, it
 raises ``UsageError``."""
+
+without_dispatch: Callable[[], AbstractContextManager[Any]] = optional(
+    "torch._C._DisableTorchDispatch", nullcontext
+)
+"""A context in which no ``__torch_dispatch__`` is called, of a mode or a subclass. Where torch lacks it, they
+are."""
+
+count_function_modes: Callable[[], int] = optional("torch._C._len_torch_function_stack", lambda: 0)
+"""How many function modes are active on this thread. Where torch lacks the call, none is counted."""
+
+_without_dispatch_modes: Callable[[], AbstractContextManager[Any]] = optional(
+    "torch.utils._python_dispatch._disable_current_modes", nullcontext
+)
+
+
+def without_dispatch_modes() -> AbstractContextManager[Any]:
+    """A context in which no dispatch mode that is active now is called; subclasses' ``__torch_dispatch__`` is.
+    Where torch lacks it, modes are called."""
+    # Torch's imports much of its compiler.
+    return _without_dispatch_modes() if count_dispatch_modes() else nullcontext()
+
 
 without_subclass_functions: Callable[[], AbstractContextManager[None]] = required(
     "torch._C.DisableTorchFunctionSubclass", "looks at a tensor without its subclass seeing it"

@@ -17,6 +17,7 @@ from .lookup import optional, required
 __all__ = [
     "current_node",
     "in_backward",
+    "keeps_graph",
     "may_execute",
     "may_return_saved",
     "number_of",
@@ -44,6 +45,12 @@ queue_callback: Callable[[Callable[[], None]], None] = required(
 """Has the engine call ``callback()`` when the running backward ends, as DDP and FSDP do. The engine holds
 the only reference that it is given, and drops it if backward raises. Where torch lacks the call, it raises
 ``UsageError``."""
+
+keeps_graph: Callable[[], bool] = optional(
+    "torch._C._autograd._get_current_graph_task_keep_graph", lambda: False
+)
+"""Whether the backward that runs on this thread retains its graph (``retain_graph``, ``create_graph``); True
+where none runs. Where torch lacks the call, False: what another backward wants again is then read again."""
 
 _task_id: Callable[[], int] = optional("torch._C._current_graph_task_id", lambda: -1)
 _required_task_id: Callable[[], int] = required(

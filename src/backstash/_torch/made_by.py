@@ -7,11 +7,13 @@ is run.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from .dispatch import count_dispatch_modes, without_function_modes
 from .engine import output_metadata
 from .node_saves import raw_of, scalar_of
 from .operations import RESULT, RULES, Rule
@@ -47,7 +49,9 @@ class Operation:
     def run(self, values: Sequence[Tensor], out: Tensor) -> None:
         """Compute the result from the operands into ``out``; without autocast, whose casts are operations of
         the graph."""
-        with torch.autocast("cpu", enabled=False):
+        kind = out.device.type
+        casts = torch.is_autocast_enabled(kind)
+        with torch.autocast(kind, enabled=False) if casts else nullcontext():
             self._run(values, out)
 
     def _run(self, values: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
@@ -90,8 +94,6 @@ def made_by(
     node: Any = tensor.grad_fn
     if node is None:
         raise UnknownOperandError("it was made by no operation that autograd knows")
-    if tensor.device.type != "cpu":
-        raise UnknownOperandError("on an accelerator nothing is recomputed yet")
     if node.name() not in RULES:
         raise UnknownOperandError(f"there is no rule for {node.name()}")
     if tensor.output_nr != 0:  # a normalization's statistics
@@ -145,15 +147,19 @@ class _Search:
             has_weight = operands[names.index("weight")] is not None
             if has_weight and raw_of(node, "bias") is None:
                 raise UnknownOperandError(NOT_HELD)  # a frozen one is on no edge
+        scalars = {each: _signed(scalar_of(node, each)) for each in rule.scalars}
+        if None in scalars.values():
+            raise UnknownOperandError("this PyTorch does not tell how its operation was called")
         operands += [
             self._operand(node, each, (None, 0), depth, optional=each in rule.optional)
             for each in rule.others
         ]
-        scalars = {each: _signed(scalar_of(node, each)) for each in rule.scalars}
-        if None in scalars.values():
-            raise UnknownOperandError("this PyTorch does not tell how its operation was called")
+        if not scalars.get("training"):
+            operands += [self._copied(_packed(node, each)) for each in rule.buffers]
         if rule.eps and (eps := self._eps(node, scalars)) is not None:
             scalars["eps"] = eps
+        elif rule.eps and operands[1] is None and operands[2] is not None:
+            raise UnknownOperandError("no module tells its eps, and it has a bias without a weight")
         if rule.takes_result:
             scalars |= {"dtype": dtype, "shape": tuple(shape)}
         return Operation(name, rule, tuple(operands), scalars)
@@ -172,8 +178,9 @@ class _Search:
         leaf = getattr(child, "variable", None)
         if leaf is not None:
             # Not saved, so that a program may change it before backward; a parameter seldom, and a bias not
-            # without the weight beside it, which is saved.
-            if not isinstance(leaf, nn.Parameter) or not (self._unsaved or name == "bias"):
+            # without the weight beside it, which is saved, unless that is not trained.
+            relied = self._unsaved or (name == "bias" and node.next_functions[1][0] is not None)
+            if not isinstance(leaf, nn.Parameter) or not relied:
                 raise UnknownOperandError(NOT_HELD)
             return self._held(leaf)
         packed = _packed(child, RESULT) if number == 0 else None
@@ -184,8 +191,22 @@ class _Search:
             raise UnknownOperandError(NOT_HELD)
         return self.operation(child, results[0].dtype, results[0].shape, depth)
 
-    def _held(self, packed: Any) -> int:
+    def _copied(self, packed: Any) -> int | None:
+        """A buffer that the node saved: where it is in place, as it is now."""
+        if packed is None:
+            return None
         operand = self._take(packed)
+        if isinstance(operand, Tensor):
+            if count_dispatch_modes() > 0:
+                raise UnknownOperandError("a dispatch mode of the program would see it")
+            with without_function_modes(), torch.no_grad():
+                operand = operand.clone()
+        return self._number(operand)
+
+    def _held(self, packed: Any) -> int:
+        return self._number(self._take(packed))
+
+    def _number(self, operand: Any) -> int:
         for at, each in enumerate(self.operands):
             if each is operand:
                 return at
@@ -199,7 +220,10 @@ class _Search:
             found: Any = self._modules[0].get_submodule(path)
         except (AttributeError, IndexError):
             return None
-        is_one = tuple(getattr(found, "normalized_shape", ())) == scalars["normalized_shape"]
+        # Another module's own call may have another one than its attribute's, too little to be seen at first.
+        if getattr(type(found), "forward", None) is not nn.LayerNorm.forward:
+            return None
+        is_one = tuple(found.normalized_shape) == scalars["normalized_shape"]
         eps = getattr(found, "eps", None)
         return eps if is_one and isinstance(eps, float) else None
 
@@ -213,7 +237,7 @@ def in_place(packed: Any) -> Tensor:
 
 
 def _is_usable(tensor: Tensor) -> bool:
-    if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
+    if tensor.layout is not torch.strided:
         return False
     return not (tensor.is_conj() or tensor.is_neg() or tensor.is_quantized or tensor.is_nested)
 

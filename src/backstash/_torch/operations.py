@@ -33,6 +33,9 @@ class Rule(NamedTuple):
     """That the node keeps, by the names of the arguments."""
     others: tuple[str, ...] = ()
     """Tensors that it saved beside its inputs, as further operands."""
+    buffers: tuple[str, ...] = ()
+    """Likewise, but not in training: what later calls write without raising a version. Of what is in place, a
+    copy is the operand."""
     optional: frozenset[str] = frozenset()
     """Operands that may be ``None``."""
     eps: bool = False
@@ -114,9 +117,9 @@ def _layer_norm(values: Values, scalars: Mapping[str, Any], out: Tensor | None) 
 
 
 def _batch_norm(values: Values, scalars: Mapping[str, Any], out: Tensor | None) -> Tensor:
-    x, weight, bias, mean, var = values
-    if scalars["training"]:
-        mean = var = None  # which would be updated
+    x, weight, bias, *statistics = values
+    # Given in training, they would be updated.
+    mean, var = statistics or (None, None)
     arguments = (x, weight, bias, mean, var, scalars["training"], 0.0, scalars["eps"])
     if out is None:
         return _first(_aten.native_batch_norm.default(*arguments))
@@ -190,15 +193,15 @@ RULES = {
         ("input", "weight", "bias"),
         ("normalized_shape",),
         ("result1", "result2"),
-        frozenset({"weight", "bias"}),
+        optional=frozenset({"weight", "bias"}),
         eps=True,
     ),
     "NativeBatchNormBackward0": Rule(
         _batch_norm,
         ("input", "weight", "bias"),
         ("training", "eps"),
-        ("running_mean", "running_var"),
-        frozenset({"weight", "bias", "running_mean", "running_var"}),
+        buffers=("running_mean", "running_var"),
+        optional=frozenset({"weight", "bias", "running_mean", "running_var"}),
     ),
     "NativeGroupNormBackward0": Rule(
         _group_norm,

@@ -1,4 +1,4 @@
-"""The command line: ``backstash run``, ``profile``, ``plan``, ``doctor`` and ``bench``.
+"""The command line: ``backstash run``, ``profile``, ``plan``, ``doctor``, ``bench`` and ``completion``.
 
 Each command is a module that is imported when it is asked for, so that ``--help`` does not wait
 for torch.
@@ -20,7 +20,9 @@ _COMMANDS = {
     "plan": "what each budget for a training script's memory would cost, from a few real steps",
     "doctor": "what this machine offers, and the Stash(...) line that suits it",
     "bench": "step time and memory beside the alternatives, measured here",
+    "completion": "what makes bash, zsh or fish complete these words",
 }
+_OPTIONS = ("-h", "--help", "-V", "--version")
 
 _HELP = """\
 usage: backstash COMMAND [OPTION ...]
@@ -32,8 +34,8 @@ commands:
 {commands}
 
 options:
-  -h, --help  this text; `backstash COMMAND --help` is about one command
-  --version   the versions of backstash, torch and python
+  -h, --help     this text; `backstash COMMAND --help` is about one command
+  -V, --version  the versions of backstash, torch and python
 
 examples:
   backstash doctor /scratch                   is this disk fast enough, and what should I write?
@@ -58,18 +60,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     command = arguments[0] if arguments else "--help"
+    if command == "help" and len(arguments) > 1:
+        command, arguments = arguments[1], [arguments[1], "--help"]
     if command in ("-h", "--help", "help"):
         print(_help(), end="")
         return 0 if arguments else 2
-    if command == "--version":
+    if command in ("-V", "--version"):
         with _without_numpy():
             print(_versions())
         return 0
     if command not in _COMMANDS:
-        print(
-            f"backstash: unknown command {command!r}; allowed: {', '.join(_COMMANDS)}",
-            file=sys.stderr,
-        )
+        print(f"backstash: {_unknown(arguments)}", file=sys.stderr)
         return 2
     with _without_numpy():
         return _call(command, arguments[1:])
@@ -96,8 +97,26 @@ def _call(command: str, arguments: list[str]) -> int:
     return status if isinstance(status, int) else 0
 
 
+def _unknown(arguments: list[str]) -> str:
+    """What is wrong with a first word that is no command, and what to type instead."""
+    import os
+    import shlex
+
+    from ._arguments import alike
+
+    word, *rest = arguments
+    said = f"unknown command {word!r}; "
+    if meant := alike(word, [*_COMMANDS, *_OPTIONS, "help"]):
+        said += f"did you mean `{shlex.join(['backstash', meant, *rest])}`? "
+    elif os.path.isfile(word) or word.startswith("-"):
+        said += f"a command comes first: `{shlex.join(['backstash', 'run', *arguments])}`; "
+    else:
+        said += "`backstash --help` says what each does; "
+    return f"{said}allowed: {', '.join(_COMMANDS)}"
+
+
 def _help() -> str:
-    commands = "\n".join(f"  {name:<8}  {what}" for name, what in _COMMANDS.items())
+    commands = "\n".join(f"  {name:<10}  {what}" for name, what in _COMMANDS.items())
     return _HELP.format(commands=commands)
 
 

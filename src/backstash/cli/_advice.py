@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import Any
 
 from ..units import format_bytes
@@ -19,6 +20,52 @@ def advice(figures: dict[str, Any], saved_peak_bytes: int | None) -> list[dict[s
         figures: the run's, as its JSON has them; ``settings`` are the options of ``backstash run``.
         saved_peak_bytes: peak bytes that were saved and not yet used; ``None`` where nothing was recorded.
     """
+    settings = figures["settings"]
+    plan = figures.get("plan")
+    found = _of_tiers(figures, saved_peak_bytes) if plan is None else _of_budget(figures, plan)
+    if figures["allocator"]["kind"] in ("glibc", "none"):
+        found.append(
+            _advice(
+                "The memory allocator keeps much of the memory that is freed. backstash run preloads one "
+                "that reuses it, tcmalloc or tbb, where it is installed.",
+                INSTALL_HINT,
+            )
+        )
+    found.append(_advice("The same inside your own code:", stash_line(settings)))
+    return found
+
+
+def _of_budget(figures: dict[str, Any], plan: dict[str, Any]) -> list[dict[str, str]]:
+    """What to change about a budget."""
+    waited, seconds = figures["stats"]["stall_seconds"], figures["seconds"]
+    if plan["state"] == "too small" and plan["smallest_budget_bytes"]:
+        smallest = format_bytes(plan["smallest_budget_bytes"])
+        return [
+            _advice(
+                f"The budget cannot be kept. The smallest that can is {smallest}.",
+                f"--budget {_rounded_up(plan['smallest_budget_bytes'])}",
+            )
+        ]
+    if plan["state"] == "left alone":
+        return [
+            _advice(
+                "Everything fits into the budget. What a smaller one would cost is predicted by:",
+                f"backstash plan {shlex.join(figures['script'])}",
+            )
+        ]
+    if plan["plain"] is not None and seconds and waited / seconds > _MUCH_WAITING:
+        return [
+            _advice(
+                f"The script waited {waited:.1f} s for the stash, {waited / seconds:.0%} of its time. What "
+                "larger budgets would take is predicted by:",
+                f"backstash plan {shlex.join(figures['script'])}",
+            )
+        ]
+    return []
+
+
+def _of_tiers(figures: dict[str, Any], saved_peak_bytes: int | None) -> list[dict[str, str]]:
+    """What to change about what is kept in place."""
     found = []
     stats, settings = figures["stats"], figures["settings"]
     waited, seconds = stats["stall_seconds"], figures["seconds"]
@@ -40,15 +87,6 @@ def advice(figures: dict[str, Any], saved_peak_bytes: int | None) -> list[dict[s
                 f"--keep {_rounded((saved_peak_bytes or 4 << 20) // 4)}",
             )
         )
-    if figures["allocator"]["kind"] in ("glibc", "none"):
-        found.append(
-            _advice(
-                "The memory allocator keeps much of the memory that is freed. backstash run preloads one "
-                "that reuses it, tcmalloc or tbb, where it is installed.",
-                INSTALL_HINT,
-            )
-        )
-    found.append(_advice("The same inside your own code:", stash_line(settings)))
     return found
 
 
@@ -61,7 +99,12 @@ def _all_stays(keep: int | str | None, stats: dict[str, Any], saved_peak_bytes: 
 def stash_line(settings: dict[str, Any]) -> str:
     """The ``Stash(...)`` line with the budgets in ``settings``."""
     words = []
-    if settings["keep"] != 0:
+    budget, plan = settings.get("budget"), settings.get("plan")
+    if plan is not None:
+        words.append(f"plan={plan!r}")
+    elif budget is not None:
+        words.append(f"budget={_size(budget)}")
+    elif settings["keep"] != 0:
         words.append(f"keep={_size(settings['keep'])}")
     if settings["host"] != "auto":
         words.append(f"host={_size(settings['host'])}")
@@ -93,6 +136,10 @@ def _size(value: int | str | None) -> str:
 def _rounded(nbytes: int) -> str:
     """A size that is easy to read, of at least 1 MiB."""
     return f"{max(1, nbytes >> 20)}MiB"
+
+
+def _rounded_up(nbytes: int) -> str:
+    return f"{-(-nbytes >> 20)}MiB"
 
 
 def _advice(text: str, code: str) -> dict[str, str]:

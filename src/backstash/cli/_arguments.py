@@ -1,17 +1,48 @@
-"""How the commands read their arguments: each is checked at once, and a mistake is one line."""
+"""How the commands read their arguments: each is checked at once, and a mistake is one line.
+
+The line says what was wrong, what is allowed, and what to type next.
+"""
 
 from __future__ import annotations
 
 import argparse
 import os
+import re
+import shlex
 import sys
 from collections.abc import Callable, Sequence
-from typing import NoReturn
+from difflib import get_close_matches
+from typing import NoReturn, TypeVar
 
 from ..errors import SizeError
-from ..units import parse_bytes
+from ..launcher import this_rank
+from ..units import format_bytes, parse_bytes
 
-__all__ = ["Parser", "directory", "limit", "new_file", "size", "words"]
+__all__ = [
+    "Parser",
+    "alike",
+    "by_rank",
+    "directory",
+    "limit",
+    "memory",
+    "new_file",
+    "size",
+    "without_accelerator",
+    "words",
+]
+
+_Value = TypeVar("_Value")
+_OF_RANKS = re.compile(r"(\d+)(?:-(\d+))?:(.+)")
+_EXAMPLE_OF = {
+    "SIZE": "6GiB",
+    "A,B,...": "4GiB,8GiB",
+    "DIR": "/scratch",
+    "FILE": "out.json",
+    "OUT.html": "out.html",
+    "N": "3",
+    "KEY,...": "plain,stash",
+    "DEVICE": "cuda",
+}
 
 
 class Parser(argparse.ArgumentParser):
@@ -28,9 +59,17 @@ class Parser(argparse.ArgumentParser):
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )
+        self.suggestions: dict[str, Sequence[str]] = {}
+        """For a shell's completion: what is allowed for an argument, by its name, where no choices say it."""
 
     def error(self, message: str) -> NoReturn:
-        """Print ``message`` as one line on stderr and leave with status 2."""
+        """Print ``message`` as one line on stderr, with a command to type next, and leave with status 2."""
+        if lacks := re.fullmatch(r"argument (--[\w-]+): expected one argument", message):
+            metavar = str(self._option_string_actions[lacks[1]].metavar)
+            example = f"`{lacks[1]} {_EXAMPLE_OF.get(metavar, metavar)}`"
+            message = f"{lacks[1]} is followed by a value, {metavar}; for example {example}"
+        elif "`" not in message:
+            message = f"{message}; `{self.prog} --help` has examples"
         print(f"{self.prog}: {message}", file=sys.stderr)
         raise SystemExit(2)
 
@@ -38,8 +77,19 @@ class Parser(argparse.ArgumentParser):
         """Parse ``arguments``; an option that is not known is answered with those that are."""
         options, unknown = self.parse_known_args(list(arguments))
         if unknown:
-            self.error(f"unknown argument {unknown[0]!r}; options: {', '.join(self.options())}")
+            names = self.options()
+            meant = alike(unknown[0].partition("=")[0].lstrip("-"), [name[2:] for name in names])
+            meant = f"did you mean --{meant}? " if meant else ""
+            self.error(f"unknown argument {unknown[0]!r}; {meant}options: {', '.join(names)}")
         return options
+
+    def actions(self) -> list[argparse.Action]:
+        """All options and positional arguments, in order."""
+        return self._actions
+
+    def positionals(self) -> list[argparse.Action]:
+        """The arguments that follow no option."""
+        return [action for action in self._actions if not action.option_strings]
 
     def options(self) -> list[str]:
         """The long names of all options."""
@@ -52,12 +102,38 @@ class Parser(argparse.ArgumentParser):
         return action is not None and action.nargs != 0
 
 
+def alike(word: str, known: Sequence[str]) -> str:
+    """The one of ``known`` that is most like a misspelt ``word``; empty where none is.
+
+    >>> alike("rnu", ["run", "plan"]), alike("train", ["run", "plan"])
+    ('run', '')
+    """
+    return next(iter(get_close_matches(word, known, n=1, cutoff=0.6)), "")
+
+
+def without_accelerator(host: int | str | None) -> str:
+    """The error of a ``--host`` where nothing is below it and PyTorch has no accelerator."""
+    value = "unlimited" if host is None else host if isinstance(host, str) else format_bytes(host)
+    return (
+        f"--host {value.replace(' ', '')} is for the tensors of an accelerator, and this PyTorch was built "
+        "without one; give --disk DIR, for example `--disk /scratch`"
+    )
+
+
 def size(text: str) -> int:
     """An option's value in bytes: ``"512MiB"``."""
     try:
         return parse_bytes(text)
     except SizeError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def memory(text: str) -> int:
+    """Like :func:`size`, for what a process may hold: a bare number of a few bytes is a unit forgotten."""
+    nbytes = size(text)
+    if text.isdigit() and nbytes < 1 << 20:
+        raise argparse.ArgumentTypeError(f"{text} is {nbytes} bytes; with a unit: `{text}GiB`")
+    return nbytes
 
 
 def limit(text: str) -> int | None:
@@ -73,9 +149,10 @@ def limit(text: str) -> int | None:
 def directory(text: str) -> str:
     """An option's value as the path of a directory that exists and can be written."""
     path = os.path.abspath(os.path.expanduser(text))
-    if not os.path.isdir(path):
+    if not text or not os.path.isdir(path):
+        make = "" if os.path.exists(path) else f"; `mkdir -p {shlex.quote(text)}` makes it"
         raise argparse.ArgumentTypeError(
-            f"{text!r} is not a directory; allowed: an existing, writable directory"
+            f"{text!r} is not a directory; allowed: an existing, writable directory{make}"
         )
     if not os.access(path, os.W_OK | os.X_OK):
         raise argparse.ArgumentTypeError(
@@ -87,11 +164,43 @@ def directory(text: str) -> str:
 def new_file(text: str) -> str:
     """An option's value as the path of a file that can be written."""
     path = os.path.abspath(os.path.expanduser(text))
-    if os.path.isdir(path) or not os.path.isdir(os.path.dirname(path)):
+    folder = os.path.dirname(path)
+    if os.path.isdir(path) or not os.path.isdir(folder):
+        make = "" if os.path.exists(folder) else f"; `mkdir -p {shlex.quote(folder)}` makes it"
         raise argparse.ArgumentTypeError(
-            f"{text!r} cannot be written; allowed: a file in an existing directory"
+            f"{text!r} cannot be written; allowed: a file in an existing directory{make}"
         )
     return path
+
+
+def by_rank(parse: Callable[[str], _Value]) -> Callable[[str], _Value]:
+    """A parser of one value for all ranks, or of ``0:4GiB,1-3:2GiB``, of which this process's is read.
+
+    Args:
+        parse: of one value.
+    """
+
+    def read(text: str) -> _Value:
+        parts = [_OF_RANKS.fullmatch(part.strip()) for part in text.split(",")]
+        if parts[0] is None:
+            return parse(text)
+        rank = this_rank()
+        if rank is None:
+            raise argparse.ArgumentTypeError(
+                f"{text!r} is by rank, and no launcher gave this process one; allowed: one value, or a "
+                "launcher in front (torchrun ... -m backstash run ...)"
+            )
+        for part in parts:
+            if part is None:
+                raise argparse.ArgumentTypeError(
+                    f"{text!r} is by rank, but not all of it; allowed: RANK:VALUE or FIRST-LAST:VALUE, with "
+                    "commas between"
+                )
+            if int(part[1]) <= rank <= int(part[2] or part[1]):
+                return parse(part[3])
+        raise argparse.ArgumentTypeError(f"{text!r} has nothing for rank {rank}")
+
+    return read
 
 
 def words(allowed: Sequence[str]) -> Callable[[str], tuple[str, ...]]:

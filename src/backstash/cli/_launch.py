@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -15,7 +16,7 @@ from pathlib import Path
 from re import fullmatch
 from typing import Any, NoReturn
 
-from ._arguments import Parser
+from ._arguments import Parser, alike
 
 __all__ = ["check", "interpreter_options", "replace_process", "split"]
 
@@ -47,17 +48,26 @@ def split(parser: Parser, arguments: list[str]) -> tuple[list[str], bool, list[s
         at < len(arguments)
         and arguments[at].startswith("-")
         and arguments[at] not in ("-m", "--", "-")
+        and not _is_module_in_one_word(parser, arguments[at])
     ):
         at += 2 if parser.takes_value(arguments[at]) else 1
     own, rest = arguments[:at], arguments[at:]
+    if rest and _is_module_in_one_word(parser, rest[0]):
+        rest = ["-m", rest[0][2:], *rest[1:]]
     is_module = rest[:1] == ["-m"]
     return own, is_module, rest[1:] if rest[:1] in (["-m"], ["--"]) else rest
+
+
+def _is_module_in_one_word(parser: Parser, word: str) -> bool:
+    """``-mMODULE``, as the interpreter takes it; not ``-malloc``, an option that lacks a dash."""
+    return fullmatch(r"-m[^\W\d][\w.]*", word) is not None and f"-{word}" not in parser.options()
 
 
 def check(parser: Parser, is_module: bool, rest: list[str]) -> None:
     """Refuse what is no script and no module, with a word about what was perhaps meant."""
     if not rest:
-        parser.error(f"no script given; allowed: {parser.usage}")
+        what = f"{parser.prog} {'-m package.train' if is_module else 'train.py'}"
+        parser.error(f"no script given, as in `{what}`; allowed: {parser.usage}")
     target = rest[0]
     for pattern, right in _IN_FRONT.items():
         if fullmatch(pattern, target if is_module else os.path.basename(target)):
@@ -72,13 +82,27 @@ def check(parser: Parser, is_module: bool, rest: list[str]) -> None:
             f"allowed: {parser.prog} [OPTION ...] {script}"
         )
     if not os.path.exists(target):
-        parser.error(f"no script {target!r}; allowed: a Python file, or -m MODULE")
+        parser.error(
+            f"no script {target!r}; {_meant(parser, target)}allowed: a Python file, or -m MODULE"
+        )
     if os.path.isdir(target) and not os.path.exists(os.path.join(target, "__main__.py")):
         parser.error(
             f"{target!r} is a directory without a __main__.py; allowed: a Python file, or -m MODULE"
         )
     if os.path.isfile(target) and _begins_like_a_program(target):
         parser.error(f"{target!r} is a program, no script; allowed: a Python file, or -m MODULE")
+
+
+def _meant(parser: Parser, target: str) -> str:
+    """The command with a script that is there and has nearly this name, or a name of it with ``.py``."""
+    folder = os.path.dirname(target)
+    try:
+        there = [name for name in os.listdir(folder or ".") if name.endswith(".py")]
+    except OSError:
+        there = []
+    name = alike(os.path.basename(target), there)
+    script = shlex.quote(os.path.join(folder, name))
+    return f"did you mean `{parser.prog} {script}`? " if name else ""
 
 
 def _begins_like_a_program(path: str) -> bool:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from .. import __version__
 
-__all__ = ["IN_MEMORY", "Machine", "file_system", "machine", "versions"]
+__all__ = ["IN_MEMORY", "Machine", "file_system", "is_torch_of_cpu_alone", "machine", "versions"]
 
 IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs")
 """Types of file systems whose files are in memory."""
@@ -67,6 +67,15 @@ def versions() -> dict[str, str]:
         "torch": _version("torch"),
         "python": platform.python_version(),
     }
+
+
+def is_torch_of_cpu_alone() -> bool:
+    """Whether the installed torch can have no accelerator, without importing it.
+
+    ``False`` where that is not certain: a build whose version does not say ``+cpu``, or a package that adds a
+    device when torch is imported.
+    """
+    return _version("torch").endswith("+cpu") and not metadata.entry_points(group="torch.backends")
 
 
 def file_system(path: str, mountinfo: Path = Path("/proc/self/mountinfo")) -> str:

@@ -13,6 +13,7 @@ from ..plan import Plan, budget_for
 from ..report import StepMarks
 from ..units import format_bytes
 from ._machine import machine, versions
+from ._plan_page import moved_by_choice
 from ._say import say
 
 __all__ = ["Session"]
@@ -99,18 +100,14 @@ def table(command: str, plans: list[Plan]) -> str:
     """A line for each budget."""
     lines = [
         command,
-        f"{'budget':>10} {'peak':>10} {'step':>9} {'bound':>9} {'stays':>10} {'moves':>10}",
+        f"{'budget':>10} {'peak':>10} {'step':>9} {'bound':>9} {'stays':>10} {'moves':>10} "
+        f"{'recomputed':>10} {'packed':>10}",
     ]
     for plan in plans:
         if plan.predicted is None:
             continue
-        moved = sum(
-            each.nbytes * count // each.blocks
-            for each in plan.classes
-            for name, count in each.choices
-            if name != "keep"
-        )
-        saved = sum(each.nbytes for each in plan.classes)
+        sums = moved_by_choice(plan.as_dict()["classes"])
+        parts = (sums["keep"], sums["host"] + sums["disk"], sums["recompute"], sums["pack"])
         bound = f"{plan.bound.step_seconds:.3f} s" if plan.bound is not None else "-"
         note = ""
         if plan.state == "too small":
@@ -119,8 +116,9 @@ def table(command: str, plans: list[Plan]) -> str:
             note = "  everything fits"
         lines.append(
             f"{format_bytes(plan.budget_bytes):>10} {format_bytes(plan.predicted.peak_bytes):>10} "
-            f"{plan.predicted.step_seconds:>7.3f} s {bound:>9} {format_bytes(saved - moved):>10} "
-            f"{format_bytes(moved):>10}{note}"
+            f"{plan.predicted.step_seconds:>7.3f} s {bound:>9} "
+            + " ".join(f"{format_bytes(each):>10}" for each in parts)
+            + note
         )
     lines.append(
         "peak: of the process's resident memory; step: its time; both predicted. bound: no choice is faster"

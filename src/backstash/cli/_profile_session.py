@@ -83,7 +83,8 @@ class Session:
             return
         speed = self._measure()
         costs = costs_of(report, self._plan["disk"], speed)
-        show(report, title, costs, self._plan["disk"], speed, self._notes)
+        script = [*["-m"] * self._plan["is_module"], self._plan["target"], *self._plan["arguments"]]
+        show(report, title, costs, self._plan["disk"], speed, self._notes, shlex.join(script))
         if self._plan["html"] is not None:
             self._write("--html", lambda path: report.to_html(path, title=self._command))
         if self._plan["json"] is not None:

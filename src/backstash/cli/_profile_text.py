@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +15,7 @@ from ._disk_speed import DiskSpeed
 
 __all__ = ["Cost", "show"]
 
-_HEAD = ("keep", "moves down", "in memory", "disk writes", "disk reads", "")
+_HEAD = ("kept", "moves down", "in memory", "disk writes", "disk reads", "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +45,15 @@ def show(
     disk: str,
     speed: DiskSpeed | None,
     notes: Sequence[str],
+    script: str = "SCRIPT",
 ) -> None:
-    """Print the report, the budgets' costs and the notes on stdout."""
+    """Print the report, the budgets' costs and the notes on stdout; ``script`` is the script's command line."""
     head = f"backstash profile: {title}; nothing was moved"
-    foot = [*_costs(costs, disk, speed), *(f"note: {note}" for note in notes)]
+    foot = [
+        *_costs(costs, disk, speed),
+        *(f"note: {note}" for note in notes),
+        *_one_number(costs, disk, script),
+    ]
     sys.stdout.flush()
     if sys.stdout.isatty() and importlib.util.find_spec("rich") is not None:
         from rich.console import Console
@@ -68,7 +75,8 @@ def _costs(costs: Sequence[Cost], disk: str, speed: DiskSpeed | None) -> list[st
             f"no budget would save memory: all that could move, {format_bytes(costs[0].keep_bytes)}, fits into "
             "what a stash has on its way at a time (inflight=, 128 MiB by default)"
         ]
-    body = [_cells(cost) for cost in costs]
+    of_device = _is_of_device(costs)
+    body = [_cells(cost, of_device) for cost in costs]
     widths = [max(map(len, column)) for column in zip(_HEAD, *body, strict=True)]
     lines = ["what a budget would cost:", _line(_HEAD, widths)]
     lines += [_line(cells, widths) for cells in body]
@@ -84,14 +92,34 @@ def _costs(costs: Sequence[Cost], disk: str, speed: DiskSpeed | None) -> list[st
     ]
 
 
-def _cells(cost: Cost) -> tuple[str, ...]:
+def _one_number(costs: Sequence[Cost], disk: str, script: str) -> list[str]:
+    """The budget in one number, where one would save memory and is planned for: of CPU tensors."""
+    everything = costs[0]
+    saves = any(cost.memory_bytes < everything.memory_bytes for cost in costs)
+    if not everything.keep_bytes or not saves or _is_of_device(costs):
+        return []
+    where = json.dumps(disk)
+    return [
+        "",
+        "in one number, the most memory that the process may take; the cheapest way within it is found:",
+        f"  backstash plan --disk {shlex.quote(disk)} {script}    says what budgets would cost",
+        f"  backstash run --budget SIZE --disk {shlex.quote(disk)} {script}",
+        f"  Stash(budget=SIZE, disk={where})",
+    ]
+
+
+def _is_of_device(costs: Sequence[Cost]) -> bool:
+    return any("host=" in cost.code for cost in costs)
+
+
+def _cells(cost: Cost, of_device: bool) -> tuple[str, ...]:
     return (
         f"{cost.name} ({format_bytes(cost.keep_bytes)})" if cost.keep_bytes else cost.name,
         format_bytes(cost.moved_bytes),
         format_bytes(cost.memory_bytes),
         _seconds(cost.write_seconds),
         _seconds(cost.read_seconds),
-        cost.code or "no stash",
+        (cost.code if of_device else "") or ("" if cost.code else "no stash"),
     )
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from ..report import Timeline
 from ..units import format_bytes
 from ._advice import advice
+from ._plan_page import plan_section
 
 __all__ = ["run_page"]
 
@@ -33,6 +34,7 @@ def run_page(
         "made": _made(figures),
         "facts": _facts(figures, line, other),
         "split": _split(figures["stats"]),
+        "plan": plan_section(figures["plan"]) if figures.get("plan") else None,
         "advice": advice(figures, saved),
         **sections,
     }
@@ -84,7 +86,17 @@ def _facts(
             f"{waited:.1%} of {figures['seconds']:.1f} s; {stats['prefetch_hits']:,} blocks read ahead of "
             f"need, {stats['prefetch_misses']:,} not",
         ),
+        *_made_again(line, recorded),
     ]
+
+
+def _made_again(line: Timeline, recorded: str) -> list[dict[str, Any]]:
+    """What packing and recomputing took in backward, where there was any."""
+    recomputed, unpacked = line.recomputed_blocks, line.unpacked_blocks
+    if not recomputed and not unpacked:
+        return []
+    note = f"{recorded}; {recomputed:,} blocks computed again, {unpacked:,} unpacked"
+    return [_fact("Made again in backward", line.made_again_seconds, "seconds", note)]
 
 
 def _devices(peaks: dict[str, int], others: dict[str, int]) -> list[dict[str, Any]]:
@@ -137,9 +149,21 @@ def _fact(label: str, value: Any, unit: str, note: str, how: str = "") -> dict[s
 
 def _split(stats: dict[str, Any]) -> dict[str, Any]:
     down = stats["written_bytes"]
-    stayed = max(0, stats["eligible_bytes"] - down)
+    again = stats["recomputed_bytes"]
+    packed, payload = stats["packed_bytes"], stats["payload_bytes"]
+    stayed = max(0, stats["eligible_bytes"] - down - again - (packed - payload))
     parts = [
         {"name": "went down", "bytes": down, "key": "disk"},
+        {
+            "name": "let go in forward, and computed again in backward",
+            "bytes": again,
+            "key": "recomputed",
+        },
+        {
+            "name": f"freed by packing {format_bytes(packed)} to {format_bytes(payload)}",
+            "bytes": packed - payload,
+            "key": "packed",
+        },
         {"name": "stayed in place, within the budget", "bytes": stayed, "key": "keep"},
         *(
             {"name": f"left: {reason}", "bytes": each["nbytes"], "key": "left"}
@@ -161,6 +185,11 @@ def _notes(figures: dict[str, Any], line: Timeline) -> list[str]:
             "counted."
         )
     recorded, count = len(line.steps), figures["steps"]["count"]
+    if recorded and (figures.get("plan") or {}).get("state") in ("planned", "too small"):
+        found.append(
+            "Steps 1 and 2 were measured with everything moved that could move, step 3 with half of it; the "
+            "plan is followed after them."
+        )
     if recorded and count > recorded:
         found.append(
             f"The curve, the modules and the waits are of the first {recorded} of {count} steps, which alone "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import signal
 import statistics
@@ -18,16 +17,19 @@ import torch
 from .. import Disk, Stash, StashError
 from ..errors import UsageError
 from ..launcher import Job
-from ..report import StepMarks, Timeline, render_page, timeline
+from ..report import StepMarks, Timeline, timeline
 from ._allocator import is_loaded
+from ._arguments import without_accelerator
+from ._ending import as_json, tell, write
 from ._first_backward import FirstBackward
 from ._live import Live
 from ._machine import machine, versions
+from ._ranks import DIED, Ranks
 from ._resident import resident_bytes, resident_peak_bytes
 from ._run_page import run_page
-from ._say import say
+from ._selective import SelectiveCheckpoints
 from ._sigterm import BeforeTermination
-from ._summary import Resident, summary
+from ._summary import Resident
 from ._threads import Threads
 from ._verdict import CHILDREN
 
@@ -35,7 +37,17 @@ __all__ = ["Session"]
 
 _RECORDED_STEPS = 5
 _RECORDED_EVENTS = 100_000  # 286 bytes of memory each, measured
-_SETTINGS = ("keep", "host", "disk", "max_bytes", "min_bytes", "inflight", "prefetch")
+_SETTINGS = (
+    "budget",
+    "plan",
+    "keep",
+    "host",
+    "disk",
+    "max_bytes",
+    "min_bytes",
+    "inflight",
+    "prefetch",
+)
 
 
 class Session:
@@ -52,15 +64,16 @@ class Session:
         if plan["disk"] is None and plan["keep"] is not None and plan["budget"] is None:
             # As the package was built: asking for devices now could do what the script would do otherwise.
             if torch.accelerator.current_accelerator() is None:
-                raise UsageError(
-                    f"--host {plan['host']} is for the tensors of an accelerator, and this PyTorch was built "
-                    "without one; give --disk DIR"
-                )
+                raise UsageError(without_accelerator(plan["host"]))
         self._plan = plan
-        self._job = Job.now()
+        self._ranks = Ranks(plan)
+        self._job = self._ranks.job
         self._notes = list(_notes(plan["allocator"]["kind"]))
+        if plan["alone"] is not None:
+            self._notes.append(plan["alone"])
         if plan["scratch"] is not None:
             self._notes.append(plan["scratch"])
+        self._versions = versions() | {"torch": torch.__version__}
         self._started = time.perf_counter()
         self._resident_start_bytes = resident_bytes()
         disk = plan["disk"]
@@ -76,6 +89,7 @@ class Session:
             plan=plan["plan"],
         )
         self._stash.__enter__()
+        self._selective = SelectiveCheckpoints()
         self._marks = StepMarks(then=self._stepped)
         self._line: Timeline | None = None
         self._graph: FirstBackward | None = None
@@ -89,11 +103,13 @@ class Session:
         self._ended = False
         self._ending = threading.Lock()
         self._before_termination = BeforeTermination(self._terminated)
+        self._ranks.note(lambda: self._figures(DIED))
         self._threads = Threads(self._stash)  # last, so that our own threads do not enter the stash
 
     def _stepped(self) -> None:
         if self._line is not None and len(self._marks.moments) >= _RECORDED_STEPS:
             self._line.remove()
+        self._ranks.note(lambda: self._figures(DIED))
 
     def end(self, outcome: str) -> None:
         """Leave the stash; print the summary on stderr and write the JSON, as far as the plan says.
@@ -124,53 +140,60 @@ class Session:
             self._live.stop()
         seconds = time.perf_counter() - self._started
         self._marks.remove()
+        self._selective.remove()
+        if self._selective.note:
+            self._notes.append(self._selective.note)
         if self._line is not None:
             self._line.remove()
         if self._graph is not None:
             self._graph.remove()
-        stats = self._stash.stats()
-        if stats.saves == 0:
+        figures = self._figures(outcome, seconds)
+        planned, stats = self._stash.plan, figures["stats"]
+        if stats["saves"] == 0:
             self._notes.append("nothing was saved for backward")
-        if stats.saves == 0 or Job.now().processes > self._job.processes:
+        if stats["saves"] == 0 or Job.now().processes > self._job.processes:
             self._notes.append(CHILDREN)
-        figures = {
-            "command": " ".join([self._plan["command"], shlex.join(self._arguments)]).rstrip(),
-            "outcome": outcome,
-            "seconds": seconds,
-            "steps": _steps(self._marks),
-            "stats": stats.as_json(),
-            "resident": Resident(self._resident_start_bytes, resident_peak_bytes()).as_dict(),
-            "devices": _device_peaks(),
-            "allocator": self._plan["allocator"],
-            "notes": self._notes,
-            "versions": versions() | {"torch": torch.__version__},
-            "machine": machine().as_dict(),
-            "settings": {name: self._plan[name] for name in _SETTINGS},
-            "script": [*["-m"] * self._plan["is_module"], self._plan["target"], *self._arguments],
-        }
-        planned = self._stash.plan
         if planned is not None:
             figures["plan"] = planned.as_dict()
             if self._plan["save_plan"] is not None:
                 self._write("save_plan", lambda: planned.text())
-        if not self._plan["quiet"]:
-            say(summary(figures, self._plan["compare"], self._job.label))
         if self._plan["json"] is not None:
-            self._write("json", lambda: json.dumps(figures, indent=2) + "\n")
-        line = self._line
-        if line is not None:
-            page = run_page(figures, line, self._plan["compare"])
-            if self._graph is not None:
-                page["graph"] = self._graph.svg
-                page["notes"] = [*page.get("notes", ()), *filter(None, [self._graph.note])]
-            self._write("report", lambda: render_page(page))
+            self._write("json", lambda: as_json(figures))
+        record = {"figures": figures, "outcome": outcome}
+        if self._line is not None:
+            record["page"] = self._page(figures, self._line)
+        records = self._ranks.leave(record)
+        if records is not None:  # else the last rank of this machine to end tells of all
+            tell(self._plan, self._job, records)
+
+    def _figures(self, outcome: str, seconds: float | None = None) -> dict[str, Any]:
+        """What the JSON of this process has, as of now."""
+        return {
+            "command": " ".join([self._plan["command"], shlex.join(self._arguments)]).rstrip(),
+            "outcome": outcome,
+            "seconds": time.perf_counter() - self._started if seconds is None else seconds,
+            "steps": _steps(self._marks),
+            "stats": self._stash.stats().as_json(),
+            "resident": Resident(self._resident_start_bytes, resident_peak_bytes()).as_dict(),
+            "devices": _device_peaks(),
+            "allocator": self._plan["allocator"],
+            "notes": self._notes,
+            "versions": self._versions,
+            "machine": machine().as_dict(),
+            "settings": {name: self._plan[name] for name in _SETTINGS},
+            "script": [*["-m"] * self._plan["is_module"], self._plan["target"], *self._arguments],
+        }
+
+    def _page(self, figures: dict[str, Any], line: Timeline) -> dict[str, Any]:
+        page = run_page(figures, line, self._plan["compare"])
+        if self._graph is not None:
+            page["graph"] = self._graph.svg
+            page["notes"] = [*page.get("notes", ()), *filter(None, [self._graph.note])]
+        return page
 
     def _write(self, option: str, text: Callable[[], str]) -> None:
-        try:
-            with open(self._job.file(self._plan[option]), "w", encoding="utf-8") as file:
-                file.write(text())
-        except OSError as error:
-            say(f"backstash run: --{option.replace('_', '-')}: {error}")
+        """To this process's own file."""
+        write(option, self._job.file(self._plan[option]), text)
 
 
 def _steps(marks: StepMarks) -> dict[str, Any]:

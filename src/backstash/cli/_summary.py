@@ -9,7 +9,7 @@ from typing import Any
 from ..units import format_bytes
 from ._verdict import only_line, verdict
 
-__all__ = ["Resident", "outcome", "summary"]
+__all__ = ["Resident", "allocator_line", "left_lines", "outcome", "summary"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,13 +58,14 @@ def summary(
         verdict(figures, other),
         *_planned(figures.get("plan")),
         _moved(figures["stats"]),
+        *_let_go(figures["stats"]),
         _peaks(figures["stats"]),
         _waits(figures["stats"]),
-        *_left(figures["stats"]["left"]),
+        *left_lines(figures["stats"]["left"]),
         *_steps(figures["steps"]),
         *_devices(figures["devices"], other["devices"] if other is not None else {}),
         _memory(figures["resident"], figures["seconds"], figures["outcome"]),
-        _allocator(figures["allocator"]),
+        allocator_line(figures["allocator"]),
         *(f"note       {note}" for note in [*figures["notes"], *figures["stats"]["notes"]]),
     ]
     return "\n".join(f"{label}: {line}" for line in ([alone] if alone else lines))
@@ -87,7 +88,7 @@ def _planned(plan: dict[str, Any] | None) -> list[str]:
         "left alone": f"everything fits; peak of a step {peak}, predicted {expected}",
         "planned": f"peak of a step {peak}, predicted {expected}",
         "loaded": f"a plan from a file, predicted {expected}",
-        "too small": f"too small: the smallest that can be kept is {smallest}",
+        "too small": f"too small: the smallest that can be kept is {smallest}; peak of a step {peak}",
     }[plan["state"]]
     return [f"budget     {budget}: {what}"]
 
@@ -106,6 +107,21 @@ def _moved(stats: dict[str, Any]) -> str:
             else ""
         )
     )
+
+
+def _let_go(stats: dict[str, Any]) -> list[str]:
+    """What was computed again, and what was packed, where there was any."""
+    again, packed = stats["recomputed_bytes"], stats["packed_bytes"]
+    lines = []
+    if again:
+        lines.append(
+            f"recomputed {format_bytes(again)}, {again / stats['eligible_bytes']:.0%} of what could move: let "
+            "go in forward and computed again in backward"
+        )
+    if packed:
+        payload = format_bytes(stats["payload_bytes"])
+        lines.append(f"packed     {format_bytes(packed)} to {payload}, exactly")
+    return lines
 
 
 def _peaks(stats: dict[str, Any]) -> str:
@@ -129,7 +145,8 @@ def _waits(stats: dict[str, Any]) -> str:
     )
 
 
-def _left(left: dict[str, Any]) -> list[str]:
+def left_lines(left: dict[str, Any]) -> list[str]:
+    """What stayed in place, and why: a line for each reason, the most bytes first."""
     by_size = sorted(left.items(), key=lambda item: -item[1]["nbytes"])
     return [
         f"stayed     {_how_much(record)}: {_in_words_of_the_command_line(reason)}"
@@ -178,6 +195,7 @@ def _memory(resident: dict[str, int], seconds: float, ended: str) -> str:
     )
 
 
-def _allocator(allocator: dict[str, Any]) -> str:
+def allocator_line(allocator: dict[str, Any]) -> str:
+    """Which allocator the process had, and why."""
     where = f" ({allocator['library']})" if allocator["library"] else ""
     return f"allocator  {allocator['kind']}{where}: {allocator['reason']}"

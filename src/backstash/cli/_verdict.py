@@ -6,10 +6,13 @@ from typing import Any
 
 from ..units import format_bytes
 
-__all__ = ["CHILDREN", "only_line", "verdict"]
+__all__ = ["CHILDREN", "GOOD_ENDS", "NO_TORCH", "largest", "only_line", "verdict"]
 
 _WORTH_MOVING = 0.05  # of the peak: less is within what two runs of one script differ by
-_GOOD_ENDS = ("finished", "exit 0", "SIGTERM")  # the last is no error of the script's
+GOOD_ENDS = ("finished", "exit 0", "SIGTERM")
+"""How a script ends where nothing failed; the last is no error of the script's."""
+NO_TORCH = "no torch"
+"""The outcome of a script that has ended and did not import torch."""
 CHILDREN = (
     "processes that the script starts are not held; if they do the training, put the launcher in front: "
     "torchrun ... -m backstash run ... SCRIPT"
@@ -21,7 +24,7 @@ def only_line(figures: dict[str, Any]) -> str:
     """What is said instead of a summary where that would hide a traceback, or say nothing; else ``""``."""
     stats, outcome = figures["stats"], figures["outcome"]
     peak = format_bytes(figures["resident"]["peak_bytes"])
-    if outcome not in _GOOD_ENDS:
+    if outcome not in GOOD_ENDS:
         moved = stats["written_bytes"]
         until = f"; until then {format_bytes(moved)} were moved out of memory" if moved else ""
         return f"the script ended by {outcome} after {figures['seconds']:.1f} s{until}; peak {peak}"
@@ -42,7 +45,7 @@ def verdict(figures: dict[str, Any], other: dict[str, Any] | None) -> str:
         other: the figures of another run; then those are what it is compared with.
     """
     stats = figures["stats"]
-    where, peak = _largest(figures)
+    where, peak = largest(figures)
     away = stats["host_peak_bytes"] + stats["disk_peak_bytes"]
     if other is not None:
         return _compared(figures, other)
@@ -55,8 +58,8 @@ def verdict(figures: dict[str, Any], other: dict[str, Any] | None) -> str:
     if plan is not None and plan["plain"] is not None:
         without = plan["plain"]["peak_bytes"]
         return (
-            f"peak {format_bytes(peak)}{where} within a budget of {format_bytes(plan['budget_bytes'])}, with "
-            f"everything in place about {format_bytes(without)}; {_cost(figures)}"
+            f"peak {format_bytes(peak)}{where} {_beside_budget(plan, peak)}, with everything in place about "
+            f"{format_bytes(without)}; {_cost(figures)}"
         )
     if not stats["written_bytes"] and stats["keep_peak_bytes"]:
         return (
@@ -76,7 +79,17 @@ def verdict(figures: dict[str, Any], other: dict[str, Any] | None) -> str:
     )
 
 
-def _largest(figures: dict[str, Any]) -> tuple[str, int]:
+def _beside_budget(plan: dict[str, Any], peak: int) -> str:
+    budget, measured = plan["budget_bytes"], plan["measured"]
+    if peak <= budget:
+        return f"within a budget of {format_bytes(budget)}"
+    over = f"over a budget of {format_bytes(budget)}"
+    if measured is not None and measured["peak_bytes"] <= budget:
+        return f"{over}, which was kept in the steps measured under the plan"
+    return over
+
+
+def largest(figures: dict[str, Any]) -> tuple[str, int]:
     """Where memory is what matters, and the most bytes there: an accelerator, if tensors of one were moved."""
     devices = figures["devices"]
     if devices and figures["stats"]["host_peak_bytes"]:

@@ -59,6 +59,16 @@ def main(arguments: Sequence[str]) -> int:
     Raises:
         StashIOError: the directory cannot hold the bytes to measure with.
     """
+    facts = _facts(_parser().read(arguments))
+    advice = advise(facts)
+    if facts.pop("as_json"):
+        print(json.dumps(facts | {"advice": advice.line, "remarks": advice.remarks}, indent=2))
+    else:
+        print(_text(facts, advice))
+    return 0
+
+
+def _parser() -> Parser:
     parser = Parser(
         "backstash doctor", _DESCRIPTION, _EXAMPLES, "backstash doctor [OPTION ...] [DIR]"
     )
@@ -72,13 +82,7 @@ def main(arguments: Sequence[str]) -> int:
         help="most bytes to write (default 1GiB)",
     )
     add("--json", action="store_true", help="print the figures as JSON")
-    facts = _facts(parser.read(arguments))
-    advice = advise(facts)
-    if facts.pop("as_json"):
-        print(json.dumps(facts | {"advice": advice.line, "remarks": advice.remarks}, indent=2))
-    else:
-        print(_text(facts, advice))
-    return 0
+    return parser
 
 
 def _facts(options: argparse.Namespace) -> dict[str, Any]:
@@ -128,22 +132,22 @@ def advise(facts: dict[str, Any]) -> Advice:
     available = facts["machine"]["available_bytes"]
     spare = facts["spare_bytes"]
     memory = available if spare is None else min(available, spare)
-    keep = _round_size(memory // 4)
-    if facts["accelerator"]:
-        keep = "auto"
-    arguments = [f'keep="{keep}"']
-    if facts["accelerator"]:
-        arguments.append(f'host="{_round_size(memory // 2)}"')
-    arguments.append(f"disk={json.dumps(facts['directory'])}")
-    command = f"backstash run --keep {keep} --disk {facts['directory']} SCRIPT"
-    return Advice(f"Stash({', '.join(arguments)})", command, tuple(_remarks(facts)))
+    where = json.dumps(facts["directory"])
+    if facts["accelerator"]:  # whose tensors no budget plans for
+        line = f'Stash(keep="auto", host="{_round_size(memory // 2)}", disk={where})'
+        command = f"backstash run --keep auto --disk {facts['directory']} SCRIPT"
+    else:
+        budget = _round_size(memory - memory // 20)  # as budget="auto" leaves
+        line = f'Stash(budget="{budget}", disk={where})'
+        command = f"backstash run --budget {budget} --disk {facts['directory']} SCRIPT"
+    return Advice(line, command, tuple(_remarks(facts)))
 
 
 def _round_size(nbytes: int) -> str:
     for unit, factor in (("GiB", 1 << 30), ("MiB", 1 << 20)):
         if nbytes >= factor:
             return f"{nbytes // factor}{unit}"
-    return "0"
+    return "auto"
 
 
 def _remarks(facts: dict[str, Any]) -> list[str]:

@@ -6,7 +6,7 @@ import argparse
 import shlex
 from collections.abc import Sequence
 
-from ._arguments import Parser, directory, new_file, size
+from ._arguments import Parser, directory, memory, new_file
 from ._launch import check, replace_process, split
 from ._scratch import scratch
 
@@ -90,6 +90,6 @@ def _parser() -> Parser:
 
 def _budgets(text: str) -> list[int]:
     try:
-        return [size(each) for each in text.split(",")]
+        return [memory(each) for each in text.split(",")]
     except argparse.ArgumentTypeError as error:
         raise argparse.ArgumentTypeError(f"{text!r}: {error}") from None

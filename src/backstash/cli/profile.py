@@ -34,8 +34,9 @@ questions:
   How are the seconds found?   The disk is written and read for a moment, as `backstash doctor` does. They
                                are the time of the disk alone: `backstash run` moves bytes while the
                                processor computes, and waits less.
-  What do I do with it?        Put the Stash(...) line around the forward pass, or give the same budget to
-                               `backstash run --keep`.
+  What do I do with it?        Choose the most memory that the process may take: `backstash run --budget SIZE`,
+                               or Stash(budget=SIZE, disk=DIR) around the forward pass. `backstash plan` says
+                               what each size would cost.
   My script has no optimizer.  Then no step is seen: the script runs to its end, and the report is of all of it.
 """
 

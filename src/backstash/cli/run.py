@@ -10,9 +10,22 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ..launcher import Job
 from ._allocator import CHOICES, Allocator, choose, find
-from ._arguments import Parser, directory, limit, new_file, size
+from ._arguments import (
+    Parser,
+    by_rank,
+    directory,
+    limit,
+    memory,
+    new_file,
+    size,
+    without_accelerator,
+)
 from ._launch import check, replace_process, split
+from ._machine import is_torch_of_cpu_alone
+from ._ranks import join
+from ._say import say
 from ._scratch import scratch
 
 __all__ = ["main"]
@@ -21,6 +34,7 @@ __all__ = ["main"]
 # at all times.
 _READ_LATER = ("THP_MEM_ALLOC_ENABLE",)
 _NOT_GIVEN = object()
+_OFTEN_MISPLACED = ("--budget", "--keep", "--disk")
 _USAGE = "backstash run [OPTION ...] (SCRIPT | -m MODULE) [ARG ...]"
 _DESCRIPTION = """\
 Run a Python training script, unmodified, with what autograd saves for backward held within a memory
@@ -31,7 +45,10 @@ stderr; its first line says what the peak would have been, and where the script 
 Options come before SCRIPT; all that follows SCRIPT belongs to it. A SIZE is bytes, or has a unit:
 512MiB, 2GB. The stash holds what the script's forward passes save, in all its threads. Processes
 that the script starts run under plain Python. Put a launcher in front (torchrun ... -m backstash run
-... SCRIPT): each of its processes then has these budgets for itself.
+... SCRIPT): each of its processes then has these budgets for itself, and the last one to end prints one
+summary of all on its machine. --json and --save-plan write a file for each rank (FILE.rank0), --json and
+--report also one of all. --budget, --keep, --host, --disk and --max-bytes may differ by rank:
+--keep 0:4GiB,1-3:2GiB.
 """
 _EXAMPLES = """\
 examples:
@@ -78,13 +95,28 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.read(own)
     check(parser, is_module, rest)
     _check(parser, options)
+    if not own:
+        _note_misplaced(parser, is_module, rest)
     try:
         allocator = choose(options.malloc, os.environ, find())
     except LookupError as error:
         parser.error(str(error.args[0]))
     own = list(arguments[: len(arguments) - len(rest) + 1])  # as far as SCRIPT
-    plan = _plan(options, own, is_module, rest[0], allocator)
+    plan = {**_plan(options, own, is_module, rest[0], allocator), **join(Job.now())}
     replace_process(plan, rest[1:], allocator.environment)
+
+
+def _note_misplaced(parser: Parser, is_module: bool, rest: list[str]) -> None:
+    """Where an option came after SCRIPT and none before it: say whose it is, and how to give it to us."""
+    for at, word in enumerate(rest[1:], start=1):
+        if word.partition("=")[0] in _OFTEN_MISPLACED:
+            end = at + (1 if "=" in word else 2)
+            script = [*["-m"] * is_module, *rest[:at], *rest[end:]]
+            right = shlex.join(["backstash", "run", *rest[at:end], *script])
+            say(
+                f"backstash: note: {word} after {rest[0]} is given to the script; for backstash: `{right}`"
+            )
+            return
 
 
 def _parser() -> Parser:
@@ -93,7 +125,7 @@ def _parser() -> Parser:
     add(
         "--budget",
         metavar="SIZE",
-        type=_budget,
+        type=by_rank(_budget),
         help="the most memory that the process may hold at any moment of a step: a SIZE, or auto for what the "
         "machine can spare, which is the default where no budget is given",
     )
@@ -107,7 +139,7 @@ def _parser() -> Parser:
     add(
         "--keep",
         metavar="SIZE",
-        type=_or_auto,
+        type=by_rank(_or_auto),
         default=_NOT_GIVEN,
         help="bytes that may stay in place: a SIZE, unlimited, or auto for half of the free memory (default 0 "
         "with --disk or --host)",
@@ -115,14 +147,19 @@ def _parser() -> Parser:
     add(
         "--host",
         metavar="SIZE",
-        type=_or_auto,
+        type=by_rank(_or_auto),
         help="bytes of pinned host memory for an accelerator's tensors (default auto)",
     )
-    add("--disk", metavar="DIR", type=directory, help="an existing directory on a fast disk")
+    add(
+        "--disk",
+        metavar="DIR",
+        type=by_rank(directory),
+        help="an existing directory on a fast disk",
+    )
     add(
         "--max-bytes",
         metavar="SIZE",
-        type=limit,
+        type=by_rank(limit),
         help="most bytes on disk at once (default unlimited)",
     )
     add(
@@ -165,13 +202,13 @@ def _or_auto(text: str) -> int | str | None:
 
 
 def _budget(text: str) -> int | str:
-    return text if text == "auto" else size(text)
+    return text if text == "auto" else memory(text)
 
 
 def _figures(text: str) -> dict[str, Any]:
     """The figures to compare with, from the JSON of another run."""
     try:
-        found = json.loads(Path(text).expanduser().read_text(encoding="utf-8"))
+        found = _of_this_rank(json.loads(Path(text).expanduser().read_text(encoding="utf-8")))
         return {
             "file": text,
             "command": str(found["command"]),
@@ -180,10 +217,17 @@ def _figures(text: str) -> dict[str, Any]:
             "steps": {"median_seconds": found.get("steps", {}).get("median_seconds")},
             "devices": {str(name): int(peak) for name, peak in found.get("devices", {}).items()},
         }
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, StopIteration):
         raise argparse.ArgumentTypeError(
             f"{text!r} is not the figures of a run; allowed: a file that `backstash run --json` wrote"
         ) from None
+
+
+def _of_this_rank(found: dict[str, Any]) -> dict[str, Any]:
+    """Of a whole job's figures those of this process's rank."""
+    if "ranks" not in found:
+        return found
+    return next(each for each in found["ranks"] if each["rank"] == Job.now().rank)
 
 
 def _check(parser: Parser, options: argparse.Namespace) -> None:
@@ -201,6 +245,9 @@ def _check(parser: Parser, options: argparse.Namespace) -> None:
             f"{what}: give --disk DIR, for example --disk /scratch, or for the tensors of a GPU "
             "--host SIZE, for example --host 24GiB or --host auto"
         )
+    host_alone = options.host is not None and options.disk is None and options.keep is not None
+    if host_alone and is_torch_of_cpu_alone():  # otherwise the session asks torch, once it is there
+        parser.error(without_accelerator(options.host))
     options.host = "auto" if options.host is None else options.host
 
 
@@ -211,7 +258,9 @@ def _check_planned(parser: Parser, options: argparse.Namespace) -> None:
         given.append("--keep")
     if len(given) > 1:
         parser.error(f"{' and '.join(given)} exclude one another; give one of them")
-    if options.plan is not None and not os.path.isfile(options.plan):
+    if options.plan is not None and os.path.isfile(own := Job.now().file(options.plan)):
+        options.plan = own  # --save-plan wrote one for each rank
+    elif options.plan is not None and not os.path.isfile(options.plan):
         parser.error(f"--plan {options.plan}: no such file; allowed: one that --save-plan wrote")
     if not given and options.disk is None and options.host is None:
         options.budget = "auto"

@@ -18,22 +18,40 @@ _POINTS = 2_400
 _MOVES = 60_000
 _LISTED = 200
 _NAME = 300
+_CHANGES = ("memory", "down", "packed", "recomputed")  # by module
 _SUMMED = ("bytes", "count", "seconds", "share")
 
 
-def bounded(report: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of ``report`` with its tables, curves and lists cut to the limits, and notes that say so."""
+def bounded(report: Mapping[str, Any], among: int = 1) -> dict[str, Any]:
+    """A copy of ``report`` with its tables, curves and lists cut to the limits, and notes that say so.
+
+    Args:
+        report: of one page.
+        among: how many pages share the file. Each has its part of the rows and of the moves.
+    """
     cut = {key: value for key, value in report.items() if value}
     notes = list(cut.get("notes", ()))
     if "curve" in cut:
         cut["curve"] = _thinned(cut["curve"], notes)
     if "modules" in cut:
-        cut["modules"] = _shortened(cut["modules"], cut.get("curve"), notes)
+        cut["modules"] = _shortened(cut["modules"], cut.get("curve"), notes, among)
     for name in ("stalls", "advice"):
         if len(cut.get(name, ())) > _LISTED:
             notes.append(f"Of {len(cut[name]):,} {name}, the first {_LISTED} are shown.")
             cut[name] = list(cut[name])[:_LISTED]
+    if "plan" in cut:
+        cut["plan"] = _listed_classes(cut["plan"], notes)
     return cut | {"notes": notes[:_LISTED]}
+
+
+def _listed_classes(plan: Mapping[str, Any], notes: list[str]) -> dict[str, Any]:
+    classes = plan.get("classes", {"columns": [], "rows": []})
+    rows = [[_short(each) for each in row] for row in classes["rows"][:_LISTED]]
+    if len(rows) < len(classes["rows"]):
+        notes.append(
+            f"Of {len(classes['rows']):,} classes of the plan, the first {_LISTED} are shown."
+        )
+    return {**plan, "classes": {**classes, "rows": rows}}
 
 
 def _thinned(curve: Mapping[str, Any], notes: list[str]) -> dict[str, Any]:
@@ -71,21 +89,22 @@ def _kept(seconds: Sequence[float], memory: Sequence[int], below: Sequence[int])
 
 
 def _shortened(
-    modules: Mapping[str, Any], curve: Mapping[str, Any] | None, notes: list[str]
+    modules: Mapping[str, Any], curve: Mapping[str, Any] | None, notes: list[str], among: int
 ) -> dict[str, Any]:
     columns, rows = modules["columns"], list(modules["rows"])
     cut = {key: value for key, value in modules.items() if key not in ("rows", "lives")}
     if len(columns) > 1 and columns[1]["unit"] in _SUMMED:
         rows.sort(key=lambda row: -(row[1] or 0))
-    if len(rows) > _ROWS:
-        rest = rows[_ROWS:]
+    most = _ROWS // among
+    if len(rows) > most:
+        rest = rows[most:]
         notes.append(
-            f"Of {len(rows):,} rows the first {_ROWS:,} are shown; the last row adds up the others."
+            f"Of {len(rows):,} rows the first {most:,} are shown; the last row adds up the others."
         )
-        rows[_ROWS:] = [_added_up(columns, rest)]
+        rows[most:] = [_added_up(columns, rest)]
     cut["rows"] = [[_short(each) for each in row] for row in rows]
     if curve and modules.get("lives"):
-        cut["lives"] = _gathered(modules["lives"], curve["seconds"], notes)
+        cut["lives"] = _gathered(modules["lives"], curve["seconds"], notes, _MOVES // among)
     return cut
 
 
@@ -104,42 +123,41 @@ def _short(value: Any) -> Any:
 
 
 def _gathered(
-    lives: Mapping[str, Any], seconds: Sequence[float], notes: list[str]
+    lives: Mapping[str, Any], seconds: Sequence[float], notes: list[str], most: int
 ) -> dict[str, Any]:
     """Moves added up by path and point of the curve; if they are too many, deep paths by their parents."""
     points = [max(0, bisect_right(seconds, each) - 1) for each in lives["seconds"]]
     paths = [_short(path) for path in lives["paths"]]
     depth = max((path.count(".") for path in paths), default=0) + 1
     full = depth
-    while len(sums := _sums_of(paths, points, lives, depth)) > _MOVES and depth > 1:
+    while len(sums := _sums_of(paths, points, lives, depth)) > most and depth > 1:
         depth -= 1
     if depth < full:
         notes.append(
             f"Curves are kept for modules down to level {depth}; a deeper module shows the one above it."
         )
-    order = [(path, point, *both) for (path, point), both in sums.items() if any(both)]
+    order = [(path, point, *each) for (path, point), each in sums.items() if any(each)]
     names = list(dict.fromkeys(each[0] for each in order))
     numbers = {name: at for at, name in enumerate(names)}
     return {
         "paths": names,
-        "path": [numbers[path] for path, _, _, _ in order],
-        "point": [point for _, point, _, _ in order],
-        "memory": [memory for _, _, memory, _ in order],
-        "down": [down for _, _, _, down in order],
+        "path": [numbers[each[0]] for each in order],
+        "point": [each[1] for each in order],
+        **{name: [each[2 + at] for each in order] for at, name in enumerate(_CHANGES)},
     }
 
 
 def _sums_of(
     paths: Sequence[str], points: Sequence[int], lives: Mapping[str, Any], depth: int
-) -> dict[tuple[str, int], tuple[int, int]]:
-    """Changes of bytes in memory and below it, by path down to ``depth`` and by point."""
-    sums: dict[tuple[str, int], tuple[int, int]] = {}
-    for path, point, memory, down in zip(
-        paths, points, lives["memory"], lives["down"], strict=True
-    ):
-        key = (_to_depth(path, depth), point)
-        before = sums.get(key, (0, 0))
-        sums[key] = (before[0] + memory, before[1] + down)
+) -> dict[tuple[str, int], list[int]]:
+    """Changes of bytes in each of ``_CHANGES``, by path down to ``depth`` and by point."""
+    none = [0] * len(paths)
+    changes = [lives.get(name, none) for name in _CHANGES]
+    sums: dict[tuple[str, int], list[int]] = {}
+    for path, point, *change in zip(paths, points, *changes, strict=True):
+        total = sums.setdefault((_to_depth(path, depth), point), [0] * len(_CHANGES))
+        for at, each in enumerate(change):
+            total[at] += each
     return sums
 
 

@@ -20,6 +20,8 @@ _WORDS = {
     "read": "read",
     "save": "save",
     "pack": "packed to",
+    "drop": "let go, to be recomputed:",
+    "decode": "made again",
     "use": "use",
     "free": "free",
     "land": "memory let go",
@@ -59,7 +61,9 @@ def _tracks(line: Snapshot, pid: int) -> Iterator[dict[str, Any]]:
     """The names of the process and of its tracks."""
     names = {_STEPS: "steps", _PHASES: "forward and backward"}
     known = {thread.ident: thread.name for thread in threading.enumerate()}
-    computing = {event.thread for event in line.events if event.kind in ("save", "use", "stall")}
+    computing = {
+        event.thread for event in line.events if event.kind in ("save", "use", "stall", "decode")
+    }
     for thread, number in _numbers(line).items():
         kind = "computing" if thread in computing else "worker"
         own = known.get(thread, "")
@@ -122,6 +126,6 @@ def _span(
     begin, end = _microseconds(at[0]), _microseconds(at[0] + at[1])
     event = {"name": name, "cat": kind, "pid": pid, "tid": tid, "ts": begin}
     event["args"] = args
-    if kind in ("save", "pack", "use", "free", "land", "return", "lose"):
+    if kind in ("save", "pack", "drop", "use", "free", "land", "return", "lose"):
         return event | {"ph": "i", "s": "t"}
     return event | {"ph": "X", "dur": round(end - begin, 3)}

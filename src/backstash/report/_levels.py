@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["TIERS", "Level", "Phase", "Step", "levels_of", "phases_of", "steps_of"]
+__all__ = ["BELOW", "TIERS", "Level", "Phase", "Step", "levels_of", "phases_of", "steps_of"]
 
 TIERS = {
     "keep_bytes": "in place",
@@ -14,8 +14,16 @@ TIERS = {
     "ahead_bytes": "read back",
     "host_bytes": "in host memory",
     "disk_bytes": "on disk",
+    "packed_bytes": "freed by packing",
+    "recomputed_bytes": "to be recomputed",
 }
-"""The words for the tiers by the name of their field, from the tensors' own memory down."""
+"""The words for the places of saved bytes by the name of their field, from the tensors' own memory down. The
+last two are nowhere: what was freed by packing, and what was let go, to be computed again."""
+
+BELOW = ("host_bytes", "disk_bytes", "packed_bytes", "recomputed_bytes")
+"""Of these, the ones that are not in the tensors' own memory."""
+
+_TOLD = tuple(TIERS)[:5]  # with each event; the others follow from which blocks are alive
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +42,11 @@ class Level:
     """Bytes of an accelerator's tensors in host memory."""
     disk_bytes: int
     """Bytes on disk."""
+    packed_bytes: int = 0
+    """Bytes that packing freed: what was packed, less what it was packed to, which is in one of the places
+    above. Of blocks that were packed during the recording."""
+    recomputed_bytes: int = 0
+    """Bytes that were let go, to be computed again, during the recording."""
 
     @property
     def memory_bytes(self) -> int:
@@ -71,6 +84,8 @@ class Step:
     """Bytes whose memory was released after they were written to a lower tier."""
     read_bytes: int
     """Bytes that were read back."""
+    made_again_seconds: float = 0.0
+    """How long bytes were unpacked and computed again, reads and waits excepted."""
 
     @property
     def seconds(self) -> float:
@@ -82,12 +97,42 @@ def levels_of(events: Sequence[Any]) -> tuple[Level, ...]:
     """The bytes in each tier after each of ``events`` that changed them."""
     found: list[Level] = []
     last: tuple[int, ...] = ()
+    freed = _Freed()
     for event in events:
-        held = tuple(max(0, getattr(event, name)) for name in TIERS)
+        held = (*(max(0, getattr(event, name)) for name in _TOLD), *freed.after(event))
         if held != last:
             found.append(Level(event.seconds + event.duration_seconds, *held))
             last = held
     return tuple(found)
+
+
+class _Freed:
+    """The bytes that packing freed, and those that were let go, of the blocks that are alive."""
+
+    def __init__(self) -> None:
+        self._saved: dict[int, int] = {}
+        self._packed: dict[int, int] = {}
+        self._dropped: dict[int, int] = {}
+        self._sums = (0, 0)
+
+    def after(self, event: Any) -> tuple[int, int]:
+        """What they are once ``event`` has happened."""
+        kind, block = event.kind, event.block
+        if kind == "save":
+            self._saved[block] = event.nbytes
+        elif kind == "pack" and block in self._saved:
+            self._packed[block] = self._saved[block] - event.nbytes
+            self._add(self._packed[block], 0)
+        elif kind == "drop":
+            self._dropped[block] = event.nbytes
+            self._add(0, event.nbytes)
+        elif kind == "free":
+            self._saved.pop(block, None)
+            self._add(-self._packed.pop(block, 0), -self._dropped.pop(block, 0))
+        return self._sums
+
+    def _add(self, packed: int, dropped: int) -> None:
+        self._sums = self._sums[0] + packed, self._sums[1] + dropped
 
 
 def phases_of(events: Sequence[Any]) -> tuple[Phase, ...]:
@@ -131,4 +176,5 @@ def _step(label: str, began: float, end: float, events: Sequence[Any]) -> Step:
         sum(event.duration_seconds for event in events if event.kind == "stall"),
         sum(event.nbytes for event in events if event.kind == "land"),
         sum(event.nbytes for event in events if event.kind == "read"),
+        sum(event.duration_seconds for event in events if event.kind == "decode"),
     )

@@ -29,6 +29,14 @@ class ModuleUse:
     """How often backward used one of the blocks."""
     stall_seconds: float
     """How long backward waited for the blocks. Waits of forward are for room and belong to no module."""
+    packed_bytes: int = 0
+    """Bytes of the blocks that were packed, as they were."""
+    payload_bytes: int = 0
+    """What those were packed to."""
+    recomputed_bytes: int = 0
+    """Bytes of the blocks that were let go, to be computed again."""
+    made_again_seconds: float = 0.0
+    """How long the blocks were unpacked and computed again, reads and waits excepted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +51,10 @@ class Move:
     """The change of bytes in the memory of the tensors' own device."""
     down_bytes: int
     """The change of bytes that are in a lower tier only."""
+    packed_bytes: int = 0
+    """The change of bytes that packing freed."""
+    recomputed_bytes: int = 0
+    """The change of bytes that were let go, to be computed again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,12 +75,12 @@ class Lives:
 
 
 class _Block:
-    __slots__ = ("down", "lost", "nbytes", "path", "saved_bytes")
+    __slots__ = ("down", "dropped", "lost", "nbytes", "path", "saved_bytes")
 
     def __init__(self, path: str, nbytes: int) -> None:
         self.path, self.nbytes = path, nbytes  # smaller when it is packed
         self.saved_bytes = nbytes
-        self.down = self.lost = False
+        self.down = self.dropped = self.lost = False
 
 
 def lives_of(events: Iterable[Any]) -> Lives:
@@ -82,7 +94,7 @@ def lives_of(events: Iterable[Any]) -> Lives:
         if event.kind == "save":
             path = paths[event.block] = _path_of(event)
             alive[event.block] = _Block(path, event.nbytes)
-            use = uses.setdefault(path, [0, 0, 0, 0, 0.0])
+            use = uses.setdefault(path, [0, 0, 0, 0, 0.0, 0, 0, 0, 0.0])
             use[0] += 1
             use[1] += event.nbytes
             held += event.nbytes
@@ -93,12 +105,7 @@ def lives_of(events: Iterable[Any]) -> Lives:
         block = alive.get(event.block)
         if block is None:
             continue
-        if event.kind == "use":
-            uses[block.path][3] += 1
-        elif event.kind == "stall":
-            uses[block.path][4] += event.duration_seconds
-        elif event.kind == "land":
-            uses[block.path][2] += 0 if block.down else block.nbytes
+        _count(event, block, uses[block.path])
         move = _move(event, block)
         if move is not None:
             moves.append(move)
@@ -107,6 +114,22 @@ def lives_of(events: Iterable[Any]) -> Lives:
     modules = [ModuleUse(path, *counts) for path, counts in uses.items()]
     modules.sort(key=lambda each: (-each.saved_bytes, each.path))
     return Lives(tuple(modules), tuple(moves), paths, peak, recomputed)
+
+
+def _count(event: Any, block: _Block, use: list[Any]) -> None:
+    if event.kind == "use":
+        use[3] += 1
+    elif event.kind == "stall":
+        use[4] += event.duration_seconds
+    elif event.kind == "land":
+        use[2] += 0 if block.down else block.nbytes
+    elif event.kind == "pack":
+        use[5] += block.nbytes
+        use[6] += event.nbytes
+    elif event.kind == "drop":
+        use[7] += block.nbytes
+    elif event.kind == "decode":
+        use[8] += event.duration_seconds
 
 
 def _path_of(event: Any) -> str:
@@ -124,10 +147,17 @@ def _move(event: Any, block: _Block) -> Move | None:
         return Move(at, path, nbytes, -nbytes)
     if event.kind == "pack":
         block.nbytes = event.nbytes
-        return Move(at, path, event.nbytes - nbytes, 0)
+        return Move(at, path, event.nbytes - nbytes, 0, nbytes - event.nbytes)
+    if event.kind == "drop" and not (block.down or block.lost):
+        block.dropped = True
+        return Move(at, path, -nbytes, 0, 0, nbytes)
     if event.kind == "lose" and not (block.down or block.lost):
         block.lost = True
         return Move(at, path, -nbytes, 0)
-    if event.kind == "free" and not block.lost:
-        return Move(at, path, 0, -nbytes) if block.down else Move(at, path, -nbytes, 0)
+    if event.kind == "free" and not (block.lost and nbytes == block.saved_bytes):
+        freed = block.saved_bytes - nbytes  # by packing
+        held = 0 if block.lost else nbytes
+        if block.dropped:
+            return Move(at, path, 0, 0, -freed, -held)
+        return Move(at, path, 0, -held, -freed) if block.down else Move(at, path, -held, 0, -freed)
     return None

@@ -36,15 +36,23 @@ def render_page(report: Mapping[str, Any]) -> str:
               ``"bytes"``, ``"seconds"``, ``"ratio"``, ``"share"`` (1.0 is all), ``"count"`` or ``"text"``.
               A ``value`` of ``None`` shows "not measured", and ``how`` is a command that measures it.
             - ``split``: where the bytes are, ``{"label", "parts": [{"name", "bytes", "key"}]}``; ``key`` is a
-              tier's (``"keep"``, ``"inflight"``, ``"ahead"``, ``"host"``, ``"disk"``) or ``"left"``.
+              tier's (``"keep"``, ``"inflight"``, ``"ahead"``, ``"host"``, ``"disk"``), ``"packed"``,
+              ``"recomputed"`` or ``"left"``.
             - ``curve``: the bytes held over time, ``{"seconds": [...], "tiers": [{"key", "name", "below",
               "bytes": [...]}], "marks": [{"label", "begin", "end"}], "phases": [...]}``: ``bytes`` has
               a value for each of ``seconds``; a tier that is ``below`` is drawn under the line.
             - ``modules``: ``{"columns": [{"label", "unit"}], "rows": [[path, ...], ...], "note"}``; the first
               column is a module's path; rows are sorted by the second, which has bars. With ``"lives"``, from
               :meth:`Timeline.sections`, a row filters the curve.
+            - ``plan``: ``{"note", "figures": {"columns", "rows"}, "parts": [...], "classes": {"columns",
+              "rows"}}``: what was planned beside what came, where the plan puts the bytes (as in ``split``),
+              and what it does with each class.
             - ``stalls``: ``[{"seconds", "duration", "module", "what"}]``, the longest first.
             - ``advice``: ``[{"text", "code"}]``, with a button to copy ``code``; ``notes``: sentences.
+            - ``ranks``: of several processes, ``{"columns": [{"label", "unit"}], "rows": [[rank, ...], ...],
+              "pages": [{...}, ...], "shown"}``: for each row a report of its own, with what is listed here,
+              or ``None``; the row ``shown`` is opened first. Then nothing else but the first line of this list
+              is shown of the report around it.
             - ``graph``: SVG text, shown as an image, so that no script in it can run.
 
     Raises:
@@ -56,10 +64,7 @@ def render_page(report: Mapping[str, Any]) -> str:
     >>> "<b>" in page
     False
     """
-    data = dict(bounded(report))
-    graph = data.pop("graph", None)
-    if graph:
-        data["graph"] = "data:image/svg+xml;base64," + base64.b64encode(graph.encode()).decode()
+    data = _data(report)
     text = json.dumps(data, allow_nan=False, separators=(",", ":")).translate(_ESCAPES)
     script = "".join(_part(name) for name in _SCRIPTS)
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
@@ -67,6 +72,19 @@ def render_page(report: Mapping[str, Any]) -> str:
     page = _part("page.html")
     pieces = page.split("%%")  # text, NAME, text, NAME, ..., text
     return "".join(values[piece] if at % 2 else piece for at, piece in enumerate(pieces))
+
+
+def _data(report: Mapping[str, Any], among: int = 1) -> dict[str, Any]:
+    """``report`` within the limits of one of ``among`` pages of a file, its picture as an address."""
+    data = bounded(report, among)
+    graph, ranks = data.pop("graph", None), data.get("ranks")
+    if graph:
+        data["graph"] = "data:image/svg+xml;base64," + base64.b64encode(graph.encode()).decode()
+    if ranks:
+        pages = ranks["pages"]
+        own = [None if page is None else _data(page, among=len(pages)) for page in pages]
+        data["ranks"] = {**ranks, "pages": own}
+    return data
 
 
 def _part(name: str) -> str:

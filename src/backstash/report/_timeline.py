@@ -153,6 +153,21 @@ class Timeline:
         return self._read.reads_on_demand
 
     @property
+    def recomputed_blocks(self) -> int:
+        """How often backward had a block computed again."""
+        return self._read.made_again("recomputed")
+
+    @property
+    def unpacked_blocks(self) -> int:
+        """How often backward had a block decoded from what it was packed to."""
+        return self._read.made_again("packed")
+
+    @property
+    def made_again_seconds(self) -> float:
+        """How long both took, reads and waits excepted."""
+        return self._read.made_again_seconds
+
+    @property
     def notes(self) -> tuple[str, ...]:
         """Sentences on what is not known."""
         return self._read.notes

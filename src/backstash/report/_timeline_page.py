@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from ._levels import TIERS
+from ._levels import BELOW, TIERS
 from ._timeline_snapshot import Snapshot
 
 __all__ = ["facts_of", "sections_of"]
 
-_BELOW = ("host_bytes", "disk_bytes")
+_LET_GO = (
+    ("packed", "packed_bytes"),
+    ("packed to", "payload_bytes"),
+    ("recomputed", "recomputed_bytes"),
+)
 _STALLS = 50
 _LEAST_STALL_SECONDS = 1e-3
 
@@ -29,7 +33,17 @@ def facts_of(line: Snapshot) -> list[dict[str, Any]]:
         _fact(
             "Reads ahead of need", line.reads_ahead, "count", f"{line.reads_on_demand} on demand"
         ),
+        *_made_again(line),
     ]
+
+
+def _made_again(line: Snapshot) -> list[dict[str, Any]]:
+    """What packing and recomputing took in backward, where there was any."""
+    recomputed, unpacked = line.made_again("recomputed"), line.made_again("packed")
+    if not recomputed and not unpacked:
+        return []
+    note = f"{recomputed:,} blocks computed again, {unpacked:,} unpacked; reads and waits excepted"
+    return [_fact("Made again in backward", line.made_again_seconds, "seconds", note)]
 
 
 def _fact(label: str, value: Any, unit: str, note: str) -> dict[str, Any]:
@@ -55,7 +69,7 @@ def _curve(line: Snapshot, began: float) -> dict[str, Any]:
         {
             "key": field.removesuffix("_bytes"),
             "name": name,
-            "below": field in _BELOW,
+            "below": field in BELOW,
             "bytes": [getattr(level, field) for level in levels],
         }
         for field, name in TIERS.items()
@@ -75,10 +89,16 @@ def _span(label: str, span: Any, began: float) -> dict[str, Any]:
 
 
 def _modules(line: Snapshot, began: float) -> dict[str, Any]:
+    let_go = [
+        (label, field)
+        for label, field in _LET_GO
+        if any(getattr(use, field) for use in line.modules)
+    ]
     columns = [
         {"label": "module", "unit": "text"},
         {"label": "saved", "unit": "bytes"},
         {"label": "went down", "unit": "bytes"},
+        *({"label": label, "unit": "bytes"} for label, _ in let_go),
         {"label": "blocks", "unit": "count"},
         {"label": "uses", "unit": "count"},
         {"label": "waited for", "unit": "seconds"},
@@ -88,6 +108,7 @@ def _modules(line: Snapshot, began: float) -> dict[str, Any]:
             use.path,
             use.saved_bytes,
             use.down_bytes,
+            *(getattr(use, field) for _, field in let_go),
             use.blocks,
             use.uses,
             round(use.stall_seconds, 6),
@@ -100,6 +121,8 @@ def _modules(line: Snapshot, began: float) -> dict[str, Any]:
         "seconds": [round(move.seconds - began, 6) for move in moves],
         "memory": [move.memory_bytes for move in moves],
         "down": [move.down_bytes for move in moves],
+        "packed": [move.packed_bytes for move in moves],
+        "recomputed": [move.recomputed_bytes for move in moves],
     }
     count = len(line.steps)
     span = f"over {count} step{'s' if count != 1 else ''}" if count else "over the whole recording"

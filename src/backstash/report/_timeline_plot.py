@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..units import format_bytes
-from ._levels import TIERS
+from ._levels import BELOW, TIERS
 from ._timeline_snapshot import Snapshot
 
 __all__ = ["plot"]
@@ -16,11 +16,13 @@ _COLORS = {
     "ahead_bytes": "#3aa387",
     "host_bytes": "#8a63b3",
     "disk_bytes": "#8a94a3",
+    "packed_bytes": "#6f9f3c",
+    "recomputed_bytes": "#c76b98",
 }
-_BELOW = ("host_bytes", "disk_bytes")
 _ROWS = {
     "read": ("came back", "#3aa387"),
     "write": ("went down", "#e3a02e"),
+    "decode": ("made again", "#c76b98"),
     "stall": ("waited", "#c8453b"),
 }
 _SEEN = 1 / 2000  # the least width of a bar, as a part of the picture
@@ -58,8 +60,8 @@ def _draw_levels(axes: Any, line: Snapshot) -> None:
         values = [getattr(level, field) for level in line.levels]
         if not any(values):
             continue
-        base = below if field in _BELOW else above
-        sign = -1 if field in _BELOW else 1
+        base = below if field in BELOW else above
+        sign = -1 if field in BELOW else 1
         top = [old + sign * value for old, value in zip(base, values, strict=True)]
         axes.fill_between(
             seconds, base, top, step="post", color=_COLORS[field], label=name, linewidth=0
@@ -87,14 +89,16 @@ def _draw_moves(axes: Any, line: Snapshot) -> None:
     began = line.began_seconds
     last = max((event.seconds + event.duration_seconds for event in line.events), default=began)
     least = (last - began) * _SEEN
-    for row, (kind, (_, color)) in enumerate(_ROWS.items()):
+    kinds = {event.kind for event in line.events}
+    rows = {kind: row for kind, row in _ROWS.items() if kind != "decode" or kind in kinds}
+    for row, (kind, (_, color)) in enumerate(rows.items()):
         bars = [
             (event.seconds - began, max(event.duration_seconds, least))
             for event in line.events
             if event.kind == kind and (kind != "stall" or event.duration_seconds >= least)
         ]
         axes.broken_barh(bars, (row - 0.4, 0.8), color=color, linewidth=0)
-    axes.set_yticks(range(len(_ROWS)), [name for name, _ in _ROWS.values()])
+    axes.set_yticks(range(len(rows)), [name for name, _ in rows.values()])
     axes.set_xlabel("seconds")
     axes.tick_params(left=False)
     for side in ("top", "right", "left"):

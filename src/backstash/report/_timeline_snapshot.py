@@ -88,6 +88,14 @@ class Snapshot:
     def reads_on_demand(self) -> int:
         return sum(event.kind == "read" and event.cause == "demand" for event in self.events)
 
+    def made_again(self, cause: str) -> int:
+        """How often bytes were made again: ``"packed"``, from what they were packed to; ``"recomputed"``."""
+        return sum(event.kind == "decode" and event.cause == cause for event in self.events)
+
+    @property
+    def made_again_seconds(self) -> float:
+        return float(sum(each.duration_seconds for each in self.events if each.kind == "decode"))
+
     @cached_property
     def notes(self) -> tuple[str, ...]:
         return tuple(_notes(self))

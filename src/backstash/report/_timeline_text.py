@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from .._text import clean
 from ..units import format_bytes
+from ._lives import ModuleUse
 from ._timeline_snapshot import Snapshot
 
 __all__ = ["table"]
@@ -19,6 +20,12 @@ def table(line: Snapshot) -> str:
         f"in memory at most {size(line.memory_peak_bytes)}",
         f"  came back: {line.reads_ahead} reads ahead of need, {line.reads_on_demand} on demand",
     ]
+    recomputed, unpacked = line.made_again("recomputed"), line.made_again("packed")
+    if recomputed or unpacked:
+        lines.append(
+            f"  made again: {recomputed} blocks computed, {unpacked} unpacked, in "
+            f"{line.made_again_seconds:.3f} s"
+        )
     for step in line.steps[:_LONGEST]:
         lines.append(
             f"  step {step.label:<8} {step.seconds:8.3f} s  {step.stall_seconds:7.3f} s waited  "
@@ -28,8 +35,21 @@ def table(line: Snapshot) -> str:
     for use in line.modules[:_LONGEST]:
         lines.append(
             f"  {size(use.saved_bytes):>9} in {use.blocks} blocks, waited {use.stall_seconds:.3f} s: {use.path}"
+            + _let_go(use)
         )
     hidden = max(0, len(line.modules) - _LONGEST)
     lines += [f"  and {hidden} more modules"] if hidden else []
     lines += [f"  note: {note}" for note in line.notes]
     return "\n".join(map(clean, lines))
+
+
+def _let_go(use: ModuleUse) -> str:
+    """What of it was packed, and what let go; nothing, where all of it was only held."""
+    parts = []
+    if use.packed_bytes:
+        parts.append(
+            f"{format_bytes(use.packed_bytes)} packed to {format_bytes(use.payload_bytes)}"
+        )
+    if use.recomputed_bytes:
+        parts.append(f"{format_bytes(use.recomputed_bytes)} recomputed")
+    return f" ({', '.join(parts)})" if parts else ""

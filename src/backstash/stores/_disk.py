@@ -73,7 +73,7 @@ class Disk(Store):
         verify: bool = False,
         threads: int = 2,
     ) -> None:
-        if not isinstance(directory, str | os.PathLike):
+        if not isinstance(directory, str | os.PathLike) or not os.fspath(directory):
             raise UsageError(f"disk={shown(directory)}: allowed is a directory, a Disk, or None")
         self.directory = str(Path(directory).expanduser())
         self.name = f"disk {self.directory!r}"

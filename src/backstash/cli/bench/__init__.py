@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from .._arguments import Parser
+
 __all__ = ["main"]
 
 
@@ -13,3 +15,9 @@ def main(arguments: Sequence[str]) -> int:
     from ._command import main as command
 
     return command(arguments)
+
+
+def _parser() -> Parser:
+    from ._command import _parser as parser
+
+    return parser()

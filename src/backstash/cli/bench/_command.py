@@ -150,6 +150,7 @@ def _parser() -> Parser:
     add(
         "--table", metavar="FILE", type=Path, help="print the table of such a FILE, measure nothing"
     )
+    parser.suggestions |= {"what": _KINDS, "only": tuple(VARIANTS), "device": ("cuda",)}
     return parser
 
 

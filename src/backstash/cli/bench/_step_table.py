@@ -45,8 +45,8 @@ class Row:
     on_disk: float | None
     """Bytes that went to disk over bytes that could; ``None`` where there is no stash."""
     left: float | None
-    """Bytes that were still to be held or moved after packing, over bytes that could; ``None`` without a stash
-    that packs."""
+    """Bytes that were still to be moved after packing and recomputing, over bytes that could; ``None`` without
+    a stash that does so and has a disk."""
     exact: bool
     """Whether every process had plain's losses and gradients, to the bit."""
 
@@ -123,7 +123,10 @@ def _left(runs: list[dict[str, Any]]) -> float | None:
     shares = [
         1 - _gone(stats) / max(1, stats["eligible_bytes"])
         for run in runs
-        if (stats := run.get("stats")) and _gone(stats)
+        # Without a disk only what is made smaller is counted; with modules that run again, what they save too.
+        if (stats := run.get("stats"))
+        and stats["written_bytes"]
+        and 0 < _gone(stats) <= stats["eligible_bytes"]
     ]
     return statistics.median(shares) if shares else None
 

@@ -39,6 +39,13 @@ _ALL = (
     Variant("recompute", '`Action("recompute")`, then disk', "recompute", "none"),
     Variant("recompute-memory", '`Action("recompute")` in memory', "recompute-memory", "none"),
     Variant("recompute-pack", "recomputed, else packed, then disk", "recompute-pack", "none"),
+    Variant("regions", "`Stash().recompute(*blocks)`", "regions", "none"),
+    Variant(
+        "regions-disk",
+        '`Stash(keep="256MiB", disk=...).recompute(*blocks)`',
+        "regions-disk",
+        "none",
+    ),
     Variant("run", "`backstash run`", "nothing", "auto", launched=True),
     Variant(
         "run-tcmalloc", "`backstash run --malloc tcmalloc`", "nothing", "tcmalloc", launched=True

@@ -70,6 +70,18 @@ def _under(stash: Stash) -> Way:
     return lambda: stash, call
 
 
+def _regions(stash: Stash) -> Way:
+    known: set[int] = set()
+
+    def around(block: nn.Module, x: Tensor) -> Tensor:
+        if id(block) not in known:
+            known.add(id(block))
+            stash.recompute(block)
+        return call(block, x)
+
+    return lambda: stash, around
+
+
 def _pack(saved: SavedTensor) -> Action:
     return Action("pack")
 
@@ -98,6 +110,10 @@ WAYS: dict[str, Callable[[str, int], Way]] = {
     ),
     "recompute-pack": lambda directory, min_bytes: _under(
         Stash(disk=directory, policy=_recompute, codec=EXACT, min_bytes=min_bytes, name="bench")
+    ),
+    "regions": lambda directory, min_bytes: _regions(Stash(min_bytes=min_bytes, name="bench")),
+    "regions-disk": lambda directory, min_bytes: _regions(
+        Stash(keep="256MiB", disk=directory, min_bytes=min_bytes, name="bench")
     ),
 }
 """From name to a function of the disk's directory and the stash's ``min_bytes``."""

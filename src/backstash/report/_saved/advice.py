@@ -28,7 +28,13 @@ __all__ = [
 _WINDOW_BYTES = 128 << 20  # of Stash(inflight=...)
 _WORTH_BYTES = 16 << 20
 _SHARES = (("everything", 1.0), ("half", 0.5), ("a tenth", 0.1), ("nothing", 0.0))
-_TIERS = {"keep": "in place", "packed": "packed", "host": "in host memory", "disk": "on disk"}
+_TIERS = {
+    "keep": "in place",
+    "packed": "packed",
+    "recomputed": "to be recomputed",
+    "host": "in host memory",
+    "disk": "on disk",
+}
 PLACE = "/path/on/a/fast/disk"
 """The directory that a line to paste names where none is known."""
 _MIN_BYTES = 64 << 10

@@ -174,7 +174,7 @@ class Recorder:
         stored, nbytes = self._storages.of(tensor)
         save = Save(tensor, module, nbytes if stored else _nbytes_of(tensor))
         if _module_of(pack) == CHECKPOINT_MODULE:
-            save.where = RECOMPUTED
+            save.where, save.is_dropped = RECOMPUTED, True
             self.found.is_selective |= is_caching()
         elif boundary:
             save.boundary, save.op = boundary, "checkpoint"

@@ -35,8 +35,8 @@ class Row:
     """Bytes of storages that ``torch.utils.checkpoint`` dropped and will recompute; in no other figure."""
     where: Mapping[str, int] = field(hash=False)
     """``saved_bytes`` by place, most first, without those of parameters and buffers. ``"in place"``;
-    ``"keep"``, ``"packed"`` or ``"disk"`` of a stash; ``"host"``, ``"copied"`` or ``"compressed"`` by other
-    hooks; ``"hooks"`` if only the hooks that packed a tensor can read it."""
+    ``"keep"``, ``"packed"``, ``"recomputed"``, ``"host"`` or ``"disk"`` of a stash; ``"host"``, ``"copied"``
+    or ``"compressed"`` by other hooks; ``"hooks"`` if only the hooks that packed a tensor can read it."""
 
     @property
     def module(self) -> str:
@@ -72,7 +72,7 @@ class SavedTensorRow:
     """The storages of its elements, numbered in the order of their first saves; several for a tensor that is
     made of other tensors, none if its storage cannot be seen."""
     where: str
-    """The place, as in :class:`Row`; ``"recomputed"`` if a checkpoint dropped it and will recompute it."""
+    """The place, as in :class:`Row`; ``"recomputed"`` too if a checkpoint dropped it and will recompute it."""
 
 
 def add_up(

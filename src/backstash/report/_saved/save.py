@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..._torch.engine import current_node
-from ..._torch.node_saves import RECOMPUTED, look
+from ..._torch.node_saves import look
 from ..._torch.storages import storage_identity
 from ..._torch.tensors import is_view, parts_of
 from ..._torch.trees import tree_leaves
@@ -49,6 +49,7 @@ class Save:
         "device",
         "dtype",
         "held",
+        "is_dropped",
         "is_view",
         "module",
         "name",
@@ -71,6 +72,7 @@ class Save:
         self.nbytes = nbytes
         self.stored: tuple[Stored, ...] = ()
         self.where = "in place"
+        self.is_dropped = False  # by a checkpoint
         # "checkpoint" or "reentrant checkpoint" for what one saved to recompute the rest from.
         self.boundary = ""
         # What the values are, and the bytes that would hold them.
@@ -104,7 +106,7 @@ class Save:
     @property
     def is_saved(self) -> bool:
         """Whether something is held for it; False if a checkpoint dropped it and will recompute it."""
-        return self.where != RECOMPUTED
+        return not self.is_dropped
 
     @property
     def unique_bytes(self) -> int:
@@ -156,6 +158,8 @@ class Packed:
     """What autograd holds in place of a tensor while a report is made: what the pair around it packed."""
 
     __slots__ = ("__weakref__", "lives", "save", "storages", "unpack", "value")
+    adds_nothing = True
+    """Unpacking it is unpacking ``packed_inside``: a stash may rely on that as on its own."""
 
     def __init__(
         self,

@@ -37,7 +37,7 @@ class Chart {
     this.at = this.peak();
   }
 
-  // The tiers that are drawn: all, or those of one module, which has two.
+  // The places that are drawn: all, or those of one module, which has two, and those where its bytes were let go.
   filter(path) {
     this.path = path;
     this.tiers = path === null ? this.curve.tiers : this.tiersOf(path);
@@ -47,13 +47,14 @@ class Chart {
   }
 
   tiersOf(path) {
-    const { paths, path: owners, point, memory, down } = this.lives;
+    const { paths, path: owners, point, memory, down, packed, recomputed } = this.lives;
+    const sides = [memory, down, packed, recomputed];
     const wanted = paths.map((each) => each === path || each.startsWith(`${path}.`));
-    const totals = [0, 0], steps = [new Map(), new Map()];
+    const totals = sides.map(() => 0), steps = sides.map(() => new Map());
     owners.forEach((owner, at) => {
       if (!wanted[owner]) return;
-      [memory[at], down[at]].forEach((change, side) =>
-        steps[side].set(point[at], (steps[side].get(point[at]) || 0) + change));
+      sides.forEach((changes, side) =>
+        steps[side].set(point[at], (steps[side].get(point[at]) || 0) + changes[at]));
     });
     const held = steps.map((changes, side) => this.curve.seconds.map((_, at) => {
       totals[side] += changes.get(at) || 0;
@@ -62,7 +63,9 @@ class Chart {
     return [
       { key: "keep", name: "in memory", below: false, bytes: held[0] },
       { key: "disk", name: "went down", below: true, bytes: held[1] },
-    ];
+      { key: "packed", name: "freed by packing", below: true, bytes: held[2] },
+      { key: "recomputed", name: "to be recomputed", below: true, bytes: held[3] },
+    ].filter((tier, at) => at < 2 || tier.bytes.some((value) => value > 0));
   }
 
   // Whether the module, or a part of it, has a curve of its own.

@@ -2,8 +2,9 @@
 
 // The page, from the data that is in it.
 
-const report = JSON.parse(document.getElementById("report").textContent);
-let chart = null, table = null;
+const whole = JSON.parse(document.getElementById("report").textContent);
+// What is drawn below the header: the report, or where it is of several ranks, that of one of them.
+let report = whole, chart = null, table = null;
 
 function section(id, title, ...children) {
   return element("section", { id, "aria-labelledby": `${id}-title` }, element("h2", { id: `${id}-title` }, title), ...children);
@@ -12,10 +13,33 @@ function section(id, title, ...children) {
 function header() {
   return element("header", {},
     element("p", { class: "over" }, "backstash report"),
-    element("h1", {}, report.title || "report"),
-    report.subtitle ? element("p", { class: "subtitle" }, report.subtitle) : null,
-    report.command ? copyable(report.command) : null,
-    report.made ? element("p", { class: "faint" }, report.made) : null);
+    element("h1", {}, whole.title || "report"),
+    whole.subtitle ? element("p", { class: "subtitle" }, whole.subtitle) : null,
+    whole.command ? copyable(whole.command) : null,
+    whole.made ? element("p", { class: "faint" }, whole.made) : null);
+}
+
+// The ranks of a job side by side. The button of one shows its own report below.
+function ranks(shownRank) {
+  const { columns, rows, pages } = whole.ranks;
+  const cell = (value, { unit }, at, rank) => {
+    const text = value === null ? "–" : shown(value, unit);
+    if (at > 0) return element("td", { class: unit === "text" ? undefined : "number" }, text);
+    return element("th", { scope: "row" }, pages[rank]
+      ? element("button", { type: "button", "aria-pressed": String(rank === shownRank), onclick: () => chooseRank(rank) }, `rank ${text}`)
+      : `rank ${text}`);
+  };
+  const body = rows.map((row, rank) => element("tr", { class: rank === shownRank ? "chosen" : undefined },
+    ...row.map((value, at) => cell(value, columns[at], at, rank))));
+  const head = columns.map(({ label, unit }) => element("th", { scope: "col", class: unit === "text" ? undefined : "number" }, label));
+  return section("ranks", "Rank by rank", element("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "Rank by rank" },
+    element("table", {}, element("thead", {}, element("tr", {}, ...head)), element("tbody", {}, ...body))),
+    element("p", { class: "faint keys" }, `What follows is of rank ${rows[shownRank][0]} alone.`));
+}
+
+function chooseRank(rank) {
+  draw(rank);
+  document.querySelectorAll("#ranks tbody tr")[rank].querySelector("button").focus();
 }
 
 function facts() {
@@ -33,7 +57,11 @@ function facts() {
 }
 
 function split() {
-  const { label, parts } = report.split;
+  return section("split", report.split.label, ...shares(report.split.parts));
+}
+
+// Bytes by place: a bar, and its legend.
+function shares(parts) {
   const total = parts.reduce((sum, part) => sum + part.bytes, 0);
   const share = (part) => `${(part.bytes / total * 100).toFixed(part.bytes / total < 0.1 ? 1 : 0)} %`;
   const bar = element("div", { class: "split", "aria-hidden": "true" }, ...parts.map((part) => {
@@ -44,7 +72,28 @@ function split() {
   const list = element("ul", { class: "legend" }, ...parts.map((part) => element("li", {},
     element("i", { class: part.key }), element("b", {}, bytes(part.bytes)), ` ${share(part)} `,
     element("span", { class: "faint" }, part.name))));
-  return section("split", label, bar, list);
+  return [bar, list];
+}
+
+// What was planned beside what came, and what is done with each class of saved tensors.
+function plan() {
+  const { note, figures, parts, classes } = report.plan;
+  return section("plan", "The plan, and what came of it", note ? element("p", {}, note) : null,
+    figures && figures.rows.length ? simpleTable("Planned and measured", figures) : null,
+    parts && parts.length ? element("h3", {}, "What the plan does with the bytes that a step saves") : null,
+    ...(parts && parts.length ? shares(parts) : []),
+    classes && classes.rows.length ? element("h3", {}, "Class by class") : null,
+    classes && classes.rows.length ? simpleTable("Class by class", classes) : null);
+}
+
+// A table whose rows all exist.
+function simpleTable(label, { columns, rows }) {
+  const kind = (at) => columns[at].unit === "text" ? undefined : "number";
+  const head = columns.map((column, at) => element("th", { scope: "col", class: kind(at) }, column.label));
+  const body = rows.map((row) => element("tr", {}, ...row.map((value, at) =>
+    element("td", { class: kind(at) }, shown(value, columns[at].unit)))));
+  return element("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": label },
+    element("table", {}, element("thead", {}, element("tr", {}, ...head)), element("tbody", {}, ...body)));
 }
 
 function ranges() {
@@ -66,7 +115,7 @@ function curve() {
   return section("curve", "What was held, over time",
     element("div", { class: "bar-of-controls" }, ranges().length > 1 ? choice : null, chip),
     chart.box, chart.readout,
-    element("p", { class: "faint keys" }, "Memory is above the line, what went down below it. With the chart focused: ",
+    element("p", { class: "faint keys" }, "Memory is above the line; below it what went down, and what was let go. With the chart focused: ",
       element("kbd", {}, "←"), " ", element("kbd", {}, "→"), " move the cursor, with ", element("kbd", {}, "Shift"),
       " further, ", element("kbd", {}, "P"), " goes to the peak."));
 }
@@ -138,18 +187,26 @@ function notes() {
   return section("notes", "What to know about these figures", element("ul", {}, ...report.notes.map((note) => element("li", {}, note))));
 }
 
-document.title = `${report.title || "report"} – backstash`;
-const parts = [
-  header(),
-  report.facts && facts(),
-  report.split && report.split.parts.some((part) => part.bytes > 0) && split(),
-  report.curve && report.curve.seconds.length && curve(),
-  report.modules && modules(),
-  report.stalls && stalls(),
-  report.advice && advice(),
-  report.graph && graph(),
-  report.notes && report.notes.length && notes(),
-];
-document.getElementById("main").replaceChildren(...parts.filter((part) => part instanceof Node));
-if (chart) chart.draw();
-if (table) table.draw();
+function draw(rank) {
+  report = whole.ranks ? whole.ranks.pages[rank] : whole;
+  chart = table = null;
+  const parts = [
+    header(),
+    whole.ranks && ranks(rank),
+    report.facts && facts(),
+    report.split && report.split.parts.some((part) => part.bytes > 0) && split(),
+    report.plan && plan(),
+    report.curve && report.curve.seconds.length && curve(),
+    report.modules && modules(),
+    report.stalls && stalls(),
+    report.advice && advice(),
+    report.graph && graph(),
+    report.notes && report.notes.length && notes(),
+  ];
+  document.getElementById("main").replaceChildren(...parts.filter((part) => part instanceof Node));
+  if (chart) chart.draw();
+  if (table) table.draw();
+}
+
+document.title = `${whole.title || "report"} – backstash`;
+draw(whole.ranks ? whole.ranks.shown : 0);

@@ -19,7 +19,7 @@ class Table {
     this.grid = element("div", {
       class: "grid", role: "grid", tabindex: 0, "aria-label": "Modules", "aria-colcount": columns.length,
     }, this.head, this.body);
-    this.grid.style.setProperty("--columns", `minmax(11rem, 3fr) repeat(${columns.length - 1}, minmax(5.8rem, 1fr))`);
+    this.grid.style.setProperty("--columns", `minmax(11rem, 3fr) repeat(${columns.length - 1}, minmax(6.4rem, 1fr))`);
     this.count = element("span", { class: "faint" });
     this.grid.addEventListener("scroll", () => this.draw());
     this.grid.addEventListener("keydown", (event) => this.key(event));

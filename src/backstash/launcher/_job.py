@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Job"]
+__all__ = ["Job", "numbers", "rank_told"]
 
 # Variables with the process's number among all and on this machine, how many processes there are, and how many
 # on this machine. The ranks are those of the first launcher that sets the first three, and the last number that
@@ -51,7 +52,7 @@ class Job:
     @classmethod
     def now(cls) -> Job:
         """Return the job as the environment gives it now; without a launcher, a job of one process."""
-        ranks = next(filter(None, (_numbers(names[:3]) for names in _LAUNCHERS)), [0, 0, 1])
+        ranks = _told() or [0, 0, 1]
         here = next(filter(None, map(_numbers, _LAUNCHERS)), [1])[-1]
         rank, local_rank, processes = ranks
         return cls(rank, local_rank, processes, here or 1)
@@ -61,12 +62,58 @@ class Job:
         """What the lines that this process prints begin with: ``"backstash"`` or ``"backstash rank 3"``."""
         return "backstash" if self.processes == 1 else f"backstash rank {self.rank}"
 
-    def file(self, path: str) -> str:
-        """Return the path of this process's own file: ``path`` for rank 0, a name beside it for other ranks."""
-        if self.rank == 0:
+    def file(self, path: str, rank: int | None = None) -> str:
+        """Return the path of one process's own file: ``path`` itself where the job is one process.
+
+        Args:
+            path: of the whole job's file.
+            rank: of the process. Default: this one.
+        """
+        if self.processes == 1:
             return path
-        own = Path(path)
-        return str(own.with_name(f"{own.stem}.rank{self.rank}{own.suffix}"))
+        return _beside(path, f"rank{self.rank if rank is None else rank}")
+
+    def common_file(self, path: str, ranks: Collection[int]) -> str:
+        """Return the path of a file about ``ranks``: ``path`` where these are all of the job.
+
+        >>> Job(0, 0, 8, 4).common_file("out.json", [0, 1, 2, 3])
+        'out.ranks0-3.json'
+        """
+        if len(ranks) == self.processes:
+            return path
+        if len(ranks) == 1:
+            return self.file(path, next(iter(ranks)))
+        return _beside(path, f"ranks{numbers(ranks)}")
+
+
+def rank_told() -> int | None:
+    """The number that a launcher gave this process, also where it is the only one; ``None``: there is none."""
+    told = _told()
+    return told[0] if told is not None else None
+
+
+def _told() -> list[int] | None:
+    return next(filter(None, (_numbers(names[:3]) for names in _LAUNCHERS)), None)
+
+
+def numbers(ranks: Iterable[int]) -> str:
+    """Return ``ranks`` as a text of ranges.
+
+    >>> numbers([0, 1, 2, 3, 6])
+    '0-3,6'
+    """
+    ranges: list[list[int]] = []
+    for rank in sorted(ranks):
+        if ranges and ranges[-1][1] == rank - 1:
+            ranges[-1][1] = rank
+        else:
+            ranges.append([rank, rank])
+    return ",".join(f"{a}-{b}" if a < b else f"{a}" for a, b in ranges)
+
+
+def _beside(path: str, what: str) -> str:
+    whole = Path(path)
+    return str(whole.with_name(f"{whole.stem}.{what}{whole.suffix}"))
 
 
 def _numbers(names: tuple[str, ...]) -> list[int] | None:

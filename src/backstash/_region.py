@@ -1,0 +1,572 @@
+"""Regions: what a whole module's forward saves is let go, and its forward is run again in backward.
+
+``torch.utils.checkpoint`` does this with what a function is given. Here the inputs are the stash's entries, and
+what the second run saves is the stash's again: budgets hold for it, and it can be unpacked any number of times.
+Nothing is taken on faith. The bytes of each tensor that is let go have a fingerprint, and what the second run
+makes must have the same one, so a weight, a buffer or a global that was changed since raises. The first forward
+of each class (the same training modes, inputs, autocast and settings) is run again at once and compared before
+anything is let go; what cannot be run again alike stays, with the reason.
+
+The idea of numbering the saves of a run, and of leaving the second one after the last that is wanted, is that
+of ``torch.utils.checkpoint(use_reentrant=False)``.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+import weakref
+from collections.abc import Callable
+from contextlib import ExitStack
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from ._admission import Admission
+from ._device.base import Check, Device
+from ._device.fingerprint import fingerprint
+from ._hook_scope import Hook, newest_scope
+from ._saved.access_order import ForwardPass
+from ._saved.entry import rerun_otherwise
+from ._saved.thread_state import ThreadState
+from ._saved.view import reason_to_stay
+from ._session import Session
+from ._text import clean
+from ._torch.dispatch import (
+    count_dispatch_modes,
+    count_function_modes,
+    without_dispatch_modes,
+    without_function_modes,
+)
+from ._torch.dynamo import untraced
+from ._torch.engine import sequence_number
+from ._torch.modules import call_frame, module_path, running_modules
+from ._torch.rerun import Conditions, NoCollectives, foreign_hook, signature_of, unchanged
+from ._torch.storages import storage_identity
+from ._torch.trees import tree_flatten, tree_unflatten
+from ._torch.versions import version_of
+from .errors import StashError
+
+__all__ = ["Held", "Region"]
+
+_REFUSED = "not recomputed: "
+_UNCHANGING = (Tensor, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+
+
+class Held:
+    """What autograd holds of a tensor that was let go: which one of a run's it is, and its fingerprint."""
+
+    __slots__ = (
+        "__weakref__",
+        "device",
+        "dtype",
+        "kind",
+        "nbytes",
+        "number",
+        "packed",
+        "run",
+        "shape",
+        "told",
+    )
+
+    def __init__(self, run: Run, number: int, tensor: Tensor) -> None:
+        self.run = run
+        self.number = number
+        self.packed: Any = None  # as the stash packed it, while it is not let go
+        self.told: Any = None
+        self.shape = tensor.shape
+        self.dtype = tensor.dtype
+        self.device = tensor.device
+        self.nbytes = tensor.nbytes
+        self.kind = _kind_of(tensor)
+
+    @property
+    def where(self) -> str:
+        """The tier that has the bytes, once they were made again; before, ``"recomputed"``."""
+        if self.packed is None:
+            return "recomputed"
+        return str(getattr(self.packed, "where", "keep"))
+
+
+def _kind_of(tensor: Tensor) -> tuple[Any, ...]:
+    return (
+        tensor.shape,
+        tensor.stride(),
+        tensor.dtype,
+        tensor.device,
+        tensor.storage_offset(),
+        tensor.untyped_storage().nbytes(),
+        tensor.is_conj(),
+        tensor.is_neg(),
+        tensor.requires_grad,
+    )
+
+
+class _StopError(BaseException):
+    """Leaves a second run; no ``except Exception`` of the module's stops it."""
+
+
+class _Fingerprints:
+    """Of what one run saves, each storage once. A tensor without a gradient function may yet be filled by the
+    operation that saves it (see ``thread_state``), so its bytes are looked at when a later one saves.
+
+    Args:
+        session: of the stash.
+        use: called with each one, its tensor, its mark (``None``: it has none, or was changed since) and its
+            version when it was saved.
+    """
+
+    def __init__(self, session: Session, use: Callable[[Held, Tensor, Any, int], None]) -> None:
+        self._session = session
+        self._use = use
+        self._known: dict[int, tuple[weakref.ref[Tensor], int, Any]] = {}
+        self._waiting: list[tuple[Held, Tensor, int]] = []
+        self._operation = 0  # the graph's next sequence number when the last of them was saved
+
+    def add(self, held: Held, tensor: Tensor) -> None:
+        """One more."""
+        if tensor.requires_grad:
+            self._use(held, tensor, self._mark(tensor), tensor._version)
+        else:
+            self._waiting.append((held, tensor, tensor._version))
+            self._operation = sequence_number()
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether one may yet be filled."""
+        return bool(self._waiting)
+
+    def finish(self, *, ended: bool = False) -> None:
+        """Look at those whose operation has ended; ``ended``: all have."""
+        if not self._waiting or (not ended and self._operation == sequence_number()):
+            return
+        waiting, self._waiting = self._waiting, []
+        for held, tensor, version in waiting:
+            mark = self._mark(tensor) if tensor._version == version else None
+            self._use(held, tensor, mark, version)
+
+    def _mark(self, tensor: Tensor) -> Any:
+        storage = tensor.untyped_storage()
+        identity, owner = (
+            storage_identity(storage),
+            tensor if tensor._base is None else tensor._base,
+        )
+        known = self._known.get(identity)
+        if known is not None and known[0]() is owner and known[1] == tensor._version:
+            return known[2]
+        device = _device_of(self._session, tensor)
+        with torch.no_grad():
+            mark = fingerprint(storage) if device is None else device.mark(storage, device.stream())
+        self._known[identity] = weakref.ref(owner), tensor._version, mark
+        return mark
+
+
+def _device_of(session: Session, tensor: Tensor) -> Device | None:
+    """The accelerator of ``tensor``; ``None`` for the CPU."""
+    tiers = session.tiers_of(tensor.device)
+    return None if isinstance(tiers, str) else tiers.device
+
+
+class Run:
+    """One forward of a region; the pack hook while it runs, and what its second run needs.
+
+    Args:
+        region: whose forward it is.
+        module: the region's, or a replica of it.
+        args: it was called with.
+        kwargs: likewise.
+        conditions: that were in force when it began.
+        key: of its class.
+        outer: the modules around it, outermost first.
+    """
+
+    def __init__(
+        self,
+        region: Region,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        conditions: Conditions,
+        key: tuple[Any, ...],
+        outer: list[nn.Module],
+        thread_state: ThreadState,
+    ) -> None:
+        self.region = region
+        self.module = module
+        self.outer = outer
+        self.key = key
+        self.is_known = key in region.classes
+        self.conditions = conditions
+        self._pack = region.admission.hook(thread_state)
+        self._thread_state = thread_state
+        self._count = 0
+        self._held: list[weakref.ref[Held]] = []
+        self.let_go_bytes = 0
+        leaves, self._structure = tree_flatten((args, kwargs))
+        self._inputs = {
+            storage_identity(each.untyped_storage()) for each in leaves if type(each) is Tensor
+        }
+        # While the class is not known: the inputs, to run again with, and their versions.
+        self._given = [] if self.is_known else [*leaves]
+        self._watched = [] if self.is_known else [*leaves, *module.parameters()]
+        self._versions = [version_of(each) for each in self._watched]
+        # Of each leaf: what it is packed to, and whether it requires a gradient; or the leaf.
+        self._leaves = [
+            (self._pack(each), each.requires_grad) if _is_packed(each) else (each, None)
+            for each in leaves
+        ]
+        self._fingerprints: _Fingerprints | None = _Fingerprints(region.session, self._let_go)
+
+    # The first run.
+
+    def steps_aside(self) -> None:
+        """A transform of ``torch.func`` runs without hooks."""
+        self.region.admission.stepped_aside()
+
+    def __call__(self, tensor: Tensor) -> object:
+        """The pack hook while the module runs."""
+        fingerprints = self._fingerprints
+        assert fingerprints is not None
+        fingerprints.finish()
+        number, self._count = self._count, self._count + 1
+        if not self._may_go(tensor):
+            return self._pack(tensor)
+        held = Held(self, number, tensor)
+        if not self.is_known:
+            held.packed = self._pack(tensor)
+        self._held.append(weakref.ref(held))
+        fingerprints.add(held, tensor)
+        return held
+
+    def _may_go(self, tensor: Tensor) -> bool:
+        if type(tensor) is not Tensor or reason_to_stay(tensor):
+            return False
+        storage = tensor.untyped_storage()
+        if storage_identity(storage) in self._inputs:  # the entry of the input holds it
+            return False
+        return self.region.admission.may_go(tensor)
+
+    def _let_go(self, held: Held, tensor: Tensor, mark: Any, version: int) -> None:
+        if mark is None and held.packed is None:
+            is_same = tensor._version == version
+            held.packed = self._pack(tensor) if is_same else (tensor.detach(), version)
+        held.told = mark
+        if mark is not None:
+            self.let_go_bytes += tensor.untyped_storage().nbytes()
+
+    def end(self, *, in_order: bool) -> None:
+        """The forward has ended; ``in_order``: without an error."""
+        # What has been refers to this run: it would outlive its graph, until the collector comes.
+        fingerprints, self._fingerprints = self._fingerprints, None
+        assert fingerprints is not None
+        fingerprints.finish(ended=True)
+        region, given, self._given = self.region, self._given, []
+        watched, self._watched = self._watched, []
+        if not self.is_known:
+            reason = "its forward did not end" if not in_order else ""
+            if [version_of(each) for each in watched] != self._versions:
+                reason = "its forward changes its input in place, or a parameter"
+            held = [
+                each for ref in self._held if (each := ref()) is not None and each.told is not None
+            ]
+            if not reason and held:
+                reason = self._compared(held, given)
+            if reason:
+                region.refuse(self, reason if in_order else "", self.let_go_bytes)
+                return
+            region.classes.add(self.key)
+            for each in held:
+                each.packed = None
+        region.admission.let_go_bytes += self.let_go_bytes
+
+    def _compared(self, held: list[Held], given: list[Any]) -> str:
+        """Why a second run is not known to be alike; ``""``: it is."""
+        checks: list[Check] = []
+
+        def compare(each: Held, tensor: Tensor, mark: Any) -> bool:
+            return _is_alike(self.region.session, each, tensor, mark, checks)
+
+        try:
+            refused = self._again(held, compare, self._thread_state, given)
+        except Exception as error:  # the module's own
+            return f"{self.name}'s forward cannot be run twice: {type(error).__name__}: {error}"
+        if refused or any(check.differs() for check in checks):
+            return refused or f"{self.name}'s forward, run twice, gives other bits"
+        return ""
+
+    # The second one.
+
+    @property
+    def name(self) -> str:
+        """The module's path."""
+        return clean(module_path([*self.outer, self.module]))
+
+    def value(self, held: Held, thread_state: ThreadState) -> Any:
+        """What ``held`` was packed to; the module's forward runs again where it was let go."""
+        lock = self.region.lock()
+        if not lock.acquire(blocking=not self.region.session.section.is_nested()):
+            raise StashError(
+                f"{self.name} runs again in another thread, and a signal's handler or a finalizer that came in "
+                "the middle of the stash cannot wait for it: go backward outside of it"
+            )
+        try:
+            if held.packed is None:
+                self._make_again(thread_state)
+        finally:
+            lock.release()
+        return held.packed
+
+    def _make_again(self, thread_state: ThreadState) -> None:
+        region, unpack = self.region, self.region.unpack
+        pack = region.admission.hook(thread_state)
+        wanted = [each for ref in self._held if (each := ref()) is not None and each.packed is None]
+        checks: list[tuple[Held, Check]] = []
+
+        def take(each: Held, tensor: Tensor, mark: Any) -> bool:
+            found: list[Check] = []
+            if not _is_alike(region.session, each, tensor, mark, found):
+                return False
+            checks.extend((each, check) for check in found)
+            packed = pack(tensor) if not region.admission.closed else (tensor.detach(), 0)
+            made.append((each, packed))
+            return True
+
+        made: list[tuple[Held, Any]] = []
+        before = thread_state.outer, thread_state.apart
+        thread_state.outer, thread_state.apart = self.outer, ForwardPass(None)
+        try:
+            given = [
+                packed if requires is None else unpack(packed) for packed, requires in self._leaves
+            ]
+            refused = self._again(wanted, take, thread_state, given)
+        finally:
+            thread_state.outer, thread_state.apart = before
+        if refused or any(check.differs() for _, check in checks):
+            raise rerun_otherwise(self.name, refused)
+        for each, packed in made:
+            each.packed = packed
+
+    def _again(
+        self,
+        wanted: list[Held],
+        use: Callable[[Held, Tensor, Any], bool],
+        thread_state: ThreadState,
+        given: list[Any],
+    ) -> str:
+        """Run the forward again with the leaves of its arguments ``given`` until ``use`` has had all of
+        ``wanted``; why not all were had, or ``""``."""
+        region = self.region
+        by_number = {each.number: each for each in wanted}
+        last = max(by_number)
+        numbers = itertools.count()
+        refused: list[str] = []
+
+        def stop(reason: str = "") -> None:
+            refused.extend([reason] if reason else [])
+            raise _StopError
+
+        def had(each: Held, tensor: Tensor, mark: Any, version: int) -> None:
+            if mark is None or not use(each, tensor, mark):
+                stop(f"{self.name}'s forward, run twice, gives other bits")
+            del by_number[each.number]
+
+        fingerprints = _Fingerprints(region.session, had)
+
+        def pack(tensor: Tensor) -> object:
+            fingerprints.finish()
+            number = next(numbers)
+            if not by_number:
+                stop()
+            each = by_number.get(number)
+            if each is not None:
+                if type(tensor) is not Tensor or _kind_of(tensor) != each.kind:
+                    stop(f"{self.name}'s forward, run twice, saves other tensors")
+                fingerprints.add(each, tensor)
+                if number == last and not fingerprints.is_waiting:
+                    stop()
+            kept = tensor if tensor.is_leaf else tensor.detach()
+            return kept, tensor._version
+
+        values = [
+            each if requires is None else each.detach().requires_grad_(requires)
+            for each, (_, requires) in zip(given, self._leaves, strict=True)
+        ]
+        args, kwargs = tree_unflatten(values, self._structure)
+        with ExitStack() as stack:
+            # Modes around backward are not forward's: those of dispatch, there were none then.
+            stack.enter_context(without_function_modes())
+            stack.enter_context(without_dispatch_modes())
+            stack.enter_context(unchanged(self.module))
+            stack.enter_context(self.conditions.again())
+            if not self.is_known and torch.distributed.is_available():
+                if torch.distributed.is_initialized():
+                    told = f"{self.name} communicates with other processes"
+                    stack.enter_context(NoCollectives(lambda: stop(told)))
+            stack.callback(setattr, thread_state, "runs_again", thread_state.runs_again)
+            thread_state.runs_again = True
+            stack.enter_context(saved_tensors_hooks(pack, region.unpack))
+            try:
+                self.module(*args, **kwargs)
+                fingerprints.finish(ended=True)
+            except _StopError:
+                pass
+        if not refused and by_number:
+            return f"{self.name}'s forward, run twice, saves fewer tensors"
+        return refused[0] if refused else ""
+
+
+def _is_packed(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and not isinstance(leaf, nn.Parameter)
+
+
+def _is_alike(session: Session, held: Held, tensor: Tensor, mark: Any, checks: list[Check]) -> bool:
+    """Whether ``tensor`` has the bytes that ``held`` had; an accelerator's answer is in ``checks``."""
+    device = _device_of(session, tensor)
+    if device is None:
+        return torch.equal(held.told, mark)
+    check = device.compare(held.told, tensor.untyped_storage())
+    if check is None:
+        return False
+    checks.append(check)
+    return True
+
+
+class _RegionHook(Hook):
+    """Before or after the forward of a region; an object, as :class:`Hook` is."""
+
+    @untraced
+    def __call__(self, *given: Any) -> None:
+        """See ``register_forward_pre_hook`` and ``register_forward_hook``."""
+        self._act(call_frame(), *given)
+
+
+class Region:
+    """A module whose forward is run again in backward instead of what it saves being held.
+
+    Args:
+        module: that gets two hooks.
+        session: of the stash.
+        admission: of the stash.
+        thread_state: gives that of this thread.
+        enter: pushes a pack hook for a frame.
+        leave: pops it.
+        unpack: of the stash.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        session: Session,
+        admission: Admission,
+        thread_state: Callable[[], ThreadState],
+        enter: Callable[..., None],
+        leave: Callable[[FrameType | None], None],
+        unpack: Callable[[Any], Tensor],
+    ) -> None:
+        self._enter, self._leave = enter, leave
+        self.session = session
+        self.admission = admission
+        self.unpack = unpack
+        self.classes: set[tuple[Any, ...]] = set()
+        """Those whose second run was alike."""
+        self._refused: dict[tuple[Any, ...], str] = {}
+        self._thread_state = thread_state
+        self._lock = os.getpid(), threading.RLock()
+        self.handles = (
+            module.register_forward_pre_hook(_RegionHook(self._begin), with_kwargs=True),
+            module.register_forward_hook(_RegionHook(self._end), prepend=True, always_call=True),
+        )
+
+    def lock(self) -> Any:
+        """Held while the module runs again: its buffers are put back then. Another process has another one."""
+        if self._lock[0] != os.getpid():
+            self._lock = os.getpid(), threading.RLock()
+        return self._lock[1]
+
+    def refuse(self, run: Run, reason: str, nbytes: int) -> None:
+        """From now on, what the forward of such a class saves is treated as without a region."""
+        if reason:
+            self._refused[run.key] = reason
+            self._count(reason, nbytes)
+
+    def _count(self, reason: str, nbytes: int) -> None:
+        with self.session.lock:
+            self.admission.count_left(_REFUSED + reason, nbytes)
+
+    def _begin(
+        self, frame: FrameType | None, module: nn.Module, args: Any, kwargs: dict[str, Any]
+    ) -> None:
+        thread_state = self._thread_state()
+        if not torch.is_grad_enabled() or thread_state.runs_again:
+            return
+        newest_scope(thread_state)  # clears those that an interrupt has left
+        inside = any(isinstance(scope.hooks.pack_hook, Run) for scope in thread_state.scopes)
+        if inside or self.session.section.is_nested():
+            return
+        reason = self._reason_against(module)
+        if reason:
+            self._count(reason, 0)
+            return
+        leaves = tree_flatten((args, kwargs))[0]
+        if not all(isinstance(each, _UNCHANGING) for each in leaves):
+            self._count("it is given an object that its forward may change, such as a cache", 0)
+            return
+        tensors = [each for each in leaves if isinstance(each, Tensor)]
+        own = next(module.parameters(), None)
+        devices = {each.device for each in (*tensors, *([] if own is None else [own]))}
+        others = sorted((each for each in devices if each.type not in ("cpu", "meta")), key=str)
+        for device in others:
+            tiers = self.session.tiers_of(device)
+            if isinstance(tiers, str) or tiers.device is None or tiers.device.is_capturing():
+                self._count(f"{device} cannot be asked now", 0)
+                return
+        shape = (
+            signature_of(module),
+            count_function_modes(),
+            tuple((each.dtype, each.dim(), each.requires_grad, type(each)) for each in tensors),
+        )
+        conditions = Conditions(others)
+        key = (*shape, *conditions.key)
+        refused = self._refused.get(key)
+        if refused is not None:
+            self._count(refused, 0)
+            return
+        outer = [*thread_state.outer, *running_modules(frame)[:-1]]
+        run = Run(self, module, args, kwargs, conditions, key, outer, thread_state)
+        self._enter(frame, run)
+
+    def _reason_against(self, module: nn.Module) -> str:
+        hook = foreign_hook(module, (Hook,))
+        if hook:
+            return f"the module has another {hook} hook, which a second run would call again"
+        held = (each for part in module.modules() for each in vars(part).values())
+        if any(type(each).__name__ in ("Generator", "Random", "RandomState") for each in held):
+            return "the module has a random number generator of its own"
+        if count_dispatch_modes() > 0:
+            return "a dispatch mode of the program's is active, which would see what is noted"
+        if self.session.planner is not None:
+            return "the stash has a budget, whose plan chooses for each tensor"
+        return ""
+
+    def _end(self, frame: FrameType | None, module: nn.Module, args: Any, output: Any) -> None:
+        thread_state = self._thread_state()
+        scope = newest_scope(thread_state)
+        if scope is None or scope.frame is not frame:
+            return
+        run = scope.hooks.pack_hook
+        if isinstance(run, Run):
+            self._leave(frame)
+            run.end(in_order=output is not None)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Region:
+        """A copied module shares the region."""
+        return self
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "a module that a stash recomputes cannot be pickled: remove() what recompute() returned first"
+        )

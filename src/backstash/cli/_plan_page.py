@@ -1,0 +1,117 @@
+"""The plan on the page of a run: what was done with each class, and what was predicted beside what came."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..units import format_bytes
+
+__all__ = ["choices_in_words", "moved_by_choice", "plan_section"]
+
+_PLACES = {
+    "keep": ("in place", "keep"),
+    "host": ("in host memory", "host"),
+    "disk": ("on disk", "disk"),
+    "recompute": ("recomputed", "recomputed"),
+    "pack": ("packed", "packed"),
+}
+_FIGURES = {
+    "plain": "with everything in place, by the simulation",
+    "predicted": "predicted, under the plan",
+    "measured": "measured, under the plan",
+    "bound": "the budget; no choice is faster, by the figures measured",
+}
+
+
+def plan_section(plan: dict[str, Any]) -> dict[str, Any]:
+    """The ``plan`` that :func:`backstash.report.render_page` takes, from ``Plan.as_dict()``."""
+    sums = moved_by_choice(plan["classes"])
+    return {
+        "note": " ".join([_state(plan), *_difference(plan)]),
+        "figures": {
+            "columns": [
+                {"label": "", "unit": "text"},
+                {"label": "peak of a step", "unit": "bytes"},
+                {"label": "time of a step", "unit": "seconds"},
+            ],
+            "rows": [
+                [words, plan[name]["peak_bytes"], plan[name]["step_seconds"]]
+                for name, words in _FIGURES.items()
+                if plan[name] is not None
+            ],
+        },
+        "parts": [
+            {"name": _PLACES[choice][0], "bytes": nbytes, "key": _PLACES[choice][1]}
+            for choice, nbytes in sums.items()
+            if nbytes
+        ],
+        "classes": {
+            "columns": [
+                {"label": "class", "unit": "text"},
+                {"label": "blocks", "unit": "count"},
+                {"label": "bytes", "unit": "bytes"},
+                {"label": "in the order of their saves", "unit": "text"},
+                {"label": "adds", "unit": "seconds"},
+                {"label": "why", "unit": "text"},
+            ],
+            "rows": [
+                [
+                    each["name"],
+                    each["blocks"],
+                    each["nbytes"],
+                    choices_in_words(each["choices"]),
+                    each["seconds"],
+                    each["reason"],
+                ]
+                for each in plan["classes"]
+            ],
+        },
+    }
+
+
+def moved_by_choice(classes: Any) -> dict[str, int]:
+    """Of the saved bytes of a step, how many each choice has; ``classes`` as ``Plan.as_dict()`` has them."""
+    sums = dict.fromkeys(_PLACES, 0)
+    for each in classes:
+        for choice, count in each["choices"]:
+            sums[choice] += each["nbytes"] * count // each["blocks"]
+    return sums
+
+
+def choices_in_words(choices: Any) -> str:
+    """``"8 on disk, 4 in place"``."""
+    return ", ".join(f"{count} {_PLACES[choice][0]}" for choice, count in choices)
+
+
+def _state(plan: dict[str, Any]) -> str:
+    budget = format_bytes(plan["budget_bytes"])
+    smallest = plan["smallest_budget_bytes"]
+    at_least = f": the smallest that can is {format_bytes(smallest)}" if smallest else ""
+    return {
+        "measuring": f"Within {budget}: there were too few steps to plan for; all that can move was moved.",
+        "left alone": f"Everything fits within {budget}, and was left in place but for a first step.",
+        "planned": f"Within a budget of {budget} for the memory of the process.",
+        "loaded": f"A plan from a file, for a budget of {budget}.",
+        "too small": f"A budget of {budget} cannot be kept{at_least}.",
+    }[plan["state"]]
+
+
+def _difference(plan: dict[str, Any]) -> list[str]:
+    """What was measured beside the prediction and the budget, in a sentence."""
+    predicted, measured = plan["predicted"], plan["measured"]
+    if measured is None:
+        return [] if predicted is None else ["No step under the plan was measured."]
+    budget = plan["budget_bytes"]
+    beside = _beside(measured["peak_bytes"], budget, "the budget")
+    if predicted is None:
+        return [f"The measured peak was {beside}."]
+    peak = _beside(measured["peak_bytes"], predicted["peak_bytes"], "the predicted one")
+    step = _beside(measured["step_seconds"], predicted["step_seconds"], "the predicted one")
+    return [f"The measured peak was {peak} and {beside}; the time of a step was {step}."]
+
+
+def _beside(value: float, other: float, name: str) -> str:
+    share = value / other - 1 if other else 0.0
+    if abs(share) < 0.0005:
+        return f"{name} to 0.1%" if name != "the budget" else "at the budget"
+    return f"{abs(share):.1%} {'above' if share > 0 else 'below'} {name}"

@@ -1,0 +1,56 @@
+"""The least that any choice of a plan can take, by another's solver: SciPy's."""
+
+import math
+from typing import Any
+
+from scipy import optimize, sparse
+
+MIB = 1 << 20
+
+
+def linear_program(
+    trace: Any, budget: int, window: int, reserved: tuple[int, int] = (0, 0)
+) -> float:
+    """The least seconds of any choice, fractions of a block allowed.
+
+    Args:
+        trace: of the step.
+        budget: in bytes.
+        window: bytes that may be on their way down when forward ends.
+        reserved: bytes of the budget that what is on its way takes, in forward and in backward.
+
+    Infinite where nothing fits.
+    """
+    saves, frees = trace.span("save"), trace.span("free")
+    first_use = next(at for at, moment in enumerate(trace.moments) if moment.kind == "use")
+    variables = [(b, o) for b, block in enumerate(trace.blocks) for o in block.options.values()]
+    count, last = len(variables), len(trace.moments)
+    cost = [option.save_seconds + option.use_seconds for _, option in variables] + [1, 1]
+    rows = sparse.lil_matrix((last + 2, count + 2))
+    blocks = sparse.lil_matrix((len(trace.blocks), count + 2))
+    for at, (block, option) in enumerate(variables):
+        blocks[block, at] = 1
+        if option.resident_bytes:
+            for moment in range(saves[block] + 1, frees[block] + 1):
+                rows[moment, at] = option.resident_bytes / MIB
+        rows[last, at] = option.moved_bytes / trace.links.down_rate
+        rows[last + 1, at] = option.moved_bytes / trace.links.up_rate
+    rows[last, count] = rows[last + 1, count + 1] = -1
+    most = [
+        (budget - reserved[at > first_use] - moment.other_bytes) / MIB
+        for at, moment in enumerate(trace.moments)
+    ]
+    forward = sum(moment.seconds for moment in trace.moments[:first_use])
+    most += [forward + window / trace.links.down_rate, trace.compute_seconds - forward]
+    found = optimize.linprog(
+        cost,
+        A_ub=rows.tocsr(),
+        b_ub=most,
+        A_eq=blocks.tocsr(),
+        b_eq=[1] * len(trace.blocks),
+        method="highs",
+    )
+    if found.status == 2:
+        return math.inf
+    assert found.status == 0
+    return trace.compute_seconds + found.fun

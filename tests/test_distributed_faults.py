@@ -1,0 +1,230 @@
+"""A job of two processes on gloo in which something goes wrong: nothing hangs, and nothing is left.
+
+Each process runs the script below by `backstash run`, started by `torchrun` or, where the order of events
+matters, as a launcher starts it but by the test.
+"""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from test_distributed import needs_gloo
+from two_processes import run_two
+
+CHECKPOINTS = Path(__file__).with_name("distributed_checkpoint_worker.py")
+PATIENCE_SECONDS = 150.0
+takes_long = pytest.mark.skipif(
+    "BACKSTASH_LONG_TESTS" not in os.environ,
+    reason="takes 10 s of processor time each: `BACKSTASH_LONG_TESTS=1` runs it",
+)
+SCRIPT = """
+import os, signal, sys, torch
+import torch.distributed as dist
+from backstash import Disk, Stash
+from backstash.launcher import Job, JobDirectory
+
+rank = int(os.environ["RANK"])
+# A store of its own for each attempt: by torchrun's, a restarted process may find addresses of the one before.
+attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+store = f"file://{os.getcwd()}/store{attempt}"
+dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
+shared = JobDirectory.of(Job.now(), "run").path
+print("shared", shared, shared.is_dir(), flush=True)
+model = torch.nn.parallel.DistributedDataParallel(
+    torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.Tanh()) for _ in range(4)))
+)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+def step():
+    loss = model(torch.ones(512, 256)).sum()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+step()
+"""
+pytestmark = needs_gloo
+
+
+class Two:
+    """Both processes, in a session of their own, and killed at the end whatever happens."""
+
+    def __init__(self, directory: Path, then: str, *options: str) -> None:
+        self.directory, script = directory, directory / "train.py"
+        script.write_text(SCRIPT + textwrap.dedent(then))
+        (directory / "disk").mkdir()
+        told = {
+            "WORLD_SIZE": "2",
+            "LOCAL_WORLD_SIZE": "2",
+            "MASTER_ADDR": "none",
+            "MASTER_PORT": str(directory),  # which only names the job here
+        }
+        run = [sys.executable, "-m", "backstash", "run", "--disk", f"{directory}/disk", *options]
+        self.processes = [
+            subprocess.Popen(
+                [*run, str(script)],
+                env=_environment(told | {"RANK": str(rank), "LOCAL_RANK": str(rank)}),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                cwd=directory,
+            )
+            for rank in range(2)
+        ]
+        self.errors = ["", ""]
+
+    def __enter__(self) -> "Two":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for process in self.processes:
+            process.kill()
+            process.communicate()
+
+    def line(self, rank: int, begin: str) -> str:
+        """The next line of a rank's output that begins so."""
+        output = self.processes[rank].stdout
+        assert output is not None
+        for line in output:
+            if line.startswith(begin):
+                return line
+        raise AssertionError(self.processes[rank].communicate()[1])
+
+    def wait(self, rank: int) -> int:
+        process = self.processes[rank]
+        self.errors[rank] = process.communicate(timeout=PATIENCE_SECONDS)[1]
+        return process.returncode
+
+    def summary(self) -> list[str]:
+        """The lines of the one summary; nothing of the job is left on any disk, nor in shared memory."""
+        _, shared, was_there = self.shared.split()
+        assert was_there == "True" and not os.path.exists(shared)
+        assert list((self.directory / "disk").iterdir()) == []
+        (text,) = (text for text in self.errors if "backstash: rank" in text)
+        return [line for line in text.splitlines() if line.startswith("backstash")]
+
+    def begun(self) -> None:
+        """Wait until both have taken a step."""
+        self.shared = self.line(0, "shared")
+        assert self.line(1, "shared") == self.shared
+
+
+def _environment(told: dict[str, str]) -> dict[str, str]:
+    return os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"} | told
+
+
+def test_sigterm_ends_with_a_summary_and_the_script_s_own_status(tmp_path):
+    then = """
+    if rank == 1:
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))
+    print("ready", flush=True)
+    while True:
+        signal.pause()
+    """
+    with Two(tmp_path, then) as two:
+        two.begun()
+        for rank, status in ((1, 3), (0, -signal.SIGTERM)):
+            two.line(rank, "ready")
+            two.processes[rank].terminate()
+            assert two.wait(rank) == status
+    lines = two.summary()
+    assert "ranks 0-1 of 2: rank 1 ended by exit 3 after " in lines[0]
+    assert [line.split()[-1] for line in lines[2:]] == ["SIGTERM", "3"]
+    assert two.errors[1] == ""  # the other one was the last
+
+
+def test_a_rank_whose_disk_is_full(tmp_path):
+    """By default all go on; where it is an error, that ends its rank, and the others as plain PyTorch's do."""
+    then = """
+    room = 1 << 20 if rank == 1 else None
+    for on_full in ("keep", "raise"):
+        with Stash(disk=Disk("disk", max_bytes=room), on_full=on_full, inflight=0) as stash:
+            for _ in range(3):
+                step()
+        print(on_full, stash.stats().disk_peak_bytes, flush=True)
+    """
+    with Two(tmp_path, then) as two:
+        two.begun()
+        peaks = [int(two.line(rank, "keep").split()[1]) for rank in range(2)]
+        assert peaks[1] <= 1 << 20 < peaks[0]
+        assert [two.wait(1), two.wait(0)] == [1, 1]
+    assert "StashWarning" in two.errors[1] and "StashWarning" not in two.errors[0]
+    assert "StashFullError" in two.errors[1] and "RuntimeError" in two.errors[0]
+    (first, *_) = two.summary()
+    assert "rank 1 ended by StashFullError" in first and "rank 0 ended by " in first
+
+
+STEPPING = """
+print("stepping", flush=True)
+while True:
+    step()
+"""
+
+
+@takes_long
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_is_killed_amid_its_steps(tmp_path, rank):
+    with Two(tmp_path, STEPPING) as two:
+        two.begun()
+        for each in range(2):
+            two.line(each, "stepping")
+        two.processes[rank].kill()
+        assert (two.wait(rank), two.wait(1 - rank)) == (-signal.SIGKILL, 1)
+    (first, *_) = two.summary()
+    assert f"rank {rank} died" in first and f"rank {1 - rank} ended by " in first
+
+
+@takes_long
+def test_both_are_terminated_amid_their_steps_and_one_tells(tmp_path):
+    with Two(tmp_path, STEPPING) as two:
+        two.begun()
+        for each in range(2):
+            two.line(each, "stepping")
+        for process in two.processes:
+            process.terminate()
+        ended = {two.wait(0), two.wait(1)}
+        assert ended <= {-signal.SIGTERM, 1}  # 1: the other one was gone first, in a collective
+    assert "died" not in " ".join(two.summary())
+
+
+def test_a_job_that_is_restarted_begins_clean(tmp_path):
+    then = """
+    if attempt == "0" and rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    step()
+    dist.barrier()
+    dist.destroy_process_group()
+    """
+    (tmp_path / "train.py").write_text(SCRIPT + textwrap.dedent(then))
+    (tmp_path / "disk").mkdir()
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    run = ["-m", "backstash", "run", "--disk", f"{tmp_path}/disk", "train.py"]
+    ended = subprocess.run(
+        [*torchrun, "--max-restarts", "1", "--monitor-interval", "0.1", *run],
+        env=_environment({}),
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_SECONDS,
+        cwd=tmp_path,
+    )
+    assert ended.returncode == 0, ended.stderr
+    directories = set(re.findall(r"^shared (\S+) True$", ended.stdout, re.MULTILINE))
+    assert len(directories) == 2 and not any(map(os.path.exists, directories))
+    assert list((tmp_path / "disk").iterdir()) == []
+    told = [line for line in ended.stderr.splitlines() if line.startswith("backstash: ")]
+    first, second = (at for at, line in enumerate(told) if "ranks 0-1 of 2" in line)
+    assert "rank 1 died" in told[first]
+    rows = [line.split() for line in told[second:] if re.match(r"backstash: +\d", line)]
+    assert [(row[1], row[-1]) for row in rows] == [("0", "finished"), ("1", "finished")]
+    assert [row[-4] for row in rows] == ["2", "2"]  # steps of this attempt alone
+
+
+def test_a_checkpoint_is_saved_and_loaded_beside_a_stash_and_has_none_in_it(tmp_path):
+    run_two(CHECKPOINTS, tmp_path / "store", tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} <= {"store", "checkpoint", "refused"}

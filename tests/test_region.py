@@ -1,0 +1,723 @@
+"""Stash.recompute: a module's forward runs again in backward. Plain PyTorch is the oracle."""
+
+import copy
+import gc
+import pickle
+import random
+import sys
+import threading
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from backstash import Action, Stash, graph
+from backstash.errors import InplaceError, StashClosedError, UsageError
+from backstash.testing import MemoryStore, TwinDevice, stash_on
+from oracle import same_bits
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
+
+import soak_recomputed
+
+
+class Block(nn.Module):
+    """A transformer's block."""
+
+    def __init__(self, width=32, heads=2):
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width), nn.Dropout(0.2)
+        )
+
+    def forward(self, x, *, scale=1.0):
+        batch, tokens, width = x.shape
+        parts = self.qkv(self.norm1(x)).view(batch, tokens, 3, self.heads, -1)
+        q, k, v = parts.permute(2, 0, 3, 1, 4)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=0.1)
+        x = x + self.out(y.transpose(1, 2).reshape(batch, tokens, width)) * scale
+        return x + self.mlp(self.norm2(x))
+
+
+class Residual(nn.Module):
+    """A ResNet's block."""
+
+    def __init__(self, width=8):
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(width, width, 3, padding=1),
+            nn.BatchNorm2d(width),
+            nn.ReLU(inplace=True),
+            nn.Conv2d(width, width, 3, padding=1),
+            nn.BatchNorm2d(width, momentum=None),
+        )
+
+    def forward(self, x):
+        return torch.relu_(x + self.body(x))
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.cell = nn.LSTMCell(16, 16)
+
+    def forward(self, x):
+        state = None
+        for step in x.unbind(1):
+            state = self.cell(step, state)
+        return x * state[0][:, None]
+
+
+class Noisy(nn.Module):
+    """Draws from every generator, and has an operation that fills what it has saved."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.rrelu = nn.Linear(16, 16), nn.RReLU()
+
+    def forward(self, x):
+        if random.random() < 0.5:
+            x = x * float(np.random.rand())
+        return self.rrelu(self.layer(x)) * torch.rand(16)
+
+
+NETS = {
+    "transformer": (Block, (4, 12, 32)),
+    "resnet": (Residual, (2, 8, 10, 10)),
+    "recurrent": (Recurrent, (3, 5, 16)),
+    "noisy": (Noisy, (6, 16)),
+}
+PLACES = {
+    "in memory": {},
+    "below": {"disk": True, "inflight": 0},
+    "some kept": {"disk": True, "keep": "20KiB"},
+    "packed": {"policy": lambda saved: Action("pack")},
+    "recomputed": {"policy": lambda saved: Action("recompute")},
+}
+
+
+def net_of(kind, count=3):
+    torch.manual_seed(0)
+    make, shape = NETS[kind]
+    return nn.Sequential(*(make() for _ in range(count))), torch.randn(shape)
+
+
+def stash_of(**options):
+    if options.pop("disk", False):
+        options["disk"] = MemoryStore()
+    return Stash(**{"min_bytes": 0, **options})
+
+
+def train(net, x, stash=None, *, steps=3, cast=False, loss_of=None):
+    """All that a run leaves: gradients, buffers, and what the generators give next."""
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(1)
+    found = []
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    for _ in range(steps):
+        x_in = x.clone().requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16, enabled=cast):
+            if stash is None:
+                loss = (loss_of or F.mse_loss)(net(x_in), x)
+            else:
+                with stash:
+                    loss = (loss_of or F.mse_loss)(net(x_in), x)
+        loss.backward()
+        found += [loss.detach(), x_in.grad, torch.rand(2), random.random(), np.random.rand()]
+        found += [each.grad.clone() for each in net.parameters()]
+        found += [each.clone() for each in net.buffers()]
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
+def are_same(left, right):
+    return len(left) == len(right) and all(map(same_bits, left, right))
+
+
+@pytest.mark.parametrize("cast", [False, True])
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("kind", NETS)
+def test_training_is_the_same(kind, place, cast):
+    net, x = net_of(kind)
+    other = copy.deepcopy(net)
+    expected = train(net, x, cast=cast)
+    stash = stash_of(**PLACES[place])
+    with stash.recompute(*other) as handle:
+        assert are_same(train(other, x, stash, cast=cast), expected)
+        assert repr(handle).startswith("<stash on a ")
+    stats = stash.stats()
+    assert (
+        stats.recomputed_bytes > 1000
+    )  # not exact: each network saves as much as PyTorch's operations do
+    assert not any("not recomputed: " in each and "module" in each for each in stats.left)
+    assert stats.blocks == 0  # without the garbage collector's help
+
+
+def test_nothing_is_held_but_the_inputs():
+    """Of two forwards at a known class, only the inputs are alive before backward."""
+    net, x = net_of("transformer", count=4)
+    stash = stash_of(disk=True, keep=None)
+    with stash.recompute(*net):
+        net(x).sum().backward()
+        with stash:
+            loss = net(x).sum()
+        held = stash.stats().keep_bytes
+        loss.backward()
+    assert held == 4 * x.nbytes
+
+
+def test_a_second_run_begins_no_step():
+    net, x = net_of("transformer")
+    stash = stash_of(disk=True, keep=None)
+    with stash.recompute(*net):
+        train(net, x, stash, steps=1)
+        before = stash._session.predictor.passes
+        train(net, x, stash, steps=4)
+    assert stash._session.predictor.passes == before + 4
+
+
+def test_a_second_run_stops_after_the_last_tensor_that_is_wanted():
+    calls = []
+
+    class Counting(nn.Linear):
+        def forward(self, x):
+            calls.append(self)
+            return super().forward(x)
+
+    net = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), Counting(8, 8), nn.Flatten(0))
+    block = nn.Sequential(net, nn.Identity())
+    stash = stash_of()
+    with stash.recompute(block):
+        block(torch.ones(4, 8)).sum().backward()
+        assert (
+            len(calls) == 3
+        )  # forward, compared, and for backward: its weight is wanted by nobody
+
+
+@pytest.mark.parametrize("kind", ["transformer", "resnet"])
+def test_retain_graph_and_double_backward(kind):
+    def step(net, x):
+        torch.manual_seed(2)
+        x_in = x.clone().requires_grad_()
+        loss = net(x_in).square().mean()
+        first = torch.autograd.grad(loss, x_in, retain_graph=True)
+        second = torch.autograd.grad(loss, list(net.parameters()), retain_graph=True)
+        (inner,) = torch.autograd.grad(loss, x_in, create_graph=True)
+        return [
+            *first,
+            *second,
+            *torch.autograd.grad(inner.square().sum(), list(net.parameters()), allow_unused=True),
+        ]
+
+    net, x = net_of(kind)
+    if kind == "transformer":  # the attention's own double backward is not implemented on the CPU
+        net = nn.Sequential(*(each.mlp for each in net))
+    want = step(copy.deepcopy(net), x)
+    stash = stash_of(disk=True)
+    with stash.recompute(*net):
+        for _ in range(2):
+            got = step(net, x)
+            assert all(
+                (a is None and b is None) or same_bits(a, b) for a, b in zip(got, want, strict=True)
+            )
+    gc.collect()
+    assert stash.stats().blocks == 0
+
+
+class Reading(nn.Module):
+    """What its forward gives depends on more than its input."""
+
+    factor = 2.0
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+        self.register_buffer("shift", torch.ones(16))
+
+    def forward(self, x):
+        return (self.layer(x) * Reading.factor + self.shift).tanh()
+
+
+def _change_weight(net):
+    net.layer.weight.data.mul_(1.5)
+
+
+def _change_buffer(net):
+    net.shift.data.add_(1)
+
+
+def _change_global(net):
+    Reading.factor = 3.0
+
+
+def _step(net):
+    with torch.no_grad():
+        net.layer.weight.mul_(1.5)
+
+
+@pytest.mark.parametrize("change", [_change_weight, _change_buffer, _change_global, _step])
+@pytest.mark.parametrize("known", [False, True])
+def test_what_changed_since_forward_raises(change, known, monkeypatch):
+    """Where ``torch.utils.checkpoint`` is silently wrong."""
+    monkeypatch.setattr(Reading, "factor", 2.0)
+    net, x = Reading(), torch.randn(4, 16)
+    stash = stash_of()
+    with stash.recompute(net):
+        if known:
+            net(x).sum().backward()
+        loss = net(x).sum()
+        change(net)
+        with pytest.raises(InplaceError, match=r"forward, run again, gives other bits|modified"):
+            loss.backward()
+
+
+def test_an_input_that_changed_in_place_raises():
+    net, x = nn.Sequential(nn.Linear(16, 16), nn.Tanh()), torch.randn(4, 16)
+    stash = stash_of()
+    with stash.recompute(net):
+        y = x.clone()
+        loss = net(y).sum()
+        y.add_(1)
+        with pytest.raises(InplaceError):
+            loss.backward()
+
+
+class Adding(nn.Module):
+    def forward(self, x):
+        x.add_(1)
+        return x.sin().exp()
+
+
+class Growing(nn.Module):
+    """Its buffer changes what it gives, as spectral norm's does."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("state", torch.ones(16))
+
+    def forward(self, x):
+        self.state.mul_(1.5)
+        return (x * self.state).exp()
+
+
+class Caching(nn.Module):
+    """It appends to what it is given."""
+
+    def forward(self, x, cache):
+        cache.items.append(x)
+        return torch.cat(cache.items).exp().sum(0, keepdim=True)
+
+
+class Cache:
+    def __init__(self):
+        self.items = []
+
+
+class Twice(nn.Module):
+    """It cannot be called twice in a row."""
+
+    def forward(self, x):
+        if self.training:
+            self.training = False
+            return x.exp()
+        raise ValueError("once only")
+
+
+@pytest.mark.parametrize(
+    ("module", "args", "reason"),
+    [
+        (Adding(), lambda: (), "changes its input in place"),
+        (Growing(), lambda: (), "run twice, gives other bits"),
+        (Caching(), lambda: (Cache(),), "an object that its forward may change"),
+    ],
+)
+def test_what_cannot_be_run_again_is_held_and_said(module, args, reason):
+    x = torch.randn(4, 16, requires_grad=True)
+    want = [torch.autograd.grad(copy.deepcopy(module)(x * 2, *args()).sum(), x) for _ in range(1)]
+    stash = stash_of()
+    module = copy.deepcopy(module)
+    with stash.recompute(module):
+        got = torch.autograd.grad(module(x * 2, *args()).sum(), x)
+        assert same_bits(got[0], want[0][0])
+        torch.autograd.grad(module(x * 2, *args()).sum(), x)
+    left = {each: count for each, count in stash.stats().left.items() if reason in each}
+    assert len(left) == 1
+    assert next(iter(left.values())).count == 2
+    assert stash.stats().recomputed_bytes == 0
+
+
+def test_an_error_of_the_second_run_is_a_reason():
+    net = Reading()
+    calls = []
+
+    def fails_every_second_time(x, forward=net.forward):
+        calls.append(1)
+        if len(calls) % 2 == 0:
+            raise ValueError("not twice")
+        return forward(x)
+
+    net.forward = fails_every_second_time
+    stash = stash_of()
+    with stash.recompute(net):
+        net(torch.ones(4, 16)).sum().backward()
+    assert any("cannot be run twice: ValueError: not twice" in each for each in stash.stats().left)
+
+
+def test_hooks_of_others_are_not_called_twice():
+    net, seen = nn.Sequential(nn.Linear(16, 16), nn.Tanh()), []
+    stash = stash_of()
+    with stash.recompute(net):
+        handle = net[1].register_forward_hook(lambda *given: seen.append(1))
+        net(torch.ones(4, 16)).sum().backward()
+        assert len(seen) == 1
+        assert any("another forward hook" in each for each in stash.stats().left)
+        handle.remove()
+        net(torch.ones(4, 16)).sum().backward()
+    assert stash.stats().recomputed_bytes > 0
+
+
+def test_attributes_of_the_module_are_those_of_the_first_run():
+    class Remembering(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.calls, self.layer = 0, nn.Linear(16, 16)
+
+        def forward(self, x):
+            self.calls += 1
+            y = self.layer(x).tanh()
+            self.aux = y.square().mean()
+            self.new = y.detach()
+            return y
+
+    net = Remembering()
+    stash = stash_of()
+    with stash.recompute(net):
+        for step in range(1, 3):
+            y = net(torch.ones(4, 16))
+            aux = net.aux
+            (y.sum() + aux).backward()
+            assert net.calls == step
+            assert net.aux is aux
+
+
+class Attention(nn.Module):
+    def forward(self, x):
+        return F.scaled_dot_product_attention(x, x, x, is_causal=True)
+
+
+def test_the_settings_of_the_first_run():
+    x = torch.randn(2, 2, 64, 16, requires_grad=True)
+    net = Attention()
+
+    def step():
+        threads, kernels = torch.get_num_threads(), [torch.nn.attention.SDPBackend.MATH]
+        torch.set_num_threads(1)
+        with torch.nn.attention.sdpa_kernel(kernels):
+            loss = net(x * 2).sum()
+        torch.set_num_threads(2)
+        try:
+            return torch.autograd.grad(loss, x)
+        finally:
+            assert torch.get_num_threads() == 2
+            assert torch.backends.cuda.flash_sdp_enabled()
+            torch.set_num_threads(threads)
+
+    want = step()
+    stash = stash_of()
+    with stash.recompute(net):
+        for _ in range(2):
+            assert are_same(step(), want)
+    assert stash.stats().recomputed_bytes > 0
+
+
+def test_forward_that_takes_a_gradient_itself():
+    class Penalty(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(16, 16)
+
+        def forward(self, x):
+            y = self.layer(x).tanh().sum()
+            (inner,) = torch.autograd.grad(y, x, create_graph=True)
+            return y + inner.square().sum()
+
+    net = Penalty()
+    x = torch.randn(4, 16, requires_grad=True)
+    want = torch.autograd.grad(net(x), [x, *net.layer.parameters()])
+    stash = stash_of()
+    with stash.recompute(net):
+        for _ in range(2):
+            assert are_same(torch.autograd.grad(net(x), [x, *net.layer.parameters()]), want)
+
+
+def test_arguments_of_all_kinds():
+    class Mixing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(16, 16)
+
+        def forward(self, pair, *, more, flag, none=None):
+            x, y = pair
+            found = {"sum": self.layer(x).exp() * y + more["z"].sin()}
+            return (found if flag else None), none
+
+    net = Mixing()
+    x, y, z = (torch.randn(4, 16, requires_grad=True) for _ in range(3))
+
+    def step():
+        found, none = net([x * 2, y], more={"z": z, "n": 3}, flag=True)
+        assert none is None
+        return torch.autograd.grad(found["sum"].sum(), [x, y, z, *net.parameters()])
+
+    want = step()
+    stash = stash_of(disk=True)
+    with stash.recompute(net):
+        for _ in range(2):
+            assert are_same(step(), want)
+    assert stash.stats().recomputed_bytes > 0
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_around_inside_and_beside_a_checkpoint(reentrant):
+    class Checkpointed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 16)
+
+        def forward(self, x):
+            y = checkpoint(lambda x: self.first(x).tanh().exp(), x, use_reentrant=reentrant)
+            return self.second(y).tanh()
+
+    net = Checkpointed()
+    x = torch.randn(4, 16, requires_grad=True)
+
+    def step():
+        y = net(x)
+        z = checkpoint(net, y, use_reentrant=reentrant)
+        net.zero_grad()
+        x.grad = None
+        z.sum().backward()
+        return [x.grad, *(each.grad.clone() for each in net.parameters())]
+
+    want = step()
+    stash = stash_of(disk=True)
+    with stash.recompute(net):
+        for _ in range(2):
+            assert are_same(step(), want)
+
+
+def test_the_outer_one_of_two_is_run_again():
+    net, x = net_of("transformer", count=2)
+    want = train(copy.deepcopy(net), x)
+    stash = stash_of()
+    with stash.recompute(net, *net, net[0].mlp):
+        assert are_same(train(net, x, stash), want)
+    other = stash_of()
+    with other.recompute(net):
+        train(net, x, other)
+    assert stash.stats().recomputed_bytes == other.stats().recomputed_bytes
+
+
+class Interrupting(nn.Module):
+    """It interrupts one of its calls."""
+
+    calls_before = -1
+
+    def forward(self, x):
+        self.calls_before -= 1
+        if self.calls_before == -1:
+            raise KeyboardInterrupt
+        return x * 2
+
+
+def test_an_interrupt_in_a_second_run_leaves_all_as_it_was(monkeypatch):
+    net, x = net_of("resnet", count=1)
+    net[0].body.insert(2, Interrupting())
+    stash = stash_of()
+    with stash.recompute(*net):
+        net(x).sum().backward()
+        net.zero_grad()
+        loss = net(x).sum()
+        buffers = [each.clone() for each in net.buffers()]
+        torch.manual_seed(5)
+        expected = torch.rand(1)
+        torch.manual_seed(5)
+        monkeypatch.setattr(net[0].body[2], "calls_before", 0)
+        with pytest.raises(KeyboardInterrupt):
+            loss.backward()
+        monkeypatch.undo()
+        assert are_same(list(net.buffers()), buffers)
+        assert same_bits(torch.rand(1), expected)
+        loss.backward()  # what the interrupt left is a graph that works
+        got = [each.grad for each in net.parameters()]
+        net.zero_grad()
+        net(x).sum().backward()
+    assert are_same(got, [each.grad for each in net.parameters()])
+
+
+def test_no_mode_around_backward_sees_a_second_run():
+    class Seeing(TorchDispatchMode):
+        seen = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.seen += "tanh.default" in str(func)
+            return func(*args, **(kwargs or {}))
+
+    net, x = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16)), torch.ones(4, 16)
+    stash = stash_of()
+    with stash.recompute(net):
+        net(x)
+        loss = net(x).sum()
+        with Seeing() as mode, torch.device("meta"):
+            loss.backward()
+        assert mode.seen == 0
+        assert stash.stats().recomputed_bytes > 0
+        with Seeing() as mode:
+            net(x)
+        assert mode.seen == 1
+        assert any("a dispatch mode" in each for each in stash.stats().left)
+
+
+def test_two_threads_have_backward_of_one_graph_at_once():
+    net, x = net_of("resnet", count=2)
+    want = train(copy.deepcopy(net), x, steps=1)
+    stash = stash_of(disk=True)
+    with stash.recompute(*net):
+        train(copy.deepcopy(net), x, stash, steps=1)
+        torch.manual_seed(1)
+        x_in = x.clone().requires_grad_()
+        with stash:
+            loss = F.mse_loss(net(x_in), x)
+        found = []
+
+        def run():
+            found.append(torch.autograd.grad(loss, x_in, retain_graph=True)[0])
+
+        threads = [threading.Thread(target=run) for _ in range(4)]
+        for each in threads:
+            each.start()
+        for each in threads:
+            each.join()
+    assert all(same_bits(each, want[1]) for each in found)
+    assert len(found) == 4
+    assert are_same(list(net.buffers()), want[-len(list(net.buffers())) :])
+
+
+def test_a_graph_that_is_dropped_and_one_without_gradients():
+    net, x = net_of("transformer", count=2)
+    stash = stash_of()
+    with stash.recompute(*net):
+        for _ in range(3):
+            net(x)
+        with torch.no_grad():
+            net(x)
+    assert stash.stats().blocks == 0
+
+
+def test_looking_at_what_is_let_go():
+    net = nn.Sequential(nn.Linear(16, 16), nn.Tanh())
+    stash = stash_of()
+    with stash.recompute(net):
+        net(torch.ones(4, 16))
+        y = net(torch.ones(4, 16))
+        (found,) = graph.saved(y.grad_fn)
+        assert (found.shape, found.dtype, found.nbytes) == ((4, 16), torch.float32, 256)
+        assert found.where == "recomputed"
+        assert same_bits(y.grad_fn._saved_result.detach(), y.detach())
+        (found,) = graph.saved(y.grad_fn)
+        assert found.where != "recomputed"  # until its graph dies
+
+
+def test_copies_pickles_removal_and_wrong_calls():
+    net, x = nn.Sequential(nn.Linear(16, 16), nn.Tanh()), torch.ones(4, 16)
+    stash = stash_of()
+    handle = stash.recompute(net)
+    twin = copy.deepcopy(net)
+    twin(x).sum().backward()
+    assert stash.stats().recomputed_bytes > 0
+    with pytest.raises(TypeError, match=r"remove\(\)"):
+        pickle.dumps(net)
+    handle.remove()
+    handle.remove()
+    assert "removed" in repr(handle)
+    before = stash.stats().recomputed_bytes
+    net(x).sum().backward()
+    assert stash.stats().recomputed_bytes == before
+    with pytest.raises(UsageError, match="allowed are modules"):
+        stash.recompute("blocks.*")
+    with stash.recompute(net):
+        loss = net(x).sum()
+        stash.close()
+        loss.backward()
+        with pytest.raises(StashClosedError):
+            net(x)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_random_networks():
+    """`scripts/soak_recomputed.py --modules` is the long form."""
+    said = Counter()
+    wrong = [soak_recomputed.judge(seed, said, modules=True) for seed in range(12)]
+    assert not any(wrong)
+    assert said["networks"] > 9 and said["recomputed bytes"] > 0.3 * said["blocks' bytes"]
+
+
+def test_on_an_accelerator_the_comparison_is_the_device_s():
+    net, x = net_of("transformer", count=2)
+    want = train(copy.deepcopy(net), x)
+    stash = stash_on(TwinDevice(), host="1MiB", keep=0, min_bytes=0, disk=MemoryStore())
+    with stash.recompute(*net):
+        assert are_same(train(net, x, stash), want)
+    assert stash.stats().recomputed_bytes > 0
+
+
+class Momentum(nn.Module):
+    """Its forward changes a parameter that is not trained."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.mean = (
+            nn.Linear(16, 16),
+            nn.Parameter(torch.zeros(16), requires_grad=False),
+        )
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.mean.lerp_(x.mean(0), 0.1)
+        return self.layer(x).tanh()
+
+
+class Drawing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(0)
+
+    def forward(self, x):
+        return (x * torch.rand(16, generator=self.generator)).exp()
+
+
+@pytest.mark.parametrize("make", [Momentum, Drawing])
+def test_what_a_second_run_would_change_is_not_run_twice(make):
+    x = torch.randn(4, 16, requires_grad=True)
+    torch.manual_seed(0)
+    plain = make()
+    torch.manual_seed(0)
+    module = make()
+    stash = stash_of()
+    with stash.recompute(module):
+        for _ in range(3):
+            want, got = (torch.autograd.grad(each(x * 2).sum(), x) for each in (plain, module))
+            assert are_same(got, want)
+    assert are_same(list(module.parameters()), list(plain.parameters()))
+    assert stash.stats().recomputed_bytes == 0
