@@ -456,6 +456,24 @@ def test_sigterm_is_answered_by_a_summary_and_then_the_script_s_own_end(
     assert "backstash: " in errors and "SIGTERM" in errors and "Stack (most recent" not in errors
 
 
+def test_sigterm_while_the_summary_is_made_waits_for_it(tmp_path: Path) -> None:
+    """As a launcher sends it to the ranks that are ending because another one has died."""
+    script = f"""{FOR_EVER}
+from backstash.cli._ranks import Ranks
+leave = Ranks.leave
+def terminated_and_left(self, record):
+    os.kill(os.getpid(), signal.SIGTERM)
+    return leave(self, record)
+Ranks.leave = terminated_and_left
+"""
+    write(tmp_path / "script.py", script)
+    ended = subprocess.run(
+        [*RUN.split(), "script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=100
+    )
+    assert ended.returncode in (0, -signal.SIGTERM), ended.stderr
+    assert "backstash: " in ended.stderr and "finished\n" in ended.stderr
+
+
 def test_a_script_with_an_answer_to_sigterm_of_its_own_gives_it(tmp_path: Path) -> None:
     script = f"""{FOR_EVER}
 assert signal.signal(signal.SIGTERM, lambda *_: sys.exit(5)) is signal.SIG_DFL

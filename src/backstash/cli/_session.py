@@ -117,15 +117,17 @@ class Session:
         Args:
             outcome: how the script has ended; it is only named in the figures.
         """
-        self._before_termination.remove()
-        with self._ending:
-            if not self._ended:
-                self._ended = True
-                with suppress(
-                    StashError
-                ):  # the script has left contexts of its own in another order
-                    self._stash.__exit__(None, None, None)
-                self._tell(outcome)
+        try:
+            with self._ending:
+                if not self._ended:
+                    self._ended = True
+                    with suppress(
+                        StashError
+                    ):  # the script has left contexts of its own in another order
+                        self._stash.__exit__(None, None, None)
+                    self._tell(outcome)
+        finally:  # until here SIGTERM waits: a launcher sends it to the ranks that end because another has died
+            self._before_termination.remove()
 
     def _terminated(self) -> None:
         """SIGTERM is about to end the process: tell what there is, while the other threads go on."""
