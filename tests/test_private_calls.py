@@ -126,6 +126,7 @@ USED = {
         "_orig_mod",
         "_parameters",
     },
+    "module_state.py": {"torch.autograd._unsafe_preserve_version_counter"},
     "modules.py": {
         "_buffers",
         "_is_param",
@@ -140,12 +141,6 @@ USED = {
     "pushed_pairs.py": {
         "torch._C._autograd",
         "torch._C._autograd._push_saved_tensors_default_hooks",
-    },
-    "rerun.py": {
-        "_buffers",
-        "_modules",
-        "_parameters",
-        "torch.autograd._unsafe_preserve_version_counter",
     },
     "selective.py": {
         "torch._C.DispatchKey.ADInplaceOrView",

@@ -2,11 +2,13 @@
 
 import copy
 import gc
+import itertools
 import pickle
 import random
 import sys
 import threading
-from collections import Counter
+from collections import Counter, deque
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -705,6 +708,161 @@ class Drawing(nn.Module):
 
     def forward(self, x):
         return (x * torch.rand(16, generator=self.generator)).exp()
+
+
+class Keeping(nn.Module):
+    """It changes what an attribute holds, which ``told`` returns in numbers."""
+
+    def __init__(self, held, change, told):
+        super().__init__()
+        self.layer, self.held, self.change, self.told = nn.Linear(16, 16), held, change, told
+
+    def forward(self, x):
+        y = self.layer(x)
+        self.change(self.held, y)
+        return y.tanh()
+
+
+class Meter:
+    def __init__(self):
+        self.calls, self.norms = 0, [nn.BatchNorm1d(16)]
+
+
+def count(meter, y):
+    meter.calls += 1
+
+
+IN_CONTAINERS = {
+    "a list": (
+        list,
+        lambda held, y: held.append(y.mean()),
+        lambda held: [each.item() for each in held],
+    ),
+    "a dictionary": (dict, lambda held, y: held.update({len(held): 1}), dict),
+    "a set": (set, lambda held, y: held.add(len(held)), set),
+    "a deque": (lambda: deque(maxlen=2), lambda held, y: held.append(y[0, 0].item()), list),
+}
+DEEPER = {
+    "a list in a list": (
+        lambda: [[]],
+        lambda held, y: held[0].append(1),
+        lambda held: len(held[0]),
+    ),
+    "an object": (Meter, count, lambda held: held.calls),
+    "a tensor": (lambda: torch.zeros(1), lambda held, y: held.add_(1), float),
+    "a tensor in a tuple": (
+        lambda: (torch.zeros(()),),
+        lambda held, y: held[0].add_(1),
+        lambda held: float(held[0]),
+    ),
+    "an unseen write": (lambda: torch.zeros(1), lambda held, y: held.data.add_(1), float),
+    "an array": (lambda: np.zeros(2), lambda held, y: np.add(held, 1, out=held), list),
+    "an iterator": (itertools.count, lambda held, y: next(held), repr),
+    "an iterator in a list": (lambda: [itertools.count()], lambda held, y: next(held[0]), repr),
+    "a module that is none of its parts": (
+        Meter,
+        lambda held, y: held.norms[0](y),
+        lambda held: held.norms[0].running_mean.tolist(),
+    ),
+    "a parameter's hooks": (
+        lambda: nn.Parameter(torch.ones(1)),
+        lambda held, y: held.register_hook(lambda grad: grad * 2),
+        lambda held: len(held._backward_hooks),
+    ),
+}
+
+
+def kept_twice(held, change, told):
+    """Train with plain PyTorch and under a stash, and compare what is held; the stash's statistics."""
+    x = torch.randn(4, 16)
+    torch.manual_seed(0)
+    modules = [Keeping(held(), change, told) for _ in range(2)]
+    modules[1].load_state_dict(modules[0].state_dict())
+    stash = stash_of()
+    with stash.recompute(modules[1]):
+        for _ in range(3):
+            for module in modules:
+                module(x).sum().backward()
+    assert told(modules[1].held) == told(modules[0].held)
+    assert are_same(*([each.grad for each in module.layer.parameters()] for module in modules))
+    return stash.stats()
+
+
+@pytest.mark.parametrize("case", IN_CONTAINERS)
+def test_what_a_container_of_the_module_holds_is_that_of_the_first_run(case):
+    assert kept_twice(*IN_CONTAINERS[case]).recomputed_bytes > 0
+
+
+@pytest.mark.parametrize("case", DEEPER)
+def test_a_module_that_changes_what_lies_deeper_is_not_run_again(case):
+    stats = kept_twice(*DEEPER[case])
+    assert stats.recomputed_bytes == 0
+    words = ("in Keeping.held", "an iterator", "in the hooks of a parameter")
+    assert any(each in reason for reason in stats.left for each in words)
+
+
+def test_a_tensor_that_only_a_later_second_run_changes_raises():
+    def change(held, y):
+        held[1] += 1
+        if held[1] > 2:
+            held[0].add_(1)
+
+    module = Keeping([torch.zeros(1), 0], change, None)
+    with stash_of().recompute(module):
+        module(torch.ones(4, 16)).sum().backward()
+        loss = module(torch.ones(4, 16)).sum()
+        with pytest.raises(InplaceError, match=r"changes what is in Keeping\.held"):
+            loss.backward()
+
+
+def test_what_cannot_be_given_twice_is_told():
+    class Weighing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(16, 16))
+
+        def forward(self, x):
+            return (torch.sparse.mm(x, self.weight) if x.is_sparse else x @ self.weight).exp()
+
+    module, x = Weighing(), torch.eye(16)
+    stash = stash_of()
+    with stash.recompute(module):
+        (got,) = torch.autograd.grad(module(x.to_sparse()).sum(), module.weight)
+        assert torch.equal(got, torch.autograd.grad(module(x).sum(), module.weight)[0])
+        twice = {"weight": (module.weight * 2).detach().requires_grad_()}
+        (got,) = torch.autograd.grad(functional_call(module, twice, (x,)).sum(), twice["weight"])
+    assert torch.equal(got, (2 * module.weight).exp())
+    left = " ".join(stash.stats().left)
+    assert "a sparse tensor" in left and "functional_call" in left
+
+
+def test_a_module_that_two_stashes_recompute():
+    net, x = net_of("resnet", count=2)
+    begin = copy.deepcopy(net.state_dict())
+    want = train(copy.deepcopy(net), x)
+    one, other = stash_of(), stash_of()
+    with one.recompute(*net), other.recompute(*net):
+        for stash in (one, other):
+            net.load_state_dict(begin)
+            assert are_same(train(net, x, stash), want)
+    assert any("another forward" in reason for reason in one.stats().left)
+
+
+def test_a_stash_that_was_closed_between():
+    net = nn.Sequential(nn.Linear(16, 64), nn.Dropout(0.5), nn.ReLU(), nn.Linear(64, 16))
+    x = torch.randn(4, 16)
+    grads = []
+    for stash in (None, stash_of()):
+        net.zero_grad()
+        with stash.recompute(net) if stash else nullcontext():
+            for step in range(2):
+                torch.manual_seed(step)
+                loss = net(x).sum()
+                if stash and step:
+                    stash.close()
+                loss.backward()
+        grads.append([each.grad for each in net.parameters()])
+    assert are_same(*grads)
 
 
 @pytest.mark.parametrize("make", [Momentum, Drawing])

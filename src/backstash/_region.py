@@ -44,8 +44,9 @@ from ._torch.dispatch import (
 )
 from ._torch.dynamo import untraced
 from ._torch.engine import sequence_number
+from ._torch.module_state import is_used_up, unchanged
 from ._torch.modules import call_frame, module_path, running_modules
-from ._torch.rerun import Conditions, NoCollectives, foreign_hook, signature_of, unchanged
+from ._torch.rerun import Conditions, NoCollectives, foreign_hook, signature_of
 from ._torch.storages import storage_identity
 from ._torch.trees import tree_flatten, tree_unflatten
 from ._torch.versions import version_of
@@ -331,7 +332,8 @@ class Run:
             if not _is_alike(region.session, each, tensor, mark, found):
                 return False
             checks.extend((each, check) for check in found)
-            packed = pack(tensor) if not region.admission.closed else (tensor.detach(), 0)
+            closed = region.admission.closed
+            packed = (tensor.detach(), tensor._version) if closed else pack(tensor)
             made.append((each, packed))
             return True
 
@@ -400,7 +402,9 @@ class Run:
             # Modes around backward are not forward's: those of dispatch, there were none then.
             stack.enter_context(without_function_modes())
             stack.enter_context(without_dispatch_modes())
-            stack.enter_context(unchanged(self.module))
+            changes = stack.enter_context(unchanged(self.module, deep=not self.is_known))
+            if changes.text:  # an iterator
+                return f"{self.name}'s forward may change what is in {changes.text}"
             stack.enter_context(self.conditions.again())
             if not self.is_known and torch.distributed.is_available():
                 if torch.distributed.is_initialized():
@@ -414,6 +418,8 @@ class Run:
                 fingerprints.finish(ended=True)
             except _StopError:
                 pass
+        if changes.text:
+            return f"{self.name}'s forward changes what is in {changes.text}"
         if not refused and by_number:
             return f"{self.name}'s forward, run twice, saves fewer tensors"
         return refused[0] if refused else ""
@@ -437,6 +443,10 @@ def _is_alike(session: Session, held: Held, tensor: Tensor, mark: Any, checks: l
 
 class _RegionHook(Hook):
     """Before or after the forward of a region; an object, as :class:`Hook` is."""
+
+    def __init__(self, region: Region, act: Callable[..., None]) -> None:
+        super().__init__(act)
+        self.region = region
 
     @untraced
     def __call__(self, *given: Any) -> None:
@@ -477,8 +487,10 @@ class Region:
         self._thread_state = thread_state
         self._lock = os.getpid(), threading.RLock()
         self.handles = (
-            module.register_forward_pre_hook(_RegionHook(self._begin), with_kwargs=True),
-            module.register_forward_hook(_RegionHook(self._end), prepend=True, always_call=True),
+            module.register_forward_pre_hook(_RegionHook(self, self._begin), with_kwargs=True),
+            module.register_forward_hook(
+                _RegionHook(self, self._end), prepend=True, always_call=True
+            ),
         )
 
     def lock(self) -> Any:
@@ -516,8 +528,14 @@ class Region:
             self._count("it is given an object that its forward may change, such as a cache", 0)
             return
         tensors = [each for each in leaves if isinstance(each, Tensor)]
-        own = next(module.parameters(), None)
-        devices = {each.device for each in (*tensors, *([] if own is None else [own]))}
+        if any(each.layout is not torch.strided for each in tensors):
+            self._count("it is given a sparse tensor", 0)
+            return
+        weights = [*module.parameters()]
+        if not all(isinstance(each, nn.Parameter) for each in weights):
+            self._count("its weights are replaced for this call, as functional_call does", 0)
+            return
+        devices = {each.device for each in (*tensors, *weights[:1])}
         others = sorted((each for each in devices if each.type not in ("cpu", "meta")), key=str)
         for device in others:
             tiers = self.session.tiers_of(device)
@@ -540,17 +558,23 @@ class Region:
         self._enter(frame, run)
 
     def _reason_against(self, module: nn.Module) -> str:
-        hook = foreign_hook(module, (Hook,))
+        hook = foreign_hook(module, self._is_own)
         if hook:
             return f"the module has another {hook} hook, which a second run would call again"
         held = (each for part in module.modules() for each in vars(part).values())
-        if any(type(each).__name__ in ("Generator", "Random", "RandomState") for each in held):
-            return "the module has a random number generator of its own"
+        if any(map(is_used_up, held)):
+            return "the module has an iterator or a random number generator of its own"
         if count_dispatch_modes() > 0:
             return "a dispatch mode of the program's is active, which would see what is noted"
         if self.session.planner is not None:
             return "the stash has a budget, whose plan chooses for each tensor"
         return ""
+
+    def _is_own(self, hook: Any) -> bool:
+        """Whether it is a stash's, and not that of another stash which recomputes the module, too."""
+        return isinstance(hook, Hook) and (
+            not isinstance(hook, _RegionHook) or hook.region.session is self.session
+        )
 
     def _end(self, frame: FrameType | None, module: nn.Module, args: Any, output: Any) -> None:
         thread_state = self._thread_state()

@@ -374,11 +374,11 @@ class Stash:
         transformer say; of one inside another only the outer is run again. The stash need not be entered.
 
         The second run has the random numbers (PyTorch's, Python's, NumPy's), autocast and settings of the
-        first; afterwards they are as before, and so are the modules' buffers and attributes: BatchNorm's
-        statistics are updated once. The first forward of each class (training mode, kinds of inputs, autocast)
-        is run twice at once and compared. Where it cannot be run again alike (it changes its input,
-        communicates with other processes, or has hooks of another's), it is treated as without, and
-        ``stats().left`` says why.
+        first; afterwards they are as before, and so are the modules' buffers, attributes and the containers in
+        them: BatchNorm's statistics are updated once. The first forward of each class (training mode, kinds of
+        inputs, autocast) is run twice at once and compared. Where it cannot be run again alike (it changes its
+        input or an array that it holds, communicates with other processes, or has hooks of another's), it is
+        treated as without, and ``stats().left`` says why.
 
         Args:
             modules: each gets two hooks.

@@ -120,9 +120,9 @@ def recomputed_otherwise(entry: Entry, what: object) -> InplaceError:
 def rerun_otherwise(module: str, why: str) -> InplaceError:
     """The error for a module whose forward ran again and did not save what it had saved."""
     return InplaceError(
-        f"what {module} saved was let go, and its forward, run again, gives other bits"
-        f"{f' ({why})' if why else ''}: its input, a weight, a buffer or a value that it reads elsewhere was "
-        "changed since forward. Run forward again, or do not recompute() this module"
+        f"what {module} saved was let go, and its forward, run again, gives other bits or does something else"
+        f"{f' ({why})' if why else ''}. Mostly its input, a weight, a buffer or a value that it reads "
+        "elsewhere was changed since forward: run forward again, or do not recompute() this module"
     )
 
 

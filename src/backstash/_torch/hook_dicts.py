@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 __all__ = [
     "count_gradient_hooks",
+    "dicts_on",
     "hooks_of",
     "hooks_of_all_modules",
     "plain_function",
@@ -55,6 +56,12 @@ def count_gradient_hooks(tensor: Tensor) -> int:
 def hooks_of(holder: nn.Module | Tensor) -> Iterator[tuple[str, Any]]:
     """The hooks on one module or tensor: the kind and the function of each."""
     return _in(holder, _ON_MODULES if isinstance(holder, nn.Module) else _ON_TENSORS)
+
+
+def dicts_on(tensor: Tensor) -> list[dict[int, Any]]:
+    """The dictionaries of hooks that a tensor has by now."""
+    found = (getattr(tensor, name, None) for _, name in _ON_TENSORS)
+    return [each for each in found if each is not None]
 
 
 def hooks_of_all_modules() -> Iterator[tuple[str, Any]]:

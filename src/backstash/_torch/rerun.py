@@ -2,11 +2,7 @@
 
 Random number generators, autocast, and the settings by which PyTorch chooses an algorithm are noted when the
 forward begins, and put there for a second run, as ``torch.utils.checkpoint`` does for some of them. What a
-forward changes in its module (a buffer, an attribute) is put back after a second run.
-
-All names are public but a module's dictionaries (see ``module_parts``) and
-``torch.autograd._unsafe_preserve_version_counter``, in torch 2.11 to 2.15; where that one is missing, a buffer
-that a second run changes has a higher version afterwards, and a graph that had saved it says so in backward.
+forward changes in its module is in ``module_state``.
 """
 
 from __future__ import annotations
@@ -23,12 +19,9 @@ from torch import Tensor, nn
 
 from .dispatch import TorchDispatchMode
 from .hook_dicts import hooks_of, hooks_of_all_modules
-from .lookup import optional
 from .tensors import is_wrapper_subclass
 
-__all__ = ["Conditions", "NoCollectives", "foreign_hook", "signature_of", "unchanged"]
-
-_preserve_versions: Any = optional("torch.autograd._unsafe_preserve_version_counter", None)
+__all__ = ["Conditions", "NoCollectives", "foreign_hook", "signature_of"]
 
 
 def _deterministic() -> tuple[bool, bool]:
@@ -142,44 +135,16 @@ def signature_of(module: nn.Module) -> tuple[bool, ...]:
     return tuple(part.training for part in module.modules())
 
 
-def foreign_hook(module: nn.Module, own: tuple[type, ...]) -> str:
-    """The kind of a forward hook in ``module`` that is not ``own``, and that a second run would call again;
-    ``""``: it has none."""
+def foreign_hook(module: nn.Module, is_own: Callable[[Any], bool]) -> str:
+    """The kind of a forward hook in ``module`` that is not the caller's own, and that a second run would call
+    again; ``""``: it has none."""
     found = (
         kind
         for holder in (None, *module.modules())
         for kind, hook in (hooks_of_all_modules() if holder is None else hooks_of(holder))
-        if "forward" in kind and not isinstance(hook, own)
+        if "forward" in kind and not is_own(hook)
     )
     return next(found, "")
-
-
-@contextmanager
-def unchanged(module: nn.Module) -> Iterator[None]:
-    """Whatever is run inside leaves the attributes of ``module`` and its parts, and the bytes of its buffers,
-    as they were. What an attribute holds, such as the items of a list, is not looked at."""
-    parts = [(part.__dict__, dict(part.__dict__)) for part in module.modules()]
-    inner = [
-        (held, dict(held))
-        for attributes, _ in parts
-        for held in (attributes["_buffers"], attributes["_parameters"], attributes["_modules"])
-    ]
-    buffers = {id(each): each for each in module.buffers()}
-    copies = [(each, each.detach().clone()) for each in buffers.values()]
-    with ExitStack() as stack:
-        if _preserve_versions is not None and buffers:
-            stack.enter_context(_preserve_versions(tuple(buffers.values())))
-        try:
-            yield
-        finally:
-            for now, before in (*parts, *inner):
-                for name in now.keys() - before.keys():
-                    del now[name]
-                now.update(before)
-            with torch.no_grad():
-                for each, copy in copies:
-                    if not torch.equal(each, copy):
-                        each.copy_(copy)
 
 
 class NoCollectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
