@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -21,15 +20,11 @@ from backstash.cli.bench._table import table
 from backstash.cli.bench._variants import DEFAULT, VARIANTS
 from backstash.cli.bench._ways import WAYS, recipe
 from backstash.cli.bench._workloads import WORKLOADS
+from long_tests import takes_long
 
 ROOT = Path(__file__).resolve().parent.parent
 FILES = sorted((ROOT / "benchmarks/results").glob("*.json"))
 RESULTS = [path for path in FILES if "sections" in json.loads(path.read_text())]
-
-takes_long = pytest.mark.skipif(
-    "BACKSTASH_LONG_TESTS" not in os.environ,
-    reason="takes 10 to 30 s of processor time: `scripts/check benchmarks` runs it",
-)
 
 
 def load(path: Path) -> ModuleType:
@@ -328,6 +323,7 @@ def test_the_bytes_of_packing_and_recomputing_are_counted_and_the_gradients_equa
     assert all(map(float.__ge__, recomputed, both))
 
 
+@takes_long
 def test_steps_of_changing_shapes_have_the_same_gradients_under_each_allocator(
     tmp_path: Path,
 ) -> None:

@@ -5,7 +5,6 @@ Counts of bytes are not exact: what a compiled graph saves is the compiler's aff
 
 import contextlib
 import importlib
-import os
 import threading
 import warnings
 
@@ -16,6 +15,7 @@ from torch import nn
 from backstash import Stash
 from backstash.errors import StashWarning
 from backstash.testing import MemoryStore
+from long_tests import takes_long
 
 SIDE = 64
 IGNORED = r"runs inside torch.compile.*nothing of it is held.*torch\.compiler\.reset\(\)"
@@ -78,10 +78,7 @@ def wrapped(model, backend):
 
 INDUCTOR = pytest.param(
     "inductor",
-    marks=pytest.mark.skipif(
-        "BACKSTASH_LONG_TESTS" not in os.environ,
-        reason="compiles C++ for half a minute: BACKSTASH_LONG_TESTS=1 runs it",
-    ),
+    marks=takes_long,
 )
 
 

@@ -16,6 +16,7 @@ import torch
 
 from backstash.cli import main
 from backstash.cli.bench._workloads import blocks_of
+from long_tests import takes_long
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -294,6 +295,7 @@ def test_an_installed_package_without_it_says_what_to_do(
         assert "clone the repository and run `benchmarks/gpu.sh OUT`" in done.stderr
 
 
+@takes_long
 def test_an_installed_package_has_the_other_benchmarks(tmp_path: Path) -> None:
     tiny = ["--tiny", "--repeats", "1", "--steps", "1", "--disk", str(tmp_path)]
     done = without_benchmarks(tmp_path, "bench", "gpt", "gradients", "--only", "stash", *tiny)

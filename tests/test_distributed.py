@@ -1,13 +1,13 @@
 """Processes under DDP, FSDP2, pipelines, tensor and context parallelism, on gloo: see distributed_worker.py,
 tensor_parallel_worker.py and context_parallel_worker.py."""
 
-import os
 from pathlib import Path
 
 import pytest
 import torch
 
 from backstash import Stash
+from long_tests import takes_long
 from two_processes import run_two
 
 WORKER = Path(__file__).with_name("distributed_worker.py")
@@ -33,10 +33,7 @@ def test_ddp_fsdp2_and_pipelines_have_plain_s_gradients(tmp_path):
         2,
         pytest.param(
             4,
-            marks=pytest.mark.skipif(
-                "BACKSTASH_LONG_TESTS" not in os.environ,
-                reason="half a minute on two cores: BACKSTASH_LONG_TESTS=1 runs it",
-            ),
+            marks=takes_long,
         ),
     ],
 )

@@ -14,15 +14,12 @@ from pathlib import Path
 
 import pytest
 
+from long_tests import takes_long
 from test_distributed import needs_gloo
 from two_processes import run_two
 
 CHECKPOINTS = Path(__file__).with_name("distributed_checkpoint_worker.py")
 PATIENCE_SECONDS = 150.0
-takes_long = pytest.mark.skipif(
-    "BACKSTASH_LONG_TESTS" not in os.environ,
-    reason="takes 10 s of processor time each: `BACKSTASH_LONG_TESTS=1` runs it",
-)
 SCRIPT = """
 import os, signal, sys, torch
 import torch.distributed as dist

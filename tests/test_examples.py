@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from long_tests import takes_long
+
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"
 # One thread each: two programs that spin on the same cores are slower than one.
@@ -142,6 +144,7 @@ def control_groups() -> list[Path]:
     return list(Path("/sys/fs/cgroup").rglob("backstash-example-*"))
 
 
+@takes_long
 def test_resnet_finishes_only_with_a_stash(tmp_path: Path) -> None:
     output = run(EXAMPLES / "resnet_on_cpu.py", "--tiny", "--disk", tmp_path, cwd=tmp_path)
     plain, stash, *rest = output.splitlines()

@@ -5,9 +5,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+from long_tests import takes_long
+
 ROOT = Path(__file__).resolve().parent.parent
 
 
+@takes_long
 def test_a_long_loop_has_the_same_gradients_in_every_way(disk_dir: Path) -> None:
     ended = subprocess.run(
         [sys.executable, ROOT / "benchmarks/long_loop.py", "--tiny", "--disk", disk_dir],

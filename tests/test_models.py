@@ -1,10 +1,11 @@
 """Models and programs that no one here wrote; `scripts/soak_libraries.py` has more of the latter."""
 
-import os
 import sys
 from pathlib import Path
 
 import pytest
+
+from long_tests import takes_long
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
 
@@ -26,10 +27,7 @@ def test_a_program_is_equal_to_the_bit(tmp_path, name):
     assert soak_libraries.difference(name, str(tmp_path)) == ""
 
 
-@pytest.mark.skipif(
-    "BACKSTASH_LONG_TESTS" not in os.environ,
-    reason="takes a minute of processor time: `scripts/check trainers` runs it",
-)
+@takes_long
 @pytest.mark.filterwarnings("ignore")
 def test_a_training_loop_comes_to_the_same_weights(tmp_path):
     pytest.importorskip("accelerate", reason="needs pip install 'backstash[test-models]'")
@@ -43,6 +41,7 @@ tell(layer)
 """
 
 
+@takes_long
 @pytest.mark.parametrize(
     "source, found",
     [("tell(torch.nn.Identity())", "run: nothing moved"), (DIFFERENT, "run: differs")],

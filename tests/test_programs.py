@@ -31,7 +31,7 @@ pytestmark = [
     # destructor of PyTorch's, which ends the process.
     pytest.mark.timeout(600, method="thread"),
 ]
-PROGRAMS = int(os.environ.get("BACKSTASH_PROGRAMS", "30"))
+PROGRAMS = int(os.environ.get("BACKSTASH_PROGRAMS", "20"))
 
 
 def test_random_programs(tmp_path):

@@ -1,7 +1,6 @@
 """transformers' own Trainer under a stash: the same weights to the bit, and nothing left behind."""
 
 import logging
-import os
 import socket
 import sys
 import threading
@@ -17,6 +16,7 @@ from backstash.integrations.transformers import StashCallback, prepare_trainer
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from long_tests import takes_long
 from two_processes import run_two
 
 transformers = pytest.importorskip(
@@ -99,12 +99,7 @@ def scaled_loss(outputs, labels, num_items_in_batch=None):
     )
 
 
-LONG = [
-    pytest.mark.skipif(
-        "BACKSTASH_LONG_TESTS" not in os.environ,
-        reason="takes 10 s of processor time or more: `scripts/check trainers` runs it",
-    )
-]
+LONG = [takes_long]
 
 CASES = {
     "plain": {},
