@@ -115,7 +115,6 @@ class Way:
             self.resident,
             self.health,
             self.inflight,
-            None,
             tier=self.tier if tier else None,
             segments=self.segments if segments else None,
         )

@@ -147,3 +147,46 @@ def test_top_level_names_are_these() -> None:
     assert set(backstash.__all__) == NAMES
     assert len(backstash.__all__) == len(NAMES) <= 25
     assert all(hasattr(backstash, name) for name in NAMES)
+
+
+# Where a value is asked for its class, and where that value comes from. Nowhere else: what differs between
+# our own classes is a method of theirs.
+ASKED = {
+    ("_admission.py", "Action"): "what a policy returned",
+    ("_admission.py", "Codec"): "what the caller gave, or a callable of the caller's returned",
+    ("_region.py", "Hook"): "a module's hook",
+    ("_region.py", "Run"): "a pack hook on autograd's stack",
+    ("_region.py", "_RegionHook"): "a module's hook",
+    ("_saved/handout.py", "_Guard"): "a hook on a graph's edge",
+    ("_saved/handout.py", "_Loan"): "an attribute of a tensor",
+    ("_tiers/disk.py", "DiskCleanup"): "an assertion",
+    ("_tiers/packing.py", "Encoded"): "what a user's codec returned",
+    ("_torch/made_by.py", "Operation"): "an operand, which autograd holds or which is computed",
+    ("graph/_functions.py", "Store"): "the caller's",
+    ("graph/_loop/_call.py", "Schedule"): "the caller's",
+    ("graph/_loop/_state.py", "_Place"): "a leaf of the caller's tree",
+    ("graph/_mutation.py", "Guard"): "a pack hook on autograd's stack",
+    ("policy.py", "Codec"): "the caller's",
+    ("stash.py", "Action"): "the caller's",
+    ("stash.py", "Codec"): "the caller's",
+    ("stash.py", "Plan"): "the caller's",
+    ("stash.py", "Store"): "the caller's",
+}
+
+
+def test_only_what_comes_from_outside_is_asked_for_its_class() -> None:
+    trees = {
+        path.relative_to(PACKAGE).as_posix(): ast.parse(path.read_text())
+        for name, path in MODULES.items()
+        if part(name) not in ("report", "hooks", "cli", "integrations", "testing")
+    }
+    nodes = [(file, node) for file, tree in trees.items() for node in ast.walk(tree)]
+    own = {node.name for _, node in nodes if isinstance(node, ast.ClassDef)}
+    found = {
+        (file, name.id)
+        for file, node in nodes
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "isinstance"
+        for name in ast.walk(node.args[1])
+        if isinstance(name, ast.Name) and name.id in own and not name.id.endswith("Error")
+    }
+    assert found == set(ASKED)

@@ -574,18 +574,18 @@ def test_an_interrupt_in_the_middle_of_a_replay_leaves_a_graph_that_works(monkey
 
     net, x = net_of()
     expected = gradients(net, x)
-    decode = Replay.decode
+    run = Replay.run
     with Stash(policy=recompute, disk=MemoryStore(), keep=None, min_bytes=0):
         loss = net(x).square().mean()
 
         def interrupted(*args):
-            decode(*args)
+            run(*args)
             raise KeyboardInterrupt
 
-        monkeypatch.setattr(Replay, "decode", interrupted)
+        monkeypatch.setattr(Replay, "run", interrupted)
         with pytest.raises(KeyboardInterrupt):
             torch.autograd.grad(loss, list(net.parameters()), retain_graph=True)
-        monkeypatch.setattr(Replay, "decode", decode)
+        monkeypatch.setattr(Replay, "run", run)
         assert are_same(torch.autograd.grad(loss, list(net.parameters())), expected)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 import weakref
 from collections.abc import Callable
@@ -51,6 +52,8 @@ class _Choice(NamedTuple):
     """That the policy names; ``""``: as the budgets say."""
     codec: Codec | None = None
     """That is asked to make it smaller."""
+    replay: Replay | None = None
+    """That computes it again, in place of ``codec``."""
 
 
 _DEFAULT = _Choice()
@@ -147,8 +150,8 @@ class Admission:
             return self._stay(tensor, reason)
         modules = [*thread_state.outer, *running_modules()]
         reason, choice = self._choose(tensor, modules, thread_state, tiers)
-        if not reason and choice.codec is None:  # what is packed need not move
-            reason = cannot_move
+        if not reason and choice.codec is None and choice.replay is None:
+            reason = cannot_move  # else it need not move
         if reason:
             return self._stay(tensor, reason)
         with section.lock, section:
@@ -208,11 +211,11 @@ class Admission:
         if recomputes:
             self._recomputes = True
             mark, latest = self._session.reclaim_queue.mark, thread_state.latest
-            replay = replay_of(tensor, mark, latest, modules)
-            if not isinstance(replay, str):
-                return "", _Choice(codec=replay)
+            replay, reason = replay_of(tensor, mark, latest, modules)
+            if replay is not None:
+                return "", _Choice(replay=replay)
             with self._session.section.lock:
-                self.count_left(f"not recomputed: {replay}", tensor.nbytes)
+                self.count_left(f"not recomputed: {reason}", tensor.nbytes)
         if codec is None:
             return "", _DEFAULT
         return "", _Choice(codec=codec if isinstance(codec, Codec) else _asked(codec, described))
@@ -394,15 +397,17 @@ class Admission:
             session.save_counts.instead(block, gone)
             self.moved_again_bytes += block.nbytes
         self.eligible_bytes += block.nbytes
-        tier, codec = choice
         planner = session.planner
-        if planner is not None and tiers.device is None and not tier and codec is None:
-            tier = planner.choose(block, tensor)
-            if tier in ("recompute", "pack") or planner.asks_prices:
-                tier, codec = self._as_planned(block, tensor, thread_state, modules, tiers, tier)
+        if planner is not None and tiers.device is None and choice == _DEFAULT:
+            choice = self._planned(block, tensor, thread_state, modules, tiers)
+        tier, codec, replay = choice
         block.to_disk, block.at_once = tier == "disk", bool(tier)
-        if codec is not None:
-            block.codec, block.dtype = codec, tensor.dtype
+        if replay is not None:
+            block.reduce = functools.partial(tiers.packer.let_go, replay)
+            block.dtype, block.depth = tensor.dtype, replay.depth
+        elif codec is not None:
+            block.reduce = functools.partial(tiers.packer.pack, codec)
+            block.dtype = tensor.dtype
             block.rounds = None if codec.exact else codec
             block.is_whole = block.origin is not block.storage_version or _fills_its_storage(tensor)
         if block.saves < block.expected and block.origin is block.storage_version:
@@ -413,32 +418,35 @@ class Admission:
             complete = tensor.requires_grad or block.origin is not block.storage_version
             tiers.evictor.admit(block, at_once=block.at_once, complete=complete)
 
-    def _as_planned(
+    def _planned(
         self,
         block: Block,
         tensor: Tensor,
         thread_state: ThreadState,
         modules: list[nn.Module],
         tiers: DeviceTiers,
-        tier: str,
-    ) -> tuple[str, Codec | None]:
-        """The tier and the codec of a plan's choice; a planner that asks is told what codecs cost."""
-        planner = self._session.planner
+    ) -> _Choice:
+        """What the plan chooses; a planner that asks is told what each choice costs."""
+        planner, packer = self._session.planner, tiers.packer
         assert planner is not None
+        tier = planner.choose(block, tensor)
+        if tier not in ("recompute", "pack") and not planner.asks_prices:
+            return _Choice(tier)
         self._recomputes = True
         mark, latest = self._session.reclaim_queue.mark, thread_state.latest
-        replay = replay_of(tensor, mark, latest, modules, unsaved=False)
-        codecs: dict[str, Codec] = {"pack": EXACT}
-        if isinstance(replay, Replay):
-            codecs["recompute"] = replay
+        replay, _ = replay_of(tensor, mark, latest, modules, unsaved=False)
         if planner.asks_prices:
             began = time.perf_counter()
             block.dtype = tensor.dtype
-            prices = {name: tiers.packer.price(block, codec) for name, codec in codecs.items()}
+            prices = {"pack": packer.price(block, EXACT)}
+            if replay is not None:
+                prices["recompute"] = packer.price_of_replay(block, replay)
             planner.was_priced(block, began, prices)
-        if tier not in ("recompute", "pack"):
-            return tier, None
-        return ("", codecs[tier]) if tier in codecs else (planner.instead, None)
+        if tier == "pack":
+            return _Choice(codec=EXACT)
+        if tier == "recompute":
+            return _Choice(replay=replay) if replay is not None else _Choice(planner.instead)
+        return _Choice(tier)
 
     def _pack_other(self, tensor: Tensor, thread_state: ThreadState) -> object:
         """Parameters and other subclasses of ``torch.Tensor``."""

@@ -35,7 +35,7 @@ from ._runtime.workers import Workers
 from ._saved.compiled import COMPILED_NODE, WholeGraph
 from ._saved.entry import Entry, WrapperEntry, written_unseen
 from ._saved.handout import RETURNS_NONE, hand_out
-from ._saved.placement import Packed, Recomputed
+from ._saved.placement import Derivation
 from ._saved.thread_state import ThreadState
 from ._session import Session
 from ._stats import Stats, collect
@@ -526,12 +526,12 @@ class Stash:
             if view is not None:
                 prefetcher.ahead(block)
                 return view
-            packed = placement if isinstance(placement, Packed) else None
-            if packed is None:
+            derivation = placement.derivation
+            if derivation is None:
                 load, mine = prefetcher.load(block)
         try:
-            if packed is not None:
-                return self._decode(entry, packed, tiers)
+            if derivation is not None:
+                return self._derive(entry, derivation, tiers)
             return prefetcher.view(entry, load, mine=mine)
         except StashIOError as error:
             raise _unreadable(entry, error) from error
@@ -550,11 +550,12 @@ class Stash:
             raise written_unseen(entry)
         if placement.alias is not None:
             return entry.view_of(placement.alias, 0)
-        if isinstance(placement, Packed):
-            payload = self._payload_of(placement, self._unpack_apart)
+        derivation = placement.derivation
+        if derivation is not None:
+            given = derivation.given(self._unpack_apart)
             tiers = self._session.known_tiers.get(entry.device)
-            device = tiers.device if isinstance(tiers, DeviceTiers) else None
-            return entry.view_of(*decode_apart(entry, placement, payload, device))
+            device = None if tiers is None or isinstance(tiers, str) else tiers.device
+            return entry.view_of(*decode_apart(entry, derivation, given, device))
         backing = placement.backing
         assert backing is not None
         is_ours = block.cleanup.mark is self._session.reclaim_queue.mark
@@ -567,28 +568,19 @@ class Stash:
             raise _unreadable(entry, error) from error
         return entry.view_of(root, low)
 
-    def _decode(self, entry: Entry, placement: Packed, tiers: DeviceTiers) -> Tensor:
-        """The saved view of a packed block."""
+    def _derive(self, entry: Entry, derivation: Derivation, tiers: DeviceTiers) -> Tensor:
+        """The saved view of a block that is packed or let go."""
         try:
-            payload = self._payload_of(placement, self._unpack_entry)
+            given = derivation.given(self._unpack_entry)
         except StashIOError as error:
             cause = error.__cause__
             raise (cause if isinstance(cause, StashIOError) else error) from None
         try:
-            decoded = tiers.packer.decode(entry, placement, payload)
+            decoded = tiers.packer.decode(entry, derivation, given)
         except torch.OutOfMemoryError:
             tiers.prefetcher.let_go()
-            decoded = tiers.packer.decode(entry, placement, payload)
+            decoded = tiers.packer.decode(entry, derivation, given)
         return tiers.prefetcher.serve_decoded(entry, *decoded)
-
-    @staticmethod
-    def _payload_of(placement: Packed, unpack: Callable[[Entry], Tensor]) -> Any:
-        """What a packed block is decoded from: its payload, or the values of a replay's operands."""
-        if isinstance(placement, Recomputed):
-            operands = placement.operands
-            values = [unpack(each) if type(each) is Entry else each for each in operands]
-            return placement.codec.values(values)
-        return unpack(placement.payload) if placement.payload is not None else None
 
     def _unpack_captured(self, entry: Entry) -> Tensor:
         """While a graph of the device is captured nothing can be asked of it: a block in place will do."""

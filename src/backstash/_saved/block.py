@@ -27,7 +27,7 @@ from .._torch.storages import free_weak_ref, storage_identity, storage_of, weak_
 from .._torch.versions import same_counter
 from ..codecs import Codec
 from .access_order import ForwardPass
-from .placement import Arrival, Packed, Placement, Recomputed, Resident
+from .placement import Arrival, Placement, Resident
 from .thread_state import ThreadState
 from .view import with_bits_of
 
@@ -152,7 +152,7 @@ class Block:
         "address",
         "at_once",
         "cleanup",
-        "codec",
+        "depth",
         "dtype",
         "entries",
         "expected",
@@ -169,6 +169,7 @@ class Block:
         "offset",
         "origin",
         "placement",
+        "reduce",
         "rounds",
         "saves",
         "served",
@@ -201,9 +202,10 @@ class Block:
         self.thread_state: ThreadState
         self.forward_pass: ForwardPass[Block]
         self.index = 0  # in its forward pass
-        # What is asked to make it smaller when it is complete, and the dtype that it is to be read in.
-        self.codec: Codec | None = None
-        self.dtype = alias.dtype
+        # Called when it is complete, to make it smaller: returns the block that is to move then, or None.
+        self.reduce: Callable[[Block], Block | None] | None = None
+        self.dtype = alias.dtype  # that it is to be read in
+        self.depth = 0  # how many operations it is away from what is held
         self.rounds: Codec | None = (
             None  # a lossy one, which another save of its storage may not want
         )
@@ -278,9 +280,8 @@ class Block:
     def where(self) -> str:
         """The tier that has the bytes: ``"keep"`` until their write has completed. ``"packed"``, wherever the
         payload is; ``"recomputed"``, wherever the input is."""
-        if type(self.placement) is Recomputed:
-            return "recomputed"
-        if type(self.placement) is Packed:
-            return "packed"
-        backing = self.placement.backing
-        return "keep" if backing is None or self.placement.alias is not None else backing.tier
+        placement = self.placement
+        if placement.derivation is not None:
+            return placement.derivation.where
+        backing = placement.backing
+        return "keep" if backing is None or placement.alias is not None else backing.tier

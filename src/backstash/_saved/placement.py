@@ -1,5 +1,4 @@
-"""Where a block's bytes are: in place, on their way down, below, packed into another block, to be computed
-again, or lost.
+"""Where a block's bytes are: in place, on their way down, below, nowhere, since others give them, or lost.
 
 A block has one *placement* and changes it by one assignment, so an interrupt finds either the old one or the
 new one. All counts and queues follow from the placements of the blocks that are alive.
@@ -11,7 +10,7 @@ come back by a *load*. Both are abstract here, since a block must name them; the
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -20,17 +19,15 @@ from torch import Tensor
 from .._runtime.reclaim import Cleanup
 from .._runtime.transfer import Transfer
 from .._runtime.workers import Work
-from ..codecs import Codec
 
 __all__ = [
     "Arrival",
     "Backing",
+    "Derivation",
+    "Derived",
     "Load",
     "Lost",
-    "Packed",
     "Placement",
-    "Recipe",
-    "Recomputed",
     "Resident",
     "Stored",
     "Writing",
@@ -149,6 +146,8 @@ class Placement:
     """Whether its memory was let go while the copy of it still ran."""
     lost_at: int | None = None
     """The version that was found in place of the saved one."""
+    derivation: Derivation | None = None
+    """How the bytes are made, where they are not held."""
 
 
 class Resident(Placement):
@@ -182,38 +181,34 @@ class Stored(Placement):
         self.is_unordered = is_unordered
 
 
-class Packed(Placement):
-    """Encoded: the bytes follow from a smaller payload, which is a block of its own and moves as one."""
+class Derivation(ABC):
+    """How bytes that are not held are made from others that are: from a smaller payload, or from operands."""
 
-    __slots__ = ("codec", "dtype", "payload", "recipe")
+    __slots__ = ()
 
-    def __init__(self, codec: Codec, recipe: Any, dtype: torch.dtype, payload: Any) -> None:
-        self.codec = codec
-        self.recipe = recipe
-        self.dtype = dtype  # in which the whole storage was encoded
-        self.payload = payload  # its entry; None where the recipe says all
-
-
-class Recipe(Codec):
-    """How a tensor is computed again: a codec whose payload is the values of its operands."""
+    where: str
+    """What is said of such a block: ``"packed"`` or ``"recomputed"``."""
+    dtype: torch.dtype
+    """In which the whole storage is made."""
+    fingerprint: Any
+    """Of the bytes, where those that are made must be compared with them; else ``None``."""
 
     @abstractmethod
-    def values(self, operands: Sequence[Tensor]) -> list[Tensor] | None:
-        """What the operations are given; ``None`` where that cannot be what they were given in forward."""
+    def given(self, unpack: Callable[[Any], Tensor]) -> Any:
+        """What the bytes are made from; ``unpack`` gives the tensor of an entry."""
+
+    @abstractmethod
+    def make(self, given: Any, out: Tensor) -> None:
+        """Fill ``out``, which has ``dtype`` and one dimension, from what :meth:`given` returned."""
 
 
-class Recomputed(Packed):
-    """Let go: operations compute the bytes again from their operands: entries, and tensors in place."""
+class Derived(Placement):
+    """Not held: the bytes are made from others when they are needed."""
 
-    __slots__ = ("fingerprint", "operands")
-    codec: Recipe
+    __slots__ = ("derivation",)
 
-    def __init__(
-        self, codec: Recipe, dtype: torch.dtype, operands: tuple[Any, ...], fingerprint: Tensor
-    ) -> None:
-        super().__init__(codec, None, dtype, None)
-        self.operands = operands
-        self.fingerprint = fingerprint  # of the bytes that were let go
+    def __init__(self, derivation: Derivation) -> None:
+        self.derivation: Derivation | None = derivation
 
 
 class Lost(Placement):

@@ -154,7 +154,7 @@ class TierConfig:
         if disk is not None:
             segments = Segments(disk, self.pool, resident, inflight, self.event_log)
         packer = Packer(resident, self.reclaim_queue, self.section, self.pool, device=device)
-        evictor = Evictor(resident, health, inflight, packer, tier=tier, segments=segments)
+        evictor = Evictor(resident, health, inflight, tier=tier, segments=segments)
         prefetcher = Prefetcher(
             self.begin,
             tier,

@@ -20,7 +20,6 @@ from .backing import DiskCleanup
 from .base import LowerTier
 from .health import TierHealth
 from .inflight import InflightWrites
-from .packing import Packer
 from .resident import ResidentSet
 from .segments import Segments
 
@@ -34,7 +33,6 @@ class Evictor:
         resident: what is in place.
         health: of the tier below.
         inflight: what is on its way.
-        packer: makes blocks smaller that are to be.
         tier: below the device's memory, if there is one. Where it ``runs_ahead``, compute goes on while a
             block larger than the window is alone in it; else such a block is moved within the call.
         segments: how small blocks get there; ``None``: as any other.
@@ -45,7 +43,6 @@ class Evictor:
         resident: ResidentSet,
         health: TierHealth,
         inflight: InflightWrites,
-        packer: Packer,
         *,
         tier: LowerTier | None = None,
         segments: Segments | None = None,
@@ -53,7 +50,6 @@ class Evictor:
         self.resident = resident
         self.health = health
         self.inflight = inflight
-        self._packer = packer
         self._tier = tier
         self._segments = segments
 
@@ -85,8 +81,10 @@ class Evictor:
         resident, inflight = self.resident, self.inflight
         if inflight.writes:
             inflight.complete(thread_state)
-        if block.codec is not None:
-            payload = self._packer.pack(block)
+        reduce = block.reduce
+        if reduce is not None:
+            block.reduce = None
+            payload = reduce(block)
             if payload is None:
                 return
             block = payload

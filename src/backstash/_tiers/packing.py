@@ -23,7 +23,7 @@ from .._runtime.reclaim import ReclaimQueue
 from .._runtime.trace import profiled
 from .._saved.block import Block, StorageVersion
 from .._saved.entry import Entry, recomputed_otherwise
-from .._saved.placement import Arrival, Packed, Recomputed
+from .._saved.placement import Arrival, Derivation, Derived
 from .._torch.dispatch import count_dispatch_modes, without_dispatch, without_function_modes
 from .._torch.engine import in_backward, queue_callback, running_task
 from ..codecs import Codec, Encoded
@@ -31,7 +31,7 @@ from ..codecs._base import NOT_SMALLER, integers
 from ..errors import InplaceError, UsageError
 from ..stores._base import PAGE_BYTES
 from ..stores._buffer_pool import BufferPool, own_memory
-from .replay import Replay
+from .replay import Recomputation, Replay
 from .resident import ResidentSet
 
 __all__ = ["Packer", "decode_apart"]
@@ -78,20 +78,14 @@ class Packer:
         self.refused: dict[str, list[int]] = {}
         """By reason: how many blocks were not packed, and their bytes."""
 
-    def pack(self, block: Block) -> Block | None:
-        """Encode a complete block in place as its ``codec`` does.
+    def pack(self, codec: Codec, block: Block) -> Block | None:
+        """Encode a complete block in place as ``codec`` does.
 
         Returns the block that is to move: the payload's, or ``block`` itself where it is not packed; ``None``
         where no bytes are left, or ``block`` was changed in place and is lost.
         """
-        codec, block.codec = block.codec, None
-        assert codec is not None
-        source = block.storage_version
-        reason = self._reason_against(block, codec)
-        if isinstance(codec, Replay):
-            return self._let_go(block, codec, reason or codec.reason_against(block))
-        encoded = reason or self._encode(block, codec)
-        if source.changed:
+        encoded = self._reason_against(block, exact=codec.exact) or self._encode(block, codec)
+        if block.storage_version.changed:
             self._resident.lose(block)
             return None
         if isinstance(encoded, str):
@@ -104,9 +98,13 @@ class Packer:
         refused[1] += block.nbytes
         return block
 
-    def _let_go(self, block: Block, replay: Replay, reason: str) -> Block | None:
-        """Let go of a block that ``replay`` computes again, or say why not."""
+    def let_go(self, replay: Replay, block: Block) -> Block | None:
+        """Let go of a complete block in place, which ``replay`` computes again.
+
+        Returns ``None``; or ``block`` itself, where it cannot be let go and is to move.
+        """
         told: Any = None
+        reason = self._reason_against(block, exact=True) or replay.reason_against(block)
         try:
             reason = reason or self._reason_to_doubt(block, replay)
             replay.sources = ()
@@ -120,10 +118,11 @@ class Packer:
             self._resident.lose(block)
             return None
         if told is None:
+            block.depth = 0
             return self._refuse(block, f"not recomputed: {reason}")
         if block.saves != block.expected:
             block.fingerprint = told
-        block.placement = Recomputed(replay, block.dtype, replay.owned(), told)
+        block.placement = Derived(Recomputation(replay, block.dtype, replay.owned(), told))
         self._resident.leave(block)
         self.recomputed_bytes += block.nbytes
         if self._resident.event_log.on:
@@ -160,7 +159,7 @@ class Packer:
             out = root[low : low + block.nbytes].view(block.dtype)
             began = time.perf_counter()
             try:
-                replay.decode(given, None, out)
+                replay.run(given, out)
             except (RuntimeError, TypeError) as error:
                 if isinstance(error, torch.OutOfMemoryError):
                     raise
@@ -172,12 +171,9 @@ class Packer:
 
     def price(self, block: Block, codec: Codec) -> Option | None:
         """What holding ``block`` by ``codec`` takes; ``None``: it cannot be held so. It stays as it is."""
-        reason = self._reason_against(block, codec)
-        if reason or block.placement.alias is None:
+        if self._reason_against(block, exact=codec.exact) or block.placement.alias is None:
             return None
         try:
-            if isinstance(codec, Replay):
-                return self._price_of_replay(block, codec)
             began = time.perf_counter()
             encoded = self._encode(block, codec)
             seconds = time.perf_counter() - began
@@ -189,13 +185,18 @@ class Packer:
         nbytes = encoded.payload.nbytes if encoded.payload is not None else 0
         return Option(nbytes, seconds, seconds / 2, made_bytes=block.nbytes)
 
-    def _price_of_replay(self, block: Block, replay: Replay) -> Option | None:
-        key, alias = replay.key(block), block.placement.alias
+    def price_of_replay(self, block: Block, replay: Replay) -> Option | None:
+        """What letting go of ``block`` takes, which ``replay`` would compute again; ``None``: it cannot be."""
+        alias = block.placement.alias
+        if alias is None or self._reason_against(block, exact=True):
+            return None
+        key = replay.key(block)
         self.met_unknown = self.met_unknown or key not in self._replayed
         given = None if replay.reason_against(block) else replay.given()
-        if alias is None or given is None:
-            return None
-        if self._compare(block, replay, given):
+        try:
+            if given is None or self._compare(block, replay, given):
+                return None
+        except (torch.OutOfMemoryError, MemoryError):
             return None
         self._replayed.add(key)
         began = time.perf_counter()
@@ -203,12 +204,12 @@ class Packer:
         told_seconds = time.perf_counter() - began
         return Option(0, told_seconds, self._replay_seconds + told_seconds, made_bytes=block.nbytes)
 
-    def _reason_against(self, block: Block, codec: Codec) -> str:
+    def _reason_against(self, block: Block, *, exact: bool) -> str:
         if block.has_moved:
             return "its storage was resized"
         if block.nbytes % block.dtype.itemsize:
             return "its storage is not a whole number of elements"
-        if not codec.exact and not block.is_whole:
+        if not exact and not block.is_whole:
             return "it does not fill its storage, and its codec is lossy"
         if count_dispatch_modes() > 0:
             return "a dispatch mode of the program would see it"
@@ -271,7 +272,7 @@ class Packer:
         if block.saves != block.expected:
             block.take_fingerprint(self._device)
         # From here on the payload is what there is: counts and queues follow.
-        block.placement = Packed(codec, encoded.recipe, block.dtype, entry)
+        block.placement = Derived(_Packing(codec, encoded.recipe, block.dtype, entry))
         resident.leave(block)
         nbytes = inner.nbytes if inner is not None else 0
         if inner is not None and block.index < len(block.forward_pass.blocks):
@@ -298,24 +299,24 @@ class Packer:
         return inner
 
     def decode(
-        self, entry: Entry, placement: Packed, payload: Any
+        self, entry: Entry, derivation: Derivation, given: Any
     ) -> tuple[Tensor, int, Arrival | None]:
-        """A storage with the bytes of a packed block, where they begin in it, and what each user of it is to
+        """A storage with the bytes of a derived block, where they begin in it, and what each user of it is to
         be ordered after. Outside the section.
 
         Args:
             entry: of the block.
-            placement: of it.
-            payload: its payload, or the operands of a replay.
+            derivation: of it.
+            given: what that is given.
 
         Raises ``MemoryError`` or ``torch.OutOfMemoryError`` where there is no memory for them.
         """
         block, device = entry.block, self._device
-        if device is not None and isinstance(payload, Tensor):
+        if device is not None and isinstance(given, Tensor):
             # The program may have waited for the tensor, not for what was made of it afterwards.
-            _MadeOn(device, block.stream, payload).order()
+            _MadeOn(device, block.stream, given).order()
         elif device is not None:
-            for operand in payload or ():
+            for operand in given or ():
                 device.used(operand)
         low = block.address % PAGE_BYTES if device is None else 0
         with self._section.lock, self._section:
@@ -324,9 +325,9 @@ class Packer:
             root = self._memory(low + block.nbytes, entry.device)
         began = time.perf_counter()
         with profiled("unpack", block.cleanup.module):
-            check = _fill(entry, placement, payload, root, low, device)
+            check = _fill(entry, derivation, given, root, low, device)
             if check is not None:
-                self._ask_at_the_end(recomputed_otherwise(entry, placement.codec), check)
+                self._ask_at_the_end(recomputed_otherwise(entry, derivation), check)
         event_log = self._resident.event_log
         if event_log.on:
             event_log.emit("decode", *block.facts, cause=block.where, began=began)
@@ -361,6 +362,30 @@ class Packer:
                 raise error
 
 
+class _Packing(Derivation):
+    """The bytes are what ``codec`` decodes a payload to."""
+
+    __slots__ = ("_codec", "_payload", "_recipe", "dtype")
+    where = "packed"
+    fingerprint = None
+
+    def __init__(
+        self, codec: Codec, recipe: Any, dtype: torch.dtype, payload: Entry | None
+    ) -> None:
+        self._codec = codec
+        self._recipe = recipe
+        self._payload = payload  # None where the recipe says all
+        self.dtype = dtype
+
+    def given(self, unpack: Callable[[Any], Tensor]) -> Tensor | None:
+        """See :meth:`Derivation.given`."""
+        return None if self._payload is None else unpack(self._payload)
+
+    def make(self, given: Any, out: Tensor) -> None:
+        """See :meth:`Derivation.make`."""
+        self._codec.decode(given, self._recipe, out)
+
+
 class _MadeOn:
     """Memory of an accelerator that one stream has filled, for those that use it."""
 
@@ -380,42 +405,41 @@ class _MadeOn:
 
 
 def decode_apart(
-    entry: Entry, placement: Packed, payload: Any, device: Device | None
+    entry: Entry, derivation: Derivation, given: Any, device: Device | None
 ) -> tuple[Tensor, int]:
     """As :meth:`Packer.decode`, to memory of the caller's own: nothing that is shared is touched."""
     block = entry.block
     root, low = torch.empty(block.nbytes, dtype=torch.uint8, device=entry.device), 0
     if entry.device.type == "cpu":
         root, low = own_memory(block.nbytes, block.address)
-    check = _fill(entry, placement, payload, root, low, device)
+    check = _fill(entry, derivation, given, root, low, device)
     if check is not None and check.differs():
-        raise recomputed_otherwise(entry, placement.codec)
+        raise recomputed_otherwise(entry, derivation)
     return root, low
 
 
 def _fill(
-    entry: Entry, placement: Packed, payload: Any, root: Tensor, low: int, device: Device | None
+    entry: Entry, derivation: Derivation, given: Any, root: Tensor, low: int, device: Device | None
 ) -> Check | None:
-    """Decode to ``root`` from ``low`` on; no mode of the program sees or changes it. Returns what an
+    """Make the bytes in ``root`` from ``low`` on; no mode of the program sees or changes it. Returns what an
     accelerator is to be asked of it."""
     with without_function_modes(), without_dispatch(), torch.no_grad():
-        out = root[low : low + entry.block.nbytes].view(placement.dtype)
-        placement.codec.decode(payload, placement.recipe, out)
-        return _check(entry, placement, root, low, device)
+        derivation.make(given, root[low : low + entry.block.nbytes].view(derivation.dtype))
+        return _check(entry, derivation, root, low, device)
 
 
 def _check(
-    entry: Entry, placement: Packed, root: Tensor, low: int, device: Device | None
+    entry: Entry, derivation: Derivation, root: Tensor, low: int, device: Device | None
 ) -> Check | None:
     """Whether what was computed again is what was let go: its input may have been written unseen."""
-    if not isinstance(placement, Recomputed):
+    if derivation.fingerprint is None:
         return None
     storage, nbytes = root.untyped_storage(), entry.block.nbytes
     if device is None:
-        if not torch.equal(placement.fingerprint, fingerprint(storage, low, nbytes)):
-            raise recomputed_otherwise(entry, placement.codec)
+        if not torch.equal(derivation.fingerprint, fingerprint(storage, low, nbytes)):
+            raise recomputed_otherwise(entry, derivation)
         return None
-    check = device.compare(placement.fingerprint, storage, low, nbytes)
+    check = device.compare(derivation.fingerprint, storage, low, nbytes)
     if check is None:
         raise torch.OutOfMemoryError("no memory to compare what was computed again")
     return check

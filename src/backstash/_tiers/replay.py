@@ -1,15 +1,15 @@
 """Recomputing: a saved tensor is computed again, by the operations that made it, from what is held anyway.
 
-A :class:`Replay` is the codec of a block whose payload is no block of its own. Its *operands* are: entries of
-other blocks, which the operations saved themselves and of which the recomputed block owns copies; and tensors
-that the graph holds in place, as parameters and what is too small to move.
+A :class:`Replay` calls them again. Its *operands* are entries of other blocks, which the operations saved
+themselves and of which the recomputed block owns copies; and tensors that the graph holds in place, as
+parameters and what is too small to move.
 """
 
 from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from .._saved.block import Block
 from .._saved.entry import Entry
-from .._saved.placement import Recipe, Recomputed
+from .._saved.placement import Derivation
 from .._saved.view import ALIGNMENT_BYTES, StridedRegion, extent_bytes
 from .._torch.made_by import (
     MOST_OPERATIONS,
@@ -28,15 +28,14 @@ from .._torch.made_by import (
     in_place,
     made_by,
 )
-from ..codecs import Encoded
 
-__all__ = ["Replay", "replay_of"]
+__all__ = ["Recomputation", "Replay", "replay_of"]
 
 _threads_lock = threading.RLock()  # a signal's handler may go backward in the middle of a replay
 _is_changed = False
 
 
-class Replay(Recipe):
+class Replay:
     """Operations that are called again.
 
     Args:
@@ -56,18 +55,10 @@ class Replay(Recipe):
         self._kinds = [(each.dtype, each.shape) for each in operands]
         self.depth: int = operation.depth + max(map(_depth_of, operands), default=0)
 
-    def encode(self, values: Tensor) -> Encoded | str:
-        """See :meth:`Codec.encode`; what is made smaller here is nothing but the block."""
-        raise AssertionError("a replay has no payload of its own")
-
-    def decode(self, payload: Any, recipe: Any, out: Tensor) -> None:
-        """See :meth:`Codec.decode`; ``payload`` is the value of each operand, or ``None``, where one has no
-        memory any more: then zeros, whose fingerprint tells."""
-        if payload is None:
-            out.zero_()
-        else:
-            with _threads(self._threads):
-                self._operation.run(payload, out.as_strided(self._shape, self._stride))
+    def run(self, values: Sequence[Tensor], out: Tensor) -> None:
+        """Compute it again, from the value of each operand, to ``out``."""
+        with _threads(self._threads):
+            self._operation.run(values, out.as_strided(self._shape, self._stride))
 
     def key(self, block: Block) -> tuple[Any, ...]:
         """What decides the bits of the result beside the operands': alike for two replays of one class."""
@@ -135,6 +126,44 @@ class Replay(Recipe):
         return f"{self._operation.name.removesuffix('Backward0')} computed again"
 
 
+class Recomputation(Derivation):
+    """The bytes are what ``replay`` computes again.
+
+    Args:
+        replay: that was bit-equal once.
+        dtype: of what it makes.
+        operands: its own entries, and tensors in place.
+        fingerprint: of the bytes that were let go.
+    """
+
+    __slots__ = ("_operands", "_replay", "dtype", "fingerprint")
+    where = "recomputed"
+
+    def __init__(
+        self, replay: Replay, dtype: torch.dtype, operands: tuple[Any, ...], fingerprint: Any
+    ) -> None:
+        self._replay = replay
+        self._operands = operands
+        self.dtype = dtype
+        self.fingerprint = fingerprint
+
+    def given(self, unpack: Callable[[Any], Tensor]) -> list[Tensor] | None:
+        """See :meth:`Derivation.given`; ``None``: an operand in place has no memory any more."""
+        return self._replay.values(
+            [unpack(each) if type(each) is Entry else each for each in self._operands]
+        )
+
+    def make(self, given: Any, out: Tensor) -> None:
+        """See :meth:`Derivation.make`; zeros, whose fingerprint tells, where nothing is given."""
+        if given is None:
+            out.zero_()
+        else:
+            self._replay.run(given, out)
+
+    def __repr__(self) -> str:
+        return repr(self._replay)
+
+
 @contextmanager
 def _threads(count: int) -> Iterator[None]:
     """As many threads for PyTorch's operations as forward had: how elements are divided among them decides
@@ -164,11 +193,7 @@ def _owned(operand: Entry) -> Entry:
 def _depth_of(operand: Any) -> int:
     if type(operand) is not Entry:
         return 0
-    block = operand.block
-    placement, codec = block.placement, block.codec
-    if isinstance(placement, Recomputed):
-        codec = placement.codec
-    return codec.depth if isinstance(codec, Replay) else 0
+    return int(operand.block.depth)
 
 
 def _stride_of(operand: Any) -> tuple[int, ...]:
@@ -188,8 +213,8 @@ def replay_of(
     modules: Sequence[nn.Module] = (),
     *,
     unsaved: bool = True,
-) -> Replay | str:
-    """How the storage of ``tensor`` can be computed again, or why it cannot.
+) -> tuple[Replay | None, str]:
+    """How the storage of ``tensor`` can be computed again; or ``None``, and why it cannot.
 
     Args:
         tensor: that autograd saves.
@@ -220,15 +245,15 @@ def replay_of(
     try:
         operation, operands = made_by(made, take, _module_of, modules, unsaved=unsaved)
     except UnknownOperandError as reason:
-        return str(reason)
+        return None, str(reason)
     if made.dtype != tensor.dtype or not _fills(made):
-        return "its layout has no rule"
+        return None, "its layout has no rule"
     replay = Replay(operation, made, operands)
     memory = {block(): source for block, source in latest}
     replay.sources = tuple(
         memory.get(each.block) if type(each) is Entry else None for each in operands
     )
-    return replay
+    return replay, ""
 
 
 def _fills(made: Tensor) -> bool:
