@@ -3,16 +3,20 @@
 Step 1 moves everything, so that it fits; step 2 does so again, without what only a first step takes, and tries
 on every block whether it can be recomputed or packed, and how long that takes; step 3 moves every other block,
 which tells what moving costs beside waiting. Where there is no tier below, what can be recomputed is, instead.
-Then a plan is made, in a thread, and
-followed from the next step on. Its first steps are measured, too: where the peak is not what was predicted,
-the plan is made again with the difference added. After three steps that take more than a tenth longer or
-shorter than predicted, a step is measured again.
+Then a plan is made, in a thread, and followed from the next step on. Its first steps are measured, too: where
+the peak is not what was predicted, the plan is made again with the difference added. After three steps that
+take more than a tenth longer or shorter than predicted, a step is measured again.
+
+Steps may have other shapes. A plan is for the largest step so far: of a smaller one that it does not know, the
+oldest blocks go, with as much other memory taken for granted. A larger one moves everything, is measured, and
+planned for. By its first block it is known for one.
 """
 
 from __future__ import annotations
 
 import functools
 import re
+import sys
 import threading
 import time
 import warnings
@@ -27,7 +31,7 @@ from ._plan.meter import ProcessMeter, Sample
 from ._plan.recorder import Recorder, StepRecord, interference, links_of, trace_of, typical
 from ._plan.simulate import Windows, simulate
 from ._plan.solve import Solution, smallest_budget, solve
-from ._plan.trace import Option, Trace
+from ._plan.trace import Links, Option, Trace
 from ._runtime.trace import EventLog
 from ._saved.block import Block
 from ._tiers.device_tiers import DeviceTiers
@@ -46,6 +50,8 @@ _VALIDATED_STEPS = 3
 _MARGIN = 50  # the part of a budget that it may be exceeded by and nothing is said
 _TOLD_AT = 3  # steps that exceeded it: planning again with what was measured did not help
 _OFF = 0.10
+_ALIKE = 0.02  # how much two steps of one shape may differ in what they save
+_MOST_FOLLOWED = 12  # steps that are measured under a plan, where few of them are of its shape
 _CORRECTIONS = 3
 _RELEASE_REST = 20  # times as long as giving memory back took, it is not done again
 _NUMBER = re.compile(r"\d+")
@@ -94,9 +100,21 @@ class Planner:
         self._unlooked_bytes = 0
         self._resident_limit: int | None = None
         self._unplanned_limit = 0  # the same in a step that saves what the plan does not know
-        self._windows = (0, 0)
+        self._windows = self._planned_windows = (0, 0)
         self._followed_steps = 0
         self._matched = 0
+        self._saved_bytes = 0  # in this step, so far
+        self._known_first_bytes = self._known_bytes = (
+            0  # of the step that was planned for: its first block, all
+        )
+        self._most_saved_bytes = sys.maxsize  # beyond it a step is larger than that one
+        self._most_other_bytes = 0  # that a step which was planned for held beside
+        self._is_larger = False  # this step is larger than any that was planned for
+        self._expects_larger = (
+            False  # the last one was, which was not known from its first block on
+        )
+        self._bytes_at_start = 0  # of memory, when the step began that was planned for
+        self._links, self._interference = Links(0.0, 0.0), 0.0
         self._solving: threading.Thread | None = None
         self._solved: tuple[Trace, Solution, int] | None = None
         self._off_steps = self._replans = 0
@@ -158,6 +176,8 @@ class Planner:
         seconds = now - self._began
         record = self._end_record(now) if self._recording else None
         first = self._steps == 0
+        was_larger, self._is_larger = self._is_larger, False
+        saved_bytes, self._saved_bytes = self._saved_bytes, 0
         self._steps += 1
         self._began = now
         self._ordinals.clear()
@@ -173,7 +193,13 @@ class Planner:
         elif self._choices is None:
             self._measure(record)
         elif not first:
-            self._watch(record, seconds)
+            highest_bytes, self._highest_bytes = self._highest_bytes, 0
+            self._count_exceeding(highest_bytes)
+            if was_larger:
+                self._plan_for_larger(record)
+            else:
+                is_alike = abs(saved_bytes - self._known_bytes) <= _ALIKE * self._known_bytes
+                self._watch(record, StepFigures(highest_bytes, seconds), is_alike=is_alike)
         if self._recording:
             self._groups, self._offers = {}, {}
 
@@ -201,15 +227,49 @@ class Planner:
             self._stop()
             self._mode = "all"
             full, part = self._records[1], self._records[2]
-            links = links_of(self._records[1:])
-            each = interference(full, part)
-            trace, other = (
-                trace_of(record, links, each, self._tier or "disk") for record in (full, part)
-            )
+            self._links, self._interference = links_of(self._records[1:]), interference(full, part)
+            trace, other = map(self._trace_of, (full, part))
             # Steps that differ in what else they hold will do so again.
             self._solve(trace, abs(_most_other(trace) - _most_other(other)))
         if self._solved is not None:
             self._adopt()
+
+    def _trace_of(self, record: StepRecord) -> Trace:
+        return trace_of(record, self._links, self._interference, self._tier or "disk")
+
+    def _meet_larger(self, nbytes: int, known_bytes: int) -> None:
+        """A step may be larger than those that were planned for: it saves ``nbytes`` where they did
+        ``known_bytes``. Then all of it moves; from its first block on it is measured, too."""
+        predicted = self._plan.predicted
+        if self._plan.state == "left alone" and predicted is not None and not self._expects_larger:
+            grown = (predicted.peak_bytes - self._bytes_at_start) * nbytes // known_bytes
+            if self._bytes_at_start + grown <= self._target():
+                return
+        self._is_larger = True
+        self._expects_larger = self._saved_bytes > 0  # it is too late to measure this one
+        if not self._expects_larger:
+            self._groups, self._offers = {}, {}
+            self._start()
+        self._set_windows(self._first_windows())
+        self._lower_limit(0)
+
+    def _plan_for_larger(self, record: StepRecord | None) -> None:
+        """A step has ended that was larger than those that were planned for."""
+        self._stop()
+        self._set_limit(self._resident_limit)
+        self._set_windows(self._planned_windows)
+        if record is None or self._expects_larger or self._solving is not None:
+            return
+        if not self._links.down_rate:  # the very first step fitted, and none was measured after it
+            self._links = links_of([record])
+        trace = self._trace_of(record)
+        if self._solved is not None and self._choices_are_old():
+            if _saved_by(self._solved[0]) >= _saved_by(trace):
+                self._adopt()
+                return
+        elif _saved_by(trace) <= self._known_bytes:
+            return
+        self._solve(trace)
 
     def _look_at_first(self) -> None:
         """After the first step the memory is known, if not the time."""
@@ -242,16 +302,18 @@ class Planner:
                 f"{format_bytes(budget_for(smallest))}; everything that can move or be recomputed does"
             )
 
-    def _watch(self, record: StepRecord | None, seconds: float) -> None:
-        """A step under the plan has ended."""
-        highest_bytes, self._highest_bytes = self._highest_bytes, 0
+    def _count_exceeding(self, highest_bytes: int) -> None:
         if highest_bytes > self._budget + self._budget // _MARGIN:
             self._exceeding += 1
             if self._exceeding == _TOLD_AT and not self.notes:
                 self._tell(
                     f"budget={format_bytes(self._budget)} was exceeded in {_TOLD_AT} steps; the last one held "
-                    f"{format_bytes(highest_bytes)}. It is planned for what the first three steps save and hold"
+                    f"{format_bytes(highest_bytes)}. It is planned for what the largest step that was "
+                    "measured saves and holds"
                 )
+
+    def _watch(self, record: StepRecord | None, found: StepFigures, *, is_alike: bool) -> None:
+        """A step under the plan has ended; ``is_alike``: it saved as much as the one that was planned for."""
         if self._solved is not None and self._solving is None and self._choices_are_old():
             self._adopt()
             return
@@ -259,23 +321,25 @@ class Planner:
         predicted = self._plan.predicted
         if record is not None:
             self._followed_steps += 1
-            if self._followed_steps > 1:  # the first one still holds what was moved before
+            if self._followed_steps > 1 and is_alike:  # the first still holds what was moved before
                 self._measured.append(StepFigures(record.peak_bytes, record.seconds))
-            if len(self._measured) >= _VALIDATED_STEPS:
+            is_enough = len(self._measured) >= _VALIDATED_STEPS
+            if is_enough or self._followed_steps >= _MOST_FOLLOWED:
                 self._stop()
-                self._tell_measured()
-                self._correct()
+                if self._measured:
+                    self._tell_measured()
+                    self._correct()
             return
         if predicted is None:
             return
-        if highest_bytes > self._budget and self._solved is not None:
-            self._measured.append(StepFigures(highest_bytes, seconds))
+        if found.peak_bytes > self._budget:
+            self._measured.append(found)
             self._tell_measured()
             self._correct()
             return
-        if self._plan.state == "left alone":
-            return  # nothing is faster
-        off = abs(seconds - predicted.step_seconds) > _OFF * predicted.step_seconds
+        if self._plan.state == "left alone" or not is_alike:
+            return  # nothing is faster; or nothing was predicted
+        off = abs(found.step_seconds - predicted.step_seconds) > _OFF * predicted.step_seconds
         self._off_steps = self._off_steps + 1 if off else 0
         self._wait_steps -= 1
         if self._off_steps >= 3 and self._wait_steps <= 0:
@@ -284,7 +348,9 @@ class Planner:
     def _correct(self) -> None:
         """Where the peak was not what was predicted, plan again with the difference added to all memory."""
         predicted = self._plan.predicted
-        assert predicted is not None and self._solved is not None
+        if self._solved is None:
+            return  # another plan is being made
+        assert predicted is not None
         peak = max(each.peak_bytes for each in self._measured)
         off = peak - predicted.peak_bytes
         # What was over is taken off whole, and never given back; what was spared is given back by half.
@@ -314,14 +380,20 @@ class Planner:
 
     def choose(self, block: Block, tensor: Tensor) -> str:
         """The tier that a block goes to at once; ``""``: it stays, as far as the limit allows."""
+        if not self._saved_bytes:
+            if self._known_bytes and (
+                block.nbytes > self._known_first_bytes or self._expects_larger
+            ):
+                self._meet_larger(block.nbytes, self._known_first_bytes)
+        elif not self._is_larger and self._saved_bytes > self._most_saved_bytes:
+            self._meet_larger(self._saved_bytes, self._known_bytes)
+        self._saved_bytes += block.nbytes
         self._unlooked_bytes -= block.nbytes
         if self._unlooked_bytes < 0:
             self._unlooked_bytes = _GUARD_BYTES
             self._guard()
-        if (
-            self._plan.state == "left alone"
-            and not self._recording
-            and not self._recomputes_unknown
+        if self._plan.state == "left alone" and not (
+            self._recording or self._is_larger or self._recomputes_unknown
         ):
             return "recompute" if self._must_recompute(block) else ""
         made_by = tensor.grad_fn
@@ -356,8 +428,10 @@ class Planner:
     @property
     def asks_prices(self) -> bool:
         """Whether it is measured now what recomputing and packing a block take: in the second step, when it is
-        known that not everything fits."""
-        return self._recording and self._choices is None and len(self._records) == 1
+        known that not everything fits, and in one that is larger than those before."""
+        if not self._recording:
+            return False
+        return self._is_larger or (self._choices is None and len(self._records) == 1)
 
     def was_priced(self, block: Block, began: float, prices: Mapping[str, Option | None]) -> None:
         """Codecs were tried on ``block`` from ``began`` to now, which is no part of the step.
@@ -384,6 +458,8 @@ class Planner:
         if self._recording:
             self._groups[serial] = group
         self._admitted += 1
+        if self._is_larger:
+            return "all"
         if self._choices is None:
             return "all" if self._mode == "all" or self._admitted % 2 else "keep"
         instance = self._instances[group]
@@ -484,15 +560,20 @@ class Planner:
         self._plan = plan_of(self._budget, trace, solution, smallest, self._bias_bytes)
         at_start = trace.moments[0].other_bytes if trace.moments else 0
         self._most_at_start = self._budget - (solution.forecast.peak_bytes - at_start)
+        self._bytes_at_start, self._known_bytes = at_start, _saved_by(trace)
+        self._known_first_bytes = trace.blocks[0].nbytes if trace.blocks else 0
+        self._most_saved_bytes = int(self._known_bytes * (1 + _ALIKE))
+        self._most_other_bytes = max(self._most_other_bytes, _most_other(trace))
         if self._plan.state == "left alone":
             self._let_go()  # what moving needed
         self._follow(self._plan.classes)
-        self._set_windows((solution.windows.inflight_bytes, solution.windows.prefetch_bytes))
+        self._planned_windows = solution.windows.inflight_bytes, solution.windows.prefetch_bytes
+        self._set_windows(self._planned_windows)
         slack = max(0, self._budget - self._bias_bytes - solution.forecast.peak_bytes)
         self._resident_limit = solution.forecast.resident_peak_bytes + slack
         self._set_limit(self._resident_limit)
         windows = sum(self._windows)
-        self._unplanned_limit = max(0, self._target() - _most_other(trace) - windows)
+        self._unplanned_limit = max(0, self._target() - self._most_other_bytes - windows)
         self._measured.clear()
         self._followed_steps = 0
         self._start()
@@ -588,6 +669,10 @@ def _other(sample: Sample) -> int:
     """Bytes that are not the stash's."""
     _, held, ours = sample
     return held - ours
+
+
+def _saved_by(trace: Trace) -> int:
+    return sum(each.nbytes for each in trace.blocks)
 
 
 def _most_other(trace: Trace) -> int:
