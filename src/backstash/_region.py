@@ -566,8 +566,6 @@ class Region:
             return "the module has an iterator or a random number generator of its own"
         if count_dispatch_modes() > 0:
             return "a dispatch mode of the program's is active, which would see what is noted"
-        if self.session.planner is not None:
-            return "the stash has a budget, whose plan chooses for each tensor"
         return ""
 
     def _is_own(self, hook: Any) -> bool:
