@@ -39,6 +39,9 @@ _FUNCTIONS = (
 )
 _NOT_LOOKED_INTO = sys.stdlib_module_names | {"torch", "backstash"}
 _MOST_OBJECTS = 10_000
+_MOST_NESTED = (
+    2  # objects of the program's own: beyond these, a trainer's say, other threads may be at work
+)
 _MOST_COPIED_BYTES = 64 * 2**20
 
 
@@ -60,8 +63,9 @@ def unchanged(module: nn.Module, *, deep: bool) -> Iterator[Changes]:
 
     Args:
         module: whose attributes are looked at.
-        deep: look at and put back also what lies deeper, in the first 10,000 objects; then tell of it. A
-            parameter, and tensors beyond 64 MiB of them, are told of and not put back.
+        deep: look at and put back also what lies deeper, in the first 10,000 objects, of which two of the
+            program's own may lie in each other; then tell of it. A parameter, and tensors beyond 64 MiB of
+            them, are told of and not put back.
 
     Yields:
         What was changed that is not put back by a call without ``deep``; complete at the end.
@@ -141,9 +145,9 @@ def _deeper(
     tensors: list[tuple[str, Tensor]] = []
     # By id, and held, so that no other object is given the id.
     seen: dict[int, Any] = {}
-    waiting = deque(objects)
+    waiting = deque((path, value, 0) for path, value in objects)
     while waiting and len(seen) < _MOST_OBJECTS:
-        path, value = waiting.popleft()
+        path, value, nested = waiting.popleft()
         if id(value) in seen or id(value) in known or isinstance(value, _FUNCTIONS):
             continue
         seen[id(value)] = value
@@ -153,16 +157,17 @@ def _deeper(
         elif isinstance(value, (*_CONTAINERS, tuple)):
             if not isinstance(value, tuple):
                 holders.append((path, value))
-            waiting.extend((path, each) for each in _items(value))
+            waiting.extend((path, each, nested) for each in _items(value))
         elif _is_array(value):
             holders.append((path, value))
         elif is_used_up(value):
             changes.found(path)
         else:
             attributes = _attributes_of(value)
-            if attributes is not None and id(attributes) not in known:
+            nested += not isinstance(value, nn.Module)
+            if attributes is not None and id(attributes) not in known and nested <= _MOST_NESTED:
                 holders.append((path, attributes))
-                waiting.extend((path, each) for each in list(attributes.values()))
+                waiting.extend((path, each, nested) for each in list(attributes.values()))
     return holders, tensors
 
 
