@@ -13,7 +13,8 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from backstash import Stash
 from backstash._device import fingerprint as _fingerprint
-from backstash._device.fingerprint import fingerprint
+from backstash._device.fingerprint import fingerprint, same_bytes
+from backstash._saved import block as _block
 from backstash.errors import InplaceError, StashError
 from backstash.testing import Gated, MemoryStore, TwinDevice, stash_on
 from oracle import gradients
@@ -417,3 +418,31 @@ def test_a_recording_tells_of_a_save_that_is_expected_again_once(tmp_path):
     saves = [each for each in recording.events if each.kind == "save"]
     assert len(saves) == 2, recording.events
     gradients(loss, x)
+
+
+@pytest.mark.parametrize("nbytes", [1, 7, 8, 12, 36, 4096])
+def test_two_storages_are_compared_whole(nbytes):
+    raw = torch.arange(nbytes, dtype=torch.int64).to(torch.uint8)
+    assert same_bytes(raw.untyped_storage(), raw.clone().untyped_storage())
+    for at in {0, nbytes // 2, nbytes - 1}:
+        other = raw.clone()
+        other[at] ^= 128
+        assert not same_bytes(raw.untyped_storage(), other.untyped_storage())
+
+
+def test_a_part_that_is_saved_again_is_compared_with_the_copy_in_place(monkeypatch):
+    """With its bytes, not by a fingerprint; a copy that was written unseen is not given back."""
+    whole = torch.randn(8, 4096)
+    monkeypatch.setattr(_block, "fingerprint", lambda *_: pytest.fail("it is in place"))
+    w = torch.ones(4096, requires_grad=True)
+    stash = Stash(min_bytes=0, disk=MemoryStore(), keep=None)
+    with stash:
+        one, two = w * whole[1], w * whole[1]
+    assert stash.stats().deduplicated_bytes == whole[1].nbytes
+    (got,) = torch.autograd.grad((one + two).sum(), w)
+    assert torch.equal(got, whole[1] * 2)
+    with stash:
+        one = w * whole[2]
+        whole[2].data.zero_()
+        two = w * whole[2]
+    assert torch.equal(torch.autograd.grad(two.sum(), w)[0], torch.zeros(4096))

@@ -331,9 +331,12 @@ class Admission:
         check: bool | Check = False
         # A backward that was given the copy may have changed it.
         if block is not None and not block.storage_version.changed:
-            if block.fingerprint is None and block.placement.is_kept:
-                block.take_fingerprint(tiers.device)
-            check = block.has(copy.untyped_storage(), tiers.device)
+            if block.placement.is_kept and tiers.device is None:
+                check = block.has_in_place(copy.untyped_storage())
+            else:
+                if block.fingerprint is None and block.placement.is_kept:
+                    block.take_fingerprint(tiers.device)
+                check = block.has(copy.untyped_storage(), tiers.device)
         if block is not None and check:
             self.deduplicated_bytes += region.nbytes
             self._session.save_counts.again(block)

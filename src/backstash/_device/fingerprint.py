@@ -22,7 +22,7 @@ from torch import Tensor
 
 from .._torch.dispatch import without_function_modes
 
-__all__ = ["fingerprint"]
+__all__ = ["fingerprint", "same_bytes"]
 
 _SIDE = 180
 _WORDS = _SIDE * _SIDE  # of a square: in a core's own cache, and too few for torch to divide
@@ -64,6 +64,22 @@ def _fingerprint(storage: torch.UntypedStorage, first: int, nbytes: int) -> Tens
         words = torch.cat([*(each.view(-1).view(torch.int32) for each in sums), words[whole:]])
     told = torch.cat([words, rest.to(torch.int32)])
     return (told.to(torch.int64) * lanes[:, : len(told)]).sum(1) + nbytes
+
+
+def same_bytes(one: torch.UntypedStorage, other: torch.UntypedStorage) -> bool:
+    """Whether two storages of the CPU of one size have the same bytes; a twentieth of a fingerprint's time."""
+    nbytes = one.nbytes()
+    dtype = next(
+        each for each in (torch.int64, torch.int32, torch.uint8) if not nbytes % each.itemsize
+    )
+    with without_function_modes(), torch.no_grad():
+        first, second = (
+            torch.empty(0, dtype=dtype, device="cpu").set_(
+                each, 0, (nbytes // dtype.itemsize,), (1,)
+            )
+            for each in (one, other)
+        )
+        return torch.equal(first, second)
 
 
 @functools.cache

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from .._device.base import Check, Device
-from .._device.fingerprint import fingerprint
+from .._device.fingerprint import fingerprint, same_bytes
 from .._runtime.reclaim import Cleanup, Ledger, ReclaimQueue
 from .._torch.dispatch import count_dispatch_modes
 from .._torch.storages import free_weak_ref, storage_identity, storage_of, weak_ref
@@ -250,6 +250,13 @@ class Block:
         self.fingerprint = (
             fingerprint(storage) if device is None else device.mark(storage, self.stream)
         )
+
+    def has_in_place(self, storage: torch.UntypedStorage) -> bool:
+        """Whether another storage of the CPU has the bytes of this block, which is in place."""
+        alias = self.placement.alias
+        if alias is None or count_dispatch_modes() > 0:
+            return False
+        return same_bytes(alias.untyped_storage(), storage)
 
     def has(self, storage: torch.UntypedStorage, device: Device | None) -> bool | Check:
         """Whether what ``storage`` has now is what the block's entries are given, as far as it has left.
