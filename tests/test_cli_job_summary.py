@@ -1,6 +1,7 @@
 """What is said of the ranks of a job, from what each has left."""
 
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -194,4 +195,33 @@ def test_of_no_job_there_is_no_directory() -> None:
         "job": {"rank": 0, "local_rank": 0, "processes": 1, "local_processes": 1},
         "ranks": None,
         "alone": None,
+    }
+
+
+def test_a_rank_that_leaves_while_a_step_is_noted_has_the_last_word(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("backstash.launcher._directory._root", lambda: str(tmp_path))
+    ranks, other = (Ranks(join(Job(rank, rank, 2, 2))) for rank in range(2))
+    begun, go_on = threading.Event(), threading.Event()
+
+    def figures() -> dict[str, Any]:
+        begun.set()
+        go_on.wait(20)
+        return {}
+
+    note = threading.Thread(target=ranks.note, args=[figures])
+    leave = threading.Thread(target=ranks.leave, args=[{"outcome": "SIGTERM"}])
+    note.start()
+    assert begun.wait(20)
+    leave.start()
+    leave.join(0.2)  # where it does not wait, it has ended by now
+    go_on.set()
+    note.join(20)
+    leave.join(20)
+    monkeypatch.setattr("time.monotonic", lambda: 1e9)
+    ranks.note(lambda: pytest.fail("it has left"))
+    assert other.leave({"outcome": "finished"}) == {
+        0: {"outcome": "SIGTERM"},
+        1: {"outcome": "finished"},
     }

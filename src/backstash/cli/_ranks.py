@@ -7,6 +7,7 @@ and when it ends. The last to end finds all files, also those of processes that 
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -56,6 +57,9 @@ class Ranks:
         self._directory = None if path is None else JobDirectory(Path(path), self.job.rank)
         self._pid = os.getpid()
         self._noted = -_EVERY_SECONDS
+        # SIGTERM is answered on a thread of its own, while a step is being noted.
+        self._writing = threading.Lock()
+        self._has_left = False
 
     def note(self, figures: Callable[[], dict[str, Any]]) -> None:
         """Write ``figures()`` if none were written for a second. What cannot be written is left out."""
@@ -65,15 +69,21 @@ class Ranks:
         if os.getpid() != self._pid:  # the script has forked, and the new process takes steps, too
             return
         self._noted = now
-        with suppress(OSError):
-            self._directory.write({"figures": figures(), "outcome": DIED})
+        with self._writing, suppress(OSError):
+            if not self._has_left:
+                self._directory.write({"figures": figures(), "outcome": DIED})
 
     def leave(self, record: Record) -> dict[int, Record] | None:
         """Write the last record, and return all of them by rank; ``None`` if other ranks run on."""
         alone = {self.job.rank: record}
         if self._directory is None:
             return alone
+        is_mine = self._writing.acquire(timeout=_EVERY_SECONDS)
         try:
+            self._has_left = True
             return self._directory.leave(record)
         except OSError:  # full, or removed by somebody
             return alone
+        finally:
+            if is_mine:
+                self._writing.release()
