@@ -525,7 +525,10 @@ class Region:
             return
         leaves = tree_flatten((args, kwargs))[0]
         if not all(isinstance(each, _UNCHANGING) for each in leaves):
-            self._count("it is given an object that its forward may change, such as a cache", 0)
+            self._count(
+                "it is given an object that its forward may change, such as a cache (in transformers: use_cache=False)",
+                0,
+            )
             return
         tensors = [each for each in leaves if isinstance(each, Tensor)]
         if any(each.layout is not torch.strided for each in tensors):
