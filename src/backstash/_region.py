@@ -55,6 +55,10 @@ from .errors import StashError
 __all__ = ["Held", "Region"]
 
 _REFUSED = "not recomputed: "
+_CHANGEABLE = (
+    "it is given an object that its forward may change, such as a cache (transformers makes none with "
+    "use_cache=False)"
+)
 _UNCHANGING = (Tensor, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 
 
@@ -525,10 +529,7 @@ class Region:
             return
         leaves = tree_flatten((args, kwargs))[0]
         if not all(isinstance(each, _UNCHANGING) for each in leaves):
-            self._count(
-                "it is given an object that its forward may change, such as a cache (in transformers: use_cache=False)",
-                0,
-            )
+            self._count(_CHANGEABLE, 0)
             return
         tensors = [each for each in leaves if isinstance(each, Tensor)]
         if any(each.layout is not torch.strided for each in tensors):
