@@ -127,6 +127,7 @@ USED = {
         "_parameters",
     },
     "module_state.py": {"torch.autograd._unsafe_preserve_version_counter"},
+    "rerun.py": {"torch.nn.utils.stateless._functional_call"},
     "modules.py": {
         "_buffers",
         "_is_param",

@@ -1,5 +1,6 @@
 """Stash.recompute: a module's forward runs again in backward. Plain PyTorch is the oracle."""
 
+import argparse
 import copy
 import gc
 import itertools
@@ -728,11 +729,23 @@ class Meter:
         self.calls, self.norms = 0, [nn.BatchNorm1d(16)]
 
 
+class Slotted:
+    __slots__ = ("calls",)
+
+    def __init__(self):
+        self.calls = 0
+
+
+class Named(list):
+    calls = 0
+
+
 def count(meter, y):
     meter.calls += 1
 
 
 IN_CONTAINERS = {
+    "an attribute of a list": (Named, count, lambda held: held.calls),
     "a list": (
         list,
         lambda held, y: held.append(y.mean()),
@@ -749,6 +762,18 @@ DEEPER = {
         lambda held: len(held[0]),
     ),
     "an object": (Meter, count, lambda held: held.calls),
+    "an object with slots": (Slotted, count, lambda held: held.calls),
+    "a namespace": (lambda: argparse.Namespace(calls=0), count, lambda held: held.calls),
+    "a parameter, unseen": (
+        lambda: nn.Parameter(torch.zeros(1), requires_grad=False),
+        lambda held, y: held.data.add_(1),
+        float,
+    ),
+    "the weights, unseen": (
+        lambda: nn.Parameter(torch.ones(1)),
+        lambda held, y: held.data.add_(1),
+        lambda held: held.item(),
+    ),
     "a tensor": (lambda: torch.zeros(1), lambda held, y: held.add_(1), float),
     "a tensor in a tuple": (
         lambda: (torch.zeros(()),),
@@ -797,7 +822,7 @@ def test_what_a_container_of_the_module_holds_is_that_of_the_first_run(case):
 def test_a_module_that_changes_what_lies_deeper_is_not_run_again(case):
     stats = kept_twice(*DEEPER[case])
     assert stats.recomputed_bytes == 0
-    words = ("in Keeping.held", "an iterator", "in the hooks of a parameter")
+    words = ("in Keeping.", "an iterator", "in the hooks of a parameter")
     assert any(each in reason for reason in stats.left for each in words)
 
 
@@ -834,6 +859,51 @@ def test_what_cannot_be_given_twice_is_told():
     assert torch.equal(got, (2 * module.weight).exp())
     left = " ".join(stash.stats().left)
     assert "a sparse tensor" in left and "functional_call" in left
+
+
+class Buffered(nn.Module):
+    """It changes the buffer ``held``."""
+
+    def __init__(self, held, change):
+        super().__init__()
+        self.layer, self.norm, self.change = nn.Linear(16, 16), nn.BatchNorm1d(16), change
+        self.register_buffer("held", held)
+
+    def forward(self, x):
+        self.change(self.held)
+        return self.layer(self.norm(x)).tanh()
+
+
+def grow(held):
+    held.data = torch.cat([held, held[:1] + 1])
+
+
+@pytest.mark.parametrize(
+    ("held", "change"),
+    [(torch.zeros(4), torch.Tensor.neg_), (torch.zeros(1), grow), (torch.eye(4).to_sparse(), id)],
+)
+def test_buffers_of_all_kinds_are_those_of_the_first_run(held, change):
+    x = torch.randn(4, 16)
+    plain = Buffered(held.clone(), change)
+    module = copy.deepcopy(plain)
+    with stash_of().recompute(module):
+        for _ in range(3):
+            for each in (plain, module):
+                each(x).sum().backward()
+    bits = [each.held.to_dense().view(torch.int32) for each in (module, plain)]
+    assert torch.equal(*bits)
+    assert are_same(list(module.norm.buffers()), list(plain.norm.buffers()))
+    assert are_same(*([each.grad for each in part.parameters()] for part in (module, plain)))
+
+
+def test_weights_of_another_module_for_a_call():
+    one, other = (nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 16)) for _ in range(2))
+    x = torch.randn(4, 16)
+    weights = dict(other.named_parameters())
+    want = torch.autograd.grad(other(x).sum(), list(weights.values()))
+    with stash_of().recompute(one):
+        got = torch.autograd.grad(functional_call(one, weights, (x,)).sum(), list(weights.values()))
+    assert are_same(got, want)
 
 
 def test_a_module_that_two_stashes_recompute():

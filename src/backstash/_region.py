@@ -46,11 +46,17 @@ from ._torch.dynamo import untraced
 from ._torch.engine import sequence_number
 from ._torch.module_state import is_used_up, unchanged
 from ._torch.modules import call_frame, module_path, running_modules
-from ._torch.rerun import Conditions, NoCollectives, foreign_hook, signature_of
+from ._torch.rerun import (
+    Conditions,
+    NoCollectives,
+    are_weights_replaced,
+    foreign_hook,
+    signature_of,
+)
 from ._torch.storages import storage_identity
 from ._torch.trees import tree_flatten, tree_unflatten
 from ._torch.versions import version_of
-from .errors import StashError
+from .errors import InplaceError, StashError
 
 __all__ = ["Held", "Region"]
 
@@ -297,6 +303,8 @@ class Run:
 
         try:
             refused = self._again(held, compare, self._thread_state, given)
+        except InplaceError:
+            raise  # something is not what plain PyTorch's is
         except Exception as error:  # the module's own
             return f"{self.name}'s forward cannot be run twice: {type(error).__name__}: {error}"
         if refused or any(check.differs() for check in checks):
@@ -422,6 +430,11 @@ class Run:
                 fingerprints.finish(ended=True)
             except _StopError:
                 pass
+        if changes.lost:
+            raise InplaceError(
+                f"{self.name}'s forward changes what is in {changes.lost}, and a second run of it has changed "
+                "it once more, which cannot be put back. Do not recompute() this module"
+            )
         if changes.text:
             return f"{self.name}'s forward changes what is in {changes.text}"
         if not refused and by_number:
@@ -536,7 +549,7 @@ class Region:
             self._count("it is given a sparse tensor", 0)
             return
         weights = [*module.parameters()]
-        if not all(isinstance(each, nn.Parameter) for each in weights):
+        if not all(isinstance(each, nn.Parameter) for each in weights) or are_weights_replaced():
             self._count("its weights are replaced for this call, as functional_call does", 0)
             return
         devices = {each.device for each in (*tensors, *weights[:1])}

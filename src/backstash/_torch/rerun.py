@@ -3,6 +3,10 @@
 Random number generators, autocast, and the settings by which PyTorch chooses an algorithm are noted when the
 forward begins, and put there for a second run, as ``torch.utils.checkpoint`` does for some of them. What a
 forward changes in its module is in ``module_state``.
+
+All names are public but ``torch.nn.utils.stateless._functional_call``, in torch 2.11 to 2.15; where it is
+missing, backward of a module whose weights were replaced by other parameters says that they are not those of
+forward.
 """
 
 from __future__ import annotations
@@ -19,9 +23,18 @@ from torch import Tensor, nn
 
 from .dispatch import TorchDispatchMode
 from .hook_dicts import hooks_of, hooks_of_all_modules
+from .lookup import optional
 from .tensors import is_wrapper_subclass
 
-__all__ = ["Conditions", "NoCollectives", "foreign_hook", "signature_of"]
+__all__ = [
+    "Conditions",
+    "NoCollectives",
+    "are_weights_replaced",
+    "foreign_hook",
+    "signature_of",
+]
+
+_functional_call: Any = optional("torch.nn.utils.stateless._functional_call", None)
 
 
 def _deterministic() -> tuple[bool, bool]:
@@ -133,6 +146,14 @@ class Conditions:
 def signature_of(module: nn.Module) -> tuple[bool, ...]:
     """Which parts of ``module`` are in training mode."""
     return tuple(part.training for part in module.modules())
+
+
+def are_weights_replaced() -> bool:
+    """Whether this thread is inside ``torch.func.functional_call``: a second run would have other weights."""
+    frame = sys._getframe() if _functional_call is not None else None
+    while frame is not None and frame.f_code is not _functional_call.__code__:
+        frame = frame.f_back
+    return frame is not None
 
 
 def foreign_hook(module: nn.Module, is_own: Callable[[Any], bool]) -> str:
