@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import backstash._planner
-from backstash import Stash
+from backstash import Action, Stash
 from backstash._plan.meter import ProcessMeter
 from backstash.errors import SizeError, StashWarning, UsageError
 from backstash.plan import Plan, usable_bytes
@@ -269,6 +269,28 @@ def test_a_larger_step_is_measured_and_planned_for(memory, tmp_path, share):
         plan = stash.plan
     known = sum(each.nbytes for each in plan.classes)
     assert (known == 16 * 768 * 512 * 4) == (share == 0.6)
+    stash.close()
+
+
+def test_what_a_policy_moves_makes_no_step_larger(memory, tmp_path):
+    """The first block of each step is a policy's, and smaller than the first that the plan has."""
+    small = torch.ones(64, requires_grad=True)
+    stash = memory(
+        budget=OTHER + SAVED // 2 + 3 * MIB,
+        disk=tmp_path,
+        inflight="2MiB",
+        prefetch="2MiB",
+        policy=lambda saved: Action("disk") if saved.nbytes < MIB else None,
+    )
+    net = model()
+    for _ in range(8):
+        with stash:
+            first = (small * 2).erf()
+        step(net, stash)
+        first.sum().backward()
+        assert not stash._planner._is_larger
+        _ = stash.plan
+    assert stash.plan.state == "planned"
     stash.close()
 
 

@@ -826,6 +826,32 @@ def test_a_module_that_changes_what_lies_deeper_is_not_run_again(case):
     assert any(each in reason for reason in stats.left for each in words)
 
 
+class Using(nn.Module):
+    """What it changes is saved, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.calls = nn.Linear(16, 16), torch.ones(16)
+        self.mean = nn.Parameter(torch.ones(16), requires_grad=False)
+
+    def forward(self, x):
+        self.calls.add_(1)
+        self.mean.data.add_(1)
+        return (self.layer(x) * self.calls * self.mean).tanh()
+
+
+def test_what_is_put_back_has_the_version_that_a_graph_has_saved():
+    plain, x = Using(), torch.randn(4, 16)
+    module = copy.deepcopy(plain)
+    with stash_of().recompute(module):
+        for _ in range(3):
+            for each in (plain, module):
+                each(x).sum().backward()
+            assert torch.equal(module.calls, plain.calls)
+            assert torch.equal(module.mean, plain.mean)
+    assert torch.equal(module.layer.weight.grad, plain.layer.weight.grad)
+
+
 def test_a_tensor_that_only_a_later_second_run_changes_raises():
     def change(held, y):
         held[1] += 1

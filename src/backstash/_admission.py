@@ -401,8 +401,10 @@ class Admission:
             self.moved_again_bytes += block.nbytes
         self.eligible_bytes += block.nbytes
         planner = session.planner
-        if planner is not None and tiers.device is None and choice == _DEFAULT:
-            choice = self._planned(block, tensor, thread_state, modules, tiers)
+        if planner is not None and tiers.device is None:
+            planner.count(block)
+            if choice == _DEFAULT:
+                choice = self._planned(block, tensor, thread_state, modules, tiers)
         tier, codec, replay = choice
         block.to_disk, block.at_once = tier == "disk", bool(tier)
         if replay is not None:

@@ -378,8 +378,9 @@ class Planner:
 
     # Per block.
 
-    def choose(self, block: Block, tensor: Tensor) -> str:
-        """The tier that a block goes to at once; ``""``: it stays, as far as the limit allows."""
+    def count(self, block: Block) -> None:
+        """A block is being admitted, by the plan or by a policy: see whether the step is larger than any that
+        was planned for."""
         if not self._saved_bytes:
             if self._known_bytes and (
                 block.nbytes > self._known_first_bytes or self._expects_larger
@@ -388,6 +389,9 @@ class Planner:
         elif not self._is_larger and self._saved_bytes > self._most_saved_bytes:
             self._meet_larger(self._saved_bytes, self._known_bytes)
         self._saved_bytes += block.nbytes
+
+    def choose(self, block: Block, tensor: Tensor) -> str:
+        """The tier that a block goes to at once; ``""``: it stays, as far as the limit allows."""
         self._unlooked_bytes -= block.nbytes
         if self._unlooked_bytes < 0:
             self._unlooked_bytes = _GUARD_BYTES

@@ -5,8 +5,8 @@ run. What lies deeper (the items of a list in a list, the attributes of an objec
 no buffer) is noted only where a caller wants to know whether a run changes it.
 
 All names are public but ``torch.autograd._unsafe_preserve_version_counter``, in torch 2.11 to 2.15; where
-that one is missing, a buffer that a second run changes has a higher version afterwards, and a graph that had
-saved it says so in backward.
+that one is missing, a buffer or another tensor that a second run changes has a higher version afterwards, and
+a graph that had saved it says so in backward.
 """
 
 from __future__ import annotations
@@ -91,16 +91,21 @@ def unchanged(module: nn.Module, *, deep: bool) -> Iterator[Changes]:
         deeper, tensors = _deeper(objects, known, changes)
     tensors += [(path, each) for path, each in objects if _is_plain(each) and id(each) not in known]
     left_bytes = _MOST_COPIED_BYTES if deep else 0
+    copies: dict[int, Tensor] = {}
+    for _, tensor in tensors:
+        is_frozen = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
+        if deep and (is_frozen or tensor.nbytes <= left_bytes) and _has_bytes(tensor):
+            left_bytes -= 0 if is_frozen else tensor.nbytes
+            copies[id(tensor)] = tensor.detach().clone()
+    # What is put back has the version that it had, too: a graph may have saved it.
+    put_back = (*buffers.values(), *(each for _, each in tensors if id(each) in copies))
     with ExitStack() as stack:  # each is put back whatever becomes of the others
-        if _preserve_versions is not None and buffers:
-            stack.enter_context(_preserve_versions(tuple(buffers.values())))
+        if _preserve_versions is not None and put_back:
+            stack.enter_context(_preserve_versions(put_back))
         for each in buffers.values():
             stack.callback(_fill_again, each, each.detach().clone())
         for path, tensor in tensors:
-            is_frozen = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
-            is_copied = deep and (is_frozen or tensor.nbytes <= left_bytes) and _has_bytes(tensor)
-            left_bytes -= tensor.nbytes if is_copied and not is_frozen else 0
-            copy = tensor.detach().clone() if is_copied else None
+            copy = copies.get(id(tensor))
             stack.callback(_look_at, tensor, version_of(tensor), copy, changes, path)
         for parameter in module.parameters() if deep else ():
             hooks = {id(each): dict(each) for each in dicts_on(parameter)}
