@@ -449,7 +449,7 @@ def test_both_parts_of_a_sample_are_of_one_moment(monkeypatch):
     meter = ProcessMeter(lambda: next(told))
     assert meter.mark()[1:] == (120, 20)
     told, held = iter(range(100)), iter(range(1000, 2000))
-    assert len(meter.take()) == 1
+    assert len(meter.take().samples) == 1
     meter.mark()
     assert next(told) < 10, "it ends where the stash's part changes all the time"
 

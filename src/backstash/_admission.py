@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import time
 import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -141,7 +140,7 @@ class Admission:
             return self._stay(tensor, tiers)
         reason = reason_to_stay(tensor) or self._stays
         cannot_move = ""
-        plans = session.planner is not None and tiers.device is None
+        plans = tiers.number in session.planners
         if not reason and (tiers.tier is None or tiers.device is not None) and not plans:
             cannot_move = _no_tier(tiers)
             if cannot_move is _CAPTURED or (self._policy is None and self._codec is None):
@@ -400,8 +399,8 @@ class Admission:
             session.save_counts.instead(block, gone)
             self.moved_again_bytes += block.nbytes
         self.eligible_bytes += block.nbytes
-        planner = session.planner
-        if planner is not None and tiers.device is None:
+        planner = session.planners.get(tiers.number)
+        if planner is not None:
             planner.count(block)
             if choice == _DEFAULT:
                 choice = self._planned(block, tensor, thread_state, modules, tiers)
@@ -432,8 +431,7 @@ class Admission:
         tiers: DeviceTiers,
     ) -> _Choice:
         """What the plan chooses; a planner that asks is told what each choice costs."""
-        planner, packer = self._session.planner, tiers.packer
-        assert planner is not None
+        planner, packer = self._session.planners[tiers.number], tiers.packer
         tier = planner.choose(block, tensor)
         if tier not in ("recompute", "pack") and not planner.asks_prices:
             return _Choice(tier)
@@ -441,12 +439,12 @@ class Admission:
         mark, latest = self._session.reclaim_queue.mark, thread_state.latest
         replay, _ = replay_of(tensor, mark, latest, modules, unsaved=False)
         if planner.asks_prices:
-            began = time.perf_counter()
+            paused = planner.pause()
             block.dtype = tensor.dtype
             prices = {"pack": packer.price(block, EXACT)}
             if replay is not None:
                 prices["recompute"] = packer.price_of_replay(block, replay)
-            planner.was_priced(block, began, prices)
+            planner.was_priced(block, paused, prices)
         if tier == "pack":
             return _Choice(codec=EXACT)
         if tier == "recompute":

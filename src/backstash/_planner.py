@@ -27,8 +27,9 @@ from typing import Any
 
 from torch import Tensor
 
-from ._plan.meter import ProcessMeter, Sample
-from ._plan.recorder import Recorder, StepRecord, interference, links_of, trace_of, typical
+from ._device.base import Device
+from ._plan.meter import Meter, ProcessMeter, Sample
+from ._plan.recorder import StepRecord, interference, links_of, trace_of, typical
 from ._plan.simulate import Windows, simulate
 from ._plan.solve import Solution, smallest_budget, solve
 from ._plan.trace import Links, Option, Trace
@@ -40,7 +41,7 @@ from .memory import spare_bytes
 from .plan import Plan, PlannedClass, StepFigures, budget_for, plan_of, usable_bytes
 from .units import format_bytes
 
-__all__ = ["Planner", "auto_budget"]
+__all__ = ["Planner", "auto_budget", "held_and_spare"]
 
 _ORDINALS = 64  # saves of one module that are told apart
 _GUARD_BYTES = 1 << 20  # saved between two looks at the process's memory
@@ -62,32 +63,39 @@ class Planner:
 
     Args:
         event_log: of the stash.
+        meter: makes what measures the device, from a callable of the bytes that the stash holds there.
         budget: the most bytes of memory at any moment of a step; ``None`` with a loaded plan.
         loaded: a plan to follow as it is.
         tier: the name of the action that moves a block down.
         windows: ``inflight`` and ``prefetch`` where the caller gave them, else ``None``.
         let_go: gives back memory that is free and still the process's.
+        device: an accelerator; ``None`` for the CPU.
     """
 
     def __init__(
         self,
         event_log: EventLog,
+        meter: Callable[[Callable[[], int]], Meter] = ProcessMeter,
         *,
         budget: int | None,
         loaded: Plan | None = None,
         tier: str | None = "disk",
         windows: tuple[int | None, int | None] = (None, None),
         let_go: Callable[[], None] = lambda: None,
+        device: Device | None = None,
     ) -> None:
         self._event_log = event_log
         self._let_go = let_go
         self._tier = tier
         self._given_windows = windows
-        self._meter = ProcessMeter(functools.partial(_held_by, event_log))
-        self._recorder = Recorder()
+        self._holding: list[DeviceTiers] = []  # the device's, from the first step on
+        self._meter = meter(functools.partial(_held_by, self._holding))
+        self._device = device
+        self._device_name = device.name if device is not None else "cpu"
+        # An accelerator's allocator takes its time to answer.
+        self._guard_bytes = max(_GUARD_BYTES, (budget or 0) >> 9 if device is not None else 0)
         self._recording = False
         self._records: list[StepRecord] = []
-        self._began = 0.0
         self._steps = 0
         self._groups: dict[int, str] = {}
         self._offers: dict[int, dict[str, Option]] = {}
@@ -136,7 +144,7 @@ class Planner:
         else:
             assert budget is not None
             self._budget = budget
-            self._plan = Plan(budget, "measuring")
+            self._plan = Plan(budget, "measuring", device=self._device_name)
         self._most_at_start = self._budget
 
     @property
@@ -166,20 +174,21 @@ class Planner:
     # At each step.
 
     def begin_step(self, tiers: DeviceTiers) -> None:
-        """The first block of a step is being admitted; the step before has ended. ``tiers`` are the CPU's."""
+        """The first block of a step is being admitted to ``tiers``; the step before has ended."""
         self._tiers = tiers
+        self._holding[:] = [tiers]
+        tiers.evictor.resident.is_planned = True
         self._line = usable_bytes(self._budget)
         tiers.prefetcher.has_room = tiers.packer.has_room = self._has_room
         if self._recording or self._held() > self._most_at_start:
             self._let_go()
-        now = self._meter.mark()[0]
-        seconds = now - self._began
-        record = self._end_record(now) if self._recording else None
+        seconds = self._meter.begin_step()
+        self._highest_bytes = max(self._highest_bytes, self._meter.known_peak_bytes)
+        record = self._end_record() if self._recording else None
         first = self._steps == 0
         was_larger, self._is_larger = self._is_larger, False
         saved_bytes, self._saved_bytes = self._saved_bytes, 0
         self._steps += 1
-        self._began = now
         self._ordinals.clear()
         self._instances.clear()
         self._groups, self._offers = {}, {}
@@ -214,13 +223,14 @@ class Planner:
             self._look_at_first()
         elif made == 2:
             self._mode = "half"
-            second = trace_of(self._records[1], links_of(self._records), 0.0, self._tier or "disk")
+            second = self._traced(self._records[1], links_of(self._records))
             if self._tier is None:
                 self._look_whether_it_fits(second)
             limit = max(0, self._target() - _most_other(second) - sum(self._windows))
+            device = self._device
             if self._budget < self._records[0].samples[0][1]:
                 # No step could be within it, as `backstash plan` wants it: what moving costs is to be learnt.
-                limit = spare_bytes() // 2
+                limit = (spare_bytes() if device is None else device.free_bytes()) // 2
                 self._line = self._records[1].peak_bytes + limit
             self._set_limit(limit)
         elif self._solving is None and self._solved is None:
@@ -235,7 +245,12 @@ class Planner:
             self._adopt()
 
     def _trace_of(self, record: StepRecord) -> Trace:
-        return trace_of(record, self._links, self._interference, self._tier or "disk")
+        return self._traced(record, self._links, self._interference)
+
+    def _traced(self, record: StepRecord, links: Links, seconds_per_byte: float = 0.0) -> Trace:
+        tier = self._tier or "disk"
+        runs_ahead = self._device is not None
+        return trace_of(record, links, seconds_per_byte, tier, runs_ahead=runs_ahead)
 
     def _meet_larger(self, nbytes: int, known_bytes: int) -> None:
         """A step may be larger than those that were planned for: it saves ``nbytes`` where they did
@@ -274,7 +289,7 @@ class Planner:
     def _look_at_first(self) -> None:
         """After the first step the memory is known, if not the time."""
         first = self._records[0]
-        first_trace = trace_of(first, links_of(self._records), 0.0, self._tier or "disk")
+        first_trace = self._traced(first, links_of(self._records))
         # The optimizer's state is there from the second step on only.
         grown = max(0, _other(self._meter.mark()) - _other(first.samples[0]))
         trace = first_trace.raised(grown)
@@ -389,12 +404,14 @@ class Planner:
         elif not self._is_larger and self._saved_bytes > self._most_saved_bytes:
             self._meet_larger(self._saved_bytes, self._known_bytes)
         self._saved_bytes += block.nbytes
+        if self._recording:
+            self._groups[block.cleanup.serial] = ""
 
     def choose(self, block: Block, tensor: Tensor) -> str:
         """The tier that a block goes to at once; ``""``: it stays, as far as the limit allows."""
         self._unlooked_bytes -= block.nbytes
         if self._unlooked_bytes < 0:
-            self._unlooked_bytes = _GUARD_BYTES
+            self._unlooked_bytes = self._guard_bytes
             self._guard()
         if self._plan.state == "left alone" and not (
             self._recording or self._is_larger or self._recomputes_unknown
@@ -437,12 +454,16 @@ class Planner:
             return False
         return self._is_larger or (self._choices is None and len(self._records) == 1)
 
-    def was_priced(self, block: Block, began: float, prices: Mapping[str, Option | None]) -> None:
-        """Codecs were tried on ``block`` from ``began`` to now, which is no part of the step.
+    def pause(self) -> Any:
+        """What is done until :meth:`was_priced` is given what this returns is no part of the step."""
+        return self._meter.pause()
+
+    def was_priced(self, block: Block, paused: Any, prices: Mapping[str, Option | None]) -> None:
+        """Codecs and replays were tried on ``block`` since :meth:`pause`.
 
         ``prices``: what each takes; ``None`` where the block cannot be held so.
         """
-        self._recorder.hear(("stall", began, time.perf_counter() - began, 0, -1))
+        self._meter.resume(paused)
         self._offers[block.cleanup.serial] = {
             name: option for name, option in prices.items() if option is not None
         }
@@ -561,7 +582,8 @@ class Planner:
     def _adopt(self) -> None:
         assert self._solved is not None
         trace, solution, smallest = self._adopted = self._solved
-        self._plan = plan_of(self._budget, trace, solution, smallest, self._bias_bytes)
+        plan = plan_of(self._budget, trace, solution, smallest, self._bias_bytes)
+        self._plan = _with(plan, device=self._device_name)
         at_start = trace.moments[0].other_bytes if trace.moments else 0
         self._most_at_start = self._budget - (solution.forecast.peak_bytes - at_start)
         self._bytes_at_start, self._known_bytes = at_start, _saved_by(trace)
@@ -616,9 +638,7 @@ class Planner:
     # Measuring.
 
     def _start(self) -> None:
-        self._recorder.take()
-        self._meter.take()
-        self._meter.mark()
+        self._meter.forget()
         if not self._recording:
             self._recording = True
             self._event_log.start(self._hear)
@@ -630,15 +650,17 @@ class Planner:
         Where nothing moves, all that backward frees was in memory, and the allocator keeps it: it is given back
         every so often, or it would be taken for memory that is not the stash's.
         """
-        self._recorder.hear(told)
+        if told[0] in ("save", "use", "free") and told[4] not in self._groups:
+            return  # of another device, or of a step before
+        self._meter.hear(told)
         if self._tier is not None or self._choices is not None:
             return
         if told[0] == "free":
             self._freed_bytes += told[3]
         elif told[0] == "use" and self._freed_bytes >= _GIVEN_BACK_BYTES:
-            self._freed_bytes, began = 0, time.perf_counter()
+            self._freed_bytes, paused = 0, self._meter.pause()
             self._let_go()
-            self._recorder.hear(("stall", began, time.perf_counter() - began, 0, -1))
+            self._meter.resume(paused)
 
     def _stop(self) -> None:
         if self._recording:
@@ -646,17 +668,8 @@ class Planner:
             self._event_log.stop(self._hear)
         self._meter.stop()
 
-    def _end_record(self, now: float) -> StepRecord:
-        record = StepRecord(
-            self._began,
-            now,
-            self._recorder.take(),
-            self._meter.take(),
-            self._groups,
-            self._offers,
-        )
-        self._meter.mark()
-        return record
+    def _end_record(self) -> StepRecord:
+        return StepRecord(self._meter.take(), self._groups, self._offers)
 
     def _tell_measured(self) -> None:
         seconds = typical([each.step_seconds for each in self._measured])
@@ -683,15 +696,22 @@ def _most_other(trace: Trace) -> int:
     return max((moment.other_bytes for moment in trace.moments), default=0)
 
 
-def _held_by(event_log: EventLog) -> int:
-    """Bytes of memory that the stash holds, with those under way."""
-    keep, inflight, _host, _disk, ahead = event_log.levels()
-    return keep + inflight + ahead
+def _held_by(holding: Sequence[DeviceTiers]) -> int:
+    """Bytes of the device's memory that the stash holds, with those under way."""
+    return sum(
+        each.evictor.resident.nbytes + each.evictor.inflight.nbytes + each.prefetcher.ahead_bytes
+        for each in holding
+    )
 
 
 def auto_budget() -> int:
     """What this process holds and can still take, less a twentieth."""
-    return (ProcessMeter().now() + spare_bytes()) * 19 // 20
+    return held_and_spare(ProcessMeter().now(), spare_bytes())
+
+
+def held_and_spare(held_bytes: int, spare_bytes: int) -> int:
+    """The budget that ``"auto"`` means where so many bytes are held and so many more can be taken."""
+    return (held_bytes + spare_bytes) * 19 // 20
 
 
 def _with(plan: Plan, **changes: Any) -> Plan:

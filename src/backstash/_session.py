@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from ._device.base import Device
 from ._planner import Planner
 from ._runtime.critical_section import CriticalSection
 from ._runtime.reclaim import Cleanup, ReclaimQueue
@@ -45,7 +46,8 @@ class Session:
         make_of: the tiers of an accelerator by its ``torch.device``, or the reason why it has none.
         keep: bytes that may stay in place on each device; ``None``: no limit; ``"auto"``: half of what its
             memory has free when a step begins.
-        planner: sets the limit of the CPU's tensors, and is told when a step begins; ``None``: nobody plans.
+        planner_for: makes what plans for a device (``None``: the CPU), where somebody does. A planner sets the
+            device's limit, and is told when a step begins. Where an accelerator has one, the CPU has none.
     """
 
     def __init__(
@@ -57,10 +59,12 @@ class Session:
         make_of: Callable[[torch.device, int], DeviceTiers | str],
         *,
         keep: int | str | None,
-        planner: Planner | None = None,
+        planner_for: Callable[[Device | None], Planner | None] = lambda device: None,
     ) -> None:
         self.section = section
-        self.planner = planner
+        self._planner_for = planner_for
+        self.planners: dict[int, Planner] = {}
+        """By the number of the device: what plans for it."""
         section.rebuilt_by(self.rebuild)
         self._keep = keep  # of the devices that are yet to come, too
         self.thread_states: list[ThreadState] = []
@@ -77,6 +81,8 @@ class Session:
 
         The arguments are the constructor's. Of the threads, those that are alive are known on.
         """
+        # Of the planners, the CPU's goes on; an accelerator is not there in a forked process.
+        self.planners = {number: each for number, each in self.planners.items() if not number}
         self.device_tiers: list[DeviceTiers] = []
         self.known_tiers: dict[torch.device, DeviceTiers | str] = {}
         """By device; or the reason why a device has none."""
@@ -118,7 +124,19 @@ class Session:
 
     def _begin(self, tiers: DeviceTiers) -> None:
         self.device_tiers.append(tiers)
+        planner = self.planners.get(tiers.number) or self._planner_for(tiers.device)
+        if planner is not None:
+            self.planners[tiers.number] = planner
+            if tiers.device is not None:
+                self._retire(0)
         self._limit(tiers)
+
+    def _retire(self, number: int) -> None:
+        """Nobody plans for a device any more: its limit follows what is free."""
+        planner = self.planners.pop(number, None)
+        if planner is not None:
+            planner.close()
+            self._limit(self.device_tiers[number])
 
     def limit(self, keep: int | str | None) -> None:
         """From now on, keep at most so many bytes in place on each device: see the constructor."""
@@ -132,7 +150,7 @@ class Session:
 
     def _follow(self, tiers: DeviceTiers) -> None:
         """With ``keep="auto"``, at each step: half of (free + already kept) memory (see ``auto_bytes``)."""
-        if tiers.device is None and self.planner is not None:
+        if tiers.number in self.planners:
             return
         if self._keep != "auto" or (tiers.device is not None and tiers.device.is_capturing()):
             return
@@ -226,8 +244,8 @@ class Session:
                 self._follow(tiers)
                 if tiers.tier is not None:
                     tiers.tier.begin_step()
-            if self.planner is not None:
-                self.planner.begin_step(self.device_tiers[0])
+            for number, planner in self.planners.items():
+                planner.begin_step(self.device_tiers[number])
         self.blocks_alive += 1
 
     def drain(self) -> None:

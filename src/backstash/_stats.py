@@ -204,8 +204,8 @@ def collect(
         left[NESTED] = Left(counts.nested_saves, counts.nested_bytes)
     notes = [*(store.notes if store is not None else ()), note, *(tier.note for tier in below)]
     notes += [told for evictor in evictors for told in evictor.health.notes]
-    if session.planner is not None:
-        notes += session.planner.notes
+    for planner in session.planners.values():
+        notes += planner.notes
     forward_stalls = [evictor.inflight.stall_seconds for evictor in evictors]
     forward_stalls += [tier.stall_seconds for tier in below]
     return Stats(

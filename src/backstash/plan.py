@@ -92,6 +92,9 @@ class Plan:
     """The window on the way up."""
     resident_bytes: int = 0
     """The most bytes of saved tensors in place."""
+    device: str = "cpu"
+    """Whose memory the budget is of: ``"cpu"``, the process's resident memory, or an accelerator's name, the
+    memory that its tensors take."""
 
     trace: Trace | None = field(default=None, compare=False, repr=False)
     """The step that was measured, for :meth:`at`; not in the file of :meth:`save`."""
@@ -110,7 +113,8 @@ class Plan:
                 "this plan has no measured step: ask stash.plan after its third step, or read a trace by "
                 "Plan.from_trace"
             )
-        return self.from_trace(self.trace.as_dict(), budget, bias_bytes=self.bias_bytes)
+        plan = self.from_trace(self.trace.as_dict(), budget, bias_bytes=self.bias_bytes)
+        return replace(plan, device=self.device)
 
     @classmethod
     def from_trace(cls, trace: Any, budget: int | str, *, bias_bytes: int = 0) -> Plan:
@@ -199,7 +203,8 @@ class Plan:
             raise UsageError(_no_plan("this")) from error
 
     def __str__(self) -> str:
-        lines = [f"plan within {format_bytes(self.budget_bytes)}: {_STATES[self.state]}"]
+        of = "" if self.device == "cpu" else f" of {self.device}"
+        lines = [f"plan within {format_bytes(self.budget_bytes)}{of}: {_STATES[self.state]}"]
         if self.smallest_budget_bytes is not None and self.state == "too small":
             lines[0] += (
                 f"; the smallest that can be kept is {format_bytes(self.smallest_budget_bytes)}"
@@ -285,8 +290,8 @@ def plan_of(
         solution.windows.inflight_bytes,
         solution.windows.prefetch_bytes,
         forecast.resident_peak_bytes,
-        trace,
-        bias_bytes,
+        trace=trace,
+        bias_bytes=bias_bytes,
     )
 
 

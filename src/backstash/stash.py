@@ -24,8 +24,10 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ._admission import Admission
+from ._device.base import Device
+from ._device.meter import DeviceMeter
 from ._hook_scope import Attachment, abandon, enter_scope, leave_scope, newest_scope
-from ._planner import Planner, auto_budget
+from ._planner import Planner, auto_budget, held_and_spare
 from ._region import Held, Region
 from ._runtime.critical_section import CriticalSection
 from ._runtime.reclaim import ReclaimQueue
@@ -188,8 +190,15 @@ class Stash:
         }
         self._on_full = on_full
         self._begin()
-        planner = self._planner = _planner(
-            weakref.ref(self), self._event_log, most, plan, self._store, inflight, prefetch
+        planner_for = _planners(
+            weakref.ref(self),
+            self._event_log,
+            most,
+            plan,
+            self._store,
+            inflight,
+            prefetch,
+            has_host=host_bytes != 0,
         )
         self._session = Session(
             self._config.reclaim_queue,
@@ -197,10 +206,9 @@ class Stash:
             self._event_log,
             self._config.tiers,
             self._config.tiers_of,
-            keep=keep_limit
-            if planner is None
-            else "auto",  # of accelerators, which nobody plans for
-            planner=planner,
+            # With a plan, of devices that it is not for.
+            keep=keep_limit if most is None and plan is None else "auto",
+            planner_for=planner_for,
         )
         self._admission = Admission(self._session, policy=policy, codec=codec, min_bytes=min_nbytes)
         levels = self._event_log.levels  # which does not own this stash
@@ -240,8 +248,8 @@ class Stash:
         self._begin()
         config, store = self._config, self._store
         self._session.begin_anew(config.reclaim_queue, config.tiers, config.tiers_of)
-        if self._planner is not None:
-            self._planner.forked()
+        for planner in self._session.planners.values():
+            planner.forked()
         usable = store is None or store.begins_anew_when_forked
         self._admission.begin_anew("" if usable else _NO_STORE)
 
@@ -629,7 +637,12 @@ class Stash:
 
         ``None`` without ``budget`` and ``plan``. While steps are measured its ``state`` is ``"measuring"``.
         """
-        return self._planner.plan if self._planner is not None else None
+        planner = self._planner
+        return planner.plan if planner is not None else None
+
+    @property
+    def _planner(self) -> Planner | None:
+        return next(iter(self._session.planners.values()), None)
 
     def record(self, *, limit: int | None = None) -> Recording:
         """Record what the stash does, event by event, until the handle's ``remove()`` or its context's end.
@@ -662,8 +675,8 @@ class Stash:
         self._is_closing = self._section.is_nested()
         if self._is_closing:
             return
-        if self._planner is not None:
-            self._planner.close()
+        for planner in self._session.planners.values():
+            planner.close()
         self._workers.close()
         thread_state = self._thread_state()
         with self._session.section.lock, self._session.section:
@@ -718,7 +731,7 @@ def _check_planned(budget: object, plan: object, keep: object) -> None:
         raise UsageError("budget= with plan=: allowed is one of them; a plan has its budget")
 
 
-def _planner(
+def _planners(
     stash: weakref.ref[Stash],
     event_log: EventLog,
     budget: int | str | None,
@@ -726,25 +739,42 @@ def _planner(
     store: Store | None,
     inflight: int | str,
     prefetch: int | str,
-) -> Planner | None:
+    *,
+    has_host: bool,
+) -> Callable[[Device | None], Planner | None]:
+    """What makes the planner of a device; see :class:`Session`."""
     if budget is None and plan is None:
-        return None
+        return lambda device: None
     given = [
         None if each == _DEFAULT_WINDOW_BYTES else each
         for each in map(parse_bytes, (inflight, prefetch))
     ]
     loaded = plan if isinstance(plan, Plan) or plan is None else Plan.load(plan)
-    nbytes = None
-    if budget is not None:
-        nbytes = auto_budget() if budget == "auto" else parse_bytes(budget, name="budget")
-    return Planner(
-        event_log,
-        budget=nbytes,
-        loaded=loaded,
-        tier="disk" if store is not None else None,
-        windows=(given[0], given[1]),
-        let_go=functools.partial(_let_go, stash),
-    )
+    nbytes = None if budget is None or budget == "auto" else parse_bytes(budget, name="budget")
+
+    def planner(device: Device | None) -> Planner | None:
+        if loaded is not None and (loaded.device == "cpu") != (device is None):
+            return None  # it is for other tensors
+        common: dict[str, Any] = {"loaded": loaded, "windows": (given[0], given[1])}
+        if device is None:
+            return Planner(
+                event_log,
+                budget=auto_budget() if budget == "auto" else nbytes,
+                tier="disk" if store is not None else None,
+                let_go=functools.partial(_let_go, stash),
+                **common,
+            )
+        held_bytes = device.memory().held_bytes
+        return Planner(
+            event_log,
+            functools.partial(DeviceMeter, device),
+            budget=held_and_spare(held_bytes, device.free_bytes()) if budget == "auto" else nbytes,
+            tier="host" if has_host else None,
+            device=device,
+            **common,
+        )
+
+    return planner
 
 
 def _let_go(stash: weakref.ref[Stash]) -> None:

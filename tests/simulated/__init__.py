@@ -22,6 +22,7 @@ __all__ = [
     "limit",
     "pinnable",
     "pinned_bytes",
+    "rates",
     "reads",
     "register",
 ]
@@ -62,6 +63,12 @@ def reads() -> int:
 def limit(nbytes: int, device: int = 0) -> None:
     """The device has so much memory from now on."""
     torch.ops.simulated.limit(device, nbytes)
+
+
+def rates(compute: float, down: float, up: float) -> None:
+    """From now on, in the time that is played: bytes per second that an operation reads and writes, and that
+    copies to the host and from it bring."""
+    torch.ops.simulated.rates(compute, down, up)
 
 
 def pinned_bytes() -> int:

@@ -11,6 +11,10 @@
 // A copy between the host and the device that does not block reads or writes the host's memory late, too. The
 // host's memory holds garbage from the moment it was asked until then. What the host reads is late.
 //
+// Time is played, too: each stream has a clock, which what it is asked for moves on by its bytes over a rate, and
+// which an event that it waits for moves on to its own. So what a step takes on the device does not depend on the
+// machine: the same program takes the same time, and copies that run beside computing hide behind it.
+//
 // Operations are the CPU's own, by PyTorch's fallback: their results are the CPU's to the bit. PyTorch's
 // documents on PrivateUse1 and its example openreg say what a device has to register; openreg computes and
 // copies at once, so that it cannot show a race.
@@ -65,11 +69,13 @@ constexpr int kGarbage = 0xDD;
 struct Queue {
   std::deque<std::function<void()>> work;
   uint64_t asked = 0, done = 0;
+  double clock = 0;  // seconds, when it will have done all that it was asked for
 };
 
 struct Event {
   Queue* queue;
   uint64_t at;  // it has ended when so much of its queue is done
+  double clock = 0;  // of its queue
 };
 
 struct Block {
@@ -111,6 +117,7 @@ struct World {
   double chance = 0.1;
   int64_t reads = 0;
   bool pinnable = true;  // more of the host's memory
+  double compute_rate = 10e9, down_rate = 5e9, up_rate = 5e9;  // bytes per second, of the played time
 
   World() {
     for (auto& device : devices) {
@@ -207,9 +214,10 @@ void by_chance() {
   }
 }
 
-void ask(Queue* queue, std::function<void()> work) {
+void ask(Queue* queue, std::function<void()> work, double seconds = 0) {
   queue->work.push_back(std::move(work));
   ++queue->asked;
+  queue->clock += seconds;
 }
 
 // ----------------------------------------------------------------------------------------------- memory
@@ -301,6 +309,7 @@ struct Allocator final : c10::DeviceAllocator {
                        " bytes asked, ", device.stats.reserved_bytes[0].current, " of ", device.limit, " taken");
       device.stats.reserved_bytes[0].increase(size);
     }
+    device.stats.allocation[0].increase(1);
     device.stats.allocated_bytes[0].increase(size);
     device.stats.active_bytes[0].increase(size);
     device.blocks[memory] = {size, owner, index, {}};
@@ -329,6 +338,7 @@ struct Allocator final : c10::DeviceAllocator {
       if (found == device.blocks.end()) continue;
       auto block = found->second;
       device.blocks.erase(found);
+      device.stats.allocation[0].decrease(1);
       device.stats.allocated_bytes[0].decrease(block.size);
       std::vector<Event> uses;
       for (auto* queue : block.recorded) uses.push_back({queue, queue->asked});
@@ -433,12 +443,13 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     Locked locked(world().lock);
     if (!*event) *event = new Event;
     auto* queue = queue_of(stream);
-    *static_cast<Event*>(*event) = {queue, queue->asked};
+    *static_cast<Event*>(*event) = {queue, queue->asked, queue->clock};
   }
   void block(void* event, const Stream& stream) const override {
     if (!event) return;
     Locked locked(world().lock);
     const auto before = *static_cast<Event*>(event);
+    queue_of(stream)->clock = std::max(queue_of(stream)->clock, before.clock);
     if (before.queue->done < before.at)
       ask(queue_of(stream), [before] { run_up_to(before.queue, before.at); });
   }
@@ -448,6 +459,10 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     by_chance();
     const auto* asked = static_cast<Event*>(event);
     return asked->queue->done >= asked->at;
+  }
+  double elapsedTime(void* from, void* to, const DeviceIndex) const override {
+    Locked locked(world().lock);
+    return 1e3 * (static_cast<Event*>(to)->clock - static_cast<Event*>(from)->clock);
   }
   bool queryStream(const Stream& stream) const override {
     Locked locked(world().lock);
@@ -594,11 +609,11 @@ void down(const Tensor& source, const Tensor& target, bool blocking) {
   const auto found = snapshot(early(source));
   auto* queue = current_queue(source.get_device());
   if (!computing.empty()) {
-    ask(queue, read_of(source, found, computing));
+    ask(queue, read_of(source, found, computing), double(source.nbytes()) / world().compute_rate);
     target.copy_(early(source));
     return;
   }
-  ask(queue, read_of(source, found, "a copy to the host"));
+  ask(queue, read_of(source, found, "a copy to the host"), double(source.nbytes()) / world().down_rate);
   if (blocking || !is_plain(source, target)) {
     run_up_to(queue, queue->asked);
     target.copy_(late(source));
@@ -641,7 +656,8 @@ void up(const Tensor& source, const Tensor& target, bool blocking) {
   const auto bytes = is_late ? host_bytes(source) : snapshot(source);
   early(target).copy_(bytes);
   if (!is_late) {
-    ask(queue, [there = late(target), bytes] { there.copy_(bytes); });
+    const auto rate = computing.empty() ? world().up_rate : world().compute_rate;
+    ask(queue, [there = late(target), bytes] { there.copy_(bytes); }, double(bytes.nbytes()) / rate);
     if (computing.empty() && blocking) run_up_to(queue, queue->asked);
     return;
   }
@@ -654,7 +670,7 @@ void up(const Tensor& source, const Tensor& target, bool blocking) {
     if (std::memcmp(begin, bytes.data_ptr(), bytes.nbytes()))
       fault("a copy to the device read other bytes of the host than were written for it");
     std::memcpy(there.data_ptr(), begin, bytes.nbytes());
-  });
+  }, double(bytes.nbytes()) / world().up_rate);
   in_use(source);
 }
 
@@ -665,9 +681,13 @@ void across(const Tensor& source, const Tensor& target) {
   const auto found = snapshot(early(source));
   early(target).copy_(found);
   if (other != queue) ask(queue, [other, at = other->asked] { run_up_to(other, at); });
-  ask(queue, read_of(source, found, "a copy on the device"));
+  if (other != queue) queue->clock = std::max(queue->clock, other->clock);
+  ask(queue, read_of(source, found, "a copy on the device"), double(found.nbytes()) / world().compute_rate);
   ask(queue, [from = late(source), to = late(target)] { to.copy_(from); });
-  if (other != queue) ask(other, [queue, at = queue->asked] { run_up_to(queue, at); });
+  if (other != queue) {
+    ask(other, [queue, at = queue->asked] { run_up_to(queue, at); });
+    other->clock = std::max(other->clock, queue->clock);
+  }
 }
 
 Tensor copy_from(const Tensor& source, const Tensor& target, bool non_blocking) {
@@ -875,6 +895,10 @@ TORCH_LIBRARY(simulated, m) {
   m.def("limit(int device, int nbytes) -> ()", [](int64_t device, int64_t nbytes) {
     Locked locked(world().lock);
     world().devices[device].limit = nbytes;
+  });
+  m.def("rates(float compute, float down, float up) -> ()", [](double compute, double down, double up) {
+    Locked locked(world().lock);
+    world().compute_rate = compute, world().down_rate = down, world().up_rate = up;
   });
   m.def("pinnable(bool may) -> ()", [](bool may) { world().pinnable = may; });
   m.def("pinned_bytes() -> int", [] {

@@ -26,23 +26,26 @@ from __future__ import annotations
 
 import functools
 import os
+import time
 import warnings
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from .._torch.device_memory import allocator_counts
 from .._torch.host_memory import empty_host_cache
-from .base import Check, Completion, Copy, Device
+from .base import Check, Completion, Copy, Device, MemoryFigures
 from .fingerprint import fingerprint
 
 __all__ = ["Accelerator", "accelerator"]
 
 _nothing: Any = tuple  # a call of C that does nothing
+_NOTHING = nullcontext()
 _tried_out: set[torch.device] = set()  # by this process, which waits for each once
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device of the process
 
@@ -70,6 +73,8 @@ class _StreamCopy(Copy):
     __slots__ = ("__del__", "_copier", "_device", "_is_safe", "_owner", "completion", "memory")
     __del__: Callable[[], Any]  # filled with a call of C: see _runtime/reclaim
     completion: _Event
+    kind: str
+    """What it is in the time that is measured: see :attr:`Device.on_time`."""
 
     def __init__(
         self, device: Accelerator, copier: Any, owner: Any, mine: Tensor, memory: Tensor
@@ -104,7 +109,8 @@ class _StreamCopy(Copy):
     def order(self) -> None:
         stream, has_ended = self._device.stream(), self.ended()
         if not has_ended:
-            stream.wait_event(self.completion.event)
+            with self._device.timed("stall", stream):
+                stream.wait_event(self.completion.event)
         self._tell_the_allocator(stream, has_ended)
         self._be_safe()
 
@@ -115,6 +121,7 @@ class _StreamCopy(Copy):
 
 class _CopyDown(_StreamCopy):
     __slots__ = ("_source",)
+    kind = "write"
 
     def __init__(
         self, device: Accelerator, copier: Any, owner: Any, source: Tensor, memory: Tensor
@@ -129,6 +136,7 @@ class _CopyDown(_StreamCopy):
 
 class _CopyUp(_StreamCopy):
     __slots__ = ()
+    kind = "read"
 
     def __init__(
         self, device: Accelerator, copier: Any, owner: Any, source: Tensor, memory: Tensor
@@ -256,7 +264,10 @@ class Accelerator(Device):
             self.finish()
         self._beginning = source, memory
         with copier:  # it is current here
-            memory.data.copy_(source, non_blocking=True)  # its version stays 0: nobody changed it
+            with self.timed(kind.kind, copier, source.numel()):
+                memory.data.copy_(
+                    source, non_blocking=True
+                )  # its version stays 0: nobody changed it
             copy = kind(self, copier, owner, source, memory)
         self._beginning = None
         return copy
@@ -362,6 +373,59 @@ class Accelerator(Device):
         if share is not None:  # what set_per_process_memory_fraction leaves of it
             free = min(free, int(share(self._device) * total) - reserved)
         return int(free + reserved - statistics.get("active_bytes.all.current", 0))
+
+    def memory(self) -> MemoryFigures:
+        """See :meth:`Device.memory`."""
+        return MemoryFigures(*allocator_counts(self._device))
+
+    @functools.cached_property
+    def _has_clock(self) -> bool:
+        """Whether its events tell when they came; else the host waits where a point in time is asked for."""
+        try:
+            marks = [torch.Event(self._device, enable_timing=True) for _ in range(2)]
+            for mark in marks:
+                self.stream().record_event(mark)
+                mark.synchronize()
+            marks[0].elapsed_time(marks[1])
+        except (RuntimeError, TypeError, NotImplementedError):
+            return False
+        return True
+
+    def time_mark(self) -> Any:
+        """See :meth:`Device.time_mark`."""
+        return self._mark_on(self.stream())
+
+    def _mark_on(self, stream: Any) -> Any:
+        if not self._has_clock:
+            stream.synchronize()
+            return time.perf_counter()
+        mark = torch.Event(self._device, enable_timing=True)
+        stream.record_event(mark)
+        return mark
+
+    def seconds_between(self, since: Any, until: Any) -> float:
+        """See :meth:`Device.seconds_between`."""
+        if isinstance(since, float):
+            return float(until - since)
+        for mark in (since, until):
+            mark.synchronize()
+        return float(since.elapsed_time(until)) / 1e3
+
+    def has_passed(self, mark: Any) -> bool:
+        """See :meth:`Device.has_passed`."""
+        return isinstance(mark, float) or bool(mark.query())
+
+    @contextmanager
+    def _noting(self, kind: str, stream: Any, nbytes: int) -> Iterator[None]:
+        told = self.on_time
+        before = self._mark_on(stream)
+        yield
+        if told is not None:
+            told(kind, before, self._mark_on(stream), nbytes)
+
+    def timed(self, kind: str, stream: Any, nbytes: int = 0) -> AbstractContextManager[None]:
+        """What ``stream`` is given meanwhile is told to :attr:`Device.on_time`, if there is one."""
+        return _NOTHING if self.on_time is None else self._noting(kind, stream, nbytes)
 
     def failures(self) -> int:
         """See :meth:`Device.failures`."""

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, UntypedStorage
 
 from .._runtime.transfer import Transfer
 
-__all__ = ["Check", "Completion", "Copy", "Device"]
+__all__ = ["Check", "Completion", "Copy", "Device", "MemoryFigures"]
 
 
 class Completion(ABC):
@@ -69,11 +71,29 @@ class Check(ABC):
         """What it came to. The host waits for it."""
 
 
+@dataclass(frozen=True, slots=True)
+class MemoryFigures:
+    """What the allocator of a device counts, in bytes unless it says otherwise."""
+
+    held_bytes: int
+    """Of tensors that are alive."""
+    peak_bytes: int
+    """The most of these since the program last reset that figure."""
+    ever_bytes: int
+    """Of all tensors so far, those that are gone included."""
+    allocations: int
+    """How many these were."""
+
+
 class Device(ABC):
     """What a stash needs of one device."""
 
     name: str
     """What messages call it."""
+
+    on_time: Callable[[str, Any, Any, int], None] | None = None
+    """While it is measured what copies take, told of each copy (``"write"``, ``"read"``) and each wait of a
+    computing stream for one (``"stall"``): the kind, points in time before and after it, and its bytes."""
 
     @abstractmethod
     def stream(self) -> Any:
@@ -143,6 +163,22 @@ class Device(ABC):
     @abstractmethod
     def free_bytes(self) -> int:
         """The device's memory that is free, what the caching allocator keeps included."""
+
+    @abstractmethod
+    def memory(self) -> MemoryFigures:
+        """What its allocator counts."""
+
+    @abstractmethod
+    def time_mark(self) -> Any:
+        """The point in time at which the current stream has done what it was given so far."""
+
+    @abstractmethod
+    def seconds_between(self, since: Any, until: Any) -> float:
+        """What lies between two points in time. The host waits for both."""
+
+    @abstractmethod
+    def has_passed(self, mark: Any) -> bool:
+        """Whether a point in time has come."""
 
     @abstractmethod
     def failures(self) -> int:

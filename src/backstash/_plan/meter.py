@@ -1,6 +1,7 @@
-"""How much memory the process holds, sampled while a step is measured.
+"""What a step takes: memory and time, of the process or of another device, while the step is measured.
 
-The system's peak (``VmHWM``) cannot be used: to reset it would take it from the program and from other tools.
+The system's peak of the process (``VmHWM``) cannot be used: to reset it would take it from the program and from
+other tools.
 """
 
 from __future__ import annotations
@@ -9,14 +10,17 @@ import os
 import threading
 import time
 import weakref
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 from ..errors import UsageError
 
-__all__ = ["ProcessMeter", "Sample"]
+__all__ = ["Measured", "Meter", "ProcessMeter", "Sample", "taken"]
 
-Sample = tuple[float, int, int]  # time.perf_counter(), resident bytes, of these the stash's
+Sample = tuple[float, int, int]  # when in seconds, the bytes that are held, of these the stash's
 
 _STATM = "/proc/self/statm"  # its second number: resident pages (proc(5))
 _INTERVAL_SECONDS = 0.001
@@ -26,8 +30,99 @@ _MOST_SAMPLES = (
 )
 
 
-class ProcessMeter:
-    """Resident memory of this process.
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What was measured of one step."""
+
+    began: float
+    """When, in seconds of the device's own time."""
+    ended: float
+    told: list[tuple[Any, ...]]
+    """Events as the event log tells them, in order, by the device's time."""
+    samples: list[Sample]
+    """Of memory, in order, likewise."""
+    known_peak_bytes: int = 0
+    """The most bytes that were held, where something knows it better than the samples do; else 0."""
+
+
+class Meter(ABC):
+    """Measures steps on one device.
+
+    Args:
+        ours: the bytes of the device's memory that the stash holds now.
+    """
+
+    def __init__(self, ours: Callable[[], int]) -> None:
+        self._ours = ours
+        self._samples: deque[Sample] = deque()
+        self._stop: threading.Event | None = None
+
+    @abstractmethod
+    def now(self) -> int:
+        """The bytes that are held."""
+
+    @abstractmethod
+    def begin_step(self) -> float:
+        """A step begins. Returns the seconds of the last one of which they are known."""
+
+    @property
+    @abstractmethod
+    def known_peak_bytes(self) -> int:
+        """The most bytes held in the step that has just ended, where the device knows that; else 0."""
+
+    @abstractmethod
+    def hear(self, told: tuple[Any, ...]) -> None:
+        """See :meth:`EventLog.start`: while a step is measured."""
+
+    @abstractmethod
+    def pause(self) -> Any:
+        """What is done from now on is no part of the step, until :meth:`resume` is given what this returns."""
+
+    @abstractmethod
+    def resume(self, paused: Any) -> None:
+        """See :meth:`pause`."""
+
+    @abstractmethod
+    def take(self) -> Measured:
+        """What was measured of the step that :meth:`begin_step` has just ended, which is then forgotten."""
+
+    @abstractmethod
+    def forget(self) -> None:
+        """Forget what was measured so far."""
+
+    def start(self) -> None:
+        """Sample about every millisecond from now on, in a thread. A second call does nothing."""
+        if self._stop is None:
+            stop = self._stop = threading.Event()
+            arguments = (stop, weakref.ref(self))
+            threading.Thread(
+                target=_sample, args=arguments, name="backstash meter", daemon=True
+            ).start()
+
+    def stop(self) -> None:
+        """End the sampling. A second call does nothing."""
+        if self._stop is not None:
+            self._stop.set()
+            self._stop = None
+
+    def mark(self) -> Sample:
+        """A sample of this moment. What the stash holds may change while the memory is read: then both are read
+        again, a few times."""
+        ours = self._ours()
+        for _ in range(_TRIES):
+            before, held, ours = ours, self.now(), self._ours()
+            if ours == before:
+                break
+        sample = (time.perf_counter(), held, max(ours, before))
+        self._samples.append(sample)
+        return sample
+
+    def _take_samples(self) -> list[Sample]:
+        return sorted(taken(self._samples))
+
+
+class ProcessMeter(Meter):
+    """Resident memory of this process, and the time of the computing thread.
 
     Args:
         ours: the bytes of it that the stash holds now.
@@ -36,11 +131,13 @@ class ProcessMeter:
         UsageError: the system has no ``/proc``.
     """
 
+    known_peak_bytes = 0  # the samples are all that is known
+
     def __init__(self, ours: Callable[[], int] = int) -> None:
-        self._ours = ours
+        super().__init__(ours)
         self._page_bytes = os.sysconf("SC_PAGE_SIZE")
-        self._samples: deque[Sample] = deque()
-        self._stop: threading.Event | None = None
+        self._told: deque[tuple[Any, ...]] = deque()
+        self._began = self._ended = 0.0  # of the step before, which is where this one begins
         try:
             self._last_bytes = self._read()
         except OSError as error:
@@ -65,42 +162,44 @@ class ProcessMeter:
         finally:
             os.close(file)
 
-    def start(self) -> None:
-        """Sample about every millisecond from now on, in a thread. A second call does nothing."""
-        if self._stop is None:
-            stop = self._stop = threading.Event()
-            arguments = (stop, weakref.ref(self))
-            threading.Thread(
-                target=_sample, args=arguments, name="backstash meter", daemon=True
-            ).start()
+    def begin_step(self) -> float:
+        """See :meth:`Meter.begin_step`."""
+        self._began, self._ended = self._ended, self.mark()[0]
+        return self._ended - self._began
 
-    def stop(self) -> None:
-        """End the sampling. A second call does nothing."""
-        if self._stop is not None:
-            self._stop.set()
-            self._stop = None
+    def hear(self, told: tuple[Any, ...]) -> None:
+        """See :meth:`Meter.hear`."""
+        self._told.append(told)
 
-    def mark(self) -> Sample:
-        """A sample of this moment. What the stash holds may change while the process's memory is read: then
-        both are read again, a few times."""
-        ours = self._ours()
-        for _ in range(_TRIES):
-            before, held, ours = ours, self.now(), self._ours()
-            if ours == before:
-                break
-        sample = (time.perf_counter(), held, max(ours, before))
-        self._samples.append(sample)
-        return sample
+    def pause(self) -> float:
+        """See :meth:`Meter.pause`."""
+        return time.perf_counter()
 
-    def take(self) -> list[Sample]:
-        """The samples since the last call, in order."""
-        taken = []
-        while self._samples:
-            taken.append(self._samples.popleft())
-        return sorted(taken)
+    def resume(self, paused: float) -> None:
+        """See :meth:`Meter.resume`: as a wait."""
+        self.hear(("stall", paused, time.perf_counter() - paused, 0, -1))
+
+    def take(self) -> Measured:
+        """See :meth:`Meter.take`."""
+        told = taken(self._told)
+        measured = Measured(self._began, self._ended, told, self._take_samples())
+        self.mark()
+        return measured
+
+    def forget(self) -> None:
+        """See :meth:`Meter.forget`."""
+        self.take()
 
 
-def _sample(stop: threading.Event, of: weakref.ref[ProcessMeter]) -> None:
+def taken(queue: deque[Any]) -> list[Any]:
+    """What ``queue`` had, which other threads may append to meanwhile."""
+    had = []
+    while queue:
+        had.append(queue.popleft())
+    return had
+
+
+def _sample(stop: threading.Event, of: weakref.ref[Meter]) -> None:
     """Until it is told to stop, or its meter is gone, or nobody took a sample for a long time."""
     while not stop.wait(_INTERVAL_SECONDS):
         meter = of()

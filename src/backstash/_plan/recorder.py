@@ -7,10 +7,10 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
-from .meter import Sample
+from .meter import Measured, Sample
 from .trace import Links, Moment, Option, Trace, TracedBlock
 
-__all__ = ["Recorder", "StepRecord"]
+__all__ = ["StepRecord"]
 
 _KINDS = ("save", "use", "free")
 _TRANSFERS = ("write", "read")
@@ -21,16 +21,29 @@ _SLOWEST_RATE = 50e6  # bytes per second that are assumed where nothing was move
 class StepRecord:
     """One recorded step."""
 
-    began: float
-    ended: float
-    told: list[tuple[Any, ...]]
-    """Events as the event log tells them, in order."""
-    samples: list[Sample]
-    """Of memory, in order."""
+    measured: Measured
+    """What the device's meter measured."""
     groups: dict[int, str] = field(default_factory=dict)
     """The class of each block by its number."""
     offers: dict[int, dict[str, Option]] = field(default_factory=dict)
     """By the number of a block that was priced: its options beside staying and moving."""
+
+    @property
+    def began(self) -> float:
+        """See :class:`Measured`, as of the next three."""
+        return self.measured.began
+
+    @property
+    def ended(self) -> float:
+        return self.measured.ended
+
+    @property
+    def told(self) -> list[tuple[Any, ...]]:
+        return self.measured.told
+
+    @property
+    def samples(self) -> list[Sample]:
+        return self.measured.samples
 
     @property
     def seconds(self) -> float:
@@ -47,25 +60,8 @@ class StepRecord:
 
     @property
     def peak_bytes(self) -> int:
-        return max((held for _, held, _ in self.samples), default=0)
-
-
-class Recorder:
-    """A listener of an event log."""
-
-    def __init__(self) -> None:
-        self._told: deque[tuple[Any, ...]] = deque()
-
-    def hear(self, told: tuple[Any, ...]) -> None:
-        """See :meth:`EventLog.start`."""
-        self._told.append(told)
-
-    def take(self) -> list[tuple[Any, ...]]:
-        """What was told since the last call."""
-        taken = []
-        while self._told:
-            taken.append(self._told.popleft())
-        return taken
+        known = self.measured.known_peak_bytes
+        return known or max((held for _, held, _ in self.samples), default=0)
 
 
 def links_of(records: list[StepRecord]) -> Links:
@@ -97,7 +93,14 @@ def interference(full: StepRecord, part: StepRecord) -> float:
     return max(0.0, slower / moved)
 
 
-def trace_of(record: StepRecord, links: Links, seconds_per_byte: float, tier: str) -> Trace:
+def trace_of(
+    record: StepRecord,
+    links: Links,
+    seconds_per_byte: float,
+    tier: str,
+    *,
+    runs_ahead: bool = False,
+) -> Trace:
     """The trace of a recorded step.
 
     Args:
@@ -106,6 +109,7 @@ def trace_of(record: StepRecord, links: Links, seconds_per_byte: float, tier: st
         seconds_per_byte: see :func:`interference`; taken off each interval in which bytes moved, and given to
             the option of moving.
         tier: the name of the option that moves a block.
+        runs_ahead: see :class:`Trace`.
     """
     offers = _offers(record)
     blocks: list[TracedBlock] = []
@@ -151,7 +155,8 @@ def trace_of(record: StepRecord, links: Links, seconds_per_byte: float, tier: st
         before, waited, transferred, other_before, peak = start, 0.0, 0, peak, 0
     advance(record.ended)
     tail = max(0.0, record.ended - before - waited - seconds_per_byte * transferred)
-    return Trace(tuple(blocks), tuple(moments), links, tail, max(0, peak or other_before))
+    most_after = max(0, peak or other_before)
+    return Trace(tuple(blocks), tuple(moments), links, tail, most_after, runs_ahead)
 
 
 def _offers(record: StepRecord) -> dict[str, dict[str, Option]]:

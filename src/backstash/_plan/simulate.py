@@ -3,7 +3,8 @@
 A block that moves is written after its save, in order, with at most ``inflight`` bytes under way: a save that
 finds the window full waits for the oldest write. At each use the next blocks are read in the order of their
 uses, with at most ``prefetch`` bytes held ahead; a block that is used while it is still being written is in
-memory yet, and not read.
+memory yet, and not read. Where the host runs ahead of the device, nothing is let go in forward before the
+window is full, since the host has seen no write end by then.
 """
 
 from __future__ import annotations
@@ -60,13 +61,15 @@ def simulate(trace: Trace, choices: Sequence[Option], windows: Windows) -> Forec
     made: set[int] = set()  # those that were used
     order = [block for block in trace.uses() if choices[block].moved_bytes]
     next_read = 0
+    is_forward = True
 
     for at, moment in enumerate(trace.moments):
         now = moment.other_bytes + resident + inflight + ahead
         if now > peak:
             peak, peak_moment = now, at
         clock += moment.seconds
-        while writing and writing[0][0] <= clock:
+        is_forward = is_forward and moment.kind != "use"
+        while writing and writing[0][0] <= clock and not (trace.runs_ahead and is_forward):
             inflight -= choices[writing.popleft()[1]].moved_bytes
         block = moment.block
         option = choices[block]

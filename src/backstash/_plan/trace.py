@@ -79,6 +79,9 @@ class Trace:
     """Of computing after the last moment: the optimizer's, and what else belongs to the step."""
     tail_other_bytes: int = 0
     """The most memory after the last moment that is not the stash's."""
+    runs_ahead: bool = False
+    """Whether what asks for memory is ahead of what computes, as a host of its accelerator: then a block on its
+    way down is in memory until the window is full."""
 
     @property
     def compute_seconds(self) -> float:
@@ -125,6 +128,7 @@ class Trace:
                 Links(**values["links"]),
                 values["tail_seconds"],
                 values["tail_other_bytes"],
+                bool(values.get("runs_ahead", False)),
             )
         except (KeyError, TypeError, AttributeError) as error:
             raise UsageError(f"this is no trace of a step: {error!r}") from error

@@ -157,14 +157,14 @@ class Packer:
             values = alias.as_strided((block.nbytes // alias.element_size(),), (1,), 0)
             root = self._memory(low + block.nbytes, alias.device)
             out = root[low : low + block.nbytes].view(block.dtype)
-            began = time.perf_counter()
+            began = self._now()
             try:
                 replay.run(given, out)
             except (RuntimeError, TypeError) as error:
                 if isinstance(error, torch.OutOfMemoryError):
                     raise
                 return f"{replay!r} was refused by PyTorch"
-            self._replay_seconds = time.perf_counter() - began
+            self._replay_seconds = self._seconds_since(began)
             if not torch.equal(integers(values.view(block.dtype)), integers(out)):
                 return f"{replay!r} does not give the same bytes"
         return ""
@@ -174,9 +174,9 @@ class Packer:
         if self._reason_against(block, exact=codec.exact) or block.placement.alias is None:
             return None
         try:
-            began = time.perf_counter()
+            began = self._now()
             encoded = self._encode(block, codec)
-            seconds = time.perf_counter() - began
+            seconds = self._seconds_since(began)
         except (torch.OutOfMemoryError, MemoryError):
             return None
         if isinstance(encoded, str):
@@ -199,10 +199,19 @@ class Packer:
         except (torch.OutOfMemoryError, MemoryError):
             return None
         self._replayed.add(key)
-        began = time.perf_counter()
+        began = self._now()
         fingerprint(alias.untyped_storage())
-        told_seconds = time.perf_counter() - began
+        told_seconds = self._seconds_since(began)
         return Option(0, told_seconds, self._replay_seconds + told_seconds, made_bytes=block.nbytes)
+
+    def _now(self) -> Any:
+        device = self._device
+        return time.perf_counter() if device is None else device.time_mark()
+
+    def _seconds_since(self, began: Any) -> float:
+        """On an accelerator of its own time; the host waits."""
+        device, now = self._device, self._now()
+        return float(now - began) if device is None else device.seconds_between(began, now)
 
     def _reason_against(self, block: Block, *, exact: bool) -> str:
         if block.has_moved:

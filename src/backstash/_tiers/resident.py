@@ -45,6 +45,8 @@ class ResidentSet:
         self.short_bytes = 0  # bytes that the device lacked when it was last asked
         self.queue = WeakQueue[Block](is_resident)  # that may go, oldest first
         self.nbytes = self.peak_bytes = 0
+        self.is_planned = False
+        """Whether a plan says what leaves: then none leaves early, and what was copied is let go at once."""
 
     def admit(self, block: Block) -> None:
         """A new block, in place."""
@@ -97,7 +99,8 @@ class ResidentSet:
             return self.limit
         if memory.device.is_capturing():
             return None  # nothing may be asked of the device
-        most = None if self.limit is None else max(0, self.limit - self._early)
+        early = 0 if self.is_planned else self._early
+        most = None if self.limit is None else max(0, self.limit - early)
         if most != 0:  # else all goes anyway
             self.short_bytes = memory.shortage(nbytes)
             if self.short_bytes > leaving:
@@ -107,7 +110,7 @@ class ResidentSet:
 
     def wants_room(self, leaving: int) -> bool:
         """Whether completed copies should release their source memory now, with ``leaving`` bytes in flight."""
-        if self.memory is None or self.short_bytes:
+        if self.memory is None or self.short_bytes or self.is_planned:
             return True
         return self.limit is not None and self.nbytes + leaving > self.limit
 

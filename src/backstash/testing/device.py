@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from .._device.base import Check, Completion, Copy, Device
+from .._device.base import Check, Completion, Copy, Device, MemoryFigures
 from .._device.fingerprint import fingerprint
 
 __all__ = ["TwinDevice"]
@@ -103,7 +104,8 @@ class TwinDevice(Device):
         refuses: why memory cannot be pinned; ``""`` when it can.
         free: the bytes that :meth:`free_bytes` answers.
 
-    What :meth:`failures` answers is ``failed``, which a test may raise.
+    What :meth:`failures` answers is ``failed``, which a test may raise, and what :meth:`memory` does is
+    ``figures``. Its points in time are the host's.
     """
 
     def __init__(
@@ -119,6 +121,7 @@ class TwinDevice(Device):
         self.capturing = False
         self.free = free
         self.failed = 0
+        self.figures = MemoryFigures(0, 0, 0, 0)
         self._refuses = refuses
         self._chance = chance
         self._random = random.Random(seed)
@@ -212,6 +215,22 @@ class TwinDevice(Device):
         """See :meth:`Device.free_bytes`."""
         self.touched("planned")
         return self.free
+
+    def memory(self) -> MemoryFigures:
+        """See :meth:`Device.memory`."""
+        return self.figures
+
+    def time_mark(self) -> float:
+        """See :meth:`Device.time_mark`."""
+        return time.perf_counter()
+
+    def seconds_between(self, since: float, until: float) -> float:
+        """See :meth:`Device.seconds_between`."""
+        return until - since
+
+    def has_passed(self, mark: float) -> bool:
+        """See :meth:`Device.has_passed`."""
+        return True
 
     def failures(self) -> int:
         """See :meth:`Device.failures`."""

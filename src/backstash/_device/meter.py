@@ -1,0 +1,182 @@
+"""What a step takes of an accelerator: the memory of its tensors, and the device's own time.
+
+The host runs ahead, so its clock says nothing of a step: while one is measured, events of the computing stream
+tell when it came to each save and each use, and when copies began and ended. Memory is the allocator's, which
+counts in the host's order. What was held *between* two events is known from what the allocator has counted
+since: where few tensors were made, all of them may have been alive at once; where many were, samples of a
+thread tell. The allocator's own peak is looked at and never reset, since it is the program's.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from .._plan.meter import Measured, Meter, Sample, taken
+from .base import Device, MemoryFigures
+
+__all__ = ["DeviceMeter"]
+
+_TIMED = ("save", "use")
+_HEARD = (*_TIMED, "free")
+_TICK = 1e-9  # seconds, so that no two events come at once
+_FEW = 16  # allocations between two events, whose bytes may all have been held at once
+
+
+@dataclass(frozen=True, slots=True)
+class _Heard:
+    """An event, or a copy or a wait of the device's (``figures`` is ``None``)."""
+
+    told: tuple[Any, ...]
+    mark: Any
+    """The point in time on the device; ``None``: as the one before."""
+    until: Any = None
+    figures: MemoryFigures | None = None
+    ours: int = 0
+    host_seconds: float = 0.0
+
+
+class DeviceMeter(Meter):
+    """Memory of the tensors of one accelerator, and its time.
+
+    Args:
+        device: that is measured.
+        ours: the bytes of its memory that the stash holds now.
+    """
+
+    def __init__(self, device: Device, ours: Callable[[], int]) -> None:
+        super().__init__(ours)
+        self._device = device
+        self._heard: deque[_Heard] = deque()
+        self._begins: deque[tuple[Any, float]] = deque(
+            maxlen=3
+        )  # of the last steps, by both clocks
+        self._peak_before = self._known_peak = 0
+        self._highest = 0  # that was seen in this step
+        self._origin: MemoryFigures | None = None  # when what was heard so far was forgotten
+
+    @property
+    def known_peak_bytes(self) -> int:
+        """See :meth:`Meter.known_peak_bytes`: the allocator's peak, where the step raised it."""
+        return self._known_peak
+
+    def now(self) -> int:
+        """See :meth:`Meter.now`."""
+        held = self._device.memory().held_bytes
+        self._highest = max(self._highest, held)
+        return held
+
+    def begin_step(self) -> float:
+        """See :meth:`Meter.begin_step`.
+
+        The host may be ahead: then it is the step before the last, or the time that the host took.
+        """
+        figures = self._device.memory()
+        raised = figures.peak_bytes > self._peak_before
+        self._known_peak = figures.peak_bytes if raised else max(self._highest, figures.held_bytes)
+        self._peak_before, self._highest = figures.peak_bytes, figures.held_bytes
+        begins = self._begins
+        begins.append((self._device.time_mark(), time.perf_counter()))
+        for since, until in ((-2, -1), (-3, -2)):
+            if len(begins) >= -since and self._device.has_passed(begins[until][0]):
+                return self._device.seconds_between(begins[since][0], begins[until][0])
+        return begins[-1][1] - begins[-2][1] if len(begins) > 1 else 0.0
+
+    def hear(self, told: tuple[Any, ...]) -> None:
+        """See :meth:`Meter.hear`."""
+        if told[0] not in _HEARD or self._device.is_capturing():
+            return
+        mark = self._device.time_mark() if told[0] in _TIMED else None
+        figures, ours = self._device.memory(), self._ours()
+        self._heard.append(_Heard(told, mark, None, figures, ours, time.perf_counter()))
+
+    def _on_time(self, kind: str, since: Any, until: Any, nbytes: int) -> None:
+        self._heard.append(_Heard((kind, 0.0, 0.0, nbytes, -1), since, until))
+
+    def start(self) -> None:
+        """See :meth:`Meter.start`."""
+        self._device.on_time = self._on_time
+        super().start()
+
+    def stop(self) -> None:
+        """See :meth:`Meter.stop`."""
+        self._device.on_time = None
+        super().stop()
+
+    def pause(self) -> Any:
+        """See :meth:`Meter.pause`."""
+        on_time, self._device.on_time = self._device.on_time, None
+        return self._device.time_mark(), on_time
+
+    def resume(self, paused: Any) -> None:
+        """See :meth:`Meter.resume`."""
+        since, self._device.on_time = paused
+        self._on_time("stall", since, self._device.time_mark(), 0)
+
+    def forget(self) -> None:
+        """See :meth:`Meter.forget`."""
+        taken(self._heard)
+        self._take_samples()
+        self._origin = self._device.memory()
+        self.mark()
+
+    def take(self) -> Measured:
+        """See :meth:`Meter.take`. The host waits for the device."""
+        heard, samples = taken(self._heard), self._take_samples()
+        begins, before = self._begins, self._origin
+        (began, _), (ended, _) = begins[-2], begins[-1]
+        seconds = self._device.seconds_between
+        told: list[tuple[Any, ...]] = []
+        at, last, result = 0.0, before or self._device.memory(), list[Sample]()
+        ours_before = samples[0][2] if samples else 0
+        result.append((0.0, max(last.held_bytes, ours_before), ours_before))
+        waiting = deque(samples)
+        for each in heard:
+            if each.figures is None:
+                start = seconds(began, each.mark)
+                duration = max(0.0, seconds(each.mark, each.until))
+                told.append((each.told[0], start, duration, *each.told[3:]))
+                continue
+            if each.mark is not None:
+                at = max(at + _TICK, seconds(began, each.mark))
+            else:
+                at += _TICK
+            told.append((each.told[0], at, 0.0, *each.told[3:]))
+            between = list[Sample]()
+            while waiting and waiting[0][0] <= each.host_seconds:
+                between.append(waiting.popleft())
+            other = _other_between(last, each, ours_before, between)
+            result.append((at, other + each.ours, each.ours))
+            last, ours_before = each.figures, each.ours
+        self._origin = self._device.memory()
+        end = seconds(began, ended)
+        rest = [held - ours for _, held, ours in waiting]
+        result.append((end, max([last.held_bytes - ours_before, *rest]) + ours_before, ours_before))
+        self.mark()
+        return Measured(0.0, end, told, result, self._known_peak)
+
+
+def _other_between(
+    last: MemoryFigures, event: _Heard, ours_before: int, samples: list[Sample]
+) -> int:
+    """The most memory that is not the stash's between two events.
+
+    What a save is about was its operation's until then. Before a use the stash may have let go of something, or
+    read it, since the event before.
+    """
+    now = event.figures
+    assert now is not None
+    is_save = event.told[0] == "save"
+    ours = ours_before if is_save else max(ours_before, event.ours)
+    known = [now.held_bytes - event.ours, *(held - ours for _, held, ours in samples)]
+    if is_save:
+        known.append(now.held_bytes - ours_before)
+    if now.peak_bytes > last.peak_bytes:
+        known.append(now.peak_bytes - ours)
+    elif now.allocations - last.allocations <= _FEW:
+        grown = last.held_bytes + now.ever_bytes - last.ever_bytes
+        known.append(min(grown, now.peak_bytes) - ours)
+    return max(0, *known)
