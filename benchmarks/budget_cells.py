@@ -1,6 +1,7 @@
 """Six models within six budgets each: predictions first, then what was measured, beside the other ways.
 
     python benchmarks/budget_cells.py [--tiny] [--models gpt,lstm] [--disk DIR] --out FILE
+    python benchmarks/budget_cells.py --device cuda --out FILE
     python benchmarks/budget_cells.py --out FILE --draw PICTURE.svg
 
 For each model one process measures a few steps, and plans for six budgets from them; the predictions are
@@ -11,6 +12,11 @@ PyTorch, ``keep=`` at three sizes, and ``torch.utils.checkpoint`` around every b
 steps from the second on, those that measure and correct included: it is what a budget promises. Seconds are
 medians of the last steps. A cell's losses are compared with plain's. All cells stay in FILE; a model that it
 has already is run again only when it is named.
+
+On an accelerator the peak is that of its tensors (``max_memory_allocated``), what moves goes to pinned host
+memory, and seconds are the device's own, between two events. ``--device simulated`` is the one of the tests,
+whose time is played: an operation and a copy take their bytes over a rate. What it shows is whether predictions
+come true where no machine's noise is; it says nothing of any real device's speed.
 """
 
 import argparse
@@ -40,6 +46,8 @@ from backstash import Stash
 from backstash.cli._allocator import choose, find
 from backstash.cli._resident import reset_resident_peak, resident_peak_bytes
 from backstash.plan import budget_for
+
+HERE = Path(__file__).resolve().parent
 
 SHARES = (0.1, 0.25, 0.4, 0.6, 0.8, 1.05)  # between the smallest budget and plain's peak
 KEEPS = (0.25, 0.5, 0.75)  # of the bytes that plain saves
@@ -175,10 +183,10 @@ class Chain(nn.Module):
         return self.tail(x)
 
 
-def model(name: str, tiny: bool) -> tuple[Any, Callable[[], Tensor]]:
-    """The model, and what gives it a batch."""
-    batch, length, width = (4, 64, 128) if tiny else (8, 256, 192)
-    side = 16 if tiny else 64
+def model(name: str, tiny: bool, small: bool = False) -> tuple[Any, Callable[[], Tensor]]:
+    """The model, and what gives it a batch; ``small``: with fewer numbers in each tensor."""
+    batch, length, width = (4, 64, 128) if tiny or small else (8, 256, 192)
+    side = 16 if tiny or small else 64
     words = 256
     if name in ("gpt", "llama", "experts"):
         makes = {
@@ -197,7 +205,7 @@ def model(name: str, tiny: bool) -> tuple[Any, Callable[[], Tensor]]:
         net = Chain(nn.Conv2d(3, first, 3, 1, 1), stages, end)
         return net, lambda: torch.randn(2 * batch, 3, side, side)
     if name == "unet":
-        return UNet(8 if tiny else 32), lambda: torch.randn(batch, 3, side, side)
+        return UNet(8 if tiny or small else 32), lambda: torch.randn(batch, 3, side, side)
     assert name == "lstm", name
     layers: list[nn.Module] = [Recurrent(width) for _ in range(2 if tiny else 3)]
     net = Chain(nn.Linear(width, width), layers, nn.Linear(width, words))
@@ -207,10 +215,81 @@ def model(name: str, tiny: bool) -> tuple[Any, Callable[[], Tensor]]:
 MODELS = ("gpt", "llama", "resnet", "unet", "lstm", "experts")
 
 
-def step_of(name: str, tiny: bool, way: str) -> Callable[[AbstractContextManager[Any]], str]:
+class Ground:
+    """Where a step runs, and what measures it: the CPU, as it is here, or an accelerator."""
+
+    device = torch.device("cpu")
+    is_small = False
+
+    def reset_peak(self) -> None:
+        """From now on :meth:`peak_bytes` counts anew."""
+        reset_resident_peak()
+
+    def peak_bytes(self) -> int:
+        """Of the process."""
+        return resident_peak_bytes()
+
+    def now(self) -> Any:
+        """A point in time."""
+        return time.perf_counter()
+
+    def seconds(self, since: Any, until: Any) -> float:
+        """Between two of these."""
+        return float(until - since)
+
+    def stash(self, disk: str, **options: Any) -> Stash:
+        """One that moves what it moves to the tier below."""
+        return Stash(disk=disk, **options)
+
+
+class Accelerator(Ground):
+    """Its tensors' memory and its own time."""
+
+    def __init__(self, name: str) -> None:
+        if name == "simulated":
+            sys.path.insert(0, str(HERE.parent / "tests"))
+            import simulated
+
+            simulated.register()
+            simulated.begin(0.01, 0)
+            self.is_small = True
+        self.device = torch.device(name, 0)
+
+    def reset_peak(self) -> None:
+        torch.accelerator.synchronize()
+        torch.accelerator.reset_peak_memory_stats()
+
+    def peak_bytes(self) -> int:
+        torch.accelerator.synchronize()
+        return int(torch.accelerator.max_memory_allocated())
+
+    def now(self) -> Any:
+        event = torch.Event(self.device, enable_timing=True)
+        torch.accelerator.current_stream().record_event(event)
+        return event
+
+    def seconds(self, since: Any, until: Any) -> float:
+        for event in (since, until):
+            event.synchronize()
+        return float(since.elapsed_time(until)) / 1e3
+
+    def stash(self, disk: str, **options: Any) -> Stash:
+        return Stash(host="8GiB", **options)
+
+
+def ground_of(name: str) -> Ground:
+    return Ground() if name == "cpu" else Accelerator(name)
+
+
+def step_of(
+    name: str, tiny: bool, way: str, ground: Ground | None = None
+) -> Callable[[AbstractContextManager[Any]], str]:
     """One training step under a context; it returns the loss as a hexadecimal number."""
+    ground = ground or Ground()
+    device = ground.device
     torch.manual_seed(0)
-    net, batch = model(name, tiny)
+    net, batch = model(name, tiny, ground.is_small)
+    net.to(device)
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-4)
 
     def call(number: int, block: nn.Module, x: Tensor) -> Tensor:
@@ -219,7 +298,7 @@ def step_of(name: str, tiny: bool, way: str) -> Callable[[AbstractContextManager
         return block(x)  # type: ignore[no-any-return]
 
     def step(context: AbstractContextManager[Any]) -> str:
-        x = batch()
+        x = batch().to(device)
         optimizer.zero_grad()
         with context:
             loss = net.through(call, x).square().mean()
@@ -230,27 +309,29 @@ def step_of(name: str, tiny: bool, way: str) -> Callable[[AbstractContextManager
     return step
 
 
-def stash_of(way: str, disk: str) -> Stash | None:
+def stash_of(way: str, disk: str, ground: Ground) -> Stash | None:
     kind, _, nbytes = way.partition("=")
     if kind == "keep":
-        return Stash(keep=int(nbytes), disk=disk)
-    return Stash(budget=int(nbytes), disk=disk) if kind == "budget" else None
+        return ground.stash(disk, keep=int(nbytes))
+    return ground.stash(disk, budget=int(nbytes)) if kind == "budget" else None
 
 
-def work(name: str, tiny: bool, way: str, disk: str) -> dict[str, Any]:
+def work(name: str, tiny: bool, way: str, disk: str, on: str = "cpu") -> dict[str, Any]:
     """Run one cell in this process."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    step, stash = step_of(name, tiny, way), stash_of(way, disk)
+    ground = ground_of(on)
+    step, stash = step_of(name, tiny, way, ground), stash_of(way, disk, ground)
     context: AbstractContextManager[Any] = stash if stash is not None else contextlib.nullcontext()
     losses, peaks = [], []
 
     def run() -> tuple[float, float]:
-        reset_resident_peak()
-        wall, processor = time.perf_counter(), time.process_time()
+        ground.reset_peak()
+        began, processor = ground.now(), time.process_time()
         losses.append(step(context))
-        peaks.append(resident_peak_bytes())
-        return time.perf_counter() - wall, time.process_time() - processor
+        seconds = ground.seconds(began, ground.now())
+        peaks.append(ground.peak_bytes())
+        return seconds, time.process_time() - processor
 
     for _ in range(3):
         run()
@@ -284,11 +365,13 @@ def work(name: str, tiny: bool, way: str, disk: str) -> dict[str, Any]:
     return found
 
 
-def predictions(name: str, tiny: bool, disk: str) -> dict[str, Any]:
+def predictions(name: str, tiny: bool, disk: str, on: str = "cpu") -> dict[str, Any]:
     """Measure a few steps, and plan for six budgets."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    step, stash = step_of(name, tiny, "budget"), Stash(budget=1, disk=disk, name="measure")
+    ground = ground_of(on)
+    step = step_of(name, tiny, "budget", ground)
+    stash = ground.stash(disk, budget=1, name="measure")
     for _ in range(8):
         step(stash)
         assert stash.plan is not None
@@ -333,6 +416,7 @@ def main() -> None:
     )
     parser.add_argument("--models", help=f"which, with commas; default: {', '.join(MODELS)}")
     parser.add_argument("--disk", default=tempfile.gettempdir(), help="where what moves goes")
+    parser.add_argument("--device", default="cpu", help="cpu, cuda, xpu, or simulated: see above")
     parser.add_argument("--out", type=Path, help="the results, as JSON")
     parser.add_argument("--draw", type=Path, metavar="PICTURE", help="only draw what --out has")
     parser.add_argument("--cell", nargs=2, metavar=("MODEL", "WAY"), help="this one, here")
@@ -341,12 +425,13 @@ def main() -> None:
         name, way = given.cell
         run = predictions if way == "predict" else work
         extra = () if way == "predict" else (way,)
-        print(json.dumps(run(name, given.tiny, *extra, given.disk)))
+        print(json.dumps(run(name, given.tiny, *extra, given.disk, given.device)))
         return
     if given.draw is not None:
         draw(json.loads(given.out.read_text())["models"], given.draw)
         return
     allocator = choose("auto", os.environ, find())
+    device = "" if given.device == "cpu" else f"--device {given.device} "
     results: dict[str, Any] = {"models": {}}
     if given.out is not None and given.out.exists():
         results = json.loads(given.out.read_text())
@@ -355,11 +440,13 @@ def main() -> None:
         "torch": torch.__version__,
         "machine": f"{platform.machine()}, {os.cpu_count()} cores, 1 thread used",
         "allocator": allocator.kind,
-        "command": "python benchmarks/budget_cells.py --out benchmarks/results/budget_cells.json",
+        "device": device_words(given.device),
+        "command": f"python benchmarks/budget_cells.py {device}--out {given.out}",
     }
 
     def cell(name: str, way: str) -> dict[str, Any]:
-        command = [sys.executable, __file__, "--disk", given.disk, "--cell", name, way]
+        command = [sys.executable, __file__, "--disk", given.disk, "--device", given.device]
+        command += ["--cell", name, way]
         done = subprocess.run(
             [*command, *(["--tiny"] if given.tiny else [])],
             env=os.environ | dict(allocator.environment),
@@ -389,6 +476,12 @@ def main() -> None:
     results["summary"] = summary(results["models"])
     keep()
     print("\n".join(f"{name}: {value}" for name, value in results["summary"].items()))
+
+
+def device_words(name: str) -> str:
+    """What the device is called."""
+    module = getattr(torch, name, None)
+    return str(module.get_device_name()) if hasattr(module, "get_device_name") else name
 
 
 def budgets_of(entry: dict[str, Any]) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:

@@ -617,9 +617,11 @@ class Planner:
         }
 
     def _first_windows(self) -> tuple[int, int]:
-        """Before anything is known: an eighth of what the budget leaves for each, up to 128 MiB."""
+        """Before anything is known: an eighth of what the budget leaves for each, 16 to 128 MiB; of a small
+        budget at least a sixteenth."""
         left = max(0, self._budget - self._meter.now())
-        size = min(128 << 20, max(_LEAST_WINDOW_BYTES, left // 8))
+        least = min(_LEAST_WINDOW_BYTES, self._budget // 16)
+        size = min(128 << 20, max(least, left // 8))
         return size, size
 
     def _set_windows(self, windows: tuple[int, int]) -> None:
@@ -698,10 +700,13 @@ def _most_other(trace: Trace) -> int:
 
 def _held_by(holding: Sequence[DeviceTiers]) -> int:
     """Bytes of the device's memory that the stash holds, with those under way."""
-    return sum(
-        each.evictor.resident.nbytes + each.evictor.inflight.nbytes + each.prefetcher.ahead_bytes
-        for each in holding
-    )
+    held = 0
+    for each in holding:
+        held += each.evictor.resident.nbytes + each.evictor.inflight.nbytes
+        held += each.prefetcher.ahead_bytes
+        if each.device is not None:
+            held += each.device.unfinished_bytes()
+    return held
 
 
 def auto_budget() -> int:

@@ -83,6 +83,7 @@ struct Block {
   Queue* owner;
   DeviceIndex device;
   std::vector<Queue*> recorded;
+  size_t wanted = 0;  // of its size
 };
 
 struct Freed {  // waits for the streams that it was recorded on
@@ -310,9 +311,9 @@ struct Allocator final : c10::DeviceAllocator {
       device.stats.reserved_bytes[0].increase(size);
     }
     device.stats.allocation[0].increase(1);
-    device.stats.allocated_bytes[0].increase(size);
+    device.stats.allocated_bytes[0].increase(wanted);
     device.stats.active_bytes[0].increase(size);
-    device.blocks[memory] = {size, owner, index, {}};
+    device.blocks[memory] = {size, owner, index, {}, wanted};
     return memory;
   }
 
@@ -339,7 +340,7 @@ struct Allocator final : c10::DeviceAllocator {
       auto block = found->second;
       device.blocks.erase(found);
       device.stats.allocation[0].decrease(1);
-      device.stats.allocated_bytes[0].decrease(block.size);
+      device.stats.allocated_bytes[0].decrease(block.wanted);
       std::vector<Event> uses;
       for (auto* queue : block.recorded) uses.push_back({queue, queue->asked});
       device.freed.push_back({memory, block, uses});

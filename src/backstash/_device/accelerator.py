@@ -282,6 +282,10 @@ class Accelerator(Device):
         self.sweep()
         return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
+    def unfinished_bytes(self) -> int:
+        """See :meth:`Device.unfinished_bytes`."""
+        return sum(memory.nbytes for _, memory in self.unfinished.copy())
+
     def sweep(self) -> None:
         """See :meth:`Device.sweep`."""
         if not self.unfinished or self.is_capturing():

@@ -156,6 +156,10 @@ class Device(ABC):
     def finish(self) -> None:
         """Wait until every copy that was begun has ended."""
 
+    def unfinished_bytes(self) -> int:
+        """Bytes of its memory that :meth:`sweep` has yet to let go of."""
+        return 0
+
     def sweep(self) -> None:
         """Let go of the memory of copies that died before they ended, as far as they have ended."""
         return None

@@ -20,8 +20,7 @@ from .base import Device, MemoryFigures
 
 __all__ = ["DeviceMeter"]
 
-_TIMED = ("save", "use")
-_HEARD = (*_TIMED, "free")
+_HEARD = ("save", "use", "free")
 _TICK = 1e-9  # seconds, so that no two events come at once
 _FEW = 16  # allocations between two events, whose bytes may all have been held at once
 
@@ -32,8 +31,9 @@ class _Heard:
 
     told: tuple[Any, ...]
     mark: Any
-    """The point in time on the device; ``None``: as the one before."""
+    """The point in time on the device."""
     until: Any = None
+    """Where a copy or a wait ended."""
     figures: MemoryFigures | None = None
     ours: int = 0
     host_seconds: float = 0.0
@@ -89,8 +89,7 @@ class DeviceMeter(Meter):
         """See :meth:`Meter.hear`."""
         if told[0] not in _HEARD or self._device.is_capturing():
             return
-        mark = self._device.time_mark() if told[0] in _TIMED else None
-        figures, ours = self._device.memory(), self._ours()
+        mark, figures, ours = self._device.time_mark(), self._device.memory(), self._ours()
         self._heard.append(_Heard(told, mark, None, figures, ours, time.perf_counter()))
 
     def _on_time(self, kind: str, since: Any, until: Any, nbytes: int) -> None:
@@ -140,10 +139,7 @@ class DeviceMeter(Meter):
                 duration = max(0.0, seconds(each.mark, each.until))
                 told.append((each.told[0], start, duration, *each.told[3:]))
                 continue
-            if each.mark is not None:
-                at = max(at + _TICK, seconds(began, each.mark))
-            else:
-                at += _TICK
+            at = max(at + _TICK, seconds(began, each.mark))
             told.append((each.told[0], at, 0.0, *each.told[3:]))
             between = list[Sample]()
             while waiting and waiting[0][0] <= each.host_seconds:

@@ -3,8 +3,8 @@
 A block that moves is written after its save, in order, with at most ``inflight`` bytes under way: a save that
 finds the window full waits for the oldest write. At each use the next blocks are read in the order of their
 uses, with at most ``prefetch`` bytes held ahead; a block that is used while it is still being written is in
-memory yet, and not read. Where the host runs ahead of the device, nothing is let go in forward before the
-window is full, since the host has seen no write end by then.
+memory yet, and not read. Where the host runs ahead of the device it sees no write end: nothing is let go before
+the window is full, and what is in it when backward begins is used from where it is, and held to the step's end.
 """
 
 from __future__ import annotations
@@ -61,15 +61,13 @@ def simulate(trace: Trace, choices: Sequence[Option], windows: Windows) -> Forec
     made: set[int] = set()  # those that were used
     order = [block for block in trace.uses() if choices[block].moved_bytes]
     next_read = 0
-    is_forward = True
 
     for at, moment in enumerate(trace.moments):
         now = moment.other_bytes + resident + inflight + ahead
         if now > peak:
             peak, peak_moment = now, at
         clock += moment.seconds
-        is_forward = is_forward and moment.kind != "use"
-        while writing and writing[0][0] <= clock and not (trace.runs_ahead and is_forward):
+        while writing and writing[0][0] <= clock and not trace.runs_ahead:
             inflight -= choices[writing.popleft()[1]].moved_bytes
         block = moment.block
         option = choices[block]
@@ -88,7 +86,7 @@ def simulate(trace: Trace, choices: Sequence[Option], windows: Windows) -> Forec
                 written_at[block] = down_free
                 writing.append((down_free, block))
                 inflight += nbytes
-                if nbytes > windows.inflight_bytes:  # moved within the call
+                if nbytes > windows.inflight_bytes and not trace.runs_ahead:  # moved within the call
                     writing.pop()
                     inflight -= nbytes
                     stalled += down_free - clock
@@ -97,7 +95,9 @@ def simulate(trace: Trace, choices: Sequence[Option], windows: Windows) -> Forec
             clock += option.use_seconds
             ahead += option.made_bytes
             made.add(block)
-            if option.moved_bytes and block not in ready:
+            if trace.runs_ahead:
+                in_memory.update(each for _, each in writing)
+            if option.moved_bytes and block not in ready and block not in in_memory:
                 if written_at.get(block, 0.0) > clock:
                     in_memory.add(block)
                 else:
