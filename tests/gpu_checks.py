@@ -672,6 +672,71 @@ def several_devices(place: Place) -> None:
     stash.close()
 
 
+def within_a_budget(place: Place) -> None:
+    """One number for the device's memory: predictions come true, and no step under the plan exceeds it."""
+    place.only_real()
+    model, x = place.model(layers=12), place.batch(rows=8)
+    true = place.gradients(model, x)
+
+    def peak_of(stash: Any) -> int:
+        place.synchronize()
+        torch.accelerator.reset_peak_memory_stats(place.device)
+        same(place.gradients(model, x, stash), true, "within a budget")
+        place.synchronize()
+        return int(torch.accelerator.max_memory_allocated(place.device))
+
+    held, plain = place.allocated(), peak_of(None)
+    budget = held + (plain - held) * 7 // 10
+    stash, measured = place.stash(budget=budget, host=4096), []
+    for _ in range(12):
+        peak_of(stash)
+        assert stash.plan is not None
+        measured.append(stash.plan.measured)
+    plan = stash.plan
+    assert plan is not None and plan.predicted is not None and any(measured), str(plan)
+    assert plan.state == "planned" and plan.device == f"{place.device.type}:0", str(plan)
+    peaks = [peak_of(stash) for _ in range(4)]
+    assert max(peaks) <= budget, f"peaks {peaks} of a budget of {budget}\n{plan}"
+    told = f"{plan.predicted.peak_bytes} predicted, {max(peaks)} measured, {plain} plain\n{plan}"
+    assert abs(max(peaks) / plan.predicted.peak_bytes - 1) < (0.2 if place.is_small else 0.1), told
+    moved = stash.stats().written_bytes
+    peak_of(stash)
+    moved = stash.stats().written_bytes - moved
+    assert moved < plain - held, "not all of it needs to move"
+    stash.close()
+
+    roomy = place.stash(budget=plain * 2, host=4096)
+    for _ in range(3):
+        peak_of(roomy)
+    moved = roomy.stats().written_bytes
+    peak_of(roomy)
+    assert roomy.plan is not None and roomy.plan.state == "left alone", str(roomy.plan)
+    assert roomy.stats().written_bytes == moved, "what fits is left in place"
+    roomy.close()
+
+
+def budgets_of_two_devices(place: Place) -> None:
+    """Each device has a plan of its own for the same budget; the CPU then has none."""
+    place.only_real()
+    if torch.accelerator.device_count() < 2:
+        raise Skip("needs two devices")
+    here, there = (torch.device(place.device.type, index) for index in range(2))
+    one, two = place.model(layers=3).to(here), place.model(layers=3).to(there)
+    x = place.batch().to(here).requires_grad_()
+    two(one(x).to(there)).square().mean().backward()
+    true, x.grad = x.grad, None
+    stash = place.stash(budget=torch.accelerator.memory_allocated(here) * 3 // 2, host=4096)
+    for _ in range(8):
+        with stash:
+            loss = two(one(x).to(there)).square().mean()
+        loss.backward()
+        same([x.grad], [true], "over two devices within budgets")
+        x.grad = None
+    assert len(stash._session.planners) == 2 and 0 not in stash._session.planners
+    assert all(each.plan.predicted for each in stash._session.planners.values())
+    stash.close()
+
+
 def out_of_memory(place: Place) -> None:
     """Where plain runs out of memory a stash trains; where it too does, nothing is leaked and it goes on."""
     place.only_real()
@@ -921,6 +986,8 @@ CHECKS |= {
         pinning_refused,
         llama_in_bf16,
         several_devices,
+        within_a_budget,
+        budgets_of_two_devices,
         out_of_memory,
         out_of_memory_in_backward,
         dropped_in_the_midst,

@@ -43,6 +43,10 @@ ALLOWED = {
 USED = {
     "checkpoints.py": {"_CachingTorchDispatchMode", "_checkpoint_without_reentrant_generator"},
     "clipping.py": {"_clip_grads_with_norm_"},
+    "device_memory.py": {
+        "torch._C._accelerator_getDeviceStats",
+        "torch._C._accelerator_isAllocatorInitialized",
+    },
     "dispatch.py": {
         "_schema",
         "torch._C.DisableTorchFunction",

@@ -401,6 +401,8 @@ class Admission:
         self.eligible_bytes += block.nbytes
         planner = session.planners.get(tiers.number)
         if planner is not None:
+            if not planner.has_begun:  # a device that was met in the midst of a step
+                planner.begin_step(tiers)
             planner.count(block)
             if choice == _DEFAULT:
                 choice = self._planned(block, tensor, thread_state, modules, tiers)

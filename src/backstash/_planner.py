@@ -160,6 +160,11 @@ class Planner:
         """What the plan was made from."""
         return self._solved[0] if self._solved is not None else None
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether a step has begun."""
+        return self._steps > 0
+
     def close(self) -> None:
         """Measure no more."""
         self._stop()

@@ -86,7 +86,9 @@ def simulate(trace: Trace, choices: Sequence[Option], windows: Windows) -> Forec
                 written_at[block] = down_free
                 writing.append((down_free, block))
                 inflight += nbytes
-                if nbytes > windows.inflight_bytes and not trace.runs_ahead:  # moved within the call
+                if (
+                    nbytes > windows.inflight_bytes and not trace.runs_ahead
+                ):  # moved within the call
                     writing.pop()
                     inflight -= nbytes
                     stalled += down_free - clock

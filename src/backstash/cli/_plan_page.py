@@ -83,6 +83,11 @@ def choices_in_words(choices: Any) -> str:
     return ", ".join(f"{count} {_PLACES[choice][0]}" for choice, count in choices)
 
 
+def _whose(plan: dict[str, Any]) -> str:
+    device = plan.get("device", "cpu")
+    return "the process" if device == "cpu" else f"tensors on {device}"
+
+
 def _state(plan: dict[str, Any]) -> str:
     budget = format_bytes(plan["budget_bytes"])
     smallest = plan["smallest_budget_bytes"]
@@ -90,7 +95,7 @@ def _state(plan: dict[str, Any]) -> str:
     return {
         "measuring": f"Within {budget}: there were too few steps to plan for; all that can move was moved.",
         "left alone": f"Everything fits within {budget}, and was left in place but for a first step.",
-        "planned": f"Within a budget of {budget} for the memory of the process.",
+        "planned": f"Within a budget of {budget} for the memory of {_whose(plan)}.",
         "loaded": f"A plan from a file, for a budget of {budget}.",
         "too small": f"A budget of {budget} cannot be kept{at_least}.",
     }[plan["state"]]

@@ -120,7 +120,7 @@ def table(command: str, plans: list[Plan]) -> str:
             + " ".join(f"{format_bytes(each):>10}" for each in parts)
             + note
         )
-    lines.append(
-        "peak: of the process's resident memory; step: its time; both predicted. bound: no choice is faster"
-    )
+    device = plans[0].device if plans else "cpu"
+    whose = "the process's resident memory" if device == "cpu" else f"the tensors on {device}"
+    lines.append(f"peak: of {whose}; step: its time; both predicted. bound: no choice is faster")
     return "\n".join(lines)

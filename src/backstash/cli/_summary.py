@@ -90,7 +90,9 @@ def _planned(plan: dict[str, Any] | None) -> list[str]:
         "loaded": f"a plan from a file, predicted {expected}",
         "too small": f"too small: the smallest that can be kept is {smallest}; peak of a step {peak}",
     }[plan["state"]]
-    return [f"budget     {budget}: {what}"]
+    device = plan.get("device", "cpu")
+    of = "" if device == "cpu" else f" of {device}"
+    return [f"budget     {budget}{of}: {what}"]
 
 
 def _moved(stats: dict[str, Any]) -> str:

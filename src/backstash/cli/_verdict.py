@@ -90,8 +90,11 @@ def _beside_budget(plan: dict[str, Any], peak: int) -> str:
 
 
 def largest(figures: dict[str, Any]) -> tuple[str, int]:
-    """Where memory is what matters, and the most bytes there: an accelerator, if tensors of one were moved."""
-    devices = figures["devices"]
+    """Where memory is what matters, and the most bytes there: an accelerator, if its tensors were planned for or
+    moved."""
+    devices, plan = figures["devices"], figures.get("plan") or {}
+    if plan.get("device") in devices:
+        return f" on {plan['device']}", devices[plan["device"]]
     if devices and figures["stats"]["host_peak_bytes"]:
         name = max(devices, key=lambda each: int(devices[each]))
         return f" on {name}", devices[name]
