@@ -37,7 +37,8 @@ class StepFigures:
     """Memory and time of one training step."""
 
     peak_bytes: int
-    """The most memory at any moment of the step: on the CPU the process's resident bytes."""
+    """The most memory at any moment of the step: on the CPU the process's resident bytes, on an accelerator the
+    bytes that its tensors take."""
     step_seconds: float
     """From the first save of one step to the first save of the next."""
 

@@ -126,8 +126,8 @@ def _parser() -> Parser:
         "--budget",
         metavar="SIZE",
         type=by_rank(_budget),
-        help="the most memory that the process may hold at any moment of a step: a SIZE, or auto for what the "
-        "machine can spare, which is the default where no budget is given",
+        help="the most memory at any moment of a step, of an accelerator's tensors or else of the process: a "
+        "SIZE, or auto for what can be spared, which is the default where no budget is given",
     )
     add("--plan", metavar="FILE", help="follow a plan that an earlier run wrote by --save-plan")
     add(
