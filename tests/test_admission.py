@@ -88,7 +88,7 @@ class Around:
             add=lambda block, apart: self.added.append(block),
             predictor=SimpleNamespace(passes=1),
             save_counts=SaveCounts(),
-            planner=None,
+            planners={},
             review=lambda thread_state, most: self.steps.append(most),
         )
         self.admission = Admission(self.session, policy=policy, min_bytes=min_bytes)

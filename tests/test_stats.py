@@ -45,7 +45,7 @@ def tier(n, swept):
 
 def session_of(device_tiers, **counts):
     return Of(
-        counts=lambda: Counts(**counts), device_tiers=device_tiers, blocks_alive=3, planner=None
+        counts=lambda: Counts(**counts), device_tiers=device_tiers, blocks_alive=3, planners={}
     )
 
 
