@@ -160,6 +160,7 @@ class Prefetcher:
             if view is None:
                 self._drop_making(block)
                 view = self._take(entry, block, None, root, arrival, low)
+            self._used_bytes = self.window_bytes  # it is high time to look ahead
             self.ahead(block)
         return view
 
@@ -193,6 +194,7 @@ class Prefetcher:
                 view = self.at_hand(entry)
             if view is not None:
                 self.hits += 1
+                self._used_bytes = self.window_bytes  # few are begun at a time
                 self.ahead(block)
             return view
 

@@ -161,13 +161,15 @@ class Recomputation(Derivation):
         )
 
     def given_ahead(self, unpack: Callable[[Any], Tensor]) -> list[Tensor]:
-        """See :meth:`Derivation.given_ahead`. What the program holds is copied: it may take the memory away
-        (``resize_``), as FSDP does."""
+        """See :meth:`Derivation.given_ahead`. Parameters and parts of storages that the program holds are
+        copied: it may take their memory away (``resize_``), as FSDP does."""
         given = self.given(unpack)
-        in_place = [at for at, each in enumerate(self._operands) if type(each) is not Entry]
-        if given is None or sum(given[at].nbytes for at in in_place) > _MOST_COPIED_BYTES:
+        if given is None:
             raise NotAtHandError
-        for at in in_place:
+        copied = [at for at, each in enumerate(self._operands) if _may_go(each)]
+        if sum(given[at].nbytes for at in copied) > _MOST_COPIED_BYTES:
+            raise NotAtHandError
+        for at in copied:
             given[at] = given[at].clone()
         return given
 
@@ -199,6 +201,14 @@ def _threads(count: int) -> Iterator[None]:
         finally:
             torch.set_num_threads(before[0])
             _is_changed = before[1]
+
+
+def _may_go(operand: Any) -> bool:
+    """Whether it is in memory that a program may take away while it goes on."""
+    if type(operand) is Entry:
+        return False
+    fills = operand.nbytes == operand.untyped_storage().nbytes()
+    return isinstance(operand, nn.Parameter) or not fills
 
 
 def _owned(operand: Entry) -> Entry:
