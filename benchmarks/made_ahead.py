@@ -13,6 +13,7 @@ import argparse
 import os
 import statistics
 import time
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -23,7 +24,10 @@ from backstash.cli.bench import _workloads
 from backstash.cli.bench._markdown import markdown
 from backstash.cli.bench._step_worker import digest
 
-HEAD = ("model", "action", "ahead", "backward: without", "with", "step, of that without")
+HEAD = (
+    *("model", "action", "ahead", "backward: without", "with"),
+    *("computing thread's processor: without", "with", "step, of that without"),
+)
 SMALL = {
     "gpt": lambda: _workloads._gpt(3, 512, 2, 512),
     "llama": lambda: _workloads._llama(3, 512, 2, 512),
@@ -32,48 +36,43 @@ SMALL = {
 }
 
 
-def row(name: str, work: Any, action: str, pairs: int) -> tuple[str, ...]:
+def row(name: str, work: Any, action: str, pairs: int, small: str) -> tuple[str, ...]:
     """One line of the table."""
-    stash = Stash(keep=None, policy=lambda saved: Action(action), min_bytes="64KiB")
+    stash = Stash(keep=None, policy=lambda saved: Action(action), min_bytes=small)
     parameters = list(work.model.parameters())
 
-    def step(hold: Any, *, ahead: bool) -> tuple[float, float, str]:
+    def step(hold: Any, *, ahead: bool) -> tuple[float, float, float, str]:
+        """Seconds of the step, of its backward, of this thread's processor in backward; the gradients."""
         stash._session.device_tiers[0].prefetcher._maker.is_off = not ahead
         torch.manual_seed(1)
         for each in parameters:
             each.grad = None
         begun = time.perf_counter()
-        if hold is None:
+        with hold:
             loss = work.model(*work.inputs)
-        else:
-            with hold:
-                loss = work.model(*work.inputs)
-        middle = time.perf_counter()
+        middle, processor = time.perf_counter(), time.thread_time()
         loss.backward()
-        ended = time.perf_counter()
-        return ended - begun, ended - middle, digest(work.model)
+        ended, processor = time.perf_counter(), time.thread_time() - processor
+        return ended - begun, ended - middle, processor, digest(work.model)
 
-    expected = step(None, ahead=False)[2]
-    found: dict[bool, list[tuple[float, float, str]]] = {False: [], True: []}
+    expected = step(nullcontext(), ahead=False)[-1]
+    found: dict[bool, list[tuple[float, float, float, str]]] = {False: [], True: []}
     step(stash, ahead=False)
     before = stash.stats().prefetch_hits
     for number in range(pairs):
         for ahead in (False, True) if number % 2 else (True, False):
             found[ahead].append(step(stash, ahead=ahead))
     hits = (stash.stats().prefetch_hits - before) / pairs
-    assert {each[2] for of in found.values() for each in of} == {expected}
-    steps = [
-        statistics.median(a[0] / b[0] for a, b in zip(*map(found.get, (True, False)), strict=True))
+    assert {each[-1] for of in found.values() for each in of} == {expected}
+    of_step = statistics.median(a[0] / b[0] for a, b in zip(found[True], found[False], strict=True))
+    seconds = [
+        statistics.median(each[at] for each in found[ahead])
+        for at in (1, 2)
+        for ahead in (False, True)
     ]
-    back = [statistics.median(each[1] for each in found[ahead]) for ahead in (False, True)]
     stash.close()
-    return (
-        name,
-        action,
-        f"{hits:.0f} blocks",
-        *(f"{1000 * each:.0f} ms" for each in back),
-        f"{steps[0]:.3f}",
-    )
+    cells = (f"{hits:.0f} blocks", *(f"{1000 * each:.0f} ms" for each in seconds))
+    return (name, action, *cells, f"{of_step:.3f}")
 
 
 def main() -> None:
@@ -87,12 +86,14 @@ def main() -> None:
         torch.manual_seed(0)
         work = _workloads.WORKLOADS[f"{name}-tiny"]() if options.tiny else SMALL[name]()
         for action in ("recompute", "pack"):
-            rows.append(row(name, work, action, 1 if options.tiny else options.pairs))
+            small = "4KiB" if options.tiny else "64KiB"
+            rows.append(row(name, work, action, options.pairs, small))
     print(markdown(HEAD, rows))
     about = machine()
     print(
         f"\n{time.strftime('%Y-%m-%d')}; {about.processor}, {about.cores} cores, PyTorch on "
-        f"{torch.get_num_threads()} thread(s); load {os.getloadavg()[0]:.1f} at the end; torch {torch.__version__}"
+        f"{torch.get_num_threads()} thread(s); load {os.getloadavg()[0]:.1f} at the end; "
+        f"torch {torch.__version__}"
     )
 
 

@@ -142,7 +142,10 @@ def test_two_at_most_are_under_way_and_they_count_in_the_window():
 def test_the_window(window, most):
     with ByHand(prefetch=window) as by_hand:
         counts = []
-        look = lambda: counts.append(by_hand.prefetcher.ahead_bytes)
+
+        def look():
+            counts.append(by_hand.prefetcher.ahead_bytes)
+
         loss, ws = by_hand.forward(lambda y: seen(y, look))
         assert same(torch.autograd.grad(loss, ws))
         assert max(counts) == most * SIZE
@@ -213,7 +216,7 @@ def test_a_change_after_it_was_made_is_an_error_where_it_is_needed(tmp_path):
             torch.autograd.grad(loss, ws)
         assert "(128, 128)" in str(error.value)
         assert by_hand.prefetcher.ahead_bytes <= 2 * SIZE
-        del loss, x, inputs, ws
+        del loss, x, ws
 
 
 def test_a_graph_that_dies_while_it_is_made(tmp_path):
