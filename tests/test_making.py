@@ -207,15 +207,13 @@ def test_a_change_after_it_was_made_is_an_error_where_it_is_needed(tmp_path):
             for at, w in enumerate(ws):
                 inputs.append(x @ w)
                 x = F.gelu(inputs[-1])
-                if at == 4:
-                    x.register_hook(lambda gradient: None)
                 if at == 3:
                     inputs[3].register_hook(lambda gradient: change())
             loss = x.square().sum()
-        with pytest.raises(InplaceError) as error:
-            torch.autograd.grad(loss, ws)
-        assert "(128, 128)" in str(error.value)
+        with pytest.raises(InplaceError, match=r"\(128, 128\)"):
+            torch.autograd.grad(loss, ws[3:])  # what changed is not needed for itself
         assert by_hand.prefetcher.ahead_bytes <= 2 * SIZE
+        inputs.clear()  # a hook refers to it
         del loss, x, ws
 
 
