@@ -175,6 +175,9 @@ def test_other_bits_are_not_used_and_no_more_are_made():
         assert same(torch.autograd.grad(loss, ws))
         assert by_hand.stash.stats().prefetch_hits == 0
         assert by_hand.prefetcher._maker.is_off
+        loss, ws = by_hand.forward()
+        assert same(torch.autograd.grad(loss, ws))
+        assert by_hand.begun == []
 
 
 def test_another_number_of_threads_in_the_worker_is_not_used():
@@ -226,9 +229,38 @@ def test_a_graph_that_dies_while_it_is_made(tmp_path):
         del loss, ws
         gc.collect()
         assert [each() for each in made] == [None, None]
+        begun = [*by_hand.begun]
         by_hand.work()
+        assert [each.error for each in begun] == [None] * len(begun)
         by_hand.stash.stats()
         assert by_hand.prefetcher.ahead_bytes == 0
+
+
+def test_what_is_made_holds_its_operands_no_longer_and_is_told():
+    with ByHand() as by_hand, by_hand.stash.record() as recording:
+        loss, ws = by_hand.forward()
+        torch.autograd.grad(loss, ws[-1])
+        makings = by_hand.makings
+        by_hand.work()
+        assert [each._given for each in makings] == [None, None]
+        told = [event for event in recording.events if event.kind == "decode"]
+        # Two by who needed them, two by the worker.
+        assert [(event.cause, event.nbytes) for event in told] == [("recomputed", SIZE)] * 4
+        del loss, ws, makings
+
+
+def test_nothing_is_looked_for_where_nothing_is_derived():
+    stash = Stash(keep=None, min_bytes=1024)
+    assert not stash._session.device_tiers or not maker_of(stash).has_derived
+    with stash:
+        loss, ws = net()
+    torch.autograd.grad(loss, ws)
+    assert not maker_of(stash).has_derived
+    stash.close()
+
+
+def maker_of(stash):
+    return stash._session.device_tiers[0].prefetcher._maker
 
 
 def test_backward_again_and_again():
@@ -262,12 +294,19 @@ def test_an_interrupt_while_it_is_made_here():
         assert by_hand.prefetcher.ahead_bytes == 0
 
 
-def test_no_worker_is_asked_where_threads_take_the_cores(monkeypatch):
-    monkeypatch.setattr(making, "_cores", lambda: 2 * torch.get_num_threads() - 1)
-    with ByHand() as by_hand:
-        loss, ws = by_hand.forward()
-        assert same(torch.autograd.grad(loss, ws))
-        assert by_hand.begun == []
+@pytest.mark.parametrize("threads, cores", [(1, 1), (3, 5)])
+def test_no_worker_is_asked_where_threads_take_the_cores(monkeypatch, threads, cores):
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads)
+        for given, is_asked in ((cores, False), (cores + 1, True)):
+            monkeypatch.setattr(making, "_cores", lambda given=given: given)
+            with ByHand() as by_hand:
+                loss, ws = by_hand.forward()
+                torch.autograd.grad(loss, ws)
+                assert bool(by_hand.begun) == is_asked
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_the_cores_are_shared_by_the_processes_of_a_job(monkeypatch):
