@@ -323,6 +323,13 @@ def test_the_bytes_of_packing_and_recomputing_are_counted_and_the_gradients_equa
     assert all(map(float.__ge__, recomputed, both))
 
 
+def test_what_is_made_ahead_of_need_is_timed_and_the_gradients_equal():
+    command = [sys.executable, "benchmarks/made_ahead.py", "--tiny", "--pairs", "1", "unet"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    rows = [line.split("|")[1:-1] for line in done.stdout.split("\n")[2:4]]
+    assert [row[1].strip() for row in rows] == ["recompute", "pack"]
+
+
 @takes_long
 def test_steps_of_changing_shapes_have_the_same_gradients_under_each_allocator(
     tmp_path: Path,

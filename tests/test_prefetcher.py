@@ -62,6 +62,7 @@ class Around:
         self.prefetcher = Prefetcher(
             self.begun.append,
             self,
+            SimpleNamespace(has_derived=False),
             self.section,
             self.freed.append,
             self.event_log,

@@ -646,3 +646,44 @@ def test_it_takes_no_codec():
 
     with pytest.raises(UsageError, match="has no codec"):
         Action("recompute", EXACT)
+
+
+class OwnNorm(nn.Module):
+    """As many models write it; no module tells its eps."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.ones(width)), nn.Parameter(torch.zeros(width))
+
+    def forward(self, x):
+        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, 1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("casts", [False, True])
+def test_a_layer_norm_in_half_precision_that_no_module_tells_of(dtype, casts):
+    """Its weights are ones and zeros in the first step, when it is compared, and others in the second."""
+
+    def run(hold):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(16, 16), OwnNorm(16), nn.Linear(16, 16))
+        net = net if casts else net.to(dtype)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
+        x, found = torch.randn(512, 16), []
+        x = x if casts else x.to(dtype)
+        for _ in range(3):
+            optimizer.zero_grad()
+            with hold, torch.autocast("cpu", dtype, enabled=casts and dtype != torch.float32):
+                loss = net(x).square().mean()
+            loss.backward()
+            found += [each.grad.clone() for each in net.parameters()]
+            optimizer.step()
+        return found
+
+    with Stash(policy=recompute, min_bytes=4096) as stash:
+        pass
+    assert are_same(run(stash), run(nullcontext()))
+    is_let_go = dtype == torch.float32
+    assert bool(stash.stats().recomputed_bytes) == is_let_go
+    reasons = [each for each in stash.stats().left if "no module tells its eps" in each]
+    assert bool(reasons) != is_let_go

@@ -975,3 +975,31 @@ def test_what_a_second_run_would_change_is_not_run_twice(make):
             assert are_same(got, want)
     assert are_same(list(module.parameters()), list(plain.parameters()))
     assert stash.stats().recomputed_bytes == 0
+
+
+@pytest.mark.parametrize("is_buffer", [False, True])
+def test_a_module_that_holds_a_sparse_tensor_is_run_again(is_buffer):
+    """A graph network's adjacency."""
+
+    class Layer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            edges = torch.eye(16).roll(1, 0).to_sparse()
+            if is_buffer:
+                self.register_buffer("edges", edges)
+            else:
+                self.edges = edges
+            self.linear = nn.Linear(64, 64)
+
+        def forward(self, x):
+            return torch.tanh(torch.sparse.mm(self.edges, self.linear(x)))
+
+    torch.manual_seed(0)
+    model, x = nn.Sequential(Layer(), Layer()), torch.randn(16, 64)
+    expected = torch.autograd.grad(model(x).sum(), list(model.parameters()))
+    stash = Stash(min_bytes=0)
+    with stash.recompute(*model):
+        for _ in range(2):
+            found = torch.autograd.grad(model(x).sum(), list(model.parameters()))
+            assert all(map(same_bits, found, expected))
+    assert stash.stats().recomputed_bytes > 0, stash.stats().left

@@ -187,6 +187,8 @@ class Stash:
             "host": host_bytes,
             "inflight": inflight_bytes,
             "prefetch": prefetch_bytes,
+            # A plan's predictions count what is made as time of the computing thread.
+            "makes_ahead": most is None and plan is None,
         }
         self._on_full = on_full
         self._begin()
@@ -223,11 +225,13 @@ class Stash:
     def _begin(self) -> None:
         """Threads, memory and tiers of this process."""
         self._workers = Workers(self._store.threads if self._store is not None else 1)
+        self._makers = Workers(1)
         self._pool = BufferPool(idle_bytes=_IDLE_BYTES)
         self._trimmer = Trimmer(self._workers.submit)
         self._config = TierConfig(
             self._store,
             self._workers.begin,
+            self._makers,
             ReclaimQueue(),
             self._section,
             self._event_log,
@@ -578,6 +582,9 @@ class Stash:
 
     def _derive(self, entry: Entry, derivation: Derivation, tiers: DeviceTiers) -> Tensor:
         """The saved view of a block that is packed or let go."""
+        view = tiers.prefetcher.made(entry, derivation, self._used)
+        if view is not None:
+            return view
         try:
             given = derivation.given(self._unpack_entry)
         except StashIOError as error:
@@ -589,6 +596,13 @@ class Stash:
             tiers.prefetcher.let_go()
             decoded = tiers.packer.decode(entry, derivation, given)
         return tiers.prefetcher.serve_decoded(entry, *decoded)
+
+    def _used(self, entry: Entry) -> None:
+        """``entry`` gave what another block was made from ahead of need. In the section."""
+        block = entry.block
+        self._session.predictor.use(block)
+        if self._event_log.on and block.cleanup.is_counted:
+            self._event_log.emit("use", entry.nbytes, *block.facts[1:])
 
     def _unpack_captured(self, entry: Entry) -> Tensor:
         """While a graph of the device is captured nothing can be asked of it: a block in place will do."""
@@ -678,6 +692,7 @@ class Stash:
         for planner in self._session.planners.values():
             planner.close()
         self._workers.close()
+        self._makers.close()
         thread_state = self._thread_state()
         with self._session.section.lock, self._session.section:
             self._session.complete(thread_state)

@@ -123,6 +123,11 @@ class Workers:
         weakref.finalize(self, self._queue.put, None)
         _all.add(self)
 
+    @property
+    def is_open(self) -> bool:
+        """Whether what is begun is done by a thread of theirs, as far as is known."""
+        return not (self._closed or self.note or os.getpid() != self._pid)
+
     def submit(self, function: Callable[..., object], *args: Any) -> Work:
         """Begin ``function(*args)`` and return what can be waited for."""
         work = Work(function, *args)

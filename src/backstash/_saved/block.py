@@ -162,12 +162,14 @@ class Block:
         "index",
         "is_whole",
         "loaded",
+        "making",
         "matched",
         "nbytes",
         "number",
         "number_in_module",
         "offset",
         "origin",
+        "packs",
         "placement",
         "reduce",
         "rounds",
@@ -228,6 +230,8 @@ class Block:
         self.turn = 0
         self.served = 0
         self.loaded: Loaded | None = None
+        self.making: Any = None  # while a worker makes it ahead of need, and until it is used
+        self.packs: weakref.ref[Block] | None = None  # of a payload: the packed block
 
     @property
     def facts(self) -> tuple[int, int, str]:
@@ -274,8 +278,8 @@ class Block:
         return found
 
     def let_go(self) -> None:
-        """Drop the storage that was read back; the backing still has the bytes."""
-        self.loaded = None
+        """Drop the storage that was read back or made; the bytes are still where they come from."""
+        self.loaded = self.making = None
 
     @property
     def has_moved(self) -> bool:

@@ -27,6 +27,7 @@ __all__ = [
     "Derived",
     "Load",
     "Lost",
+    "NotAtHandError",
     "Placement",
     "Resident",
     "Stored",
@@ -181,6 +182,10 @@ class Stored(Placement):
         self.is_unordered = is_unordered
 
 
+class NotAtHandError(Exception):
+    """What a block is made from is not in memory, or may go from there."""
+
+
 class Derivation(ABC):
     """How bytes that are not held are made from others that are: from a smaller payload, or from operands."""
 
@@ -192,10 +197,22 @@ class Derivation(ABC):
     """In which the whole storage is made."""
     fingerprint: Any
     """Of the bytes, where those that are made must be compared with them; else ``None``."""
+    threads: int | None
+    """How many threads PyTorch's operations must have; ``None``: any number gives the same bits."""
+
+    @property
+    @abstractmethod
+    def entries(self) -> tuple[Any, ...]:
+        """Of other blocks, which the bytes are made from."""
 
     @abstractmethod
     def given(self, unpack: Callable[[Any], Tensor]) -> Any:
         """What the bytes are made from; ``unpack`` gives the tensor of an entry."""
+
+    @abstractmethod
+    def given_ahead(self, unpack: Callable[[Any], Tensor]) -> Any:
+        """As :meth:`given`, for another thread to use while the program goes on; raises
+        :class:`NotAtHandError` where it cannot be had so."""
 
     @abstractmethod
     def make(self, given: Any, out: Tensor) -> None:

@@ -15,7 +15,7 @@ from .._device.pinned_pool import PinnedPool
 from .._runtime.critical_section import CriticalSection
 from .._runtime.reclaim import Cleanup, Ledger, ReclaimQueue
 from .._runtime.trace import EventLog
-from .._runtime.workers import Work
+from .._runtime.workers import Work, Workers
 from .._saved.block import Block, BlockCleanup
 from ..memory import auto_bytes
 from ..stores import Store
@@ -28,6 +28,7 @@ from .host import HostTier
 from .host_backing import HostCleanup
 from .host_writeback import HostWriteback
 from .inflight import InflightWrites
+from .making import Maker
 from .packing import Packer
 from .prefetch import Prefetcher
 from .resident import ResidentSet
@@ -116,6 +117,8 @@ class TierConfig:
     """The disk tier's store."""
     begin: Callable[[Work], None]
     """Hands a piece of work to a worker."""
+    makers: Workers
+    """One thread, which makes derived blocks ahead of need."""
     reclaim_queue: ReclaimQueue
     """Gets the cleanups of what dies."""
     section: CriticalSection
@@ -134,6 +137,8 @@ class TierConfig:
     """The window on the way up in bytes, likewise."""
     on_full: str
     """``"keep"`` or ``"raise"``."""
+    makes_ahead: bool
+    """Whether derived blocks may be made ahead of need."""
     pools: list[PinnedPool] = field(default_factory=list)
     """Of the devices so far."""
 
@@ -153,11 +158,16 @@ class TierConfig:
         segments = None  # how small blocks get to a store; host memory takes them one by one
         if disk is not None:
             segments = Segments(disk, self.pool, resident, inflight, self.event_log)
-        packer = Packer(resident, self.reclaim_queue, self.section, self.pool, device=device)
+        is_off = device is not None or not self.makes_ahead
+        maker = Maker(self.makers, self.pool, self.event_log, is_off=is_off)
+        packer = Packer(
+            resident, self.reclaim_queue, self.section, self.pool, device=device, maker=maker
+        )
         evictor = Evictor(resident, health, inflight, tier=tier, segments=segments)
         prefetcher = Prefetcher(
             self.begin,
             tier,
+            maker,
             self.section,
             freed,
             self.event_log,

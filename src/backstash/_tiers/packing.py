@@ -31,6 +31,7 @@ from ..codecs._base import NOT_SMALLER, integers
 from ..errors import InplaceError, UsageError
 from ..stores._base import PAGE_BYTES
 from ..stores._buffer_pool import BufferPool, own_memory
+from .making import Maker
 from .replay import Recomputation, Replay
 from .resident import ResidentSet
 
@@ -46,6 +47,7 @@ class Packer:
         section: the stash's.
         pool: memory to decode to on the CPU.
         device: whose blocks; ``None`` for the CPU.
+        maker: is told when there is a block to be made from others.
     """
 
     def __init__(
@@ -56,7 +58,9 @@ class Packer:
         pool: BufferPool,
         *,
         device: Device | None,
+        maker: Maker,
     ) -> None:
+        self._maker = maker
         self._resident = resident
         self._reclaim_queue = reclaim_queue
         self._section = section
@@ -123,6 +127,7 @@ class Packer:
         if block.saves != block.expected:
             block.fingerprint = told
         block.placement = Derived(Recomputation(replay, block.dtype, replay.owned(), told))
+        self._maker.has_derived = True
         self._resident.leave(block)
         self.recomputed_bytes += block.nbytes
         if self._resident.event_log.on:
@@ -286,6 +291,8 @@ class Packer:
         nbytes = inner.nbytes if inner is not None else 0
         if inner is not None and block.index < len(block.forward_pass.blocks):
             block.forward_pass.blocks[block.index] = weakref.ref(inner)
+            inner.packs = weakref.ref(block)
+        self._maker.has_derived = True
         self.packed_bytes += block.nbytes
         self.payload_bytes += nbytes
         if resident.event_log.on:
@@ -376,7 +383,7 @@ class _Packing(Derivation):
 
     __slots__ = ("_codec", "_payload", "_recipe", "dtype")
     where = "packed"
-    fingerprint = None
+    fingerprint = threads = None
 
     def __init__(
         self, codec: Codec, recipe: Any, dtype: torch.dtype, payload: Entry | None
@@ -389,6 +396,15 @@ class _Packing(Derivation):
     def given(self, unpack: Callable[[Any], Tensor]) -> Tensor | None:
         """See :meth:`Derivation.given`."""
         return None if self._payload is None else unpack(self._payload)
+
+    def given_ahead(self, unpack: Callable[[Any], Tensor]) -> Tensor | None:
+        """See :meth:`Derivation.given_ahead`: the program never has a payload."""
+        return self.given(unpack)
+
+    @property
+    def entries(self) -> tuple[Entry, ...]:
+        """See :attr:`Derivation.entries`."""
+        return () if self._payload is None else (self._payload,)
 
     def make(self, given: Any, out: Tensor) -> None:
         """See :meth:`Derivation.make`."""

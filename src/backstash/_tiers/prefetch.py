@@ -34,9 +34,11 @@ from .._runtime.weak import WeakQueue
 from .._runtime.workers import Work
 from .._saved.block import Block, BlockCleanup, Loaded
 from .._saved.entry import Entry, written_unseen
-from .._saved.placement import Backing, Load
+from .._saved.placement import Backing, Derivation, Load, NotAtHandError
+from .._torch.dispatch import without_function_modes
 from .._torch.engine import current_node, keeps_graph
 from .base import LowerTier
+from .making import Maker, Making, is_changed
 
 __all__ = ["Prefetcher"]
 
@@ -49,6 +51,7 @@ class Prefetcher:
     Args:
         begin_work: hands a piece of work to a worker.
         tier: that has the bytes; ``None`` where nothing ever moves.
+        maker: of derived blocks ahead of need.
         section: the stash's.
         freed: is given the number of bytes that were let go.
         event_log: gets reads and stalls, where somebody records.
@@ -60,6 +63,7 @@ class Prefetcher:
         self,
         begin_work: Callable[[Work], None],
         tier: LowerTier | None,
+        maker: Maker,
         section: CriticalSection,
         freed: Callable[[int], None],
         event_log: EventLog,
@@ -69,6 +73,7 @@ class Prefetcher:
     ) -> None:
         self._begin_work = begin_work
         self._tier = tier
+        self._maker = maker
         self._section = section
         self._freed = freed
         self._event_log = event_log
@@ -153,8 +158,124 @@ class Prefetcher:
         with section.lock, section:
             view = self.at_hand(entry)  # another thread may have decoded the block meanwhile
             if view is None:
+                self._drop_making(block)
                 view = self._take(entry, block, None, root, arrival, low)
+            self._used_bytes = self.window_bytes  # it is high time to look ahead
             self.ahead(block)
+        return view
+
+    # Derived blocks that a worker makes ahead of need.
+
+    def made(
+        self, entry: Entry, derivation: Derivation, used: Callable[[Entry], None]
+    ) -> Tensor | None:
+        """The saved view of a derived block that was begun ahead of need; ``None``: it is to be made now.
+        Outside the section: it waits.
+
+        Args:
+            entry: of the block.
+            derivation: of it.
+            used: is given each entry that it was made from.
+        """
+        block, section = entry.block, self._section
+        making: Making | None = block.making
+        if making is None:
+            return None
+        if not making.work.finished:
+            self._wait_for(making, block)
+        with section.lock, section:
+            if block.making is making:
+                view = self._take_made(entry, block, making, derivation)
+                if view is None:
+                    return None
+                for each in derivation.entries:
+                    used(each)
+            else:  # another thread has come for it, or it was dropped
+                view = self.at_hand(entry)
+            if view is not None:
+                self.hits += 1
+                self._used_bytes = self.window_bytes  # few are begun at a time
+                self.ahead(block)
+            return view
+
+    def _wait_for(self, making: Making, block: Block) -> None:
+        began = time.perf_counter()
+        try:
+            with profiled("stall on the way up", block.cleanup.module):
+                making.work.wait()
+        finally:
+            self.stall_seconds += time.perf_counter() - began
+            if self._event_log.on:
+                self._event_log.emit("stall", 0, *block.facts[1:], cause="unpack", began=began)
+
+    def _take_made(
+        self, entry: Entry, block: Block, making: Making, derivation: Derivation
+    ) -> Tensor | None:
+        """The saved view of what has been made; ``None``: it is not what it was, or raises an error."""
+        self._drop_making(block)
+        if not making.is_good:
+            self._maker.was_bad(making)
+            return None
+        if is_changed(derivation):
+            return None
+        return self._take(entry, block, None, making.root, None, making.low)
+
+    def _drop_making(self, block: Block) -> None:
+        if block.making is not None:
+            block.making = None
+            self._forget_bytes(block.cleanup)
+
+    def _make_ahead(self, block: Block, derivation: Derivation) -> bool:
+        """Begin to make ``block`` ahead of need, where what it is made from is at hand; whether there was
+        room."""
+        maker = self._maker
+        if self.ahead_bytes > self.window_bytes + self._beside_bytes() - block.nbytes:
+            return False
+        if self.has_room is not None and not self.has_room(block.nbytes):
+            return False
+        if not all(map(self._is_at_hand, derivation.entries)) or is_changed(derivation):
+            return True
+        try:
+            with without_function_modes(), torch.no_grad():
+                given = derivation.given_ahead(self._for_another)
+            making = maker.prepare(block, derivation, given)
+        except NotAtHandError:
+            return True
+        except MemoryError:
+            return False
+        block.making = making
+        self._hold(block)
+        maker.begin(making)
+        return True
+
+    def _is_at_hand(self, entry: Entry) -> bool:
+        """Whether the bytes are in memory, without waiting for them or comparing them."""
+        block = entry.block
+        placement, loaded = block.placement, block.loaded
+        if placement.alias is not None:
+            return not block.has_moved
+        if loaded is not None:
+            return loaded.root._version == loaded.version
+        if block.making is not None:
+            return bool(block.making.is_good)
+        backing = placement.backing
+        load = backing.load if backing is not None else None
+        return load is not None and load.is_ready and not (block.matched or load.memory._version)
+
+    def _for_another(self, entry: Entry) -> Tensor:
+        """The view of an entry that is at hand, whose use it is."""
+        block = entry.block
+        placement, making = block.placement, block.making
+        if placement.alias is not None:
+            return entry.view_of(placement.alias, 0)
+        view = self.at_hand(entry)
+        if view is None and making is not None and placement.derivation is not None:
+            view = self._take_made(entry, block, making, placement.derivation)
+        elif view is None and placement.backing is not None and placement.backing.load is not None:
+            load = placement.backing.load
+            view = self._take(entry, block, placement.backing, load.memory, load.arrival)
+        if view is None:
+            raise NotAtHandError
         return view
 
     def _take(
@@ -261,7 +382,7 @@ class Prefetcher:
         self._window.append(holder)
 
     def _drop_block(self, block: Block) -> None:
-        block.loaded = None
+        block.loaded = block.making = None
         self._forget_again(block.cleanup)
         self._forget_bytes(block.cleanup)
 
@@ -323,20 +444,27 @@ class Prefetcher:
         """After ``block`` was used: ask for what comes next, as far as the window goes."""
         if self.ahead_bytes > self.window_bytes:
             self._shrink(to_bytes=self.window_bytes, using=block)
+        makes = self._maker.has_derived
         if self._tier is None:
-            return
-        if self._tier.runs_ahead:
+            if not makes:
+                return
+        elif self._tier.runs_ahead:
             self._tier.poll()
         self._used_bytes += block.nbytes
         if self._used_bytes < self.window_bytes // _LOOKS_IN_A_WINDOW:
             return  # small ones, and what comes next was asked for
         self._used_bytes = 0
+        makes = makes and self._maker.has_time()
         number, turn = block.number, max(block.turn, 1)
         for ref in block.forward_pass.successors(block.index):
             following = ref()
             if following is None or following.number != number:
                 continue
             placement = following.placement
+            if makes and (derived := _derived(following, turn)) is not None:
+                if not self._make_ahead(*derived):
+                    break
+                makes = self._maker.has_time()
             backing = placement.backing
             if placement.alias is not None or backing is None or backing.load is not None:
                 continue
@@ -450,7 +578,8 @@ class Prefetcher:
                 self._window.append(backing)
         for block in blocks:
             cleanup = block.cleanup
-            cleanup.loaded_bytes = block.nbytes if block.loaded is not None else 0
+            is_held = block.loaded is not None or block.making is not None
+            cleanup.loaded_bytes = block.nbytes if is_held else 0
             cleanup.again_bytes = min(cleanup.again_bytes, cleanup.loaded_bytes)
             if cleanup.loaded_bytes:
                 self._window.append(block)
@@ -464,6 +593,15 @@ def _is_loaded(holder: Any) -> int:
 
 def _is_for_another(block: Block) -> int:
     return block.cleanup.again_bytes
+
+
+def _derived(block: Block, turn: int) -> tuple[Block, Derivation] | None:
+    """``block``, or what it is the payload of, if that is derived and neither at hand nor used in this pass."""
+    one = block.packs() if block.packs is not None else block
+    derivation = one.placement.derivation if one is not None else None
+    if one is None or derivation is None or one.turn >= turn:
+        return None
+    return None if one.loaded is not None or one.making is not None else (one, derivation)
 
 
 def _named(block: Block) -> tuple[int, str]:

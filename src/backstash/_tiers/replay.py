@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from .._saved.block import Block
 from .._saved.entry import Entry
-from .._saved.placement import Derivation
+from .._saved.placement import Derivation, NotAtHandError
 from .._saved.view import ALIGNMENT_BYTES, StridedRegion, extent_bytes
 from .._torch.made_by import (
     MOST_OPERATIONS,
@@ -31,6 +31,7 @@ from .._torch.made_by import (
 
 __all__ = ["Recomputation", "Replay", "replay_of"]
 
+_MOST_COPIED_BYTES = 256 * 2**10  # for one replay ahead of need
 _threads_lock = threading.RLock()  # a signal's handler may go backward in the middle of a replay
 _is_changed = False
 
@@ -51,13 +52,13 @@ class Replay:
         self._operation = operation
         self._shape, self._stride = made.shape, made.stride()
         self.operands = operands
-        self._threads = torch.get_num_threads()
+        self.threads = torch.get_num_threads()
         self._kinds = [(each.dtype, each.shape) for each in operands]
         self.depth: int = operation.depth + max(map(_depth_of, operands), default=0)
 
     def run(self, values: Sequence[Tensor], out: Tensor) -> None:
         """Compute it again, from the value of each operand, to ``out``."""
-        with _threads(self._threads):
+        with _threads(self.threads):
             self._operation.run(values, out.as_strided(self._shape, self._stride))
 
     def key(self, block: Block) -> tuple[Any, ...]:
@@ -69,7 +70,7 @@ class Replay:
             block.storage_version.version,
             *((each.dtype, each.shape, _stride_of(each), _residue(each)) for each in self.operands),
             (block.dtype, self._shape, self._stride, block.address % ALIGNMENT_BYTES),
-            self._threads,
+            self.threads,
         )
 
     def reason_against(self, block: Block) -> str:
@@ -136,7 +137,7 @@ class Recomputation(Derivation):
         fingerprint: of the bytes that were let go.
     """
 
-    __slots__ = ("_operands", "_replay", "dtype", "fingerprint")
+    __slots__ = ("_operands", "_replay", "dtype", "fingerprint", "threads")
     where = "recomputed"
 
     def __init__(
@@ -146,12 +147,31 @@ class Recomputation(Derivation):
         self._operands = operands
         self.dtype = dtype
         self.fingerprint = fingerprint
+        self.threads = replay.threads
+
+    @property
+    def entries(self) -> tuple[Entry, ...]:
+        """See :attr:`Derivation.entries`."""
+        return tuple(each for each in self._operands if type(each) is Entry)
 
     def given(self, unpack: Callable[[Any], Tensor]) -> list[Tensor] | None:
         """See :meth:`Derivation.given`; ``None``: an operand in place has no memory any more."""
         return self._replay.values(
             [unpack(each) if type(each) is Entry else each for each in self._operands]
         )
+
+    def given_ahead(self, unpack: Callable[[Any], Tensor]) -> list[Tensor]:
+        """See :meth:`Derivation.given_ahead`. Parameters and parts of storages that the program holds are
+        copied: it may take their memory away (``resize_``), as FSDP does."""
+        given = self.given(unpack)
+        if given is None:
+            raise NotAtHandError
+        copied = [at for at, each in enumerate(self._operands) if _may_go(each)]
+        if sum(given[at].nbytes for at in copied) > _MOST_COPIED_BYTES:
+            raise NotAtHandError
+        for at in copied:
+            given[at] = given[at].clone()
+        return given
 
     def make(self, given: Any, out: Tensor) -> None:
         """See :meth:`Derivation.make`; zeros, whose fingerprint tells, where nothing is given."""
@@ -181,6 +201,14 @@ def _threads(count: int) -> Iterator[None]:
         finally:
             torch.set_num_threads(before[0])
             _is_changed = before[1]
+
+
+def _may_go(operand: Any) -> bool:
+    """Whether it is in memory that a program may take away while it goes on."""
+    if type(operand) is Entry:
+        return False
+    fills = operand.nbytes == operand.untyped_storage().nbytes()
+    return isinstance(operand, nn.Parameter) or not fills
 
 
 def _owned(operand: Entry) -> Entry:

@@ -94,13 +94,13 @@ def unchanged(module: nn.Module, *, deep: bool) -> Iterator[Changes]:
     copies: dict[int, Tensor] = {}
     for _, tensor in tensors:
         is_frozen = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
-        if deep and (is_frozen or tensor.nbytes <= left_bytes) and _has_bytes(tensor):
+        if deep and _has_bytes(tensor) and (is_frozen or tensor.nbytes <= left_bytes):
             left_bytes -= 0 if is_frozen else tensor.nbytes
             copies[id(tensor)] = tensor.detach().clone()
     # What is put back has the version that it had, too: a graph may have saved it.
     put_back = (*buffers.values(), *(each for _, each in tensors if id(each) in copies))
     with ExitStack() as stack:  # each is put back whatever becomes of the others
-        if _preserve_versions is not None and put_back:
+        if _preserve_versions is not None:
             stack.enter_context(_preserve_versions(put_back))
         for each in buffers.values():
             stack.callback(_fill_again, each, each.detach().clone())
@@ -133,11 +133,10 @@ def _fill_again(tensor: Tensor, copy: Tensor) -> None:
     alike = tensor.shape == copy.shape and tensor.dtype == copy.dtype
     if alike and tensor.layout is torch.strided and _is_equal(tensor, copy):
         return
-    with torch.no_grad():
-        if alike:
-            tensor.detach().copy_(copy)
-        else:
-            tensor.data = copy
+    if alike:
+        tensor.detach().copy_(copy)
+    else:
+        tensor.data = copy
 
 
 def _take_off_hooks(
@@ -188,7 +187,7 @@ def _in_attributes(module: nn.Module) -> tuple[list[tuple[str, Any]], list[tuple
             path = f"{type(part).__name__}.{name}"
             if isinstance(value, _CONTAINERS):
                 holders[id(value)] = path, value
-                more = None if type(value) in _CONTAINERS else _dict_of(value)
+                more = _dict_of(value)
                 if more is not None:  # a subclass's own attributes
                     holders[id(more)] = path, more
                 objects += [(path, each) for each in _items(value)]
@@ -216,8 +215,9 @@ def _deeper(
         elif isinstance(value, (*_CONTAINERS, tuple)):
             if not isinstance(value, tuple):
                 holders.append((path, value))
-            if type(value) not in _CONTAINERS:  # a subclass may have attributes, too
-                holders.extend((path, each) for each in [_dict_of(value)] if each)
+            more = _dict_of(value)
+            if more is not None:  # a subclass's own attributes
+                holders.append((path, more))
             waiting.extend((path, each, nested) for each in _items(value))
         elif _is_array(value):
             holders.append((path, value))
