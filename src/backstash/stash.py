@@ -106,12 +106,14 @@ class Stash:
         on_full: ``"keep"`` leaves a block in place when there is no room below, and warns once;
             ``"raise"`` raises :class:`~backstash.errors.StashFullError` from the forward pass.
         name: what reports call it.
-        budget: instead of ``keep``: the most memory at any moment of a step. On an accelerator, what its tensors
-            take (``torch.accelerator.memory_allocated``), on each; else the process's resident bytes.
-            ``"auto"``: what is held and can still be taken there, less a twentieth. Three steps are measured, the first with everything moved that can; then the cheapest
-            choice for each class of saved tensors within it is followed, and :attr:`plan` says which. What
-            fits is left in place. ``inflight`` and ``prefetch`` are the plan's unless they differ from their
-            defaults. Where an accelerator is planned for, CPU tensors are held as ``keep="auto"`` says.
+        budget: instead of ``keep``: the most memory at any moment of a step. On an accelerator, what
+            its tensors take (``torch.accelerator.memory_allocated``), on each; else the process's
+            resident bytes. ``"auto"``: what is held and can still be taken there, less a twentieth.
+            Three steps are measured, the first with everything moved that can; then the cheapest choice
+            for each class of saved tensors within it is followed, and :attr:`plan` says which. What
+            fits is left in place. ``inflight`` and ``prefetch`` are the plan's unless they differ from
+            their defaults. Where an accelerator is planned for, CPU tensors are held as ``keep="auto"``
+            says.
         plan: a :class:`~backstash.plan.Plan`, or the file of one: it is followed from the first step on, and
             nothing is measured.
 

@@ -90,8 +90,8 @@ def _beside_budget(plan: dict[str, Any], peak: int) -> str:
 
 
 def largest(figures: dict[str, Any]) -> tuple[str, int]:
-    """Where memory is what matters, and the most bytes there: an accelerator, if its tensors were planned for or
-    moved."""
+    """Where memory is what matters, and the most bytes there: on an accelerator that was planned for, or whose
+    tensors were moved."""
     devices, plan = figures["devices"], figures.get("plan") or {}
     if plan.get("device") in devices:
         return f" on {plan['device']}", devices[plan["device"]]
