@@ -1,6 +1,7 @@
 """Measures what `job_simulation.py` starts from, and what processes really take that it is compared with.
 
-    python benchmarks/job_processes.py --disk DIR --costs FILE        one process (two, for the link)
+    python benchmarks/job_processes.py --disk DIR --costs FILE        one process (two for the link, up to four
+                                                                      for the disk)
     python benchmarks/job_processes.py --disk DIR --out FILE          one to four processes, on gloo
 
 A step is so many equal blocks (linear, GELU, linear, LayerNorm) in float32, one thread a process, forward,
@@ -35,6 +36,7 @@ from backstash import Stash
 from backstash.cli._resident import reset_resident_peak, resident_bytes, resident_peak_bytes
 
 WIDTH, ROWS, BLOCKS, STEPS = 256, 1024, 8, 4
+ROUNDS = 3
 WINDOW_BYTES = 16 << 20  # both, so that the windows are smaller than what a step saves
 MICROBATCHES = 4
 _GIVES_BACK = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TOP_PAD_": "0"}
@@ -108,7 +110,6 @@ def measure_costs(disk: str) -> dict[str, float]:
     plain = min(map(sum, zip(parts["forward"], parts["backward"], strict=True)))
     holds.close()
     blocks_bytes = saved // BLOCKS
-    write, read = disk_speed(disk, blocks_bytes)
     link_bytes, link_seconds = link(disk)
     return {
         "forward_seconds": min(parts["forward"]) / BLOCKS,
@@ -118,33 +119,58 @@ def measure_costs(disk: str) -> dict[str, float]:
         "input_bytes": ROWS * WIDTH * 4,
         "gradient_bytes": sum(each.nbytes for each in model.parameters()) // BLOCKS,
         "rest_bytes": max(0, peak - saved - sum(each.nbytes for each in model.parameters())),
-        "write_bytes_per_second": write,
-        "read_bytes_per_second": read,
+        **disk_costs(disk, 4 * saved),
         "link_bytes_per_second": link_bytes,
         "link_seconds": link_seconds,
     }
 
 
-def disk_speed(directory: str, nbytes: int) -> tuple[float, float]:
-    """Bytes a second of a stash that does nothing else: written, and read back."""
-    x = torch.ones(1 << 20, requires_grad=True)  # 4 MiB
-    count = max(8, 4 * BLOCKS * nbytes // x.nbytes)
-    best = [0.0, 0.0]
-    for _ in range(3):
-        with Stash(disk=directory, inflight="64MiB", prefetch="64MiB") as stash:
-            began = time.perf_counter()
-            y = x
-            for _ in range(count):
-                y = y.exp()
-            while stash.stats().inflight_bytes:
-                stash.stats()
-            middle = time.perf_counter()
-        written = stash.stats().written_bytes
-        y.sum().backward()
-        ended = time.perf_counter()
-        best = [max(best[0], written / (middle - began)), max(best[1], written / (ended - middle))]
-        stash.close()
-    return best[0], best[1]
+def disk_costs(directory: str, nbytes: int) -> dict[str, float]:
+    """Bytes a second that one process alone moves, and the most that several together do."""
+    together: dict[int, list[list[float]]] = {ranks: [] for ranks in (1, 2, 4)}
+    for _ in range(ROUNDS):  # in turn, so that a slow minute is every one's
+        for ranks, found in together.items():
+            rows = run(ranks, {"what": "disk", "nbytes": nbytes // ranks}, directory)
+            found.append([ranks * min(row[way] for row in rows) for way in ("write", "read")])
+    best = {
+        ranks: [max(each) for each in zip(*found, strict=True)] for ranks, found in together.items()
+    }
+    print(json.dumps({"write and read, by processes": best}))
+    disk = [max(each) for each in zip(*best.values(), strict=True)]
+    return {
+        "process_write_bytes_per_second": best[1][0],
+        "process_read_bytes_per_second": best[1][1],
+        "disk_write_bytes_per_second": disk[0],
+        "disk_read_bytes_per_second": disk[1],
+    }
+
+
+def measure_disk(directory: str, nbytes: int, ranks: int) -> dict[str, float]:
+    """Bytes a second of this process's stash, which does nothing else, from when the first begins to when the
+    last has ended: written, and read back."""
+    one = torch.ones(1 << 20, requires_grad=True)
+    blocks = [one.clone() for _ in range(max(1, nbytes >> 22))]  # 4 MiB each
+
+    def together() -> float:
+        if ranks > 1:
+            dist.barrier()
+        return time.perf_counter()
+
+    with Stash(disk=directory, inflight="64MiB", prefetch="64MiB") as stash:
+        first = [stash.pack(each) for each in blocks]  # space on the disk is allocated
+        while first:
+            stash.unpack(first.pop())
+        before, began = stash.stats().written_bytes, together()
+        packed = [stash.pack(each) for each in blocks]
+        while stash.stats().inflight_bytes:
+            time.sleep(5e-4)  # the processor is for those that write
+        middle = together()
+        written = stash.stats().written_bytes - before
+        while packed:
+            stash.unpack(packed.pop())
+        ended = together()
+    stash.close()
+    return {"write": written / (middle - began), "read": written / (ended - middle)}
 
 
 def link(directory: str) -> tuple[float, float]:
@@ -209,7 +235,12 @@ def measure_job(job: dict[str, Any], rank: int, disk: str) -> dict[str, float]:
 def worker(rank: int, ranks: int, store: str, job: dict[str, Any], disk: str) -> None:
     if ranks > 1:
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
-    found = measure_link() if job.get("what") == "link" else measure_job(job, rank, disk)
+    if job.get("what") == "link":
+        found = measure_link()
+    elif job.get("what") == "disk":
+        found = measure_disk(disk, job["nbytes"], ranks)
+    else:
+        found = measure_job(job, rank, disk)
     print(json.dumps(found))
     if ranks > 1:
         dist.destroy_process_group()
@@ -273,6 +304,7 @@ def main() -> int:
         worker(*json.loads(options.worker), options.disk)
         return 0
     machine = f"{os.cpu_count()} cores, {platform.release()}, torch {torch.__version__}"
+    machine += f", load average before {os.getloadavg()[0]:.1f}"
     facts = {"machine": machine, "width": WIDTH, "rows": ROWS, "blocks": BLOCKS, "steps": STEPS}
     if options.costs is not None:
         costs = measure_costs(options.disk)

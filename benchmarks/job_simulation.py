@@ -14,9 +14,9 @@ Assumptions, all of them:
   job is there, nothing fails.
 - More ranks on a machine than it has cores share the cores equally. Nothing else of computing is shared:
   caches and memory bandwidth are not.
-- A disk gives each rank of its machine an equal share of its bandwidth, all the time. Writes and reads of a
-  rank go one after another. They take no processor time beyond what one process was measured to take more
-  under a stash that moves nothing.
+- A disk gives each rank of its machine an equal share of its bandwidth, all the time, and a rank takes no more
+  of it than one process alone was seen to take. Writes and reads of a rank go one after another. They take no
+  processor time beyond what one process was measured to take more under a stash that moves nothing.
 - A rank stalls in forward when more than `inflight` bytes wait to be written, and in backward for a block that
   is not there. It reads ahead as far as `prefetch` goes, in the order of backward.
 - Data parallel: each block's gradients are reduced when its backward has ended, in a ring, while backward
@@ -53,8 +53,10 @@ class Costs:
     input_bytes: int
     gradient_bytes: int
     rest_bytes: int  # that a step holds beside what is saved and the gradients
-    write_bytes_per_second: float  # of the machine's disk
-    read_bytes_per_second: float
+    process_write_bytes_per_second: float  # that one process alone takes of the disk
+    process_read_bytes_per_second: float
+    disk_write_bytes_per_second: float  # of the machine's disk: several processes together
+    disk_read_bytes_per_second: float
     link_bytes_per_second: float  # between two processes of one machine
     link_seconds: float  # a message's latency there
 
@@ -87,7 +89,12 @@ class Rank:
 
     def __init__(self, costs: Costs, job: Job) -> None:
         self.costs, self.job = costs, job
-        self.share = 1 / job.neighbours
+        self.write_bandwidth = min(
+            costs.process_write_bytes_per_second, costs.disk_write_bytes_per_second / job.neighbours
+        )
+        self.read_bandwidth = min(
+            costs.process_read_bytes_per_second, costs.disk_read_bytes_per_second / job.neighbours
+        )
         self.slower = max(1.0, job.neighbours / job.cores_per_machine)
         self.clock = self.disk_free = 0.0
         self.writes: list[float] = []  # when each write under way ends
@@ -115,8 +122,8 @@ class Rank:
             self.hold(costs.input_bytes - costs.saved_bytes)
         elif way == "stash":
             self.compute(costs.hook_seconds / 2)
-            bandwidth = costs.write_bytes_per_second * self.share
-            self.disk_free = max(self.disk_free, self.clock) + costs.saved_bytes / bandwidth
+            begins = max(self.disk_free, self.clock)
+            self.disk_free = begins + costs.saved_bytes / self.write_bandwidth
             self.writes.append(self.disk_free)
             self.end_writes()
             # One that is larger than the window is written within the call.
@@ -145,8 +152,8 @@ class Rank:
                 ahead = max(1, job.prefetch_bytes // costs.saved_bytes)
                 # May begin when there is room, and not before backward has begun.
                 begins = self.uses[-ahead] if len(self.uses) >= ahead else self.begun
-                bandwidth = costs.read_bytes_per_second * self.share
-                self.disk_free = max(self.disk_free, begins) + costs.saved_bytes / bandwidth
+                begins = max(self.disk_free, begins)
+                self.disk_free = begins + costs.saved_bytes / self.read_bandwidth
                 self.wait(self.disk_free)
                 self.hold(costs.saved_bytes)
                 # Those ahead of it that have come by now are held, too.
@@ -323,7 +330,8 @@ def main() -> int:
         text = table(costs, counts, 96)
     print(text)
     if options.out is not None:
-        options.out.write_text(f"{facts['machine']}\n\n{text}\n", encoding="utf-8")
+        told = [facts["machine"], text, *([facts["disk"]] if "disk" in facts else [])]
+        options.out.write_text("\n\n".join(map(str, told)) + "\n", encoding="utf-8")
     return 0
 
 

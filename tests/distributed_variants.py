@@ -180,7 +180,25 @@ def variants():
         yield f"sharded, {how}", how, lambda how=how: sharded(how, mesh=line), None
 
 
+def check_recompute(rank, directory):
+    """Of what `fully_shard` has hooks on, the modules inside are run again; itself it is not, which is said."""
+    for options in ({}, {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)}):
+        true = gradients(sharded(**options), rank, nullcontext())
+        for inside in (True, False):
+            model = sharded(**options)
+            stash = Stash(disk=directory, min_bytes=0, inflight=0)
+            with stash.recompute(*(block.layers if inside else block for block in model)):
+                mine = gradients(model, rank, stash)
+            assert all(map(torch.equal, true, mine)), (options, inside)
+            stats = stash.stats()
+            assert (stats.recomputed_bytes > 0) == inside, stats
+            said = any("recompute the modules inside the sharded" in each for each in stats.left)
+            assert said != inside, stats.left
+            stash.close()
+
+
 def check(rank, directory):
+    check_recompute(rank, directory)
     saved = {}
     for name, kind, make, around in variants():
         true = gradients(make(), rank, nullcontext(), around)

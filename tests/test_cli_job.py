@@ -192,6 +192,25 @@ def test_of_a_rank_that_is_killed_the_last_figures_are_told(tmp_path: Path) -> N
     assert outcomes == ["SIGTERM", "died"]
 
 
+def test_terminated_ranks_leave_no_directory_that_their_budgets_shared(tmp_path: Path) -> None:
+    terminated = """
+    import signal
+    memory = JobDirectory.of(Job.now(), "memory").path
+    with open(f"memory.{rank}", "w") as file:
+        file.write(f"{memory} {memory.is_dir()}")
+    torch.distributed.barrier()
+    if rank == 0:
+        os.kill(os.getpid(), signal.SIGTERM)
+    while True:
+        signal.pause()
+    """
+    ended = ranks(tmp_path, "--keep", "auto", then=terminated)
+    assert [row[-1] for row in table(told(ended))] == ["SIGTERM", "SIGTERM"]
+    for rank in range(2):
+        path, was_there = (tmp_path / f"memory.{rank}").read_text().split()
+        assert was_there == "True" and not os.path.exists(path)
+
+
 def test_a_launcher_under_backstash_is_told_how_to_go_around_it(tmp_path: Path) -> None:
     script = write(tmp_path / "rank.py", RANK)
     arguments = ["--nproc-per-node", "2", str(script)]

@@ -316,6 +316,40 @@ def test_summary_comes_after_an_error_too(tmp_path: Path, last: str, outcome: st
     assert said.startswith(f"backstash: the script ended by {outcome} after ")
 
 
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGTERM twice"])
+def test_a_signal_that_comes_while_the_summary_is_made_waits_for_it(
+    tmp_path: Path, name: str
+) -> None:
+    """By default Ctrl-C raises, as a handler of the script's may: `sys.exit` is what many call."""
+    signal_name, _, twice = name.partition(" ")
+    write(
+        tmp_path / "train.py",
+        TRAIN
+        + f"""
+import os, signal, sys
+from backstash.cli import _session
+if {signal_name == "SIGTERM"}:
+    def handle(*_):
+        print("handled", file=sys.stderr, flush=True)
+        sys.exit(9)
+    signal.signal(signal.SIGTERM, handle)
+tell = _session.tell
+def interrupted(*arguments):
+    os.kill(os.getpid(), signal.{signal_name})
+    if {bool(twice)}:
+        os.kill(os.getpid(), signal.{signal_name})
+    tell(*arguments)
+_session.tell = interrupted
+""",
+    )
+    ended = under_stash(["train.py"], tmp_path, "--disk", str(tmp_path))
+    assert ended.returncode == 0  # how the script has ended
+    assert "KeyboardInterrupt" not in ended.stderr
+    summary, _, after = ended.stderr.partition("handled\n")
+    assert ("backstash: allocator" in summary) == (not twice)
+    assert ("SystemExit: 9" in after) == (signal_name == "SIGTERM")
+
+
 STEPS = """
 import torch, backstash
 from torch import nn

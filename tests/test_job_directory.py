@@ -160,6 +160,31 @@ def test_directories_of_jobs_that_were_killed_are_removed_by_the_next(
     assert lives_path.exists()  # until the next job begins
 
 
+def test_earlier_attempts_of_the_same_launcher_leave_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their processes may have ended without a word, and the launcher runs on and starts others."""
+
+    def attempt(number: str, use: str = "run") -> JobDirectory:
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", number)
+        return JobDirectory.of(Job(0, 0, 2, 2), use, str(tmp_path))
+
+    monkeypatch.setattr(os, "getppid", os.getpid)  # what starts the others has started this one
+    monkeypatch.setenv("MASTER_PORT", "1")
+    Other(attempt("1").path, 0).kill()
+    lives = Other(attempt("1", "memory").path, 0)
+    same = attempt("1", "another")
+    same.enter({})
+    # Others of this attempt may be about to begin, and find what the one that is gone has left.
+    assert len(names(tmp_path)) == 3
+    same.leave({})
+    later = attempt("2")
+    later.enter({})
+    assert set(tmp_path.iterdir()) == {attempt("1", "memory").path, later.path}
+    lives.kill()
+    later.leave({})
+
+
 def test_another_user_s_directory_is_not_entered(tmp_path: Path) -> None:
     (tmp_path / "job").mkdir()
     (tmp_path / "job").chmod(0o777)

@@ -22,8 +22,10 @@ COSTS = simulation.Costs(
     input_bytes=10 * MIB,
     gradient_bytes=0,
     rest_bytes=0,
-    write_bytes_per_second=200 * MIB,
-    read_bytes_per_second=200 * MIB,
+    process_write_bytes_per_second=200 * MIB,
+    process_read_bytes_per_second=200 * MIB,
+    disk_write_bytes_per_second=200 * MIB,
+    disk_read_bytes_per_second=200 * MIB,
     link_bytes_per_second=float("inf"),
     link_seconds=0.0,
 )
@@ -47,11 +49,50 @@ def test_a_disk_that_is_fast_enough_costs_the_first_read_and_one_that_is_not_dec
     fast = simulated(way="stash", **windows)
     # Half a second a block, behind a second of forward; the last block is being written when backward begins.
     assert fast["stall_seconds"] == 0 and fast["step_seconds"] == 12.0
-    slow = replace(COSTS, write_bytes_per_second=25 * MIB)
+    slow = replace(COSTS, process_write_bytes_per_second=25 * MIB)
     # Four seconds a block: the second waits for the first, and so on; the last is never written.
     assert simulated(slow, way="stash", **windows)["stall_seconds"] == pytest.approx(3 + 3 + 3)
     shared = simulated(ranks=8, way="stash", **windows)
     assert shared["stall_seconds"] > 0, "eight ranks share the disk"
+
+
+@pytest.mark.parametrize("way", ["write", "read"])
+def test_a_rank_takes_of_the_disk_what_a_process_can_and_no_more_than_its_share(way):
+    def stalled(ranks, process, disk):
+        costs = replace(
+            COSTS,
+            disk_write_bytes_per_second=float("inf"),
+            disk_read_bytes_per_second=float("inf"),
+        )
+        costs = replace(
+            costs,
+            **{f"process_{way}_bytes_per_second": process * MIB},
+            **{f"disk_{way}_bytes_per_second": disk * MIB},
+        )
+        windows = {"inflight_bytes": 100 * MIB, "prefetch_bytes": 200 * MIB}
+        return simulated(costs, ranks, "stash", **windows)["stall_seconds"]
+
+    alone = stalled(1, 25, 50)
+    assert alone > 0
+    assert stalled(2, 25, 50) == alone  # two together take all of the disk, and neither is slower
+    assert stalled(4, 25, 50) == stalled(1, 12.5, 50) > alone
+
+
+def test_the_committed_table_is_of_the_committed_costs_and_processes():
+    results = BENCHMARKS / "results"
+    costs, facts = simulation.costs_of(results / "job_costs.json")
+    table = simulation.validation(costs, results / "job_processes.json")
+    committed = (results / "job_validation.txt").read_text(encoding="utf-8")
+    assert committed.startswith(f"{facts['machine']}\n\n{table}\n")
+
+
+def test_the_disk_is_measured_by_bytes_that_move(tmp_path):
+    spec = importlib.util.spec_from_file_location("job_processes", BENCHMARKS / "job_processes.py")
+    processes = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(processes)
+    found = processes.measure_disk(str(tmp_path), 16 * MIB, 1)
+    assert set(found) == {"write", "read"} and min(found.values()) > 0
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_ranks_beyond_the_cores_share_them():

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -442,6 +443,12 @@ class Run:
         return refused[0] if refused else ""
 
 
+def _is_sharded(module: nn.Module) -> bool:
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # not imported: nothing is sharded
+    kind = getattr(fsdp, "FSDPModule", None)
+    return kind is not None and any(isinstance(part, kind) for part in module.modules())
+
+
 def _is_packed(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and not isinstance(leaf, nn.Parameter)
 
@@ -576,6 +583,11 @@ class Region:
 
     def _reason_against(self, module: nn.Module) -> str:
         hook = foreign_hook(module, self._is_own)
+        if hook and _is_sharded(module):
+            return (
+                "fully_shard has hooks on the module, or on one in it, that gather weights: recompute the "
+                "modules inside the sharded ones"
+            )
         if hook:
             return f"the module has another {hook} hook, which a second run would call again"
         held = (each for part in module.modules() for each in vars(part).values())

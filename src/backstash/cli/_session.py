@@ -16,7 +16,7 @@ import torch
 
 from .. import Disk, Stash, StashError
 from ..errors import UsageError
-from ..launcher import Job
+from ..launcher import Job, Shares
 from ..report import StepMarks, Timeline, timeline
 from ._allocator import is_loaded
 from ._arguments import without_accelerator
@@ -28,6 +28,7 @@ from ._ranks import DIED, Ranks
 from ._resident import resident_bytes, resident_peak_bytes
 from ._run_page import run_page
 from ._selective import SelectiveCheckpoints
+from ._signals_later import SignalsLater
 from ._sigterm import BeforeTermination
 from ._summary import Resident
 from ._threads import Threads
@@ -118,7 +119,7 @@ class Session:
             outcome: how the script has ended; it is only named in the figures.
         """
         try:
-            with self._ending:
+            with SignalsLater(), self._ending:
                 if not self._ended:
                     self._ended = True
                     with suppress(
@@ -134,7 +135,10 @@ class Session:
         with self._ending:
             if not self._ended:
                 self._ended = True
-                self._tell(signal.SIGTERM.name)
+                try:
+                    self._tell(signal.SIGTERM.name)
+                finally:  # what ends a process otherwise is not called
+                    Shares.leave_all()
 
     def _tell(self, outcome: str) -> None:
         self._threads.remove()

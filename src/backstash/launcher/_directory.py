@@ -27,12 +27,15 @@ from ._job import Job
 
 __all__ = ["JobDirectory", "Process"]
 
+_ATTEMPT = (
+    "TORCHELASTIC_RESTART_COUNT"  # torchrun's, which ends all processes before it starts others
+)
 # What the launchers of _job.py set to the same for all processes of a job, and to something else for others.
 _NAMES = (
     "MASTER_ADDR",
     "MASTER_PORT",
     "TORCHELASTIC_RUN_ID",
-    "TORCHELASTIC_RESTART_COUNT",
+    _ATTEMPT,
     "SLURM_JOB_ID",
     "SLURM_STEP_ID",
     "PMIX_NAMESPACE",
@@ -95,6 +98,7 @@ class JobDirectory:
         self._own = {
             "process": asdict(Process.now()),
             "parent": asdict(Process.of(os.getppid())),
+            "attempt": _attempt(),
             "ended": False,
         }
 
@@ -185,6 +189,11 @@ class JobDirectory:
             self.path.rmdir()
         return {rank: each["content"] for rank, each in sorted(others.items())}
 
+    def _is_needed(self, envelope: Any) -> bool:
+        """Whether another directory's file is of an attempt that runs, or of which others may begin."""
+        is_earlier = envelope["parent"] == self._own["parent"] and envelope["attempt"] < _attempt()
+        return _is_alive(envelope) if is_earlier else _is_of_a_job_that_runs(envelope)
+
     def _file(self, rank: int) -> Path:
         return self.path / f"rank{rank}.json"
 
@@ -201,13 +210,14 @@ class JobDirectory:
                 file.unlink()
 
     def _remove_others(self) -> None:
-        """Remove directories whose processes are all gone: of jobs that were killed as a whole."""
+        """Remove directories whose processes are all gone: of jobs that were killed as a whole, and of earlier
+        attempts of this one."""
         for path in self.path.parent.glob(f"{_prefix()}*"):
             other = JobDirectory(path, -1)
             if path == self.path:
                 continue
             with suppress(OSError), other._locked(make=False, wait=False):
-                if not any(map(_is_of_a_job_that_runs, other._envelopes().values())):
+                if not any(map(self._is_needed, other._envelopes().values())):
                     other._remove_files()
                     path.rmdir()
 
@@ -264,6 +274,11 @@ def _is_at(held: int, path: Path) -> bool:
         return os.path.samestat(os.fstat(held), os.lstat(path))
     except FileNotFoundError:
         return False
+
+
+def _attempt() -> int:
+    told = os.environ.get(_ATTEMPT, "")
+    return int(told) if told.isdecimal() else 0
 
 
 def _is_alive(envelope: Any) -> bool:
