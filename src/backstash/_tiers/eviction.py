@@ -88,7 +88,7 @@ class Evictor:
             if payload is None:
                 return
             block = payload
-        if not (at_once and self._send(block, thread_state)):
+        if not (at_once and not self._is_capturing() and self._send(block, thread_state)):
             resident.queue.append(block)
             if resident.limit is not None or resident.memory is not None:
                 self._press(thread_state, block)
@@ -120,6 +120,11 @@ class Evictor:
         if resident.memory is not None and resident.memory.failed:
             self.ease()  # it ran out of memory in backward, say, which calls no stash
 
+    def _is_capturing(self) -> bool:
+        """Whether nothing may move, since the device records what it does now into a graph."""
+        memory = self.resident.memory
+        return memory is not None and memory.device.is_capturing()
+
     def _may_leave_unseen(self, block: Block) -> bool:
         """Whether another thread's block may go: it is written, not copied, and need not be waited for."""
         inflight = self.inflight
@@ -132,8 +137,6 @@ class Evictor:
         if tier is None or (not self.health.is_well and self.health.refuses(nbytes)):
             return False
         memory, source = self.resident.memory, block.storage_version
-        if memory is not None and memory.device.is_capturing():
-            return False
         if source.probe._version != source.version:
             self.resident.lose(block)
             return True

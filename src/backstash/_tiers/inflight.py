@@ -151,11 +151,11 @@ class InflightWrites:
     def add(self, block: Block, backing: Backing, transfer: Transfer) -> None:
         """The write from a block's own memory has begun."""
         block.placement = Writing(block.placement.alias, backing, transfer)
-        thread_state, counts = block.thread_state, self._count_of
+        thread_state, counts, nbytes = block.thread_state, self._count_of, block.nbytes
         self.writes.append(_BlockWrite(block, transfer, self._dies))
         counts[thread_state] = counts.get(thread_state, 0) + 1
-        self.written_bytes += block.nbytes
-        self.nbytes += block.nbytes
+        self.written_bytes += nbytes
+        self.nbytes += nbytes
 
     def add_segment(self, segment: SegmentBacking, transfer: Transfer) -> None:
         """The write of a segment, whose bytes are counted, begins."""
@@ -207,55 +207,54 @@ class InflightWrites:
         On an accelerator only as far as ``keep`` asks for it, unless ``all_that_ended``: a block that is
         still in place when backward comes need not be brought back.
         """
-        writes, passed = self.writes, deque[_Write]()
-        resident = self._resident
-        asks_device = resident.memory is not None
+        writes, resident = self.writes, self._resident
+        asks_device = resident.memory is not None and not all_that_ended
         looks_at_all = 2 * len(self._dead) >= len(writes)
         if looks_at_all:
             self._dead.clear()
-        try:
-            while writes:
-                write = writes.popleft()
-                passed.append(write)  # until it has completed
-                target = write.target()
-                if target is None:
+        at = 0
+        while at < len(writes):
+            write = writes[at]
+            target = write.target()
+            if target is None:
+                if _is_over(write.transfer):
+                    self._end(at)
+                else:
+                    at += 1
+                continue
+            its_thread = write.thread_state
+            is_mine = (
+                its_thread is thread_state
+                or its_thread is None
+                or thread_state.may_judge(its_thread)
+            )
+            lingers = asks_device and not resident.wants_room(self.nbytes)
+            if is_mine and not lingers:
+                transfer = write.running(target)
+                if transfer is None:  # it was found to be changed, and has left
                     if _is_over(write.transfer):
-                        self._end(passed.pop())
+                        if write.transfer is not None and write.transfer.error is not None:
+                            self._health.broke(write.transfer.error)
+                        self._end(at)
+                    else:
+                        at += 1
                     continue
-                its_thread = write.thread_state
-                is_mine = (
-                    its_thread is thread_state
-                    or its_thread is None
-                    or thread_state.may_judge(its_thread)
-                )
-                lingers = (
-                    asks_device and not all_that_ended and not resident.wants_room(self.nbytes)
-                )
-                if is_mine and not lingers:
-                    transfer = write.running(target)
-                    if transfer is None:  # it was found to be changed, and has left
-                        if _is_over(write.transfer):
-                            if write.transfer is not None and write.transfer.error is not None:
-                                self._health.broke(write.transfer.error)
-                            self._end(passed.pop())
-                        continue
-                    if transfer.done():
-                        write.complete(target, transfer, resident, self._health)
-                        self._end(passed.pop())
-                        continue
-                # A device's copies end in order: after one that has not ended, none has. Nor need a thread
-                # that has none of its own look at those of others, or anybody at those that stay. Only
-                # the dead among them are let go, each time that they may be half of all.
-                has_not_ended = is_mine and not lingers
-                of_no_concern = not all_that_ended and (
-                    lingers or thread_state not in self._count_of
-                )
-                if write.by_device and (has_not_ended or (of_no_concern and not looks_at_all)):
+                if transfer.done():
+                    write.complete(target, transfer, resident, self._health)
+                    self._end(at)
+                    continue
+                if write.by_device:
+                    break  # a device's copies end in order: after one that has not ended, none has
+            # Nor need a thread that has none of its own look at those of others, or anybody at those that
+            # stay. Only the dead among them are let go, each time that they may be half of all.
+            elif write.by_device and not (all_that_ended or looks_at_all):
+                if lingers or thread_state not in self._count_of:
                     break
-        finally:
-            writes.extendleft(reversed(passed))
+            at += 1
 
-    def _end(self, write: _Write) -> None:
+    def _end(self, at: int) -> None:
+        write = self.writes[at]
+        del self.writes[at]
         self.nbytes -= write.nbytes
         left = self._count_of[write.thread_state] - 1
         if left:
