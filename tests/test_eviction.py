@@ -45,8 +45,9 @@ class Inflight:
         block.placement = Writing(block.placement.alias, backing, transfer)
         self.nbytes += block.nbytes
 
-    def wait(self, transfer):
-        self.steps.append(("wait", transfer))
+    @property
+    def stalls(self):
+        return SimpleNamespace(wait=lambda transfer: self.steps.append(("wait", transfer)))
 
     def restore(self, *what):
         self.steps.append(("restore", *what))

@@ -166,7 +166,7 @@ class Evictor:
             return
         if tier.runs_ahead and inflight.is_one:
             return  # larger than the window, and alone in it: compute goes on until the next one
-        inflight.wait(transfer)  # it is moved within this call
+        inflight.stalls.wait(transfer)  # it is moved within this call
         inflight.complete(thread_state, all_that_ended=True)
 
     def ease(self) -> None:

@@ -9,14 +9,14 @@ block where it was.
 
 from __future__ import annotations
 
-import time
 import weakref
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from .._runtime.trace import EventLog, profiled
+from .._runtime.stalls import Stalls
+from .._runtime.trace import EventLog
 from .._runtime.transfer import Transfer
 from .._saved.block import Block
 from .._saved.placement import Backing, Stored, Writing
@@ -132,7 +132,6 @@ class InflightWrites:
         self._resident = resident
         self._health = health
         self._freed = freed
-        self._event_log = event_log
         self.window_bytes = window_bytes
         self.writes: deque[_Write] = deque()  # oldest first
         self._count_of: dict[ThreadState | None, int] = {}  # how many of them are of which thread
@@ -141,7 +140,7 @@ class InflightWrites:
         # Also what was copied into a segment whose write has not begun.
         self.nbytes = self.peak_bytes = 0
         self.written_bytes = 0
-        self.stall_seconds = 0.0
+        self.stalls = Stalls(event_log)
 
     @property
     def is_one(self) -> bool:
@@ -177,21 +176,8 @@ class InflightWrites:
                 return
             transfer = _under_way(mine)
             if transfer is not None:
-                self.wait(transfer)
+                self.stalls.wait(transfer)
             self.complete(thread_state, all_that_ended=True)
-
-    def wait(self, transfer: Transfer) -> None:
-        """Wait until the source of ``transfer`` may be let go, and count the time."""
-        if transfer.done():
-            return
-        began = time.perf_counter()
-        try:
-            with profiled("stall on the way down"):
-                transfer.exception()
-        finally:
-            self.stall_seconds += time.perf_counter() - began
-            if self._event_log.on:
-                self._event_log.emit("stall", 0, cause="pack", began=began)
 
     def finish(self, thread_state: ThreadState) -> None:
         """Wait for every write that has begun, and complete what this thread may judge."""
