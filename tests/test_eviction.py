@@ -96,6 +96,7 @@ class Health:
 
     def full(self, error, nbytes):
         self.fulls.append((error, nbytes))
+        self.is_well, self.refusing = False, True
 
     def restore(self):
         self.steps.append("restore health")
@@ -268,9 +269,27 @@ def test_a_full_tier_defers_it_and_smaller_ones_may_go(nbytes):
     deferred = way.saved(nbytes)
     assert way.health.fulls == [(FULL, nbytes)] and way.health.deferred.popleft() is deferred
     assert type(deferred.placement) is Resident and deferred.cleanup.resident_bytes == nbytes
-    way.tier.full = False
+    assert way.health.asked == [nbytes], "the tier itself is asked once"
+    way.tier.full = way.health.refusing = False
     way.saved(nbytes)
     assert way.resident.nbytes == nbytes
+
+
+@pytest.mark.parametrize("what", ["nothing", "a block that waits", "a refusal"])
+def test_where_nothing_is_kept_a_block_goes_as_it_comes_unless_an_older_one_waits(
+    monkeypatch, what
+):
+    way = Way()
+    older = []
+    if what == "a block that waits":
+        older.append(way.block())
+        way.evictor.adopt(older[0])
+    way.health.is_well = what != "a refusal"
+    pressed, press = [], way.evictor._press
+    monkeypatch.setattr(way.evictor, "_press", lambda *who: pressed.append(who) or press(*who))
+    block = way.saved()
+    assert way.tier.begun == [*older, block], "the oldest first"
+    assert bool(pressed) is (what != "nothing")
 
 
 def test_the_dead_are_passed_over():

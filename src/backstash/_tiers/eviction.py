@@ -88,7 +88,13 @@ class Evictor:
             if payload is None:
                 return
             block = payload
-        if not (at_once and not self._is_capturing() and self._send(block, thread_state)):
+        # Where nothing is kept, nothing waits, and nothing was refused, it is the next to go.
+        is_next = at_once or (
+            resident.limit == 0 and self.health.is_well and not resident.queue.refs
+        )
+        memory = resident.memory
+        is_captured = memory is not None and memory.device.is_capturing()  # then nothing may move
+        if is_captured or not (is_next and self._send(block, thread_state)):
             resident.queue.append(block)
             if resident.limit is not None or resident.memory is not None:
                 self._press(thread_state, block)
@@ -119,11 +125,6 @@ class Evictor:
             self.inflight.let_go(resident.short_bytes, thread_state)
         if resident.memory is not None and resident.memory.failed:
             self.ease()  # it ran out of memory in backward, say, which calls no stash
-
-    def _is_capturing(self) -> bool:
-        """Whether nothing may move, since the device records what it does now into a graph."""
-        memory = self.resident.memory
-        return memory is not None and memory.device.is_capturing()
 
     def _may_leave_unseen(self, block: Block) -> bool:
         """Whether another thread's block may go: it is written, not copied, and need not be waited for."""
