@@ -275,11 +275,12 @@ def test_a_full_tier_defers_it_and_smaller_ones_may_go(nbytes):
     assert way.resident.nbytes == nbytes
 
 
+@pytest.mark.parametrize("on_device", [False, True])
 @pytest.mark.parametrize("what", ["nothing", "a block that waits", "a refusal"])
 def test_where_nothing_is_kept_a_block_goes_as_it_comes_unless_an_older_one_waits(
-    monkeypatch, what
+    monkeypatch, what, on_device
 ):
-    way = Way()
+    way = Way(segments=False, memory=Memory() if on_device else None)
     older = []
     if what == "a block that waits":
         older.append(way.block())
