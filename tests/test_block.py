@@ -228,6 +228,7 @@ def test_more_of_why_a_tensor_stays(monkeypatch):
         layout=torch.strided, is_nested=False, is_quantized=False, names=(None, "row")
     )
     monkeypatch.setattr(_view, "is_functorch_wrapped", lambda tensor: False)
+    monkeypatch.setattr(_view, "_HAS_NAMES", True)
     assert reason_to_stay(named) == "a named tensor"
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from backstash import Action, Disk, Stash, StashFullError, StashWarning
+from backstash._runtime.stalls import Stalls
 from backstash.errors import StashIOError
 from backstash.testing import Failing, Gated, MemoryStore
 
@@ -107,14 +108,14 @@ def test_forward_waits_when_the_window_is_full(tmp_path, monkeypatch):
     store.writes.clear()
     waits = []
     inflight = stash._session.device_tiers[0].evictor.inflight
-    wait = inflight.wait
+    wait = Stalls.wait
 
-    def open_then_wait(writing):
+    def open_then_wait(stalls, writing):
         waits.append(inflight.nbytes)
         store.writes.set()
-        wait(writing)
+        wait(stalls, writing)
 
-    monkeypatch.setattr(inflight, "wait", open_then_wait)
+    monkeypatch.setattr(Stalls, "wait", open_then_wait)
     with stash:
         loss = chain(x, 6)
     assert waits[0] == 3 * MIB
@@ -334,9 +335,8 @@ def test_room_that_a_dead_block_s_write_still_takes_is_waited_for(tmp_path, monk
         chain(x, 2)  # dropped at once; both writes stand at the gate
         for _ in range(2):
             assert store.begun.acquire(timeout=30)
-        tier = stash._session.device_tiers[0].tier
-        wait = tier._wait
-        monkeypatch.setattr(tier, "_wait", lambda w: (store.writes.set(), wait(w)))
+        wait = Stalls.wait
+        monkeypatch.setattr(Stalls, "wait", lambda stalls, w: (store.writes.set(), wait(stalls, w)))
         loss = chain(x, 2)
     (gradient,) = torch.autograd.grad(loss, x)
     assert torch.equal(gradient, plain_gradient(x, 2))

@@ -13,6 +13,8 @@ import torch
 from backstash import Stash
 from backstash._device import accelerator as _accelerator
 from backstash._device.accelerator import Accelerator, accelerator
+from backstash._torch import streams as _streams
+from backstash._torch.streams import capture_query
 
 
 class FakeEvent:
@@ -79,7 +81,7 @@ def played(monkeypatch, recorded):
     names = iter(["down", "up"])
 
     monkeypatch.setattr(torch, "Stream", lambda device: FakeStream(log, next(names), current))
-    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: current[0])
+    monkeypatch.setattr(_accelerator, "current_stream", lambda index: current[0])
     empty = torch.empty
 
     def logged(*args, **kwargs):
@@ -554,8 +556,14 @@ def test_a_device_says_its_name_and_whether_it_is_captured(played, monkeypatch):
     assert device.name == "cpu" and device._pid == os.getpid()
     assert device.is_capturing() is False, "a device without graphs"
     for answer in (True, False):
-        device._module = SimpleNamespace(is_current_stream_capturing=lambda answer=answer: answer)
+        module = SimpleNamespace(is_current_stream_capturing=lambda answer=answer: answer)
+        device._asks_capturing = capture_query(module)
         assert device.is_capturing() is answer
+    assert capture_query(torch.cuda) is torch._C._cuda_isCurrentStreamCapturing, (
+        "without a call around it"
+    )
+    monkeypatch.setattr(_streams, "_cuda_query", None)
+    assert capture_query(torch.cuda) is torch.cuda.is_current_stream_capturing
 
 
 @pytest.fixture
@@ -596,7 +604,7 @@ def test_a_device_is_tried_out_before_it_is_used(whole, played, monkeypatch):
         (torch.Tensor, "record_stream", NotImplementedError("none here")),
         (torch.accelerator, "memory_stats", RuntimeError("none here")),
         (torch.accelerator, "get_memory_info", ValueError("none here")),
-        (torch.accelerator, "current_stream", TypeError("none here")),
+        (_accelerator, "current_stream", TypeError("none here")),
         (FakeStream, "wait_event", AttributeError("none here")),
         (Accelerator, "failures", RuntimeError("none here")),
     ],

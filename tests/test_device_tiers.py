@@ -67,8 +67,7 @@ def test_a_device_that_nothing_drives_has_a_reason_and_no_tiers():
 
 def test_a_device_is_told_what_its_stream_saves():
     device, used = TwinDevice(), []
-    device.used = used.append
-    device.stream = lambda: "a stream"
+    device.used = lambda tensor: used.append(tensor) or "a stream"
     with stash_on(device, host="1MiB", min_bytes=0) as stash:
         held = torch.ones(100, requires_grad=True).exp()
     assert held.grad_fn._raw_saved_result.data.block.stream == "a stream"
@@ -108,7 +107,7 @@ def test_the_figures_of_a_disk_below_a_cpu(monkeypatch):
     assert figures(tier) == [4 * PAGE, 0, 0, 4 * PAGE] and tier.note == ""
     assert (stats.disk_bytes, stats.disk_peak_bytes) == (4 * PAGE, 4 * PAGE)
     assert (stats.host_bytes, stats.host_peak_bytes) == (0, 0)
-    tier.stall_seconds = 1.5
+    tier.stalls.seconds = 1.5
     assert stash.stats().pack_stall_seconds >= 1.5
     del graphs
     assert stash.stats().disk_bytes == 0 and figures(tier) == [0, 0, 0, 4 * PAGE]

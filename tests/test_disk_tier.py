@@ -197,29 +197,6 @@ def test_a_full_store_says_so_where_nothing_has_died():
     FULL.__traceback__ = None
 
 
-def test_the_time_that_is_waited_for_a_slot_is_counted(monkeypatch):
-    tier, seen = made(Store())
-    spans, clock = [], iter((10.0, 13.0, 20.0, 24.0))
-    monkeypatch.setattr(_disk, "profiled", lambda what: spans.append(what) or nullcontext())
-    monkeypatch.setattr(_disk.time, "perf_counter", lambda: next(clock))
-    seen.event_log.on = True
-    over = Work(int)
-    over.run()
-    tier._wait(over)
-    assert tier.stall_seconds == 0 and seen.emitted == spans == []
-    tier._wait(work := Work(int))
-    assert work.done() and tier.stall_seconds == 3.0
-
-    def interrupted():
-        raise KeyboardInterrupt
-
-    seen.event_log.on = False
-    with pytest.raises(KeyboardInterrupt):
-        tier._wait(Work(interrupted))
-    assert tier.stall_seconds == 7.0 and spans == ["stall on the way down"] * 2
-    assert seen.emitted == [(("stall", 0), {"cause": "pack", "began": 10.0})]
-
-
 def test_a_profiler_sees_the_write(monkeypatch):
     spans = []
     monkeypatch.setattr(_disk, "profiled", lambda what: spans.append(what) or nullcontext())

@@ -45,8 +45,9 @@ class Inflight:
         block.placement = Writing(block.placement.alias, backing, transfer)
         self.nbytes += block.nbytes
 
-    def wait(self, transfer):
-        self.steps.append(("wait", transfer))
+    @property
+    def stalls(self):
+        return SimpleNamespace(wait=lambda transfer: self.steps.append(("wait", transfer)))
 
     def restore(self, *what):
         self.steps.append(("restore", *what))
@@ -95,6 +96,7 @@ class Health:
 
     def full(self, error, nbytes):
         self.fulls.append((error, nbytes))
+        self.is_well, self.refusing = False, True
 
     def restore(self):
         self.steps.append("restore health")
@@ -267,9 +269,28 @@ def test_a_full_tier_defers_it_and_smaller_ones_may_go(nbytes):
     deferred = way.saved(nbytes)
     assert way.health.fulls == [(FULL, nbytes)] and way.health.deferred.popleft() is deferred
     assert type(deferred.placement) is Resident and deferred.cleanup.resident_bytes == nbytes
-    way.tier.full = False
+    assert way.health.asked == [nbytes], "the tier itself is asked once"
+    way.tier.full = way.health.refusing = False
     way.saved(nbytes)
     assert way.resident.nbytes == nbytes
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize("what", ["nothing", "a block that waits", "a refusal"])
+def test_where_nothing_is_kept_a_block_goes_as_it_comes_unless_an_older_one_waits(
+    monkeypatch, what, on_device
+):
+    way = Way(segments=False, memory=Memory() if on_device else None)
+    older = []
+    if what == "a block that waits":
+        older.append(way.block())
+        way.evictor.adopt(older[0])
+    way.health.is_well = what != "a refusal"
+    pressed, press = [], way.evictor._press
+    monkeypatch.setattr(way.evictor, "_press", lambda *who: pressed.append(who) or press(*who))
+    block = way.saved()
+    assert way.tier.begun == [*older, block], "the oldest first"
+    assert bool(pressed) is (what != "nothing")
 
 
 def test_the_dead_are_passed_over():

@@ -14,7 +14,6 @@ from backstash._runtime.workers import Work
 from backstash._saved.block import Block, StorageVersion
 from backstash._saved.placement import Lost, Resident, Stored, Writing
 from backstash._saved.thread_state import ThreadState
-from backstash._tiers import inflight as _inflight
 from backstash._tiers.backing import DiskBacking, SegmentBacking
 from backstash._tiers.inflight import InflightWrites
 
@@ -206,7 +205,7 @@ def test_nobody_is_told_where_nobody_records():
     window.event_log.on = False
     block = block_of(thread_state)
     window.add(block, done())
-    window.inflight.wait(work_of())
+    window.inflight.stalls.wait(work_of())
     window.inflight.complete(thread_state)
     assert is_stored(block) and window.emitted == []
 
@@ -559,7 +558,7 @@ def test_so_many_bytes_are_let_go_now(nbytes, left):
 def test_an_empty_window_is_not_waited_for():
     window = Window(100)
     window.inflight.make_room(1000, ThreadState())
-    assert window.inflight.stall_seconds == 0
+    assert window.inflight.stalls.seconds == 0
 
 
 def test_room_is_made_of_what_lingers_too():
@@ -569,26 +568,6 @@ def test_room_is_made_of_what_lingers_too():
     window.add(block, copy)
     window.inflight.make_room(1, thread_state)
     assert window.targets == [] and copy.ordered == 0, "it was done: nobody waits"
-
-
-def test_the_time_that_is_waited_is_counted(monkeypatch):
-    window = Window()
-    inflight, clock = window.inflight, iter((10.0, 13.0, 20.0, 24.0))
-    monkeypatch.setattr(_inflight.time, "perf_counter", lambda: next(clock))
-    began = []
-    window.event_log.emit = lambda *what, **more: began.append((what, more))
-    inflight.wait(done())
-    assert inflight.stall_seconds == 0 and began == []
-    inflight.wait(work := work_of())
-    assert work.done() and inflight.stall_seconds == 3.0
-
-    def interrupted():
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        inflight.wait(Work(interrupted))
-    assert inflight.stall_seconds == 7.0
-    assert began == [(("stall", 0), {"cause": "pack", "began": at}) for at in (10.0, 20.0)]
 
 
 def test_the_end_waits_for_each_that_has_begun():
@@ -684,5 +663,5 @@ def test_a_block_found_changed_while_a_worker_writes_it_is_waited_for_once():
     threading.Timer(0.05, may_end.set).start()
     window.inflight.make_room(100, state)
     runner.join()
-    assert len(looks) == 1 and window.inflight.stall_seconds > 0
+    assert len(looks) == 1 and window.inflight.stalls.seconds > 0
     assert window.inflight.nbytes == 0

@@ -21,10 +21,14 @@ class Looks(nn.Module):
         return self.look() if self.inner is None else self.inner()
 
 
-def test_what_runs_is_read_from_the_stack_outermost_first():
+@pytest.mark.parametrize("wrapper", ["PyTorch's", "another one's"])
+def test_what_runs_is_read_from_the_stack_outermost_first(monkeypatch, wrapper):
+    if wrapper == "another one's":
+        monkeypatch.setattr(_modules, "_WRAPPER_CODE", None)
     inner = Looks(running_modules)
     outer = Looks(None, inner)
     assert outer() == [outer, inner]
+    assert outer._call_impl() == [outer, inner], "called by nobody who has the same self"
     assert running_modules() == []
 
 

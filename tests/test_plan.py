@@ -450,6 +450,7 @@ def test_both_parts_of_a_sample_are_of_one_moment(monkeypatch):
     assert meter.mark()[1:] == (120, 20)
     told, held = iter(range(100)), iter(range(1000, 2000))
     assert len(meter.take().samples) == 1
+    told = iter(range(100))
     meter.mark()
     assert next(told) < 10, "it ends where the stash's part changes all the time"
 
@@ -707,7 +708,7 @@ def test_trying_codecs_is_no_part_of_the_step_that_is_measured(memory, smaller, 
     price = Packer.price
 
     def slowly(packer, block, codec):
-        time.sleep(0.01)
+        time.sleep(0.05)
         return price(packer, block, codec)
 
     monkeypatch.setattr(Packer, "price", slowly)
@@ -717,9 +718,9 @@ def test_trying_codecs_is_no_part_of_the_step_that_is_measured(memory, smaller, 
         plan = stash.plan
     blocks = len(plan.trace.blocks)
     assert blocks > 30
-    # 0.01 s or more each, of which none is a moment's.
+    # 0.05 s or more each, of which none is a moment's.
     priced = [moment.seconds for moment in plan.trace.moments if moment.kind == "save"]
-    assert sum(each >= 0.01 for each in priced) < blocks / 2
+    assert sum(each >= 0.05 for each in priced) < blocks / 2
     stash.close()
 
 

@@ -140,6 +140,7 @@ USED = {
         "_orig_mod",
         "torch._dynamo.convert_frame",
         "torch.nn.Module._call_impl.__code__",
+        "torch.nn.Module._wrapped_call_impl.__code__",
     },
     "node_saves.py": {"_raw_saved_", "_saved_"},
     "profiling.py": {"_is_profiler_enabled"},
@@ -158,6 +159,10 @@ USED = {
         "torch.UntypedStorage._free_weak_ref",
         "torch.UntypedStorage._weak_ref",
         "torch._C._storage_Use_Count",
+    },
+    "streams.py": {
+        "torch._C._accelerator_getStream",
+        "torch._C._cuda_isCurrentStreamCapturing",
     },
     "tensors.py": {
         "_fix_weakref",

@@ -1,6 +1,7 @@
 """One block's way down and up, as the functions of the package that it goes through, counted and shown.
 
-``python tests/test_route.py`` prints both routes; docs/design.md has them.
+``python tests/test_route.py`` prints both routes, which docs/design.md has, and how many of Python's
+instructions they take: unlike seconds the same on every machine, and so to be compared on a shared one.
 """
 
 from __future__ import annotations
@@ -45,6 +46,46 @@ def route_of(call: Callable[[], Any]) -> tuple[Any, list[str]]:
     return value, [each for each in route if "route_of" not in each and "<lambda>" not in each]
 
 
+def instructions_of(call: Callable[[], Any]) -> tuple[Any, int]:
+    """What ``call`` returns, and how many instructions of Python run on its way."""
+    count = 0
+
+    def trace(frame: Any, event: str, argument: Any) -> Any:
+        nonlocal count
+        frame.f_trace_opcodes = True
+        count += event == "opcode" and Path(frame.f_code.co_filename).is_relative_to(PACKAGE)
+        return trace
+
+    sys.settrace(trace)
+    try:
+        value = call()
+    finally:
+        sys.settrace(None)
+    return value, count
+
+
+def instructions(directory: str, **budgets: Any) -> tuple[float, float]:
+    """The medians for blocks of a second step, down and up, by a stash with ``budgets``."""
+    stash = Stash(disk=directory, **budgets)
+    pack = stash._admission.hook(stash._thread_state())
+    x = torch.ones(ELEMENTS, requires_grad=True)
+    for _ in range(2):
+        saved, downs, ups = [], [], []
+        for _ in range(BLOCKS):
+            value = x.exp()
+            packed, count = instructions_of(lambda value=value: pack(value))
+            saved.append(packed)
+            downs.append(count)
+            for write in stash._session.device_tiers[0].evictor.inflight.writes:
+                write.transfer.exception()  # so that the next one completes it
+        del value
+        for packed in reversed(saved):
+            ups.append(instructions_of(lambda packed=packed: stash.unpack(packed))[1])
+        del packed
+    stash.close()
+    return median(downs), median(ups)
+
+
 def routes(directory: str) -> tuple[list[list[str]], list[list[str]]]:
     """The ways down and up of some blocks to disk, one after the other, as hooks give them to a stash.
 
@@ -82,6 +123,11 @@ def routes(directory: str) -> tuple[list[list[str]], list[list[str]]]:
     kept.clear()
     stash.close()
     return downs, ups
+
+
+def test_a_block_that_stays_takes_fewer_instructions_than_one_that_goes(tmp_path):
+    stays, goes = instructions(str(tmp_path), keep=None), instructions(str(tmp_path))
+    assert 0 < stays[0] < goes[0] and 0 < stays[1] < goes[1]
 
 
 def test_one_block_s_way_is_short(tmp_path):
@@ -156,3 +202,5 @@ if __name__ == "__main__":
             print(f"{name}: {[len(route) for route in found]} calls")
             print(*(f"    {each}" for each in found[-1]), sep="\n")
             print(*drawing(found[-2]), sep="\n")
+        for name, budgets in (("stays", {"keep": None}), ("goes", {})):
+            print(f"a block that {name}:", *instructions(at, **budgets), "instructions down and up")

@@ -11,7 +11,7 @@ from backstash._stats import Left, collect
 
 def tiers(n, tier=None, refused=None):
     """Counts that are all different: ``n`` tells whose they are."""
-    inflight = Of(nbytes=n + 1, peak_bytes=n + 2, written_bytes=n + 3, stall_seconds=n + 0.5)
+    inflight = Of(nbytes=n + 1, peak_bytes=n + 2, written_bytes=n + 3, stalls=Of(seconds=n + 0.5))
     evictor = Of(
         resident=Of(nbytes=n + 4, peak_bytes=n + 5),
         inflight=inflight,

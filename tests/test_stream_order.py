@@ -19,6 +19,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from backstash import Stash
+from backstash._device import accelerator as _accelerator
 from backstash._device.accelerator import Accelerator
 
 SIDE = 64
@@ -207,9 +208,8 @@ def played(monkeypatch):
 
     def make(seed: int, chance: float, **options: Any) -> tuple[Model, Stash]:
         model = Model(seed, chance)
-        accelerator = torch.accelerator
         monkeypatch.setattr(torch, "Stream", lambda device: Stream(model, "copier"))
-        monkeypatch.setattr(accelerator, "current_stream", lambda device: model.current)
+        monkeypatch.setattr(_accelerator, "current_stream", lambda index: model.current)
         monkeypatch.setattr(torch.Tensor, "record_stream", lambda *what: model.record(*what))
         device = Played(model)
         device.pin, device.unpin = lambda memory: "", lambda memory: None

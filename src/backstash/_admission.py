@@ -106,7 +106,8 @@ class Admission:
         def pack(tensor: Tensor) -> object:
             if type(tensor) is Tensor:
                 try:
-                    nbytes = tensor.untyped_storage().nbytes()
+                    storage = tensor.untyped_storage()
+                    nbytes = storage.nbytes()
                 except (NotImplementedError, RuntimeError):  # sparse tensors have no storage
                     return large(tensor, thread_state)
                 if nbytes < min_bytes:
@@ -114,11 +115,17 @@ class Admission:
                     thread_state.small_bytes += nbytes
                     version = tensor._version
                     return tensor.detach() if version == 0 else (tensor.detach(), version)
+                return large(tensor, thread_state, storage)
             return large(tensor, thread_state)
 
         return pack
 
-    def _pack_large(self, tensor: Tensor, thread_state: ThreadState) -> object:
+    def _pack_large(
+        self,
+        tensor: Tensor,
+        thread_state: ThreadState,
+        storage: torch.UntypedStorage | None = None,
+    ) -> object:
         thread_state.saves += 1
         if self.closed:
             raise StashClosedError("a closed stash was asked to hold a tensor")
@@ -138,7 +145,7 @@ class Admission:
         tiers = session.known_tiers.get(device) or session.tiers_of(device)
         if isinstance(tiers, str):
             return self._stay(tensor, tiers)
-        reason = reason_to_stay(tensor) or self._stays
+        reason = reason_to_stay(tensor, storage) or self._stays
         cannot_move = ""
         plans = tiers.number in session.planners
         if not reason and (tiers.tier is None or tiers.device is not None) and not plans:
@@ -147,8 +154,12 @@ class Admission:
                 reason = cannot_move
         if reason:
             return self._stay(tensor, reason)
-        modules = [*thread_state.outer, *running_modules()]
-        reason, choice = self._choose(tensor, modules, thread_state, tiers)
+        if storage is None:
+            storage = tensor.untyped_storage()
+        modules = running_modules()
+        if thread_state.outer:
+            modules = [*thread_state.outer, *modules]
+        reason, choice = self._choose(tensor, storage, modules, thread_state, tiers)
         if not reason and choice.codec is None and choice.replay is None:
             reason = cannot_move  # else it need not move
         if reason:
@@ -158,11 +169,12 @@ class Admission:
                 session.drain()
             if thread_state.expecting:
                 session.review(thread_state, _REVIEWED_AT_ONCE)
-            return self._pack_block(tensor, thread_state, modules, tiers, choice)
+            return self._pack_block(tensor, storage, thread_state, modules, tiers, choice)
 
     def _choose(
         self,
         tensor: Tensor,
+        storage: torch.UntypedStorage,
         modules: list[nn.Module],
         thread_state: ThreadState,
         tiers: DeviceTiers,
@@ -203,9 +215,9 @@ class Admission:
                     codec = action.packs_by
         if is_leaf_or_view:
             return _PARAMETER, _DEFAULT
-        if tensor.untyped_storage().nbytes() < self._min_bytes:
+        if storage.nbytes() < self._min_bytes:
             return SMALL, _DEFAULT
-        if modules and is_buffer(storage_identity(tensor.untyped_storage()), modules):
+        if modules and is_buffer(storage_identity(storage), modules):
             return "a module's buffer, or a view of one", _DEFAULT
         if recomputes:
             self._recomputes = True
@@ -231,20 +243,21 @@ class Admission:
     def _pack_block(
         self,
         tensor: Tensor,
+        storage: torch.UntypedStorage,
         thread_state: ThreadState,
         modules: list[nn.Module],
         tiers: DeviceTiers,
         choice: _Choice,
     ) -> Entry:
-        if tiers.device is not None:
-            tiers.device.used(tensor)
-        storage = tensor.untyped_storage()
-        storage_version = self._identify(tensor, storage)
-        block = storage_version.block() if storage_version.block is not None else None
+        stream = tiers.device.used(tensor) if tiers.device is not None else None
+        nbytes, offset = storage.nbytes(), int(tensor.storage_offset())
+        storage_version = self._identify(tensor, storage, offset)
+        known = storage_version.block
+        block = known() if known is not None else None
         if block is not None and block.rounds is not None and not _may_share(block, tensor, choice):
             block = None
         # A rare "no" to whether the tensor needs all of its storage costs time, if it is wrong.
-        needs_all = tensor.is_contiguous() and tensor.nbytes == storage.nbytes()
+        needs_all = tensor.nbytes == nbytes and tensor.is_contiguous()
         check: bool | Check = block is not None and block.placement.is_kept
         if block is not None and not check:
             # An accelerator's no would be an error, and elsewhere the storage may have been filled meanwhile.
@@ -257,7 +270,7 @@ class Admission:
                 # What autograd made and knows as no view shares its storage with others that have version
                 # counters of their own (the gates of an LSTM's cell on the CPU): each would move all of it.
                 is_apart = tensor._base is None and tensor.requires_grad
-                share = storage.nbytes() // 2 if is_apart else (storage.nbytes() - 1) // 4
+                share = nbytes // 2 if is_apart else (nbytes - 1) // 4
                 if gone is not None or region.nbytes <= share:
                     entry = self._pack_region(
                         tensor, thread_state, modules, tiers, choice, storage_version, region, gone
@@ -266,8 +279,7 @@ class Admission:
                         return entry
             alias = raw_alias(tensor)
             block = Block(storage_version, alias, self._session.reclaim_queue, tiers.number)
-            if tiers.device is not None:
-                block.stream = tiers.device.stream()
+            block.stream = stream
             self._admit(block, tensor, thread_state, modules, tiers, choice, gone)
             storage_version.block = weakref.ref(block)
             if self._recomputes:
@@ -282,7 +294,7 @@ class Admission:
                 else:
                     tiers.evictor.adopt(block)
         block.entries += 1
-        entry = Entry(block, tensor, int(tensor.storage_offset()) * tensor.element_size())
+        entry = Entry(block, tensor, offset * tensor.element_size())
         if not isinstance(check, bool):
             entry.check = check
         return entry
@@ -367,10 +379,11 @@ class Admission:
             entry.check = check
         return entry
 
-    def _identify(self, tensor: Tensor, storage: torch.UntypedStorage) -> StorageVersion:
+    def _identify(
+        self, tensor: Tensor, storage: torch.UntypedStorage, offset: int
+    ) -> StorageVersion:
         # Those that share it under version counters of their own are told apart by where they begin.
-        apart = 0 if tensor._base is not None else int(tensor.storage_offset())
-        key = storage_identity(storage), apart
+        key = storage_identity(storage), 0 if tensor._base is not None else offset
         ref = self._storage_versions.refs.get(key)
         storage_version = ref() if ref is not None else None
         if storage_version is None or not storage_version.is_of(tensor):

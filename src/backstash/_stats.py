@@ -206,7 +206,7 @@ def collect(
     notes += [told for evictor in evictors for told in evictor.health.notes]
     for planner in session.planners.values():
         notes += planner.notes
-    forward_stalls = [evictor.inflight.stall_seconds for evictor in evictors]
+    forward_stalls = [evictor.inflight.stalls.seconds for evictor in evictors]
     forward_stalls += [tier.stall_seconds for tier in below]
     return Stats(
         name=name,

@@ -39,6 +39,7 @@ from torch import Tensor
 
 from .._torch.device_memory import allocator_counts
 from .._torch.host_memory import empty_host_cache
+from .._torch.streams import capture_query, current_stream
 from .base import Check, Completion, Copy, Device, MemoryFigures
 from .fingerprint import fingerprint
 
@@ -70,11 +71,18 @@ class _Event(Completion):
 
 
 class _StreamCopy(Copy):
-    __slots__ = ("__del__", "_copier", "_device", "_is_safe", "_owner", "completion", "memory")
+    __slots__ = (
+        "__del__",
+        "_copier",
+        "_device",
+        "_is_safe",
+        "_mine",
+        "_owner",
+        "completion",
+        "memory",
+    )
     __del__: Callable[[], Any]  # filled with a call of C: see _runtime/reclaim
     completion: _Event
-    kind: str
-    """What it is in the time that is measured: see :attr:`Device.on_time`."""
 
     def __init__(
         self, device: Accelerator, copier: Any, owner: Any, mine: Tensor, memory: Tensor
@@ -83,6 +91,7 @@ class _StreamCopy(Copy):
         self._device = device
         self._copier = copier  # the stream that copies
         self._owner = owner  # the stream whose memory the device's end is
+        self._mine = mine  # the device's end
         self._is_safe = False  # whether the device's end may be let go
         self.completion = _Event(device, copier.record_event())
         # Only appends: record_stream, which would give the memory back at once, is an operator, and a mode
@@ -120,32 +129,19 @@ class _StreamCopy(Copy):
 
 
 class _CopyDown(_StreamCopy):
-    __slots__ = ("_source",)
-    kind = "write"
-
-    def __init__(
-        self, device: Accelerator, copier: Any, owner: Any, source: Tensor, memory: Tensor
-    ) -> None:
-        super().__init__(device, copier, owner, source, memory)
-        self._source = source
+    __slots__ = ()
 
     def _tell_the_allocator(self, stream: Any, has_ended: bool) -> None:
         if not has_ended and stream != self._owner:
-            self._source.record_stream(self._copier)
+            self._mine.record_stream(self._copier)
 
 
 class _CopyUp(_StreamCopy):
     __slots__ = ()
-    kind = "read"
-
-    def __init__(
-        self, device: Accelerator, copier: Any, owner: Any, source: Tensor, memory: Tensor
-    ) -> None:
-        super().__init__(device, copier, owner, memory, memory)
 
     def _tell_the_allocator(self, stream: Any, has_ended: bool) -> None:
         if stream != self._owner:  # it uses what came, however long that has been there
-            self.memory.record_stream(stream)
+            self._mine.record_stream(stream)
 
 
 class _Mark:
@@ -187,6 +183,7 @@ class Accelerator(Device):
         self._device = device
         self._pid = os.getpid()
         self._module: Any = getattr(torch, device.type)
+        self._asks_capturing = capture_query(self._module)
         self._down = torch.Stream(device)
         self._up = torch.Stream(device)
         self._savers: list[Any] = []  # the streams of all operations that have saved a tensor
@@ -220,32 +217,40 @@ class Accelerator(Device):
 
     def stream(self) -> Any:
         """See :meth:`Device.stream`."""
-        return torch.accelerator.current_stream(self._device.index)
+        return current_stream(self._device.index)
 
-    def used(self, tensor: Tensor) -> None:
+    def used(self, tensor: Tensor) -> Any:
         """See :meth:`Device.used`."""
         stream = self.stream()
         if stream not in self._savers:
             self._savers.append(stream)
         if self.is_capturing():
-            return
+            return stream
         if tensor.is_conj() or tensor.is_neg():
             # For those PyTorch (seen in 2.13) names the memory of a copy, and writes where it has none.
             memory = torch.empty(0, dtype=torch.uint8, device=tensor.device)
             tensor = memory.set_(tensor.untyped_storage())
         for each in self._savers:  # nobody knows which of them else may read it
             tensor.record_stream(each)
+        return stream
 
     def is_capturing(self) -> bool:
         """See :meth:`Device.is_capturing`."""
-        asks = getattr(self._module, "is_current_stream_capturing", None)
-        return bool(asks()) if asks is not None else False
+        return bool(self._asks_capturing())
 
     def down(self, source: Tensor, target: Tensor, made_on: Any) -> Copy:
         """See :meth:`Device.down`."""
         self.sweep()
         self._down.wait_event(made_on.record_event())
-        return self._begin(_CopyDown, self._down, made_on, source, target)
+        if self._beginning is not None:
+            self.finish()
+        self._beginning = source, target
+        with self._down:  # it is current here
+            with self.timed("write", self._down, source.numel()):
+                target.copy_(source, non_blocking=True)
+            copy = _CopyDown(self, self._down, made_on, source, target)
+        self._beginning = None
+        return copy
 
     def up(self, source: Tensor, after: Completion | None) -> Copy:
         """See :meth:`Device.up`."""
@@ -255,20 +260,14 @@ class Accelerator(Device):
         self._up.wait_event(stream.record_event())
         if after is not None:
             self._up.wait_event(cast(_Event, after).event)
-        return self._begin(_CopyUp, self._up, stream, source, memory)
-
-    def _begin(
-        self, kind: type[_StreamCopy], copier: Any, owner: Any, source: Tensor, memory: Tensor
-    ) -> Copy:
         if self._beginning is not None:
             self.finish()
         self._beginning = source, memory
-        with copier:  # it is current here
-            with self.timed(kind.kind, copier, source.numel()):
-                memory.data.copy_(
-                    source, non_blocking=True
-                )  # its version stays 0: nobody changed it
-            copy = kind(self, copier, owner, source, memory)
+        with self._up:
+            with self.timed("read", self._up, source.numel()):
+                # Its version stays 0: nobody changed it.
+                memory.data.copy_(source, non_blocking=True)
+            copy = _CopyUp(self, self._up, stream, memory, memory)
         self._beginning = None
         return copy
 

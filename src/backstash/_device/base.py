@@ -100,9 +100,9 @@ class Device(ABC):
         """The stream that is current on this thread, to be asked at each save."""
 
     @abstractmethod
-    def used(self, tensor: Tensor) -> None:
+    def used(self, tensor: Tensor) -> Any:
         """Record the current stream on ``tensor``, so that the allocator cannot reuse its memory before this
-        operation ran."""
+        operation ran. Returns that stream."""
 
     @abstractmethod
     def is_capturing(self) -> bool:

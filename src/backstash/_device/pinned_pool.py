@@ -105,9 +105,12 @@ class PinnedPool:
 
     def could_hold(self, nbytes: int) -> bool:
         """Whether ``nbytes`` are no more than the budget."""
-        if self.budget is not None and _pages(nbytes) > self.budget:
-            self._ask(_pages(nbytes))
-        return self.budget is None or _pages(nbytes) <= self.budget
+        if self.budget is None:
+            return True
+        needed = _pages(nbytes)
+        if needed > self.budget:
+            self._ask(needed)
+        return needed <= self.budget
 
     def take(self, nbytes: int, *, may_grow: bool = True) -> PinnedBuffer | None:
         """A buffer for ``nbytes``, or ``None`` where the budget or the system has none.

@@ -73,14 +73,16 @@ class CriticalSection:
         """Whether this thread is in the middle of the stash, its store or a move already."""
         if moving.calls or is_mine(self.lock):
             return True
-        store = self._store
-        return store is not None and store.lock is not None and bool(is_mine(store.lock))
+        if self._store is None:
+            return False
+        lock = self._store.lock
+        return lock is not None and bool(is_mine(lock))
 
     def __enter__(self) -> None:
         frame, writer = sys._getframe(1), self._writer
-        if writer is not None and writer is not frame and is_running(writer):
-            return  # a finalizer, in the middle of that one
-        if self._dirty or writer is not None:
+        if writer is not None or self._dirty:
+            if writer is not None and writer is not frame and is_running(writer):
+                return  # a finalizer, in the middle of that one
             self._dirty, self._writer = True, None
             rebuild = self._rebuild() if self._rebuild is not None else None
             if rebuild is not None:
@@ -95,6 +97,7 @@ class CriticalSection:
         trace: TracebackType | None,
     ) -> None:
         # Errors of our own are raised where all counts are in order.
-        self._dirty = self._dirty or not (kind is None or issubclass(kind, StashError))
+        if kind is not None and not issubclass(kind, StashError):
+            self._dirty = True
         if self._writer is sys._getframe(1):
             self._writer = None

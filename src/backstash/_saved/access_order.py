@@ -115,15 +115,17 @@ class AccessPredictor(Generic[_B]):
             self._conclude(self._current)
             self._current = ForwardPass(self._current)
         current = self._current
-        if not current.blocks:
+        blocks = current.blocks
+        if not blocks:
             self.passes += 1
         block.cleanup.serial = self._blocks
         self._blocks += 1
-        if len(current.blocks) >= current.sweep_at:
+        if len(blocks) >= current.sweep_at:
             current.forget_dead()
+            blocks = current.blocks
         block.forward_pass = current
-        block.index = len(current.blocks)
-        current.blocks.append(weakref.ref(block))
+        block.index = len(blocks)
+        blocks.append(weakref.ref(block))
 
     def forget(self) -> None:
         """No block is alive any more."""

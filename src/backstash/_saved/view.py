@@ -32,6 +32,7 @@ _CARRIERS = {
 ALIGNMENT_BYTES = 64
 """What the results of the CPU's vector code may depend on: addresses keep their residue modulo this."""
 _DEVICE_ALIGNMENT_BYTES = 256  # what cuBLASLt chooses a kernel by
+_HAS_NAMES = hasattr(Tensor, "names")  # torch 2.13 has none any more
 
 
 class StridedRegion:
@@ -153,8 +154,11 @@ def extent_bytes(tensor: Tensor) -> tuple[int, int]:
     return low, low + int(last + 1) * itemsize
 
 
-def reason_to_stay(tensor: Tensor) -> str:
-    """Why a plain ``torch.Tensor``'s bytes cannot be moved and rebuilt exactly; ``""`` when they can."""
+def reason_to_stay(tensor: Tensor, storage: torch.UntypedStorage | None = None) -> str:
+    """Why a plain ``torch.Tensor``'s bytes cannot be moved and rebuilt exactly; ``""`` when they can.
+
+    ``storage``: the tensor's, where the caller has asked for it.
+    """
     if is_functorch_wrapped(tensor):
         return "a functorch transform's tensor"
     if tensor.layout is not torch.strided:
@@ -163,17 +167,18 @@ def reason_to_stay(tensor: Tensor) -> str:
         return "a nested tensor"
     if tensor.is_quantized:
         return "a quantized tensor"
-    if any(getattr(tensor, "names", ())):  # torch 2.13 has none any more
+    if _HAS_NAMES and any(tensor.names):  # type: ignore[attr-defined]
         return "a named tensor"
     if is_zero_tensor(tensor):
         return "a tensor of zeros without memory"
-    storage = tensor.untyped_storage()
-    if tensor.numel() == 0 or storage.data_ptr() == 0:
+    if storage is None:
+        storage = tensor.untyped_storage()
+    needed, nbytes, address = tensor.nbytes, storage.nbytes(), storage.data_ptr()
+    if not needed or not address:
         return "no bytes"
-    nbytes = storage.nbytes()
-    is_whole = tensor.nbytes == nbytes and tensor.is_contiguous()
+    is_whole = needed == nbytes and tensor.is_contiguous()
     if not is_whole and extent_bytes(tensor)[1] > nbytes:
         return "its storage is smaller than the view"
-    if storage.data_ptr() % 16:
+    if address % 16:
         return "its memory is not aligned"
     return ""

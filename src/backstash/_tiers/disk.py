@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from .._runtime.reclaim import Cleanup, ReclaimQueue
+from .._runtime.stalls import Stalls
 from .._runtime.trace import EventLog, profiled
 from .._runtime.workers import Work
 from .._saved.block import Block
@@ -53,7 +54,12 @@ class DiskTier(LowerTier):
         self._event_log = event_log
         self._pool = pool
         self.disk_peak_bytes = 0
-        self.stall_seconds = 0.0
+        self.stalls = Stalls(event_log)
+
+    @property
+    def stall_seconds(self) -> float:  # type: ignore[override]
+        """See :attr:`LowerTier.stall_seconds`."""
+        return self.stalls.seconds
 
     @property
     def used_bytes(self) -> int:
@@ -111,7 +117,7 @@ class DiskTier(LowerTier):
             if self._has_slot(cleanup):
                 assert isinstance(cleanup, DiskCleanup)
                 if cleanup.transfer is not None and not cleanup.transfer.cancel():
-                    self._wait(cleanup.transfer)
+                    self.stalls.wait(cleanup.transfer)
                 slot, cleanup.slot = cleanup.slot, None
                 if slot is not None:
                     self.store.release(slot)
@@ -124,18 +130,6 @@ class DiskTier(LowerTier):
             and cleanup.store is self.store
             and cleanup.slot is not None
         )
-
-    def _wait(self, transfer: Work) -> None:
-        if transfer.finished:
-            return
-        began = time.perf_counter()
-        try:
-            with profiled("stall on the way down"):
-                transfer.exception()
-        finally:
-            self.stall_seconds += time.perf_counter() - began
-            if self._event_log.on:
-                self._event_log.emit("stall", 0, cause="pack", began=began)
 
     def fetch(self, backing: Any, *, ahead: bool) -> Load:
         """See :meth:`LowerTier.fetch`. To memory of the pool; a worker or the thread that waits reads it."""

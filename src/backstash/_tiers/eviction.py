@@ -88,7 +88,13 @@ class Evictor:
             if payload is None:
                 return
             block = payload
-        if not (at_once and self._send(block, thread_state)):
+        # Where nothing is kept, nothing waits, and nothing was refused, it is the next to go.
+        is_next = at_once or (
+            resident.limit == 0 and self.health.is_well and not resident.queue.refs
+        )
+        memory = resident.memory
+        is_captured = memory is not None and memory.device.is_capturing()  # then nothing may move
+        if is_captured or not (is_next and self._send(block, thread_state)):
             resident.queue.append(block)
             if resident.limit is not None or resident.memory is not None:
                 self._press(thread_state, block)
@@ -132,8 +138,6 @@ class Evictor:
         if tier is None or (not self.health.is_well and self.health.refuses(nbytes)):
             return False
         memory, source = self.resident.memory, block.storage_version
-        if memory is not None and memory.device.is_capturing():
-            return False
         if source.probe._version != source.version:
             self.resident.lose(block)
             return True
@@ -163,7 +167,7 @@ class Evictor:
             return
         if tier.runs_ahead and inflight.is_one:
             return  # larger than the window, and alone in it: compute goes on until the next one
-        inflight.wait(transfer)  # it is moved within this call
+        inflight.stalls.wait(transfer)  # it is moved within this call
         inflight.complete(thread_state, all_that_ended=True)
 
     def ease(self) -> None:

@@ -43,6 +43,9 @@ class HostBuffers:
 
         Raises ``StashFullError`` where there is none and none can be made.
         """
+        buffer = self._pool.take(nbytes, may_grow=False)
+        if buffer is not None:  # nearly always
+            return buffer
         if not self._pool.could_hold(nbytes):  # not even if all others went
             raise self._full(nbytes)
         while True:

@@ -72,7 +72,7 @@ class HostWriteback:
 
     def _write_early(self) -> None:
         budget = self._pool.budget
-        if budget is None:
+        if budget is None or self.disk is None:
             return
         while self._pool.used_bytes - self._bytes_on_the_way_out > max(0, budget - self._early):
             if not self.write_oldest():

@@ -9,14 +9,14 @@ block where it was.
 
 from __future__ import annotations
 
-import time
 import weakref
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from .._runtime.trace import EventLog, profiled
+from .._runtime.stalls import Stalls
+from .._runtime.trace import EventLog
 from .._runtime.transfer import Transfer
 from .._saved.block import Block
 from .._saved.placement import Backing, Stored, Writing
@@ -132,7 +132,6 @@ class InflightWrites:
         self._resident = resident
         self._health = health
         self._freed = freed
-        self._event_log = event_log
         self.window_bytes = window_bytes
         self.writes: deque[_Write] = deque()  # oldest first
         self._count_of: dict[ThreadState | None, int] = {}  # how many of them are of which thread
@@ -141,7 +140,7 @@ class InflightWrites:
         # Also what was copied into a segment whose write has not begun.
         self.nbytes = self.peak_bytes = 0
         self.written_bytes = 0
-        self.stall_seconds = 0.0
+        self.stalls = Stalls(event_log)
 
     @property
     def is_one(self) -> bool:
@@ -151,11 +150,11 @@ class InflightWrites:
     def add(self, block: Block, backing: Backing, transfer: Transfer) -> None:
         """The write from a block's own memory has begun."""
         block.placement = Writing(block.placement.alias, backing, transfer)
-        thread_state, counts = block.thread_state, self._count_of
+        thread_state, counts, nbytes = block.thread_state, self._count_of, block.nbytes
         self.writes.append(_BlockWrite(block, transfer, self._dies))
         counts[thread_state] = counts.get(thread_state, 0) + 1
-        self.written_bytes += block.nbytes
-        self.nbytes += block.nbytes
+        self.written_bytes += nbytes
+        self.nbytes += nbytes
 
     def add_segment(self, segment: SegmentBacking, transfer: Transfer) -> None:
         """The write of a segment, whose bytes are counted, begins."""
@@ -177,21 +176,8 @@ class InflightWrites:
                 return
             transfer = _under_way(mine)
             if transfer is not None:
-                self.wait(transfer)
+                self.stalls.wait(transfer)
             self.complete(thread_state, all_that_ended=True)
-
-    def wait(self, transfer: Transfer) -> None:
-        """Wait until the source of ``transfer`` may be let go, and count the time."""
-        if transfer.done():
-            return
-        began = time.perf_counter()
-        try:
-            with profiled("stall on the way down"):
-                transfer.exception()
-        finally:
-            self.stall_seconds += time.perf_counter() - began
-            if self._event_log.on:
-                self._event_log.emit("stall", 0, cause="pack", began=began)
 
     def finish(self, thread_state: ThreadState) -> None:
         """Wait for every write that has begun, and complete what this thread may judge."""
@@ -207,55 +193,54 @@ class InflightWrites:
         On an accelerator only as far as ``keep`` asks for it, unless ``all_that_ended``: a block that is
         still in place when backward comes need not be brought back.
         """
-        writes, passed = self.writes, deque[_Write]()
-        resident = self._resident
-        asks_device = resident.memory is not None
+        writes, resident = self.writes, self._resident
+        asks_device = resident.memory is not None and not all_that_ended
         looks_at_all = 2 * len(self._dead) >= len(writes)
         if looks_at_all:
             self._dead.clear()
-        try:
-            while writes:
-                write = writes.popleft()
-                passed.append(write)  # until it has completed
-                target = write.target()
-                if target is None:
+        at = 0
+        while at < len(writes):
+            write = writes[at]
+            target = write.target()
+            if target is None:
+                if _is_over(write.transfer):
+                    self._end(at)
+                else:
+                    at += 1
+                continue
+            its_thread = write.thread_state
+            is_mine = (
+                its_thread is thread_state
+                or its_thread is None
+                or thread_state.may_judge(its_thread)
+            )
+            lingers = asks_device and not resident.wants_room(self.nbytes)
+            if is_mine and not lingers:
+                transfer = write.running(target)
+                if transfer is None:  # it was found to be changed, and has left
                     if _is_over(write.transfer):
-                        self._end(passed.pop())
+                        if write.transfer is not None and write.transfer.error is not None:
+                            self._health.broke(write.transfer.error)
+                        self._end(at)
+                    else:
+                        at += 1
                     continue
-                its_thread = write.thread_state
-                is_mine = (
-                    its_thread is thread_state
-                    or its_thread is None
-                    or thread_state.may_judge(its_thread)
-                )
-                lingers = (
-                    asks_device and not all_that_ended and not resident.wants_room(self.nbytes)
-                )
-                if is_mine and not lingers:
-                    transfer = write.running(target)
-                    if transfer is None:  # it was found to be changed, and has left
-                        if _is_over(write.transfer):
-                            if write.transfer is not None and write.transfer.error is not None:
-                                self._health.broke(write.transfer.error)
-                            self._end(passed.pop())
-                        continue
-                    if transfer.done():
-                        write.complete(target, transfer, resident, self._health)
-                        self._end(passed.pop())
-                        continue
-                # A device's copies end in order: after one that has not ended, none has. Nor need a thread
-                # that has none of its own look at those of others, or anybody at those that stay. Only
-                # the dead among them are let go, each time that they may be half of all.
-                has_not_ended = is_mine and not lingers
-                of_no_concern = not all_that_ended and (
-                    lingers or thread_state not in self._count_of
-                )
-                if write.by_device and (has_not_ended or (of_no_concern and not looks_at_all)):
+                if transfer.done():
+                    write.complete(target, transfer, resident, self._health)
+                    self._end(at)
+                    continue
+                if write.by_device:
+                    break  # a device's copies end in order: after one that has not ended, none has
+            # Nor need a thread that has none of its own look at those of others, or anybody at those that
+            # stay. Only the dead among them are let go, each time that they may be half of all.
+            elif write.by_device and not (all_that_ended or looks_at_all):
+                if lingers or thread_state not in self._count_of:
                     break
-        finally:
-            writes.extendleft(reversed(passed))
+            at += 1
 
-    def _end(self, write: _Write) -> None:
+    def _end(self, at: int) -> None:
+        write = self.writes[at]
+        del self.writes[at]
         self.nbytes -= write.nbytes
         left = self._count_of[write.thread_state] - 1
         if left:

@@ -32,11 +32,15 @@ __all__ = [
     "running_modules",
 ]
 
-_PLAIN = (Tensor, nn.Parameter, type(None))
+_PLAIN = (Tensor, nn.Parameter)
 
 CALL_CODE: Any = optional("torch.nn.Module._call_impl.__code__", None)
 """The code of the frames that run a module's forward, with the module as their local variable ``self``. In
 torch 2.11 to 2.15; where it is missing, no module is seen to run."""
+
+_WRAPPER_CODE: Any = optional("torch.nn.Module._wrapped_call_impl.__code__", None)
+"""The code that calls that one, with the same ``self``. In torch 2.11 to 2.15; where it is missing, or not the
+caller, the frame itself is looked at."""
 
 
 def running_modules(frame: FrameType | None = None) -> list[nn.Module]:
@@ -44,9 +48,13 @@ def running_modules(frame: FrameType | None = None) -> list[nn.Module]:
     modules = []
     current = sys._getframe(1) if frame is None else frame
     while current is not None:
+        caller = current.f_back
         if current.f_code is CALL_CODE:
-            modules.append(current.f_locals["self"])
-        current = current.f_back  # type: ignore[assignment]
+            # The caller mostly has the same ``self``. Before Python 3.13 a look at a frame's locals costs for
+            # each that it may have, and the caller has few.
+            is_wrapped = caller is not None and caller.f_code is _WRAPPER_CODE
+            modules.append((caller if is_wrapped else current).f_locals["self"])  # type: ignore[union-attr]
+        current = caller  # type: ignore[assignment]
     modules.reverse()
     return modules
 
@@ -105,8 +113,13 @@ def is_buffer(cdata: int, modules: list[nn.Module]) -> bool:
     for module in reversed(modules):
         for tensors in (module._buffers, module._parameters):  # no call: asked at each save
             for tensor in tensors.values():
-                if _cdata_of(tensor) == cdata:
-                    return True
+                if tensor is None:
+                    continue
+                try:
+                    if storage_identity(tensor.untyped_storage()) == cdata:
+                        return True
+                except (NotImplementedError, RuntimeError):
+                    pass
                 if type(tensor) not in _PLAIN and _is_part_of(cdata, tensor):
                     return True
     return False

@@ -152,8 +152,9 @@ class TwinDevice(Device):
         self.by_chance()
         return "the current stream"
 
-    def used(self, tensor: Tensor) -> None:
+    def used(self, tensor: Tensor) -> Any:
         """See :meth:`Device.used`. There is one stream, which has asked for all memory."""
+        return self.stream()
 
     def is_capturing(self) -> bool:
         """See :meth:`Device.is_capturing`."""
