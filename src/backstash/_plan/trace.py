@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from ..errors import UsageError
 
-__all__ = ["Links", "Moment", "Option", "Trace", "TracedBlock"]
+__all__ = ["Links", "Moment", "Option", "Trace", "TracedBlock", "TracedRegion"]
 
 _FORMAT = 1
 
@@ -60,6 +60,24 @@ class Moment:
 
 
 @dataclass(frozen=True, slots=True)
+class TracedRegion:
+    """One forward of a module that can run again in backward, instead of what it saves being held."""
+
+    name: str
+    """The module's path with ``*`` for numbers."""
+    members: tuple[int, ...]
+    """The blocks that are let go then, as indices in ``Trace.blocks``: what nothing else saves."""
+    save_seconds: float = 0.0
+    """What noting their bytes adds when they are saved."""
+    use_seconds: float = 0.0
+    """What the second run adds at the first use of one of them."""
+    beside_bytes: int = 0
+    """Made again beside them, and freed when the second run has ended."""
+    index: int = 0
+    """The how many-th forward of this name in the step."""
+
+
+@dataclass(frozen=True, slots=True)
 class Links:
     """How fast bytes move to the tier below and back, in bytes per second, with what each transfer takes."""
 
@@ -79,6 +97,8 @@ class Trace:
     """Of computing after the last moment: the optimizer's, and what else belongs to the step."""
     tail_other_bytes: int = 0
     """The most memory after the last moment that is not the stash's."""
+    regions: tuple[TracedRegion, ...] = ()
+    """What can run again as a whole; no block is a member of two."""
 
     @property
     def compute_seconds(self) -> float:
@@ -125,6 +145,10 @@ class Trace:
                 Links(**values["links"]),
                 values["tail_seconds"],
                 values["tail_other_bytes"],
+                tuple(
+                    TracedRegion(**{**each, "members": tuple(each["members"])})
+                    for each in values.get("regions", ())
+                ),
             )
         except (KeyError, TypeError, AttributeError) as error:
             raise UsageError(f"this is no trace of a step: {error!r}") from error
