@@ -21,7 +21,7 @@ import threading
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -29,15 +29,17 @@ from torch import Tensor
 
 from ._plan.meter import ProcessMeter, Sample
 from ._plan.recorder import Recorder, StepRecord, interference, links_of, trace_of, typical
+from ._plan.regions import AGAIN, ONCE, TRACED, Forward, Regions, name_of
 from ._plan.simulate import Windows, simulate
 from ._plan.solve import Solution, smallest_budget, solve
+from ._plan.table import REGION
 from ._plan.trace import Links, Option, Trace
 from ._runtime.trace import EventLog
 from ._saved.block import Block
 from ._tiers.device_tiers import DeviceTiers
 from .errors import StashWarning, UsageError
 from .memory import spare_bytes
-from .plan import Plan, PlannedClass, StepFigures, budget_for, plan_of, usable_bytes
+from .plan import Plan, StepFigures, budget_for, plan_of, usable_bytes
 from .units import format_bytes
 
 __all__ = ["Planner", "auto_budget"]
@@ -83,6 +85,8 @@ class Planner:
         self._let_go = let_go
         self._tier = tier
         self._given_windows = windows
+        self.regions = Regions() if tier is not None else None
+        """Of the modules that may run again; ``None``: they do whatever the plan is."""
         self._meter = ProcessMeter(functools.partial(_held_by, event_log))
         self._recorder = Recorder()
         self._recording = False
@@ -95,6 +99,7 @@ class Planner:
         self._instances: Counter[str] = Counter()
         self._names: dict[tuple[str, str], str] = {}
         self._choices: dict[str, list[str]] | None = None
+        self._partly: set[str] = set()  # classes of which regions that run again let go
         self._mode = "all"
         self._admitted = 0
         self._unlooked_bytes = 0
@@ -107,6 +112,7 @@ class Planner:
         self._known_first_bytes = self._known_bytes = (
             0  # of the step that was planned for: its first block, all
         )
+        self._let_go_bytes = 0  # of these, by regions that run again
         self._most_saved_bytes = sys.maxsize  # beyond it a step is larger than that one
         self._most_other_bytes = 0  # that a step which was planned for held beside
         self._is_larger = False  # this step is larger than any that was planned for
@@ -132,7 +138,7 @@ class Planner:
         if loaded is not None:
             self._budget = loaded.budget_bytes
             self._plan = _with(loaded, state="loaded")
-            self._follow(loaded.classes)
+            self._follow(loaded)
         else:
             assert budget is not None
             self._budget = budget
@@ -182,6 +188,8 @@ class Planner:
         self._began = now
         self._ordinals.clear()
         self._instances.clear()
+        if self.regions is not None:
+            self.regions.begin_step()
         self._groups, self._offers = {}, {}
         if self._plan.state == "loaded":
             if not first and not self._matched:
@@ -267,7 +275,7 @@ class Planner:
             if _saved_by(self._solved[0]) >= _saved_by(trace):
                 self._adopt()
                 return
-        elif _saved_by(trace) <= self._known_bytes:
+        elif _saved_by(trace) <= self._known_bytes + self._let_go_bytes:
             return
         self._solve(trace)
 
@@ -447,6 +455,67 @@ class Planner:
             name: option for name, option in prices.items() if option is not None
         }
 
+    def beside(self, block: Block, *, again: bool) -> str:
+        """The tier of a block that no plan knows: a second run's stays as far as the limit allows (``again``);
+        one of a region that is first to be tried, moves."""
+        self._unlooked_bytes -= block.nbytes
+        if self._unlooked_bytes < 0:
+            self._unlooked_bytes = _GUARD_BYTES
+            self._guard()
+        return "" if again else self.instead
+
+    # Per forward of a module that may run again.
+
+    def begin_forward(self, path: str) -> tuple[str, int]:
+        """One begins, of the module at ``path``: its name, and the how many-th of that name it is."""
+        assert self.regions is not None
+        name = name_of(path)
+        index = self.regions.begin(name)
+        if self.regions.is_repeated(path):
+            # What each forward of a module saves is told apart from its own beginning on.
+            for where in [each for each in self._ordinals if f"{each[0]}.".startswith(f"{path}.")]:
+                del self._ordinals[where]
+        return name, index
+
+    def way_of(self, name: str, index: int) -> str:
+        """What is done with it, once it is known what it is given."""
+        assert self.regions is not None
+        if self._is_larger or self._choices is None:
+            self.regions.meet(name)
+            return TRACED if self._recording else ONCE
+        if self._plan.state == "left alone":
+            return ONCE
+        return AGAIN if self.regions.runs_again(name, index) else ONCE
+
+    def trace_forward(self, name: str, index: int) -> tuple[Forward, int]:
+        """It is recorded, and what its saves are; :meth:`tell_forward` needs the number."""
+        assert self.regions is not None
+        return self.regions.record(name, index)
+
+    def tell_forward(self, kind: str, number: int) -> None:
+        """``"enter"`` or ``"leave"``: that one begins or ends now."""
+        self._recorder.hear((kind, time.perf_counter(), 0.0, 0, number))
+
+    def tell_pause(self, began: float, seconds: float) -> None:
+        """What a region was tried by is no part of the step."""
+        self._recorder.hear(("stall", began, seconds, 0, -1))
+
+    def may_try(self, name: str) -> bool:
+        """Whether a forward of this name may run twice now, to be compared: in the second step, when it is known
+        that not everything fits, and where there is room for what it saves."""
+        assert self.regions is not None
+        nbytes = self.regions.bytes_of(name)
+        if not self.asks_prices or not nbytes:
+            return False
+        if self._budget < self._records[0].samples[0][1]:  # no step could be within it
+            return nbytes < spare_bytes() // 2
+        return self._has_room(nbytes)
+
+    def saved_again(self, block: Block) -> None:
+        """A block that is held was saved once more."""
+        if self._recording and self.regions is not None:
+            self.regions.saved_again(block.cleanup.serial)
+
     def _choose(
         self,
         where: tuple[str, str],
@@ -476,7 +545,10 @@ class Planner:
             self._lower_limit(self._unplanned_limit)
             return "keep"
         self._matched += 1
-        return choices[instance] if instance < len(choices) else choices[0]
+        if instance < len(choices):
+            return choices[instance]
+        # A region that was to run again and does not: what it saves moves.
+        return self.instead if group in self._partly else choices[0]
 
     def _guard(self) -> None:
         """Where the process comes near the budget, keep less for the rest of the step.
@@ -522,7 +594,8 @@ class Planner:
     # Making a plan, and following it.
 
     def _allowed(self) -> list[str]:
-        return ["keep", "recompute", "pack", *([self._tier] if self._tier is not None else [])]
+        below = [self._tier, REGION] if self._tier is not None else []
+        return ["keep", "recompute", "pack", *below]
 
     def _target(self) -> int:
         return usable_bytes(self._budget) - self._bias_bytes
@@ -561,16 +634,23 @@ class Planner:
     def _adopt(self) -> None:
         assert self._solved is not None
         trace, solution, smallest = self._adopted = self._solved
-        self._plan = plan_of(self._budget, trace, solution, smallest, self._bias_bytes)
+        stays = self.regions.all_stays if self.regions is not None else {}
+        self._plan = plan_of(self._budget, trace, solution, smallest, self._bias_bytes, stays)
         at_start = trace.moments[0].other_bytes if trace.moments else 0
         self._most_at_start = self._budget - (solution.forecast.peak_bytes - at_start)
-        self._bytes_at_start, self._known_bytes = at_start, _saved_by(trace)
-        self._known_first_bytes = trace.blocks[0].nbytes if trace.blocks else 0
+        held = [
+            block.nbytes
+            for block, name in zip(trace.blocks, solution.choices, strict=True)
+            if name != REGION
+        ]
+        self._bytes_at_start, self._known_bytes = at_start, sum(held)
+        self._let_go_bytes = _saved_by(trace) - self._known_bytes
+        self._known_first_bytes = held[0] if held else 0
         self._most_saved_bytes = int(self._known_bytes * (1 + _ALIKE))
         self._most_other_bytes = max(self._most_other_bytes, _most_other(trace))
         if self._plan.state == "left alone":
             self._let_go()  # what moving needed
-        self._follow(self._plan.classes)
+        self._follow(self._plan)
         self._planned_windows = solution.windows.inflight_bytes, solution.windows.prefetch_bytes
         self._set_windows(self._planned_windows)
         slack = max(0, self._budget - self._bias_bytes - solution.forecast.peak_bytes)
@@ -588,11 +668,23 @@ class Planner:
         self._resident_limit = self._unplanned_limit = plan.resident_bytes
         self._set_limit(plan.resident_bytes)
 
-    def _follow(self, classes: Sequence[PlannedClass]) -> None:
+    def _follow(self, plan: Plan) -> None:
+        """Those of a class that are let go by regions are not chosen for."""
         self._choices = {
-            each.name: [name for name, count in each.choices for _ in range(count)]
-            for each in classes
+            each.name: [name for name, n in each.choices for _ in range(n) if name != REGION]
+            for each in plan.classes
         }
+        self._partly = {
+            each.name for each in plan.classes if any(name == REGION for name, _ in each.choices)
+        }
+        if self.regions is not None:
+            self.regions.follow(
+                {
+                    each.name: [name == REGION for name, n in each.choices for _ in range(n)]
+                    for each in plan.regions
+                },
+                {each.name: each.stays for each in plan.regions},
+            )
 
     def _first_windows(self) -> tuple[int, int]:
         """Before anything is known: an eighth of what the budget leaves for each, up to 128 MiB."""
@@ -617,6 +709,8 @@ class Planner:
 
     def _start(self) -> None:
         self._recorder.take()
+        if self.regions is not None:
+            self.regions.take()
         self._meter.take()
         self._meter.mark()
         if not self._recording:
@@ -647,6 +741,7 @@ class Planner:
         self._meter.stop()
 
     def _end_record(self, now: float) -> StepRecord:
+        regions = self.regions
         record = StepRecord(
             self._began,
             now,
@@ -654,6 +749,8 @@ class Planner:
             self._meter.take(),
             self._groups,
             self._offers,
+            regions.take() if regions is not None else [],
+            regions.all_stays if regions is not None else {},
         )
         self._meter.mark()
         return record

@@ -221,14 +221,29 @@ class Session:
         """A block that is held from now on. ``apart``: see :meth:`AccessPredictor.add`."""
         self.predictor.add(block, apart)
         if self._followed != self.predictor.passes:
-            self._followed = self.predictor.passes
-            for tiers in self.device_tiers:
-                self._follow(tiers)
-                if tiers.tier is not None:
-                    tiers.tier.begin_step()
-            if self.planner is not None:
-                self.planner.begin_step(self.device_tiers[0])
+            self._begin_step()
         self.blocks_alive += 1
+
+    def saved_again(self, block: Block) -> None:
+        """A block that is held was saved once more."""
+        self.save_counts.again(block)
+        if self.planner is not None:
+            self.planner.saved_again(block)
+
+    def begin_step(self) -> None:
+        """The forward of a region begins, which may save no block: with it the step, where none has begun it."""
+        self.predictor.begin()
+        if self._followed != self.predictor.passes:
+            self._begin_step()
+
+    def _begin_step(self) -> None:
+        self._followed = self.predictor.passes
+        for tiers in self.device_tiers:
+            self._follow(tiers)
+            if tiers.tier is not None:
+                tiers.tier.begin_step()
+        if self.planner is not None:
+            self.planner.begin_step(self.device_tiers[0])
 
     def drain(self) -> None:
         """Settle what died since the last call."""

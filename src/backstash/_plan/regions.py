@@ -106,6 +106,11 @@ class Regions:
         """The numbers of the saves in it that something outside saves again."""
         return self._stays.get(name, frozenset())
 
+    @property
+    def all_stays(self) -> dict[str, frozenset[int]]:
+        """By name, see :meth:`stays`."""
+        return dict(self._stays)
+
     def bytes_of(self, name: str) -> int:
         """The most bytes that one of this name saved, as far as was recorded."""
         return self._bytes.get(name, 0)
@@ -114,11 +119,11 @@ class Regions:
         """A step that is measured has a forward of this name, which may yet be refused."""
         self._known.add(name)
 
-    def record(self, name: str, index: int) -> Forward:
-        """A forward that is to be recorded."""
+    def record(self, name: str, index: int) -> tuple[Forward, int]:
+        """A forward that is to be recorded, and its number among those of the step."""
         forward = Forward(name, index)
         self._forwards.append(forward)
-        return forward
+        return forward, len(self._forwards) - 1
 
     def saved_again(self, block: int) -> None:
         """While a step is recorded: a block that is known was saved once more."""
