@@ -78,7 +78,7 @@ class Planned:
             self._session.begin_step()
             self.name, self._index = planner.begin_forward(path)
             assert planner.regions is not None
-            self._stays = planner.regions.stays(self.name)
+            self._stays = planner.regions.stays(self.name, self._index)
 
     @classmethod
     def of(cls, region: _Region, modules: list[nn.Module]) -> Planned | None:

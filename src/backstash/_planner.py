@@ -275,7 +275,9 @@ class Planner:
             if _saved_by(self._solved[0]) >= _saved_by(trace):
                 self._adopt()
                 return
-        elif _saved_by(trace) <= self._known_bytes + self._let_go_bytes:
+        elif _saved_by(trace) <= self._known_bytes + self._let_go_bytes and (
+            self.regions is None or self.regions.can_be_followed(trace.regions)
+        ):
             return
         self._solve(trace)
 
@@ -683,7 +685,11 @@ class Planner:
                     each.name: [name == REGION for name, n in each.choices for _ in range(n)]
                     for each in plan.regions
                 },
-                {each.name: each.stays for each in plan.regions},
+                {
+                    (each.name, at): frozenset(numbers)
+                    for each in plan.regions
+                    for at, numbers in enumerate(each.stays)
+                },
             )
 
     def _first_windows(self) -> tuple[int, int]:

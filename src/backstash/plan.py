@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from ._plan.regions import Stays
 from ._plan.simulate import Windows, simulate
 from ._plan.solve import Solution, smallest_budget, solve
 from ._plan.table import REGION
@@ -89,9 +90,9 @@ class PlannedRegion:
     """What the second runs are expected to add to a step."""
     reason: str
     """Why."""
-    stays: tuple[int, ...] = ()
-    """Which saves of such a forward, by their number in it, are not let go, since something else saves the
-    same."""
+    stays: tuple[tuple[int, ...], ...] = ()
+    """Of each forward, which of its saves, by their number in it, are not let go, since something else saves
+    the same."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,7 +228,7 @@ class Plan:
                     **{
                         **each,
                         "choices": tuple((name, int(n)) for name, n in each["choices"]),
-                        "stays": tuple(map(int, each["stays"])),
+                        "stays": tuple(tuple(map(int, numbers)) for numbers in each["stays"]),
                     }
                 )
                 for each in given.get("regions", ())
@@ -303,7 +304,7 @@ def plan_of(
     solution: Solution,
     smallest: int,
     bias_bytes: int,
-    stays: Mapping[str, frozenset[int]] | None = None,
+    stays: Stays | None = None,
 ) -> Plan:
     """The record of a solution; ``bias_bytes`` are added to each peak that the simulation gives.
 
@@ -353,7 +354,7 @@ def plan_of(
 
 
 def _planned_regions(
-    trace: Trace, solution: Solution, stays: Mapping[str, frozenset[int]]
+    trace: Trace, solution: Solution, stays: Stays
 ) -> tuple[PlannedRegion, ...]:
     by_name: dict[str, dict[int, TracedRegion]] = {}
     for each in trace.regions:
@@ -371,7 +372,7 @@ def _planned_regions(
                 tuple((flag, len([*run])) for flag, run in itertools.groupby(flags)),
                 sum(of[at].save_seconds + of[at].use_seconds for at in again),
                 "cheaper than what else makes room" if again else "what it saves costs less to hold",
-                tuple(sorted(stays.get(name, ()))),
+                tuple(tuple(sorted(stays.get((name, at), ()))) for at in range(len(flags))),
             )
         )
     return tuple(sorted(planned, key=lambda each: -each.nbytes))

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from .meter import Sample
-from .regions import Forward, traced_regions
+from .regions import Forward, Stays, traced_regions
 from .trace import Links, Moment, Option, Trace, TracedBlock, TracedRegion
 
 __all__ = ["Recorder", "StepRecord"]
@@ -36,7 +35,7 @@ class StepRecord:
     """By the number of a block that was priced: its options beside staying and moving."""
     forwards: list[Forward] = field(default_factory=list)
     """Of the modules that may run again; the events ``"enter"`` and ``"leave"`` have their index here."""
-    stays: Mapping[str, frozenset[int]] = field(default_factory=dict)
+    stays: Stays = field(default_factory=dict)
     """See :func:`traced_regions`."""
 
     @property

@@ -14,7 +14,7 @@ from typing import Any
 
 from .trace import TracedRegion
 
-__all__ = ["AGAIN", "ONCE", "TRACED", "Forward", "Regions", "name_of", "traced_regions"]
+__all__ = ["AGAIN", "ONCE", "TRACED", "Forward", "Regions", "Stays", "name_of", "traced_regions"]
 
 AGAIN = "again"
 """The forward runs again: what it saves is let go."""
@@ -22,6 +22,9 @@ ONCE = "once"
 """What it saves is held as what anything else saves."""
 TRACED = "traced"
 """Likewise, and it is noted what that is."""
+
+Stays = Mapping[tuple[str, int], frozenset[int]]
+"""By the name of a forward and the how many-th it is: the numbers of its saves that are not let go."""
 
 _NUMBER = re.compile(r"\d+")
 
@@ -72,7 +75,7 @@ class Regions:
         self._paths: set[str] = set()
         self._choices: dict[str, list[bool]] = {}
         self._known: set[str] = set()  # names that were met while steps were measured
-        self._stays: dict[str, frozenset[int]] = {}
+        self._stays: dict[tuple[str, int], frozenset[int]] = {}
         self._bytes: dict[str, int] = {}
         self._forwards: list[Forward] = []
         self._again: Counter[int] = Counter()  # blocks that were saved again, anywhere
@@ -102,13 +105,23 @@ class Regions:
             return name not in self._known
         return index < len(choices) and choices[index]
 
-    def stays(self, name: str) -> frozenset[int]:
+    def can_be_followed(self, traced: Iterable[TracedRegion]) -> bool:
+        """Whether all that are to run again can; ``traced``: those of the latest step that can."""
+        can = {(each.name, each.index) for each in traced}
+        return all(
+            (name, index) in can
+            for name, choices in self._choices.items()
+            for index, runs in enumerate(choices)
+            if runs
+        )
+
+    def stays(self, name: str, index: int) -> frozenset[int]:
         """The numbers of the saves in it that something outside saves again."""
-        return self._stays.get(name, frozenset())
+        return self._stays.get((name, index), frozenset())
 
     @property
-    def all_stays(self) -> dict[str, frozenset[int]]:
-        """By name, see :meth:`stays`."""
+    def all_stays(self) -> Stays:
+        """See :meth:`stays`."""
         return dict(self._stays)
 
     def bytes_of(self, name: str) -> int:
@@ -139,21 +152,22 @@ class Regions:
                 for number, block in each.saved.items()
                 if again[block] > each.again[block]
             }
-            self._stays[each.name] = self.stays(each.name) | shared
+            key = each.name, each.index
+            self._stays[key] = self.stays(*key) | shared
             self._bytes[each.name] = max(self.bytes_of(each.name), each.nbytes)
         return taken
 
-    def follow(self, choices: Mapping[str, Sequence[bool]], stays: Mapping[str, Iterable[int]]) -> None:
+    def follow(self, choices: Mapping[str, Sequence[bool]], stays: Stays) -> None:
         """From now on, run those again of which the plan says so."""
         self._choices = {name: [*each] for name, each in choices.items()}
         self._known.update(choices)
-        for name, numbers in stays.items():
-            self._stays[name] = self.stays(name) | frozenset(numbers)
+        for key, numbers in stays.items():
+            self._stays[key] = self.stays(*key) | numbers
 
 
 def traced_regions(
     forwards: Iterable[Forward],
-    stays: Mapping[str, frozenset[int]],
+    stays: Stays,
     blocks: Sequence[Any],
     index: Mapping[int, int],
 ) -> tuple[TracedRegion, ...]:
@@ -161,13 +175,13 @@ def traced_regions(
 
     Args:
         forwards: of the step.
-        stays: by name, see :meth:`Regions.stays`.
+        stays: see :meth:`Regions.stays`.
         blocks: of the trace.
         index: by a block's number, its index among these.
     """
     found: list[TracedRegion] = []
     for each in forwards:
-        held = stays.get(each.name, frozenset())
+        held = stays.get((each.name, each.index), frozenset())
         kept = {block for number, block in each.saved.items() if number in held}
         members = sorted(
             {index[block] for block in each.saved.values() if block in index and block not in kept}

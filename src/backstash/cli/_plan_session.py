@@ -107,7 +107,8 @@ def table(command: str, plans: list[Plan]) -> str:
         if plan.predicted is None:
             continue
         sums = moved_by_choice(plan.as_dict()["classes"])
-        parts = (sums["keep"], sums["host"] + sums["disk"], sums["recompute"], sums["pack"])
+        again = sums["recompute"] + sums["region"]
+        parts = (sums["keep"], sums["host"] + sums["disk"], again, sums["pack"])
         bound = f"{plan.bound.step_seconds:.3f} s" if plan.bound is not None else "-"
         note = ""
         if plan.state == "too small":
