@@ -106,7 +106,9 @@ def test_what_is_computed_again_is_in_memory_from_its_use_to_its_free():
 
 def test_a_region_that_runs_again_has_all_its_members_in_memory_from_the_first_use():
     trace = chain([MIB, 2 * MIB, 4 * MIB, 8 * MIB])
-    trace = replace(trace, regions=(TracedRegion("m", (1, 2), 0.002, 0.005, beside_bytes=16 * MIB),))
+    trace = replace(
+        trace, regions=(TracedRegion("m", (1, 2), 0.002, 0.005, beside_bytes=16 * MIB),)
+    )
     kept, nothing = trace.blocks[0].options["keep"], Option(0)
     forecast = simulate(trace, [kept, nothing, nothing, trace.blocks[3].options["disk"]], NONE, [0])
     # When block 2 is used: 1 MiB that stayed, both members, and what is made beside them.
@@ -127,7 +129,9 @@ def test_a_region_that_runs_again_has_all_its_members_in_memory_from_the_first_u
 @pytest.mark.parametrize("seconds", [0.0001, 30.0])
 def test_a_region_runs_again_where_that_is_cheapest(seconds):
     trace = chain([10 * MIB] * 20, rate=10 * MIB)
-    regions = tuple(TracedRegion("m.*", (at, at + 1), 0, seconds, index=at // 2) for at in range(0, 20, 2))
+    regions = tuple(
+        TracedRegion("m.*", (at, at + 1), 0, seconds, index=at // 2) for at in range(0, 20, 2)
+    )
     trace = replace(trace, regions=regions)
     found = solve(trace, 200 * MIB)
     assert found.fits

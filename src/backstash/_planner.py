@@ -503,8 +503,8 @@ class Planner:
         self._recorder.hear(("stall", began, seconds, 0, -1))
 
     def may_try(self, name: str) -> bool:
-        """Whether a forward of this name may run twice now, to be compared: in the second step, when it is known
-        that not everything fits, and where there is room for what it saves."""
+        """Whether a forward of this name may run twice now, to be compared: when it is known that not
+        everything fits, and where there is room for what it saves."""
         assert self.regions is not None
         nbytes = self.regions.bytes_of(name)
         if not self.asks_prices or not nbytes:

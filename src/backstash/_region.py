@@ -243,7 +243,7 @@ class Run:
         self._versions = [version_of(each) for each in self._watched]
         self._leaves = inputs
         self._planned = planned
-        # Whether what it saves is held by the stash, since it is only recorded; and whether that is let go later.
+        # Whether what it saves is held, since it is only recorded; and whether it runs again, to be compared.
         self._keeps = planned is not None and planned.forward is not None
         self._is_tried = not self.is_known and (planned is None or planned.may_try)
         self._fingerprints: _Fingerprints | None = _Fingerprints(
@@ -485,9 +485,7 @@ class Run:
         return refused[0] if refused else ""
 
 
-def _packed(
-    leaves: list[Any], pack: Callable[[Tensor], object]
-) -> list[tuple[Any, bool | None]]:
+def _packed(leaves: list[Any], pack: Callable[[Tensor], object]) -> list[tuple[Any, bool | None]]:
     """Of each leaf: what it is packed to, and whether it requires a gradient; or the leaf."""
     return [
         (pack(each), each.requires_grad) if _is_packed(each) else (each, None) for each in leaves
@@ -635,9 +633,7 @@ class Region:
             elif planned.begin() == ONCE:
                 self._enter(frame, Once(pack, self.admission, inputs))
                 return
-        run = Run(
-            self, module, args, kwargs, conditions, key, outer, thread_state, inputs, planned
-        )
+        run = Run(self, module, args, kwargs, conditions, key, outer, thread_state, inputs, planned)
         self._enter(frame, run)
         if planned is not None:
             planned.enter()

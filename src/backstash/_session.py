@@ -231,7 +231,7 @@ class Session:
             self.planner.saved_again(block)
 
     def begin_step(self) -> None:
-        """The forward of a region begins, which may save no block: with it the step, where none has begun it."""
+        """A region's forward begins, which may save no block: with it the step, where none has begun it."""
         self.predictor.begin()
         if self._followed != self.predictor.passes:
             self._begin_step()

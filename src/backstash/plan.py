@@ -353,9 +353,7 @@ def plan_of(
     )
 
 
-def _planned_regions(
-    trace: Trace, solution: Solution, stays: Stays
-) -> tuple[PlannedRegion, ...]:
+def _planned_regions(trace: Trace, solution: Solution, stays: Stays) -> tuple[PlannedRegion, ...]:
     by_name: dict[str, dict[int, TracedRegion]] = {}
     for each in trace.regions:
         by_name.setdefault(each.name, {})[each.index] = each
@@ -371,7 +369,9 @@ def _planned_regions(
                 let_go,
                 tuple((flag, len([*run])) for flag, run in itertools.groupby(flags)),
                 sum(of[at].save_seconds + of[at].use_seconds for at in again),
-                "cheaper than what else makes room" if again else "what it saves costs less to hold",
+                "cheaper than what else makes room"
+                if again
+                else "what it saves costs less to hold",
                 tuple(tuple(sorted(stays.get((name, at), ()))) for at in range(len(flags))),
             )
         )

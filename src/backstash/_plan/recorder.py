@@ -173,14 +173,19 @@ def trace_of(record: StepRecord, links: Links, seconds_per_byte: float, tier: st
     return Trace(tuple(blocks), tuple(moments), links, since(record.ended), other, regions)
 
 
-def _alike(regions: tuple[TracedRegion, ...], blocks: list[TracedBlock]) -> tuple[TracedRegion, ...]:
+def _alike(
+    regions: tuple[TracedRegion, ...], blocks: list[TracedBlock]
+) -> tuple[TracedRegion, ...]:
     """The same, with typical seconds for those that let go of like blocks."""
     keys = [(each.name, *(blocks[at].group for at in each.members)) for each in regions]
     like: dict[Any, list[TracedRegion]] = {}
     for key, each in zip(keys, regions, strict=True):
         like.setdefault(key, []).append(each)
     seconds = {
-        key: (typical([each.save_seconds for each in of]), typical([each.use_seconds for each in of]))
+        key: (
+            typical([each.save_seconds for each in of]),
+            typical([each.use_seconds for each in of]),
+        )
         for key, of in like.items()
     }
     return tuple(

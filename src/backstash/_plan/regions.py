@@ -148,9 +148,7 @@ class Regions:
         again, self._again = self._again, Counter()
         for each in taken:
             shared = {
-                number
-                for number, block in each.saved.items()
-                if again[block] > each.again[block]
+                number for number, block in each.saved.items() if again[block] > each.again[block]
             }
             key = each.name, each.index
             self._stays[key] = self.stays(*key) | shared

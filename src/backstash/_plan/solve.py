@@ -177,9 +177,7 @@ def _cheapest(table: Table, memory_prices: list[float], per_moved_byte: float) -
     return turn
 
 
-def _prices(
-    problem: Problem, windows: Windows, first: int
-) -> tuple[float, list[_Candidate]]:
+def _prices(problem: Problem, windows: Windows, first: int) -> tuple[float, list[_Candidate]]:
     """A lower bound of the step's seconds, and choices at the best prices that were tried."""
     trace, links = problem.trace, problem.trace.links
     moments = [first]
@@ -336,9 +334,7 @@ def _changes(
         for other, option in problem.options(block):
             if other != name:
                 freed = now.resident_bytes - option.resident_bytes
-                changes.append(
-                    _Change(((block, other),), _added(now, option, link_seconds), freed)
-                )
+                changes.append(_Change(((block, other),), _added(now, option, link_seconds), freed))
     for index in range(len(problem.regions)):
         changes += _changes_of(problem, choices, index, at, link_seconds)
     return changes
@@ -432,9 +428,7 @@ def _fill(
 ) -> tuple[list[str], Forecast]:
     """Undo the dearest changes for which there is space: by the seconds that a byte saves, the latest saved
     first among equals, halving the number tried when the peak or the time rises."""
-    gains = [
-        each for each in _changes(problem, choices, None, link_seconds) if each.seconds < 0
-    ]
+    gains = [each for each in _changes(problem, choices, None, link_seconds) if each.seconds < 0]
     gains.sort(
         key=lambda each: (
             each.seconds / each.freed if each.freed < 0 else float("inf"),

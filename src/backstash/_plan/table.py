@@ -1,4 +1,4 @@
-"""What prices cannot tell apart: blocks with the same options at the same moments, and regions of the same parts."""
+"""What no price tells apart: blocks with like options at the same moments, and regions of like parts."""
 
 from __future__ import annotations
 
@@ -72,9 +72,7 @@ class Problem:
 
     def running_again(self, choices: Sequence[str]) -> list[int]:
         """The regions that do."""
-        return [
-            at for at, each in enumerate(self.regions) if choices[each.members[0]] == REGION
-        ]
+        return [at for at, each in enumerate(self.regions) if choices[each.members[0]] == REGION]
 
 
 _NOTHING = Option(0)
