@@ -1,7 +1,7 @@
 """What a plan has to do with one forward of a region: whether it runs again, and what is recorded of it.
 
 While steps are measured no region runs again: what each saves is held as what anything else saves, so that it
-is known what that costs, and which of it something outside saves, too. A second run is tried once, and compared.
+is known what that costs, and which of it something outside saves, too. A second run is tried, and compared.
 """
 
 from __future__ import annotations
