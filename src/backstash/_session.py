@@ -232,6 +232,8 @@ class Session:
 
     def begin_step(self) -> None:
         """A region's forward begins, which may save no block: with it the step, where none has begun it."""
+        if self.reclaim_queue:
+            self.drain()  # what the step before has freed is of that one
         self.predictor.begin()
         if self._followed != self.predictor.passes:
             self._begin_step()
