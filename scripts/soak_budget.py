@@ -12,9 +12,9 @@ budget, one by more than a twentieth, or where the process holds more in the las
 budget.
 
 gaps: for each model of benchmarks/budget_cells.py a step is recorded, without and with all its blocks given to
-Stash.recompute, and planned for ten budgets between the smallest that can be kept and what plain PyTorch takes. A linear program, in which a fraction of a block may be
-kept and the plan's windows are full, is solved beside it by SciPy. It fails where the gap at the 95th
-percentile is above 3%.
+Stash.recompute, and planned for ten budgets between the smallest that can be kept and what plain PyTorch takes.
+A linear program, in which a fraction of a block or of a region may be kept and the plan's windows are full, is
+solved beside it by SciPy. It fails where the gap at the 95th percentile is above 3%.
 """
 
 from __future__ import annotations
@@ -164,8 +164,8 @@ def gaps(disk: str) -> bool:
             )
         found += of_model
         print(
-            f"{name}, {way}: {len(trace.blocks)} blocks, {len(trace.regions)} regions; gap {statistics.median(of_model):.2%} in the median, "
-            f"{max(of_model):.2%} at most",
+            f"{name}, {way}: {len(trace.blocks)} blocks, {len(trace.regions)} regions; "
+            f"gap {statistics.median(of_model):.2%} in the median, {max(of_model):.2%} at most",
             flush=True,
         )
     at_95, free_at_95 = (sorted(each)[int(0.95 * len(each))] for each in (found, free))

@@ -308,6 +308,21 @@ def test_plans_that_change_at_every_step_are_exact(memory, tmp_path, monkeypatch
     stash.close()
 
 
+def test_what_a_refused_region_saves_moves(memory, tmp_path):
+    """Beyond those that the plan chooses for; where no region is to let go of a class, the first's choice."""
+    stash = memory(budget=OTHER, disk=tmp_path)
+    planner = stash._planner
+    planner._choices = {"erf #0 1.00 MiB": ["keep"], "sin #0 1.00 MiB": ["keep"]}
+    planner._partly = {"erf #0 1.00 MiB"}
+    for operation, beyond in (("erf", "disk"), ("sin", "keep")):
+        found = []
+        for _ in range(3):
+            planner._ordinals.clear()
+            found.append(planner._choose(("", operation), MIB, 0))
+        assert found == ["keep", beyond, beyond]
+    stash.close()
+
+
 def test_what_the_plan_does_not_know_runs_again_unless_it_was_measured():
     regions = Regions()
     regions.meet("seen.*")

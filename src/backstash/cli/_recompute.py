@@ -14,10 +14,7 @@ from .. import Stash
 
 __all__ = ["RecomputedModules", "matching"]
 
-_WRAPPERS = (
-    "module",
-    "_orig_mod",
-)  # what DistributedDataParallel and torch.compile put before a path
+_WRAPPER = "module"  # what DistributedDataParallel puts before a path
 
 
 class RecomputedModules:
@@ -76,7 +73,7 @@ def matching(root: nn.Module, patterns: Sequence[str]) -> Iterator[tuple[str, nn
         if inside and path.startswith(inside):
             continue
         parts = path.split(".")
-        while parts and parts[0] in _WRAPPERS:
+        while parts and parts[0] == _WRAPPER:
             del parts[0]
         if path and any(fnmatchcase(each, p) for each in (path, ".".join(parts)) for p in patterns):
             inside = f"{path}."
