@@ -137,6 +137,9 @@ def test_a_plan_with_regions_is_followed_from_a_file(memory, tmp_path):
             assert after.recomputed_bytes - before.recomputed_bytes == sum(
                 each.nbytes for each in plan.regions
             )
+            for each in plan.classes:  # what is held until a forward was compared, is none of them
+                held = sum(n for name, n in each.choices if name != "region")
+                assert again._planner._instances[each.name] == held
             if number:  # in the first, each is tried first, and what it saves moves meanwhile
                 assert after.written_bytes == before.written_bytes
                 assert memory.peaks[0] <= budget
