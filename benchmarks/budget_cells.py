@@ -1,12 +1,13 @@
 """Six models within six budgets each: predictions first, then what was measured, beside the other ways.
 
-    python benchmarks/budget_cells.py [--tiny] [--models gpt,lstm] [--disk DIR] --out FILE
+    python benchmarks/budget_cells.py [--tiny] [--regions] [--models gpt,lstm] [--disk DIR] --out FILE
     python benchmarks/budget_cells.py --device cuda --out FILE
     python benchmarks/budget_cells.py --out FILE --draw PICTURE.svg
 
 For each model one process measures a few steps, and plans for six budgets from them; the predictions are
 written to FILE before anything else is run. Then every cell runs in a process of its own: each budget, plain
-PyTorch, ``keep=`` at three sizes, and ``torch.utils.checkpoint`` around every block and around every other one.
+PyTorch, ``keep=`` at three sizes, and ``torch.utils.checkpoint`` around every block and around every other one;
+with ``--regions`` each budget also with all blocks given to ``Stash.recompute``, of which the plan takes some.
 
 ``peak_bytes`` is the system's (``VmHWM``) over the last steps of a process; ``highest_bytes`` is that of all
 steps from the second on, those that measure and correct included: it is what a budget promises. Seconds are
@@ -292,7 +293,13 @@ def step_of(
     net.to(device)
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-4)
 
+    named: set[nn.Module] = set()
+    under: list[AbstractContextManager[Any]] = []
+
     def call(number: int, block: nn.Module, x: Tensor) -> Tensor:
+        if way.startswith("regions") and block not in named and isinstance(under[0], Stash):
+            named.add(block)
+            under[0].recompute(block)
         if way == "checkpoint all" or (way == "checkpoint other" and number % 2):
             return checkpoint(block, x, use_reentrant=False)  # type: ignore[no-any-return]
         return block(x)  # type: ignore[no-any-return]
@@ -300,6 +307,7 @@ def step_of(
     def step(context: AbstractContextManager[Any]) -> str:
         x = batch().to(device)
         optimizer.zero_grad()
+        under[:] = [context]
         with context:
             loss = net.through(call, x).square().mean()
         loss.backward()
@@ -313,7 +321,7 @@ def stash_of(way: str, disk: str, ground: Ground) -> Stash | None:
     kind, _, nbytes = way.partition("=")
     if kind == "keep":
         return ground.stash(disk, keep=int(nbytes))
-    return ground.stash(disk, budget=int(nbytes)) if kind == "budget" else None
+    return ground.stash(disk, budget=int(nbytes)) if kind in ("budget", "regions") else None
 
 
 def work(name: str, tiny: bool, way: str, disk: str, on: str = "cpu") -> dict[str, Any]:
@@ -398,8 +406,11 @@ def predictions(name: str, tiny: bool, disk: str, on: str = "cpu") -> dict[str, 
     return {"smallest_bytes": least, "plain_bytes": most, "saved_bytes": saved, "budgets": found}
 
 
-def ways_of(predicted: dict[str, Any], tiny: bool) -> Iterator[str]:
+def ways_of(predicted: dict[str, Any], tiny: bool, regions: bool = False) -> Iterator[str]:
     yield "plain"
+    for each in predicted["budgets"][2:3] if tiny else predicted["budgets"]:
+        if regions:
+            yield f"regions={each['budget_bytes']}"
     for each in predicted["budgets"][2:3] if tiny else predicted["budgets"]:
         yield f"budget={each['budget_bytes']}"
     if tiny:
@@ -413,6 +424,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
         "--tiny", action="store_true", help="small models, whose figures mean nothing, and few ways"
+    )
+    parser.add_argument(
+        "--regions", action="store_true", help="each budget with blocks that may run again, too"
     )
     parser.add_argument("--models", help=f"which, with commas; default: {', '.join(MODELS)}")
     parser.add_argument("--disk", default=tempfile.gettempdir(), help="where what moves goes")
@@ -469,7 +483,8 @@ def main() -> None:
         predicted = cell(name, "predict")
         entry = results["models"][name] = {"predicted": predicted, "cells": []}
         keep()  # before anything is measured that it predicts
-        for way in ways_of(predicted, given.tiny) if "failed" not in predicted else ():
+        ways = ways_of(predicted, given.tiny, given.regions)
+        for way in ways if "failed" not in predicted else ():
             entry["cells"].append(cell(name, way))
             keep()
         print(table(name, entry), flush=True)

@@ -24,10 +24,11 @@ def linear_program(
     saves, frees = trace.span("save"), trace.span("free")
     first_use = next(at for at, moment in enumerate(trace.moments) if moment.kind == "use")
     variables = [(b, o) for b, block in enumerate(trace.blocks) for o in block.options.values()]
-    count, last = len(variables), len(trace.moments)
+    count, last, regions = len(variables), len(trace.moments), trace.regions
     cost = [option.save_seconds + option.use_seconds for _, option in variables] + [1, 1]
-    rows = sparse.lil_matrix((last + 2, count + 2))
-    blocks = sparse.lil_matrix((len(trace.blocks), count + 2))
+    cost += [each.save_seconds + each.use_seconds for each in regions]
+    rows = sparse.lil_matrix((last + 2, len(cost)))
+    blocks = sparse.lil_matrix((len(trace.blocks), len(cost)))
     for at, (block, option) in enumerate(variables):
         blocks[block, at] = 1
         if option.resident_bytes:
@@ -35,6 +36,14 @@ def linear_program(
                 rows[moment, at] = option.resident_bytes / MIB
         rows[last, at] = option.moved_bytes / trace.links.down_rate
         rows[last + 1, at] = option.moved_bytes / trace.links.up_rate
+    for at, region in enumerate(regions, count + 2):
+        # A share of a region lets go of the same share of each member, which is back from the first use on.
+        uses = trace.span("use")
+        first = min(uses[each] for each in region.members)
+        for block in region.members:
+            blocks[block, at] = 1
+            for moment in range(first + 1, frees[block] + 1):
+                rows[moment, at] += trace.blocks[block].nbytes / MIB
     rows[last, count] = rows[last + 1, count + 1] = -1
     most = [
         (budget - reserved[at > first_use] - moment.other_bytes) / MIB

@@ -3,12 +3,13 @@
 import json
 import random
 import statistics
+from dataclasses import replace
 
 import pytest
 
 from backstash._plan.simulate import Windows, simulate
 from backstash._plan.solve import smallest_budget, solve
-from backstash._plan.trace import Links, Moment, Option, Trace, TracedBlock
+from backstash._plan.trace import Links, Moment, Option, Trace, TracedBlock, TracedRegion
 from backstash.errors import UsageError
 from plan_bound import linear_program
 
@@ -103,8 +104,62 @@ def test_what_is_computed_again_is_in_memory_from_its_use_to_its_free():
     assert trace.moments[forecast.peak_moment].kind == "free"
 
 
+def test_a_region_that_runs_again_has_all_its_members_in_memory_from_the_first_use():
+    trace = chain([MIB, 2 * MIB, 4 * MIB, 8 * MIB])
+    trace = replace(
+        trace, regions=(TracedRegion("m", (1, 2), 0.002, 0.005, beside_bytes=16 * MIB),)
+    )
+    kept, nothing = trace.blocks[0].options["keep"], Option(0)
+    forecast = simulate(trace, [kept, nothing, nothing, trace.blocks[3].options["disk"]], NONE, [0])
+    # When block 2 is used: 1 MiB that stayed, both members, and what is made beside them.
+    assert forecast.peak_bytes == (100 + 1 + 2 + 4 + 16) * MIB
+    assert forecast.resident_peak_bytes == (1 + 2 + 4) * MIB
+    assert forecast.step_seconds - forecast.stall_seconds == pytest.approx(
+        trace.compute_seconds + 0.007
+    )
+    after = simulate(
+        replace(trace, regions=(replace(trace.regions[0], beside_bytes=0),)),
+        [Option(0), nothing, nothing, Option(0)],
+        NONE,
+        [0],
+    )
+    assert after.peak_bytes == (100 + 2 + 4) * MIB, "and no longer than its free"
+
+
+@pytest.mark.parametrize("seconds", [0.0001, 30.0])
+def test_a_region_runs_again_where_that_is_cheapest(seconds):
+    trace = chain([10 * MIB] * 20, rate=10 * MIB)
+    regions = tuple(
+        TracedRegion("m.*", (at, at + 1), 0, seconds, index=at // 2) for at in range(0, 20, 2)
+    )
+    trace = replace(trace, regions=regions)
+    found = solve(trace, 200 * MIB)
+    assert found.fits
+    # The first five, 100 MiB: when they run again, what stayed has been freed.
+    assert found.choices.count("region") == (10 if seconds < 1 else 0)
+    without = solve(trace, 200 * MIB, allowed=["keep", "disk"])
+    assert "region" not in without.choices
+    assert found.forecast.step_seconds <= without.forecast.step_seconds
+    assert found.bound_seconds <= found.forecast.step_seconds
+
+
+def test_all_members_of_a_region_have_the_same_choice():
+    for seed in range(4):
+        trace = random_trace(seed, regions=True)
+        keep = [block.options["keep"] for block in trace.blocks]
+        most, least = simulate(trace, keep, NONE).peak_bytes, smallest_budget(trace)
+        for share in (0.1, 0.4, 0.8):
+            found = solve(trace, int(least + share * (most - least)))
+            for region in trace.regions:
+                assert len({found.choices[each] == "region" for each in region.members}) == 1
+
+
 def test_a_trace_survives_a_file(tmp_path):
     trace = chain([MIB, 3 * MIB], options=lambda n: {"pack": Option(n // 8, 0.1, 0.1)})
+    older = trace.as_dict()
+    del older["regions"]
+    assert Trace.from_dict(older) == trace
+    trace = replace(trace, regions=(TracedRegion("blocks.*", (0, 1), 0.1, 0.2, 3, 4),))
     path = tmp_path / "trace.json"
     path.write_text(json.dumps(trace.as_dict()))
     assert Trace.read(str(path)) == trace
@@ -119,8 +174,8 @@ def test_a_trace_survives_a_file(tmp_path):
         Trace.read(str(path))
 
 
-def random_trace(seed, layers=16):
-    """Layers of like blocks, with options at random prices."""
+def random_trace(seed, layers=16, *, regions=False):
+    """Layers of like blocks, with options at random prices; ``regions``: most layers can run again."""
     generator = random.Random(seed)
     kinds = [
         (
@@ -154,13 +209,23 @@ def random_trace(seed, layers=16):
         for kind, seconds in (("use", 2 * times[at]), ("free", 0.0)):
             moments.append(Moment(kind, at, seconds, base + generator.randint(0, 100) * MIB))
     links = Links(generator.uniform(0.5e9, 4e9), generator.uniform(0.5e9, 4e9), 1e-4)
-    return Trace(tuple(blocks), tuple(moments), links, 0.01, base)
+    trace = Trace(tuple(blocks), tuple(moments), links, 0.01, base)
+    if not regions:
+        return trace
+    size, price = len(kinds), generator.uniform(0.2, 2) * sum(seconds for _, seconds, *_ in kinds)
+    found = tuple(
+        TracedRegion("layers.*", tuple(range(at * size, at * size + size)), 0, price, 0, at)
+        for at in range(layers)
+        if generator.random() < 0.8
+    )
+    return replace(trace, regions=found)
 
 
-def test_choices_are_near_the_bound_and_the_bound_is_one():
+@pytest.mark.parametrize("regions", [False, True])
+def test_choices_are_near_the_bound_and_the_bound_is_one(regions):
     gaps = []
-    for seed in range(12):
-        trace = random_trace(seed)
+    for seed in range(6 if regions else 12):
+        trace = random_trace(seed, regions=regions)
         keep = [block.options["keep"] for block in trace.blocks]
         most = simulate(trace, keep, NONE).peak_bytes
         least = smallest_budget(trace)

@@ -286,7 +286,7 @@ class Admission:
                 self._hold_latest(thread_state, tiers.packer, storage_version.block, alias)
         else:
             self.deduplicated_bytes += tensor.nbytes
-            self._session.save_counts.again(block)
+            self._session.saved_again(block)
             if block.waits and block.saves >= block.expected:
                 if block.thread_state is thread_state:
                     complete = tensor.requires_grad
@@ -350,7 +350,7 @@ class Admission:
                 check = block.has(copy.untyped_storage(), tiers.device)
         if block is not None and check:
             self.deduplicated_bytes += region.nbytes
-            self._session.save_counts.again(block)
+            self._session.saved_again(block)
         elif not has_room:
             return None
         else:
@@ -416,9 +416,14 @@ class Admission:
         if planner is not None:
             if not planner.has_begun:  # a device that was met in the midst of a step
                 planner.begin_step(tiers)
-            planner.count(block)
-            if choice == _DEFAULT:
-                choice = self._planned(block, tensor, thread_state, modules, tiers)
+            if planner.regions is not None and (thread_state.runs_again or thread_state.is_tried):
+                # No part of what is planned for: a second run's, or what its region is held by meanwhile.
+                instead = planner.beside(block, again=thread_state.runs_again)
+                choice = _Choice(instead) if choice == _DEFAULT else choice
+            else:
+                planner.count(block)
+                if choice == _DEFAULT:
+                    choice = self._planned(block, tensor, thread_state, modules, tiers)
         tier, codec, replay = choice
         block.to_disk, block.at_once = tier == "disk", bool(tier)
         if replay is not None:

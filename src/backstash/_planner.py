@@ -30,15 +30,17 @@ from torch import Tensor
 from ._device.base import Device
 from ._plan.meter import Meter, ProcessMeter, Sample
 from ._plan.recorder import StepRecord, interference, links_of, trace_of, typical
+from ._plan.regions import AGAIN, ONCE, TRACED, Forward, Regions, name_of
 from ._plan.simulate import Windows, simulate
 from ._plan.solve import Solution, smallest_budget, solve
+from ._plan.table import REGION
 from ._plan.trace import Links, Option, Trace
 from ._runtime.trace import EventLog
 from ._saved.block import Block
 from ._tiers.device_tiers import DeviceTiers
 from .errors import StashWarning, UsageError
 from .memory import spare_bytes
-from .plan import Plan, PlannedClass, StepFigures, budget_for, plan_of, usable_bytes
+from .plan import Plan, StepFigures, budget_for, plan_of, usable_bytes
 from .units import format_bytes
 
 __all__ = ["Planner", "auto_budget", "held_and_spare"]
@@ -94,6 +96,8 @@ class Planner:
         self._device_name = device.name if device is not None else "cpu"
         # An accelerator's allocator takes its time to answer.
         self._guard_bytes = max(_GUARD_BYTES, (budget or 0) >> 9 if device is not None else 0)
+        self.regions = Regions() if tier is not None and device is None else None
+        """Of the modules that may run again; ``None``: they do whatever the plan is."""
         self._recording = False
         self._records: list[StepRecord] = []
         self._steps = 0
@@ -103,6 +107,7 @@ class Planner:
         self._instances: Counter[str] = Counter()
         self._names: dict[tuple[str, str], str] = {}
         self._choices: dict[str, list[str]] | None = None
+        self._partly: set[str] = set()  # classes of which regions that run again let go
         self._mode = "all"
         self._admitted = 0
         self._unlooked_bytes = 0
@@ -115,6 +120,7 @@ class Planner:
         self._known_first_bytes = self._known_bytes = (
             0  # of the step that was planned for: its first block, all
         )
+        self._let_go_bytes = 0  # of these, by regions that run again
         self._most_saved_bytes = sys.maxsize  # beyond it a step is larger than that one
         self._most_other_bytes = 0  # that a step which was planned for held beside
         self._is_larger = False  # this step is larger than any that was planned for
@@ -140,7 +146,7 @@ class Planner:
         if loaded is not None:
             self._budget = loaded.budget_bytes
             self._plan = _with(loaded, state="loaded")
-            self._follow(loaded.classes)
+            self._follow(loaded)
         else:
             assert budget is not None
             self._budget = budget
@@ -196,6 +202,8 @@ class Planner:
         self._steps += 1
         self._ordinals.clear()
         self._instances.clear()
+        if self.regions is not None:
+            self.regions.begin_step()
         self._groups, self._offers = {}, {}
         if self._plan.state == "loaded":
             if not first and not self._matched:
@@ -287,7 +295,9 @@ class Planner:
             if _saved_by(self._solved[0]) >= _saved_by(trace):
                 self._adopt()
                 return
-        elif _saved_by(trace) <= self._known_bytes:
+        elif _saved_by(trace) <= self._known_bytes + self._let_go_bytes and (
+            self.regions is None or self.regions.can_be_followed(trace.regions)
+        ):
             return
         self._solve(trace)
 
@@ -473,6 +483,67 @@ class Planner:
             name: option for name, option in prices.items() if option is not None
         }
 
+    def beside(self, block: Block, *, again: bool) -> str:
+        """The tier of a block that no plan knows: a second run's stays as far as the limit allows (``again``);
+        one of a region that is first to be tried, moves."""
+        self._unlooked_bytes -= block.nbytes
+        if self._unlooked_bytes < 0:
+            self._unlooked_bytes = self._guard_bytes
+            self._guard()
+        return "" if again else self.instead
+
+    # Per forward of a module that may run again.
+
+    def begin_forward(self, path: str) -> tuple[str, int]:
+        """One begins, of the module at ``path``: its name, and the how many-th of that name it is."""
+        assert self.regions is not None
+        name = name_of(path)
+        index = self.regions.begin(name)
+        if self.regions.is_repeated(path):
+            # What each forward of a module saves is told apart from its own beginning on.
+            for where in [each for each in self._ordinals if f"{each[0]}.".startswith(f"{path}.")]:
+                del self._ordinals[where]
+        return name, index
+
+    def way_of(self, name: str, index: int) -> str:
+        """What is done with it, once it is known what it is given."""
+        assert self.regions is not None
+        if self._is_larger or self._choices is None:
+            self.regions.meet(name)
+            return TRACED if self._recording else ONCE
+        if self._plan.state == "left alone":
+            return ONCE
+        return AGAIN if self.regions.runs_again(name, index) else ONCE
+
+    def trace_forward(self, name: str, index: int) -> tuple[Forward, int]:
+        """It is recorded, and what its saves are; :meth:`tell_forward` needs the number."""
+        assert self.regions is not None
+        return self.regions.record(name, index)
+
+    def tell_forward(self, kind: str, number: int) -> None:
+        """``"enter"`` or ``"leave"``: that one begins or ends now."""
+        self._meter.hear((kind, time.perf_counter(), 0.0, 0, number))
+
+    def tell_pause(self, began: float, seconds: float) -> None:
+        """What a region was tried by is no part of the step."""
+        self._meter.hear(("stall", began, seconds, 0, -1))
+
+    def may_try(self, name: str) -> bool:
+        """Whether a forward of this name may run twice now, to be compared: when it is known that not
+        everything fits, and where there is room for what it saves."""
+        assert self.regions is not None
+        nbytes = self.regions.bytes_of(name)
+        if not self.asks_prices or not nbytes:
+            return False
+        if self._budget < self._records[0].samples[0][1]:  # no step could be within it
+            return nbytes < spare_bytes() // 2
+        return self._has_room(nbytes)
+
+    def saved_again(self, block: Block) -> None:
+        """A block that is held was saved once more."""
+        if self._recording and self.regions is not None:
+            self.regions.saved_again(block.cleanup.serial)
+
     def _choose(
         self,
         where: tuple[str, str],
@@ -502,7 +573,10 @@ class Planner:
             self._lower_limit(self._unplanned_limit)
             return "keep"
         self._matched += 1
-        return choices[instance] if instance < len(choices) else choices[0]
+        if instance < len(choices):
+            return choices[instance]
+        # A region that was to run again and does not: what it saves moves.
+        return self.instead if group in self._partly else choices[0]
 
     def _guard(self) -> None:
         """Where the process comes near the budget, keep less for the rest of the step.
@@ -548,7 +622,8 @@ class Planner:
     # Making a plan, and following it.
 
     def _allowed(self) -> list[str]:
-        return ["keep", "recompute", "pack", *([self._tier] if self._tier is not None else [])]
+        below = [self._tier, REGION] if self._tier is not None else []
+        return ["keep", "recompute", "pack", *below]
 
     def _target(self) -> int:
         return usable_bytes(self._budget) - self._bias_bytes
@@ -587,17 +662,24 @@ class Planner:
     def _adopt(self) -> None:
         assert self._solved is not None
         trace, solution, smallest = self._adopted = self._solved
-        plan = plan_of(self._budget, trace, solution, smallest, self._bias_bytes)
+        stays = self.regions.all_stays if self.regions is not None else {}
+        plan = plan_of(self._budget, trace, solution, smallest, self._bias_bytes, stays)
         self._plan = _with(plan, device=self._device_name)
         at_start = trace.moments[0].other_bytes if trace.moments else 0
         self._most_at_start = self._budget - (solution.forecast.peak_bytes - at_start)
-        self._bytes_at_start, self._known_bytes = at_start, _saved_by(trace)
-        self._known_first_bytes = trace.blocks[0].nbytes if trace.blocks else 0
+        held = [
+            block.nbytes
+            for block, name in zip(trace.blocks, solution.choices, strict=True)
+            if name != REGION
+        ]
+        self._bytes_at_start, self._known_bytes = at_start, sum(held)
+        self._let_go_bytes = _saved_by(trace) - self._known_bytes
+        self._known_first_bytes = held[0] if held else 0
         self._most_saved_bytes = int(self._known_bytes * (1 + _ALIKE))
         self._most_other_bytes = max(self._most_other_bytes, _most_other(trace))
         if self._plan.state == "left alone":
             self._let_go()  # what moving needed
-        self._follow(self._plan.classes)
+        self._follow(self._plan)
         self._planned_windows = solution.windows.inflight_bytes, solution.windows.prefetch_bytes
         self._set_windows(self._planned_windows)
         slack = max(0, self._budget - self._bias_bytes - solution.forecast.peak_bytes)
@@ -615,11 +697,27 @@ class Planner:
         self._resident_limit = self._unplanned_limit = plan.resident_bytes
         self._set_limit(plan.resident_bytes)
 
-    def _follow(self, classes: Sequence[PlannedClass]) -> None:
+    def _follow(self, plan: Plan) -> None:
+        """Those of a class that are let go by regions are not chosen for."""
         self._choices = {
-            each.name: [name for name, count in each.choices for _ in range(count)]
-            for each in classes
+            each.name: [name for name, n in each.choices for _ in range(n) if name != REGION]
+            for each in plan.classes
         }
+        self._partly = {
+            each.name for each in plan.classes if any(name == REGION for name, _ in each.choices)
+        }
+        if self.regions is not None:
+            self.regions.follow(
+                {
+                    each.name: [name == REGION for name, n in each.choices for _ in range(n)]
+                    for each in plan.regions
+                },
+                {
+                    (each.name, at): frozenset(numbers)
+                    for each in plan.regions
+                    for at, numbers in enumerate(each.stays)
+                },
+            )
 
     def _first_windows(self) -> tuple[int, int]:
         """Before anything is known: an eighth of what the budget leaves for each, 16 to 128 MiB; of a small
@@ -646,6 +744,8 @@ class Planner:
 
     def _start(self) -> None:
         self._meter.forget()
+        if self.regions is not None:
+            self.regions.take()
         if not self._recording:
             self._recording = True
             self._event_log.start(self._hear)
@@ -676,7 +776,14 @@ class Planner:
         self._meter.stop()
 
     def _end_record(self) -> StepRecord:
-        return StepRecord(self._meter.take(), self._groups, self._offers)
+        regions = self.regions
+        return StepRecord(
+            self._meter.take(),
+            self._groups,
+            self._offers,
+            regions.take() if regions is not None else [],
+            regions.all_stays if regions is not None else {},
+        )
 
     def _tell_measured(self) -> None:
         seconds = typical([each.step_seconds for each in self._measured])

@@ -17,6 +17,7 @@ import itertools
 import os
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -31,6 +32,8 @@ from ._admission import Admission
 from ._device.base import Check, Device
 from ._device.fingerprint import fingerprint
 from ._hook_scope import Hook, newest_scope
+from ._plan.regions import ONCE
+from ._planned_region import TOLD_RATE, Once, Planned
 from ._saved.access_order import ForwardPass
 from ._saved.entry import rerun_otherwise
 from ._saved.thread_state import ThreadState
@@ -130,11 +133,18 @@ class _Fingerprints:
         session: of the stash.
         use: called with each one, its tensor, its mark (``None``: it has none, or was changed since) and its
             version when it was saved.
+        told: called with the time at which a fingerprint began, when it is there.
     """
 
-    def __init__(self, session: Session, use: Callable[[Held, Tensor, Any, int], None]) -> None:
+    def __init__(
+        self,
+        session: Session,
+        use: Callable[[Held, Tensor, Any, int], None],
+        told: Callable[[float], None] | None = None,
+    ) -> None:
         self._session = session
         self._use = use
+        self._told = told
         self._known: dict[int, tuple[weakref.ref[Tensor], int, Any]] = {}
         self._waiting: list[tuple[Held, Tensor, int]] = []
         self._operation = 0  # the graph's next sequence number when the last of them was saved
@@ -170,9 +180,11 @@ class _Fingerprints:
         known = self._known.get(identity)
         if known is not None and known[0]() is owner and known[1] == tensor._version:
             return known[2]
-        device = _device_of(self._session, tensor)
+        device, began = _device_of(self._session, tensor), time.perf_counter()
         with torch.no_grad():
             mark = fingerprint(storage) if device is None else device.mark(storage, device.stream())
+        if self._told is not None:
+            self._told(began)
         self._known[identity] = weakref.ref(owner), tensor._version, mark
         return mark
 
@@ -194,6 +206,8 @@ class Run:
         conditions: that were in force when it began.
         key: of its class.
         outer: the modules around it, outermost first.
+        inputs: what each leaf of its arguments is packed to, see :func:`_packed`.
+        planned: what a plan wants of it; ``None``: there is none.
     """
 
     def __init__(
@@ -206,6 +220,8 @@ class Run:
         key: tuple[Any, ...],
         outer: list[nn.Module],
         thread_state: ThreadState,
+        inputs: list[tuple[Any, bool | None]],
+        planned: Planned | None = None,
     ) -> None:
         self.region = region
         self.module = module
@@ -226,12 +242,14 @@ class Run:
         self._given = [] if self.is_known else [*leaves]
         self._watched = [] if self.is_known else [*leaves, *module.parameters()]
         self._versions = [version_of(each) for each in self._watched]
-        # Of each leaf: what it is packed to, and whether it requires a gradient; or the leaf.
-        self._leaves = [
-            (self._pack(each), each.requires_grad) if _is_packed(each) else (each, None)
-            for each in leaves
-        ]
-        self._fingerprints: _Fingerprints | None = _Fingerprints(region.session, self._let_go)
+        self._leaves = inputs
+        self._planned = planned
+        # Whether what it saves is held, since it is only recorded; and whether it runs again, to be compared.
+        self._keeps = planned is not None and planned.forward is not None
+        self._is_tried = not self.is_known and (planned is None or planned.may_try)
+        self._fingerprints: _Fingerprints | None = _Fingerprints(
+            region.session, self._let_go, planned.told if planned is not None else None
+        )
 
     # The first run.
 
@@ -245,14 +263,27 @@ class Run:
         assert fingerprints is not None
         fingerprints.finish()
         number, self._count = self._count, self._count + 1
-        if not self._may_go(tensor):
+        planned = self._planned
+        if not self._may_go(tensor) or (planned is not None and planned.stays_at(number)):
             return self._pack(tensor)
         held = Held(self, number, tensor)
-        if not self.is_known:
-            held.packed = self._pack(tensor)
-        self._held.append(weakref.ref(held))
-        fingerprints.add(held, tensor)
+        if self._keeps and planned is not None:
+            held.packed = planned.pack(number, tensor, self._pack)
+        elif not self.is_known:
+            held.packed = self._hold_meanwhile(tensor)
+        if self._is_tried or not self._keeps:
+            self._held.append(weakref.ref(held))
+            fingerprints.add(held, tensor)
         return held
+
+    def _hold_meanwhile(self, tensor: Tensor) -> object:
+        """Hold what may not have to be held; no plan counts it."""
+        thread_state = self._thread_state
+        thread_state.is_tried = True
+        try:
+            return self._pack(tensor)
+        finally:
+            thread_state.is_tried = False
 
     def _may_go(self, tensor: Tensor) -> bool:
         if type(tensor) is not Tensor or reason_to_stay(tensor):
@@ -267,7 +298,7 @@ class Run:
             is_same = tensor._version == version
             held.packed = self._pack(tensor) if is_same else (tensor.detach(), version)
         held.told = mark
-        if mark is not None:
+        if mark is not None and (not self._keeps or self._is_tried):
             self.let_go_bytes += tensor.untyped_storage().nbytes()
 
     def end(self, *, in_order: bool) -> None:
@@ -278,7 +309,10 @@ class Run:
         fingerprints.finish(ended=True)
         region, given, self._given = self.region, self._given, []
         watched, self._watched = self._watched, []
-        if not self.is_known:
+        planned = self._planned
+        if planned is not None:
+            planned.leave(in_order=in_order and self.is_known)
+        if self._is_tried:
             reason = "its forward did not end" if not in_order else ""
             if [version_of(each) for each in watched] != self._versions:
                 reason = "its forward changes its input in place, or a parameter"
@@ -286,13 +320,22 @@ class Run:
                 each for ref in self._held if (each := ref()) is not None and each.told is not None
             ]
             if not reason and held:
+                began = time.perf_counter()
                 reason = self._compared(held, given)
+                if planned is not None:
+                    planned.pause(began)
             if reason:
                 region.refuse(self, reason if in_order else "", self.let_go_bytes)
                 return
             region.classes.add(self.key)
+            if planned is not None:
+                planned.was_alike(self.let_go_bytes)
+            if self._keeps:
+                return
             for each in held:
                 each.packed = None
+        if self._keeps:
+            return
         region.admission.let_go_bytes += self.let_go_bytes
 
     def _compared(self, held: list[Held], given: list[Any]) -> str:
@@ -449,6 +492,13 @@ def _is_sharded(module: nn.Module) -> bool:
     return kind is not None and any(isinstance(part, kind) for part in module.modules())
 
 
+def _packed(leaves: list[Any], pack: Callable[[Tensor], object]) -> list[tuple[Any, bool | None]]:
+    """Of each leaf: what it is packed to, and whether it requires a gradient; or the leaf."""
+    return [
+        (pack(each), each.requires_grad) if _is_packed(each) else (each, None) for each in leaves
+    ]
+
+
 def _is_packed(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and not isinstance(leaf, nn.Parameter)
 
@@ -507,6 +557,8 @@ class Region:
         self.unpack = unpack
         self.classes: set[tuple[Any, ...]] = set()
         """Those whose second run was alike."""
+        self.told_rate = TOLD_RATE
+        """Seconds that noting a byte takes."""
         self._refused: dict[tuple[Any, ...], str] = {}
         self._thread_state = thread_state
         self._lock = os.getpid(), threading.RLock()
@@ -540,9 +592,11 @@ class Region:
         if not torch.is_grad_enabled() or thread_state.runs_again:
             return
         newest_scope(thread_state)  # clears those that an interrupt has left
-        inside = any(isinstance(scope.hooks.pack_hook, Run) for scope in thread_state.scopes)
+        inside = any(isinstance(scope.hooks.pack_hook, Run | Once) for scope in thread_state.scopes)
         if inside or self.session.section.is_nested():
             return
+        running = running_modules(frame)
+        planned = Planned.of(self, [*thread_state.outer, *running])
         reason = self._reason_against(module)
         if reason:
             self._count(reason, 0)
@@ -577,9 +631,19 @@ class Region:
         if refused is not None:
             self._count(refused, 0)
             return
-        outer = [*thread_state.outer, *running_modules(frame)[:-1]]
-        run = Run(self, module, args, kwargs, conditions, key, outer, thread_state)
+        outer = [*thread_state.outer, *running[:-1]]
+        pack = self.admission.hook(thread_state)
+        inputs = _packed(leaves, pack)
+        if planned is not None:
+            if others:
+                planned = None  # an accelerator's tensors are not planned for
+            elif planned.begin() == ONCE:
+                self._enter(frame, Once(pack, self.admission, inputs))
+                return
+        run = Run(self, module, args, kwargs, conditions, key, outer, thread_state, inputs, planned)
         self._enter(frame, run)
+        if planned is not None:
+            planned.enter()
 
     def _reason_against(self, module: nn.Module) -> str:
         hook = foreign_hook(module, self._is_own)
@@ -609,8 +673,9 @@ class Region:
         if scope is None or scope.frame is not frame:
             return
         run = scope.hooks.pack_hook
-        if isinstance(run, Run):
+        if isinstance(run, Run | Once):
             self._leave(frame)
+        if isinstance(run, Run):
             run.end(in_order=output is not None)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Region:

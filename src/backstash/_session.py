@@ -239,14 +239,32 @@ class Session:
         """A block that is held from now on. ``apart``: see :meth:`AccessPredictor.add`."""
         self.predictor.add(block, apart)
         if self._followed != self.predictor.passes:
-            self._followed = self.predictor.passes
-            for tiers in self.device_tiers:
-                self._follow(tiers)
-                if tiers.tier is not None:
-                    tiers.tier.begin_step()
-            for number, planner in self.planners.items():
-                planner.begin_step(self.device_tiers[number])
+            self._begin_step()
         self.blocks_alive += 1
+
+    def saved_again(self, block: Block) -> None:
+        """A block that is held was saved once more."""
+        self.save_counts.again(block)
+        planner = self.planners.get(block.number)
+        if planner is not None:
+            planner.saved_again(block)
+
+    def begin_step(self) -> None:
+        """A region's forward begins, which may save no block: with it the step, where none has begun it."""
+        if self.reclaim_queue:
+            self.drain()  # what the step before has freed is of that one
+        self.predictor.begin()
+        if self._followed != self.predictor.passes:
+            self._begin_step()
+
+    def _begin_step(self) -> None:
+        self._followed = self.predictor.passes
+        for tiers in self.device_tiers:
+            self._follow(tiers)
+            if tiers.tier is not None:
+                tiers.tier.begin_step()
+        for number, planner in self.planners.items():
+            planner.begin_step(self.device_tiers[number])
 
     def drain(self) -> None:
         """Settle what died since the last call."""

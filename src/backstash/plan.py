@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -9,14 +10,24 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from ._plan.regions import Stays
 from ._plan.simulate import Windows, simulate
 from ._plan.solve import Solution, smallest_budget, solve
-from ._plan.trace import Trace
+from ._plan.table import REGION
+from ._plan.trace import Trace, TracedRegion
 from ._text import clean, html_table
 from .errors import UsageError
 from .units import format_bytes, parse_bytes
 
-__all__ = ["Plan", "PlannedClass", "StepFigures", "budget_for", "plan_of", "usable_bytes"]
+__all__ = [
+    "Plan",
+    "PlannedClass",
+    "PlannedRegion",
+    "StepFigures",
+    "budget_for",
+    "plan_of",
+    "usable_bytes",
+]
 
 _FORMAT = "backstash plan 1"
 _MARGIN = 0.02  # of a budget, that plans leave unused: what is measured varies by about as much
@@ -55,11 +66,34 @@ class PlannedClass:
     nbytes: int
     """Their bytes together."""
     choices: tuple[tuple[str, int], ...]
-    """What is done with them in the order of their saves: ``(("disk", 8), ("keep", 4))``."""
+    """What is done with them in the order of their saves: ``(("disk", 8), ("keep", 4))``. ``"region"``: their
+    module runs again (see :class:`PlannedRegion`)."""
     seconds: float
     """What the plan expects these choices to add to the computing thread's time in a step, waits excepted."""
     reason: str
     """Why."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedRegion:
+    """The forwards of like modules that may run again as a whole: those given to ``Stash.recompute``."""
+
+    name: str
+    """The module's path, with ``*`` for a number."""
+    forwards: int
+    """How many of it a step has."""
+    nbytes: int
+    """The bytes that those which run again let go of; they are counted in the classes, too."""
+    choices: tuple[tuple[str, int], ...]
+    """In the order of the forwards: ``(("region", 8), ("once", 4))``; those that run ``"once"`` have what they
+    save held as the classes say."""
+    seconds: float
+    """What the second runs are expected to add to a step."""
+    reason: str
+    """Why."""
+    stays: tuple[tuple[int, ...], ...] = ()
+    """Of each forward, which of its saves, by their number in it, are not let go, since something else saves
+    the same."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +130,8 @@ class Plan:
     device: str = "cpu"
     """Whose memory the budget is of: ``"cpu"``, the process's resident memory, or an accelerator's name, the
     memory that its tensors take."""
+    regions: tuple[PlannedRegion, ...] = ()
+    """Of the modules that may run again as a whole."""
 
     trace: Trace | None = field(default=None, compare=False, repr=False)
     """The step that was measured, for :meth:`at`; not in the file of :meth:`save`."""
@@ -192,12 +228,22 @@ class Plan:
                 )
                 for each in given["classes"]
             )
+            regions = tuple(
+                PlannedRegion(
+                    **{
+                        **each,
+                        "choices": tuple((name, int(n)) for name, n in each["choices"]),
+                        "stays": tuple(tuple(map(int, numbers)) for numbers in each["stays"]),
+                    }
+                )
+                for each in given.get("regions", ())
+            )
             rest = {
                 name: value
                 for name, value in given.items()
-                if name not in ("format", "classes", *figures)
+                if name not in ("format", "classes", "regions", *figures)
             }
-            return cls(classes=classes, **figures, **rest)
+            return cls(classes=classes, regions=regions, **figures, **rest)
         except (KeyError, TypeError, ValueError) as error:
             if isinstance(error, UsageError):
                 raise
@@ -219,6 +265,12 @@ class Plan:
                 )
         if self.bound is not None:
             lines.append(f"  {'bound':<10} {'':>14}  step {self.bound.step_seconds:.3f} s at least")
+        for region in self.regions:
+            runs = ", ".join(f"{name} {count}" for name, count in region.choices)
+            lines.append(
+                f"  {format_bytes(region.nbytes):>9}  {clean(region.name)}, run again: {runs}"
+                f" (+{region.seconds:.3f} s; {region.reason})"
+            )
         for each in self.classes:
             what = ", ".join(f"{name} {count}" for name, count in each.choices)
             lines.append(
@@ -234,7 +286,8 @@ class Plan:
             for name in ("plain", "predicted", "measured", "bound")
             if (figures := getattr(self, name)) is not None
         ]
-        classes = [each.strip() for each in lines[-len(self.classes) :]] if self.classes else []
+        listed = len(self.classes) + len(self.regions)
+        classes = [each.strip() for each in lines[-listed:]] if listed else []
         return html_table(title, ("", "peak", "step"), rows, classes)
 
 
@@ -252,9 +305,17 @@ def _no_plan(path: object) -> str:
 
 
 def plan_of(
-    budget_bytes: int, trace: Trace, solution: Solution, smallest: int, bias_bytes: int
+    budget_bytes: int,
+    trace: Trace,
+    solution: Solution,
+    smallest: int,
+    bias_bytes: int,
+    stays: Stays | None = None,
 ) -> Plan:
-    """The record of a solution; ``bias_bytes`` are added to each peak that the simulation gives."""
+    """The record of a solution; ``bias_bytes`` are added to each peak that the simulation gives.
+
+    ``stays``: see :attr:`PlannedRegion.stays`.
+    """
     kept = all(name == "keep" for name in solution.choices)
     state = "too small" if not solution.fits else "left alone" if kept else "planned"
     by_group: dict[str, list[int]] = {}
@@ -266,8 +327,9 @@ def plan_of(
         seconds = 0.0
         for index in indices:
             choice = solution.choices[index]
-            option = trace.blocks[index].options[choice]
-            seconds += option.save_seconds + option.use_seconds
+            if choice != REGION:
+                option = trace.blocks[index].options[choice]
+                seconds += option.save_seconds + option.use_seconds
             if runs and runs[-1][0] == choice:
                 runs[-1] = choice, runs[-1][1] + 1
             else:
@@ -291,9 +353,35 @@ def plan_of(
         solution.windows.inflight_bytes,
         solution.windows.prefetch_bytes,
         forecast.resident_peak_bytes,
+        regions=_planned_regions(trace, solution, stays or {}),
         trace=trace,
         bias_bytes=bias_bytes,
     )
+
+
+def _planned_regions(trace: Trace, solution: Solution, stays: Stays) -> tuple[PlannedRegion, ...]:
+    by_name: dict[str, dict[int, TracedRegion]] = {}
+    for each in trace.regions:
+        by_name.setdefault(each.name, {})[each.index] = each
+    planned = []
+    for name, of in by_name.items():
+        again = {at for at, each in of.items() if solution.choices[each.members[0]] == REGION}
+        flags = ["region" if at in again else "once" for at in range(max(of) + 1)]
+        let_go = sum(trace.blocks[block].nbytes for at in again for block in of[at].members)
+        planned.append(
+            PlannedRegion(
+                name,
+                len(flags),
+                let_go,
+                tuple((flag, len([*run])) for flag, run in itertools.groupby(flags)),
+                sum(of[at].save_seconds + of[at].use_seconds for at in again),
+                "cheaper than what else makes room"
+                if again
+                else "what it saves costs less to hold",
+                tuple(tuple(sorted(stays.get((name, at), ()))) for at in range(len(flags))),
+            )
+        )
+    return tuple(sorted(planned, key=lambda each: -each.nbytes))
 
 
 def _reason(runs: Sequence[tuple[str, int]], state: str) -> str:

@@ -394,6 +394,9 @@ class Stash:
         input or an array that it holds, communicates with other processes, or has hooks of another's), it is
         treated as without, and ``stats().left`` says why.
 
+        With a ``budget`` and a ``disk`` the plan decides which forwards of the modules run again, and
+        ``plan.regions`` says so; with a ``budget`` alone all do.
+
         Args:
             modules: each gets two hooks.
 

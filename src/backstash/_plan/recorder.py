@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from .meter import Measured, Sample
-from .trace import Links, Moment, Option, Trace, TracedBlock
+from .regions import Forward, Stays, traced_regions
+from .trace import Links, Moment, Option, Trace, TracedBlock, TracedRegion
 
 __all__ = ["StepRecord"]
 
 _KINDS = ("save", "use", "free")
 _TRANSFERS = ("write", "read")
+_BOUNDS = ("enter", "leave")  # of a forward
 _SLOWEST_RATE = 50e6  # bytes per second that are assumed where nothing was moved
 
 
@@ -27,6 +29,10 @@ class StepRecord:
     """The class of each block by its number."""
     offers: dict[int, dict[str, Option]] = field(default_factory=dict)
     """By the number of a block that was priced: its options beside staying and moving."""
+    forwards: list[Forward] = field(default_factory=list)
+    """Of the modules that may run again; the events ``"enter"`` and ``"leave"`` have their index here."""
+    stays: Stays = field(default_factory=dict)
+    """See :func:`traced_regions`."""
 
     @property
     def began(self) -> float:
@@ -118,6 +124,7 @@ def trace_of(
     used: set[int] = set()
     samples = deque(record.samples)
     before, waited, transferred = record.began, 0.0, 0
+    computed = 0.0  # up to the last moment
     peak = other_before = 0
 
     def advance(until: float) -> None:
@@ -126,8 +133,18 @@ def trace_of(
             _, held, ours = samples.popleft()
             peak = max(peak, held - ours)
 
+    def since(now: float) -> float:
+        """Seconds of computing from the last moment to ``now``."""
+        return max(0.0, now - before - waited - seconds_per_byte * transferred)
+
     for event in record.told:
         kind, start, duration, nbytes, number, *_rest = event
+        if kind in _BOUNDS:
+            at = computed + since(start)
+            record.forwards[number].seconds = (
+                at if kind == "enter" else max(0.0, at - record.forwards[number].seconds)
+            )
+            continue
         advance(start)
         if kind == "stall":
             waited += duration
@@ -148,15 +165,38 @@ def trace_of(
             continue
         if kind == "use":
             used.add(number)
-        seconds = max(0.0, start - before - waited - seconds_per_byte * transferred)
+        seconds = since(start)
+        computed += seconds
         if not peak:
             peak = other_before
         moments.append(Moment(kind, index[number], seconds, max(0, peak)))
         before, waited, transferred, other_before, peak = start, 0.0, 0, peak, 0
     advance(record.ended)
-    tail = max(0.0, record.ended - before - waited - seconds_per_byte * transferred)
-    most_after = max(0, peak or other_before)
-    return Trace(tuple(blocks), tuple(moments), links, tail, most_after, runs_ahead)
+    regions = _alike(traced_regions(record.forwards, record.stays, blocks, index), blocks)
+    other = max(0, peak or other_before)
+    tail = since(record.ended)
+    return Trace(tuple(blocks), tuple(moments), links, tail, other, runs_ahead, regions)
+
+
+def _alike(
+    regions: tuple[TracedRegion, ...], blocks: list[TracedBlock]
+) -> tuple[TracedRegion, ...]:
+    """The same, with typical seconds for those that let go of like blocks."""
+    keys = [(each.name, *(blocks[at].group for at in each.members)) for each in regions]
+    like: dict[Any, list[TracedRegion]] = {}
+    for key, each in zip(keys, regions, strict=True):
+        like.setdefault(key, []).append(each)
+    seconds = {
+        key: (
+            typical([each.save_seconds for each in of]),
+            typical([each.use_seconds for each in of]),
+        )
+        for key, of in like.items()
+    }
+    return tuple(
+        replace(each, save_seconds=seconds[key][0], use_seconds=seconds[key][1])
+        for key, each in zip(keys, regions, strict=True)
+    )
 
 
 def _offers(record: StepRecord) -> dict[str, dict[str, Option]]:

@@ -5,12 +5,15 @@ finds the window full waits for the oldest write. At each use the next blocks ar
 uses, with at most ``prefetch`` bytes held ahead; a block that is used while it is still being written is in
 memory yet, and not read. Where the host runs ahead of the device it sees no write end: nothing is let go before
 the window is full, and what is in it when backward begins is used from where it is, and held to the step's end.
+
+A region that runs again has nothing of its members in memory, until backward first uses one of them: then all
+that are not freed are, each until its free.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from .trace import Option, Trace
@@ -42,13 +45,17 @@ class Forecast:
     """The index of the moment before which the peak comes; the number of moments: after the last."""
 
 
-def simulate(trace: Trace, choices: Sequence[Option], windows: Windows) -> Forecast:
+def simulate(
+    trace: Trace, choices: Sequence[Option], windows: Windows, again: Collection[int] = ()
+) -> Forecast:
     """Run the step with one option for each block.
 
     Args:
         trace: of the step.
-        choices: the option of each block, in the order of ``trace.blocks``.
+        choices: the option of each block, in the order of ``trace.blocks``; one that holds nothing for the
+            members of a region that runs again.
         windows: the windows of the two directions.
+        again: the regions that run again, as indices in ``trace.regions``.
     """
     links, latency = trace.links, trace.links.latency_seconds
     clock = stalled = down_free = up_free = 0.0
@@ -61,6 +68,10 @@ def simulate(trace: Trace, choices: Sequence[Option], windows: Windows) -> Forec
     made: set[int] = set()  # those that were used
     order = [block for block in trace.uses() if choices[block].moved_bytes]
     next_read = 0
+    region_of = {block: at for at in again for block in trace.regions[at].members}
+    first_member = {trace.regions[at].members[0]: at for at in again}
+    remade: dict[int, int] = {}  # members that are in memory again, and their bytes
+    alive: set[int] = set()  # members
 
     for at, moment in enumerate(trace.moments):
         now = moment.other_bytes + resident + inflight + ahead
@@ -71,7 +82,25 @@ def simulate(trace: Trace, choices: Sequence[Option], windows: Windows) -> Forec
             inflight -= choices[writing.popleft()[1]].moved_bytes
         block = moment.block
         option = choices[block]
-        if moment.kind == "save":
+        if block in region_of:
+            region = trace.regions[region_of[block]]
+            if moment.kind == "save":
+                alive.add(block)
+                if block in first_member:
+                    clock += region.save_seconds
+            elif moment.kind == "use" and block in alive and block not in remade:
+                clock += region.use_seconds
+                back = {each: trace.blocks[each].nbytes for each in region.members if each in alive}
+                remade |= back
+                resident += sum(back.values())
+                resident_peak = max(resident_peak, resident)
+                now = moment.other_bytes + resident + inflight + ahead + region.beside_bytes
+                if now > peak:
+                    peak, peak_moment = now, at + 1
+            elif moment.kind == "free":
+                alive.discard(block)
+                resident -= remade.pop(block, 0)
+        elif moment.kind == "save":
             clock += option.save_seconds
             resident += option.resident_bytes
             resident_peak = max(resident_peak, resident)

@@ -8,7 +8,8 @@ The problem, in seconds added to a step::
                bytes read / up rate      <= computing time of the backward pass + stall
 
 A price on a resident byte at each moment that binds, and one on a byte of each direction of the link, makes
-the choices independent of each other: every block takes the option that is cheapest at these prices. Raising
+the choices independent of each other: every block takes the option that is cheapest at these prices; a region,
+that or to run again as a whole, at the price of what is then in memory in backward. Raising
 the prices where a constraint is violated (a subgradient method) gives a lower bound for any choice (Lagrangian
 duality: Everett 1963, Held and Karp 1971). Choices at good prices are repaired to fit, filled up where space is
 left, scored in the simulation, and the best is taken.
@@ -18,9 +19,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from .simulate import Forecast, Windows, simulate
+from .table import REGION, Group, Problem, Table
 from .trace import Option, Trace
 
 __all__ = ["Solution", "smallest_budget", "solve"]
@@ -28,6 +30,7 @@ __all__ = ["Solution", "smallest_budget", "solve"]
 _ROUNDS = 120  # of the subgradient method
 _MOMENTS = 6  # at most so many that bind
 _MIB = 1 << 20
+_NOTHING = Option(0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +38,7 @@ class Solution:
     """Choices for all blocks of a trace."""
 
     choices: tuple[str, ...]
-    """The name of each block's option."""
+    """The name of each block's option; ``"region"`` for all members of a region that runs again."""
     windows: Windows
     """The windows that go with them."""
     forecast: Forecast
@@ -44,42 +47,6 @@ class Solution:
     """No choice of options within the budget makes the step shorter than this, by the same figures."""
     fits: bool
     """Whether the forecast's peak is within the budget."""
-
-
-@dataclass(slots=True)
-class _Problem:
-    trace: Trace
-    budget: int
-    allowed: Sequence[str]
-    windows: Windows
-    reserves: bool = False  # whether the windows are taken to be full, which they need not be
-    saves: dict[int, int] = field(default_factory=dict)
-    frees: dict[int, int] = field(default_factory=dict)
-    first_use: int = 0
-
-    def __post_init__(self) -> None:
-        moments = self.trace.moments
-        self.saves, self.frees = self.trace.span("save"), self.trace.span("free")
-        uses = (at for at, moment in enumerate(moments) if moment.kind == "use")
-        self.first_use = next(uses, len(moments))
-
-    def options(self, block: int) -> list[tuple[str, Option]]:
-        known = self.trace.blocks[block].options
-        return [(name, known[name]) for name in self.allowed if name in known]
-
-    def is_alive(self, block: int, at: int) -> bool:
-        """Whether the block is saved and not freed in the interval before this moment."""
-        return self.saves[block] < at <= self.frees.get(block, len(self.trace.moments))
-
-    def capacity(self, at: int) -> int:
-        """Bytes that may be resident in the interval before this moment."""
-        moments, windows = self.trace.moments, self.windows
-        other = moments[at].other_bytes if at < len(moments) else self.trace.tail_other_bytes
-        reserved = 0
-        if self.reserves:
-            forward = at <= self.first_use
-            reserved = windows.inflight_bytes if forward else windows.prefetch_bytes
-        return self.budget - other - reserved
 
 
 def solve(
@@ -94,12 +61,13 @@ def solve(
     Args:
         trace: of the step.
         budget: the most bytes of memory at any moment.
-        allowed: names of the options that may be chosen. Default: all.
+        allowed: names of the options that may be chosen, ``"region"`` for those that run again as a whole.
+            Default: all.
         windows: bytes of the windows down and up; ``None``: several are tried.
 
     Where nothing fits, the choice of the smallest peak, with ``fits=False``.
     """
-    names = allowed or sorted({name for block in trace.blocks for name in block.options})
+    names = allowed or sorted({REGION, *(name for block in trace.blocks for name in block.options)})
     keep = [block.options["keep"] for block in trace.blocks]
     everything = Windows(0, 0)
     plain = simulate(trace, keep, everything)
@@ -108,13 +76,13 @@ def solve(
     best: Solution | None = None
     tried = _windows(trace, windows)
     for each in tried:
-        problem = _Problem(trace, budget, names, each, reserves=True)
-        for candidate in _prices(problem, plain.peak_moment)[1]:
-            found = _improve(problem, candidate)
+        problem = Problem(trace, budget, names, (each.inflight_bytes, each.prefetch_bytes))
+        for candidate in _prices(problem, each, plain.peak_moment)[1]:
+            found = _improve(problem, each, candidate)
             if best is None or _is_better(found, best):
                 best = found
     assert best is not None
-    bound, _ = _prices(_Problem(trace, budget, names, tried[-1]), plain.peak_moment)
+    bound, _ = _prices(Problem(trace, budget, names), tried[-1], plain.peak_moment)
     return Solution(best.choices, best.windows, best.forecast, bound, best.fits)
 
 
@@ -153,92 +121,153 @@ class _Candidate:
     link_seconds: float  # the price of a byte that moves both ways
 
 
-def _prices(problem: _Problem, first: int) -> tuple[float, list[_Candidate]]:
+@dataclass(slots=True)
+class _Turn:
+    """What is cheapest at some prices."""
+
+    chosen: list[tuple[str, Option]]
+    """Of each group."""
+    again: list[bool]
+    """Of each composite, whether it runs again."""
+    cost: float
+    used: list[float]
+    """Bytes at each moment."""
+    moved: float
+    """Bytes."""
+
+
+def _cheapest(table: Table, memory_prices: list[float], per_moved_byte: float) -> _Turn:
+    """The cheapest choice of each group and composite: see the module."""
+    turn = _Turn([], [], 0.0, [0.0] * len(memory_prices), 0.0)
+    prices = []
+
+    def take(group: Group, option: Option, count: int) -> None:
+        turn.moved += count * option.moved_bytes
+        for index, is_alive in enumerate(group.alive):
+            if is_alive:
+                turn.used[index] += count * option.resident_bytes
+
+    for group in table.groups:
+        held = sum(p for p, is_alive in zip(memory_prices, group.alive, strict=True) if is_alive)
+        cheapest, least = group.options[0], float("inf")
+        for name, option in group.options:
+            price = option.save_seconds + option.use_seconds
+            price += option.moved_bytes * per_moved_byte + option.resident_bytes * held
+            if price < least:
+                cheapest, least = (name, option), price
+        turn.chosen.append(cheapest)
+        prices.append(least)
+        if group.count:
+            turn.cost += group.count * least
+            take(group, cheapest[1], group.count)
+    for composite in table.composites:
+        count = len(composite.regions)
+        apart = sum(number * prices[group] for group, number in composite.parts)
+        as_one = composite.seconds + sum(
+            price * nbytes for price, nbytes in zip(memory_prices, composite.returned, strict=True)
+        )
+        turn.again.append(as_one < apart)
+        turn.cost += count * min(as_one, apart)
+        if as_one < apart:
+            for index, nbytes in enumerate(composite.returned):
+                turn.used[index] += count * nbytes
+        else:
+            for at, number in composite.parts:
+                take(table.groups[at], turn.chosen[at][1], count * number)
+    return turn
+
+
+def _prices(problem: Problem, windows: Windows, first: int) -> tuple[float, list[_Candidate]]:
     """A lower bound of the step's seconds, and choices at the best prices that were tried."""
     trace, links = problem.trace, problem.trace.links
     moments = [first]
     forward = sum(moment.seconds for moment in trace.moments[: problem.first_use])
     backward = trace.compute_seconds - forward
-    spare_down = forward + problem.windows.inflight_bytes / links.down_rate
+    spare_down = forward + windows.inflight_bytes / links.down_rate
     best_bound, candidates = float("-inf"), list[_Candidate]()
     link_seconds = 0.0
     for _ in range(_MOMENTS):
-        groups = _groups(problem, moments)
+        table = Table(problem, moments)
         capacity = [problem.capacity(at) for at in moments]
         scale = max(1, *(abs(each) for each in capacity))
         memory_prices = [0.0] * len(moments)
         down_price = up_price = 0.0
-        step, value_before = 1.0, float("-inf")
-        chosen: list[str] = []
-        best_here: list[str] = []
-        shares: list[Counter[str]] = [Counter() for _ in groups]
-        for turn in range(_ROUNDS):
-            value = -sum(p * c for p, c in zip(memory_prices, capacity, strict=True))
+        value_before = float("-inf")
+        best_here: _Turn | None = None
+        shares: list[Counter[str]] = [Counter() for _ in table.groups]
+        again = [0] * len(table.composites)
+        for number in range(_ROUNDS):
+            per_moved_byte = down_price / links.down_rate + up_price / links.up_rate
+            turn = _cheapest(table, memory_prices, per_moved_byte)
+            value = turn.cost - sum(p * c for p, c in zip(memory_prices, capacity, strict=True))
             value -= down_price * spare_down + up_price * backward
-            used, moved = [0.0] * len(moments), 0.0
-            chosen = []
-            for options, alive, count in groups:
-                cheapest, least = options[0], float("inf")
-                for name, option in options:
-                    price = option.save_seconds + option.use_seconds
-                    price += option.moved_bytes * (
-                        down_price / links.down_rate + up_price / links.up_rate
-                    )
-                    if option.resident_bytes:
-                        price += option.resident_bytes * sum(
-                            p for p, is_alive in zip(memory_prices, alive, strict=True) if is_alive
-                        )
-                    if price < least:
-                        cheapest, least = (name, option), price
-                chosen.append(cheapest[0])
-                if 2 * turn >= _ROUNDS:
-                    shares[len(chosen) - 1][cheapest[0]] += 1
-                value += count * least
-                moved += count * cheapest[1].moved_bytes
-                for index, is_alive in enumerate(alive):
-                    if is_alive:
-                        used[index] += count * cheapest[1].resident_bytes
-            if value > best_bound:
-                best_bound = value
-            if value > value_before or not best_here:
-                value_before, best_here = value, chosen
-                link_seconds = down_price / links.down_rate + up_price / links.up_rate
+            if 2 * number >= _ROUNDS:
+                for share, (name, _option) in zip(shares, turn.chosen, strict=True):
+                    share[name] += 1
+                again = [count + runs for count, runs in zip(again, turn.again, strict=True)]
+            best_bound = max(best_bound, value)
+            if best_here is None or value > value_before:
+                value_before, best_here = value, turn
+                link_seconds = per_moved_byte
             # Seconds per byte: what moving everything costs, over all bytes, is the right order of price.
-            step = 1.0 / (1 + turn) ** 0.75
+            step = 1.0 / (1 + number) ** 0.75
             unit = max(trace.compute_seconds, 1e-9) / scale
             for index in range(len(moments)):
-                excess = (used[index] - capacity[index]) / scale
+                excess = (turn.used[index] - capacity[index]) / scale
                 memory_prices[index] = max(0.0, memory_prices[index] + step * unit * excess)
-            down_excess = (moved / links.down_rate - spare_down) / max(spare_down, 1e-9)
-            up_excess = (moved / links.up_rate - backward) / max(backward, 1e-9)
+            down_excess = (turn.moved / links.down_rate - spare_down) / max(spare_down, 1e-9)
+            up_excess = (turn.moved / links.up_rate - backward) / max(backward, 1e-9)
             down_price = min(1.0, max(0.0, down_price + 0.5 * step * down_excess))
             up_price = min(1.0, max(0.0, up_price + 0.5 * step * up_excess))
-        by_group = dict(zip(_keys(problem, moments), best_here, strict=True))
-        choices = [by_group[_key(problem, moments, block)] for block in range(len(trace.blocks))]
-        for each in (choices, _shared_out(problem, moments, shares)):
+        assert best_here is not None
+        names = [name for name, _option in best_here.chosen]
+        choices = _assigned(problem, table, names, best_here.again)
+        for each in (choices, _shared_out(problem, table, shares, again)):
             candidates.append(_Candidate(each, link_seconds))
-        outcome = simulate(trace, _options(problem, choices), problem.windows)
+        outcome = _run(problem, choices, windows)
         if outcome.peak_bytes <= problem.budget or outcome.peak_moment in moments:
             break
         moments.append(outcome.peak_moment)
-    everything = [_least_resident(problem, block) for block in range(len(trace.blocks))]
-    candidates.append(_Candidate(everything, link_seconds))
+    for runs in (False, True) if problem.regions else (False,):
+        candidates.append(_Candidate(_everything(problem, again=runs), link_seconds))
     return trace.compute_seconds + max(0.0, best_bound), candidates
 
 
-def _shared_out(problem: _Problem, moments: list[int], shares: list[Counter[str]]) -> list[str]:
-    """Choices in the proportions that the prices chose while they settled.
+def _assigned(
+    problem: Problem, table: Table, names: Sequence[str], again: Sequence[bool]
+) -> list[str]:
+    """Choices of all blocks from those of each group, and whether each composite runs again."""
+    choices = [names[group] for group in table.group_of]
+    for composite, runs in zip(table.composites, again, strict=True):
+        for region in composite.regions if runs else ():
+            for block in problem.regions[region].members:
+                choices[block] = REGION
+    return choices
+
+
+def _shared_out(
+    problem: Problem, table: Table, shares: list[Counter[str]], again: list[int]
+) -> list[str]:
+    """Choices in the proportions that the prices chose while they settled; ``again``: in how many turns each
+    composite ran again.
 
     Their average tends to the best fractional choice (Shor 1985; Larsson, Patriksson and Stromberg 1999).
-    Within a group the earliest saved move, whose writes have the most time, and the latest stay.
+    Within a group the earliest saved move, whose writes have the most time, and the latest stay; the earliest
+    regions run again, which is last in backward.
     """
-    keys = _keys(problem, moments)
-    members: dict[_Key, list[int]] = {key: [] for key in keys}
-    for block in sorted(range(len(problem.trace.blocks)), key=problem.saves.__getitem__):
-        members[_key(problem, moments, block)].append(block)
     choices = [""] * len(problem.trace.blocks)
-    for key, share in zip(keys, shares, strict=True):
-        blocks, options = members[key], dict(key[0])
+    turns = sum(shares[0].values()) if shares else 1
+    for composite, count in zip(table.composites, again, strict=True):
+        runs = int(len(composite.regions) * count / turns + 0.5)
+        for region in composite.regions[:runs]:
+            for block in problem.regions[region].members:
+                choices[block] = REGION
+    members: list[list[int]] = [[] for _ in table.groups]
+    for block in sorted(range(len(choices)), key=problem.saves.__getitem__):
+        if not choices[block]:
+            members[table.group_of[block]].append(block)
+    for group, blocks, share in zip(table.groups, members, shares, strict=True):
+        options = dict(group.options)
         total = sum(share.values())
         order = sorted(
             share,
@@ -255,97 +284,163 @@ def _shared_out(problem: _Problem, moments: list[int], shares: list[Counter[str]
     return choices
 
 
-def _least_resident(problem: _Problem, block: int) -> str:
+def _everything(problem: Problem, *, again: bool) -> list[str]:
+    """The choices that hold the least; ``again``: with all regions run again."""
+    return [
+        REGION if again and block in problem.region_of else _least_resident(problem, block)
+        for block in range(len(problem.trace.blocks))
+    ]
+
+
+def _least_resident(problem: Problem, block: int) -> str:
     return min(
         problem.options(block), key=lambda each: (each[1].resident_bytes, each[1].moved_bytes)
     )[0]
 
 
-_Key = tuple[tuple[tuple[str, Option], ...], tuple[bool, ...]]
+def _run(problem: Problem, choices: Sequence[str], windows: Windows) -> Forecast:
+    options = [problem.option(block, name) for block, name in enumerate(choices)]
+    return simulate(problem.trace, options, windows, problem.running_again(choices))
 
 
-def _key(problem: _Problem, moments: list[int], block: int) -> _Key:
-    alive = tuple(problem.is_alive(block, at) for at in moments)
-    return tuple(problem.options(block)), alive
+@dataclass(frozen=True, slots=True)
+class _Change:
+    """Other choices for a block, or for all members of a region."""
+
+    updates: tuple[tuple[int, str], ...]
+    seconds: float
+    """That it adds to the step."""
+    freed: int
+    """Bytes at the moment in question."""
+    is_whole: bool = False
+    """It is a region's."""
+
+    @property
+    def place(self) -> tuple[int, str]:
+        """The earliest saved first."""
+        return self.updates[0]
 
 
-def _keys(problem: _Problem, moments: list[int]) -> list[_Key]:
-    return list(Counter(_key(problem, moments, b) for b in range(len(problem.trace.blocks))))
+def _changes(
+    problem: Problem, choices: Sequence[str], at: int | None, link_seconds: float
+) -> list[_Change]:
+    """All single changes, with what they free in the interval before the moment ``at``; ``None``: what each
+    block holds from its save to its free, as if all were alive at once."""
+    changes = []
+    for block, name in enumerate(choices):
+        if name == REGION or (at is not None and not problem.is_alive(block, at)):
+            continue
+        now = problem.option(block, name)
+        for other, option in problem.options(block):
+            if other != name:
+                freed = now.resident_bytes - option.resident_bytes
+                changes.append(_Change(((block, other),), _added(now, option, link_seconds), freed))
+    for index in range(len(problem.regions)):
+        changes += _changes_of(problem, choices, index, at, link_seconds)
+    return changes
 
 
-def _groups(
-    problem: _Problem, moments: list[int]
-) -> list[tuple[list[tuple[str, Option]], tuple[bool, ...], int]]:
-    """Blocks that no price tells apart: their options, at which moments they are alive, how many."""
-    counted = Counter(_key(problem, moments, b) for b in range(len(problem.trace.blocks)))
-    return [(list(options), alive, count) for (options, alive), count in counted.items()]
+def _changes_of(
+    problem: Problem, choices: Sequence[str], index: int, at: int | None, link_seconds: float
+) -> list[_Change]:
+    """Run a region again; or no longer, with its members in place, or held by what holds the least."""
+    region = problem.regions[index]
+    seconds = region.save_seconds + region.use_seconds
+    alive = {each for each in region.members if at is None or problem.is_alive(each, at)}
+    returned = 0 if at is None else problem.returned_bytes(index, at)
+
+    def held(names: Sequence[str]) -> tuple[float, int]:
+        """What such choices of the members take, and hold."""
+        options = [
+            problem.option(each, name) for each, name in zip(region.members, names, strict=True)
+        ]
+        nbytes = sum(
+            option.resident_bytes
+            for each, option in zip(region.members, options, strict=True)
+            if each in alive
+        )
+        return sum(_added(_NOTHING, option, link_seconds) for option in options), nbytes
+
+    if choices[region.members[0]] != REGION:
+        cost, nbytes = held([choices[each] for each in region.members])
+        updates = tuple((each, REGION) for each in region.members)
+        return [_Change(updates, seconds - cost, nbytes - returned, is_whole=True)]
+    found = []
+    least = [_least_resident(problem, each) for each in region.members]
+    for names in (["keep"] * len(least), least):
+        cost, nbytes = held(names)
+        updates = tuple(zip(region.members, names, strict=True))
+        found.append(_Change(updates, cost - seconds, returned - nbytes, is_whole=True))
+    return found
 
 
-def _options(problem: _Problem, choices: Sequence[str]) -> list[Option]:
-    return [block.options[name] for block, name in zip(problem.trace.blocks, choices, strict=True)]
+def _with(choices: Sequence[str], changes: Sequence[_Change]) -> list[str]:
+    changed = list(choices)
+    for change in changes:
+        if changed[change.updates[0][0]] == REGION and not change.is_whole:
+            continue  # its region runs again, by an earlier change
+        for block, name in change.updates:
+            changed[block] = name
+    return changed
 
 
-def _improve(problem: _Problem, start: _Candidate) -> Solution:
+def _improve(problem: Problem, windows: Windows, start: _Candidate) -> Solution:
     """Change single choices until the peak fits, then use the memory that is left."""
-    trace, budget, windows = problem.trace, problem.budget, problem.windows
-    choices = list(start.choices)
-    forecast = simulate(trace, _options(problem, choices), windows)
+    budget, choices = problem.budget, list(start.choices)
+    forecast = _run(problem, choices, windows)
     # Repair: at the moment of the peak, the change that frees a byte at the least cost; the earliest saved
     # first among equals, since its write has the most time. As many at once as the excess needs.
     for _ in range(64):
         excess = forecast.peak_bytes - budget
         if excess <= 0:
             break
-        changes = []
-        for block in range(len(choices)):
-            if not problem.is_alive(block, forecast.peak_moment):
-                continue
-            now = trace.blocks[block].options[choices[block]]
-            for name, option in problem.options(block):
-                freed = now.resident_bytes - option.resident_bytes
-                if freed > 0:
-                    changes.append(
-                        (_added(now, option, start.link_seconds) / freed, block, name, freed)
-                    )
+        changes = [
+            each
+            for each in _changes(problem, choices, forecast.peak_moment, start.link_seconds)
+            if each.freed > 0
+        ]
         if not changes:
             break
-        changes.sort()
+        changes.sort(key=lambda each: (each.seconds / each.freed, each.place))
         changed: set[int] = set()
-        for _cost, block, name, freed in changes:
+        taken = []
+        for change in changes:
             if excess <= 0:
                 break
-            if block not in changed:
-                choices[block] = name
-                changed.add(block)
-                excess -= freed
-        forecast = simulate(trace, _options(problem, choices), windows)
+            blocks = {block for block, _name in change.updates}
+            if not blocks & changed:
+                taken.append(change)
+                changed |= blocks
+                excess -= change.freed
+        choices = _with(choices, taken)
+        forecast = _run(problem, choices, windows)
     if forecast.peak_bytes <= budget:
-        choices, forecast = _fill(problem, choices, forecast, start.link_seconds)
+        choices, forecast = _fill(problem, windows, choices, forecast, start.link_seconds)
     return Solution(tuple(choices), windows, forecast, 0.0, fits=forecast.peak_bytes <= budget)
 
 
 def _fill(
-    problem: _Problem, choices: list[str], forecast: Forecast, link_seconds: float
+    problem: Problem,
+    windows: Windows,
+    choices: list[str],
+    forecast: Forecast,
+    link_seconds: float,
 ) -> tuple[list[str], Forecast]:
     """Undo the dearest changes for which there is space: by the seconds that a byte saves, the latest saved
     first among equals, halving the number tried when the peak or the time rises."""
-    trace = problem.trace
-    gains = []
-    for block, name in enumerate(choices):
-        now = trace.blocks[block].options[name]
-        for other, option in problem.options(block):
-            added = option.resident_bytes - now.resident_bytes
-            gain = -_added(now, option, link_seconds)
-            if other != name and gain > 0:
-                gains.append((gain / added if added > 0 else float("inf"), block, other))
-    gains.sort(reverse=True)
+    gains = [each for each in _changes(problem, choices, None, link_seconds) if each.seconds < 0]
+    gains.sort(
+        key=lambda each: (
+            each.seconds / each.freed if each.freed < 0 else float("inf"),
+            each.place,
+        ),
+        reverse=True,
+    )
     at, count, tries = 0, max(1, len(gains) // 2), 0
     while at < len(gains) and tries < 40:
         tries += 1
-        tried = list(choices)
-        for _gain, block, other in gains[at : at + count]:
-            tried[block] = other
-        outcome = simulate(trace, _options(problem, tried), problem.windows)
+        tried = _with(choices, gains[at : at + count])
+        outcome = _run(problem, tried, windows)
         if (
             outcome.peak_bytes <= problem.budget
             and outcome.step_seconds <= forecast.step_seconds + 1e-12

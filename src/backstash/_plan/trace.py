@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from ..errors import UsageError
 
-__all__ = ["Links", "Moment", "Option", "Trace", "TracedBlock"]
+__all__ = ["Links", "Moment", "Option", "Trace", "TracedBlock", "TracedRegion"]
 
 _FORMAT = 1
 
@@ -60,6 +60,24 @@ class Moment:
 
 
 @dataclass(frozen=True, slots=True)
+class TracedRegion:
+    """One forward of a module that can run again in backward, instead of what it saves being held."""
+
+    name: str
+    """The module's path with ``*`` for numbers."""
+    members: tuple[int, ...]
+    """The blocks that are let go then, as indices in ``Trace.blocks``: what nothing else saves."""
+    save_seconds: float = 0.0
+    """What noting their bytes adds when they are saved."""
+    use_seconds: float = 0.0
+    """What the second run adds at the first use of one of them."""
+    beside_bytes: int = 0
+    """Made again beside them, and freed when the second run has ended."""
+    index: int = 0
+    """The how many-th forward of this name in the step."""
+
+
+@dataclass(frozen=True, slots=True)
 class Links:
     """How fast bytes move to the tier below and back, in bytes per second, with what each transfer takes."""
 
@@ -82,6 +100,8 @@ class Trace:
     runs_ahead: bool = False
     """Whether what asks for memory is ahead of what computes, as a host of its accelerator: then a block on its
     way down is in memory until the window is full."""
+    regions: tuple[TracedRegion, ...] = ()
+    """What can run again as a whole; no block is a member of two."""
 
     @property
     def compute_seconds(self) -> float:
@@ -129,6 +149,10 @@ class Trace:
                 values["tail_seconds"],
                 values["tail_other_bytes"],
                 bool(values.get("runs_ahead", False)),
+                tuple(
+                    TracedRegion(**{**each, "members": tuple(each["members"])})
+                    for each in values.get("regions", ())
+                ),
             )
         except (KeyError, TypeError, AttributeError) as error:
             raise UsageError(f"this is no trace of a step: {error!r}") from error

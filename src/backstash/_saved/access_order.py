@@ -100,6 +100,7 @@ class AccessPredictor(Generic[_B]):
         self._blocks = 0  # so far
         self.passes = 0
         """How many have begun."""
+        self._is_begun = False  # the current one, before its first block
         self._learned: OrderedDict[int, AccessHistory] = OrderedDict()
 
     def add(self, block: _B, apart: ForwardPass[_B] | None = None) -> None:
@@ -117,7 +118,9 @@ class AccessPredictor(Generic[_B]):
         current = self._current
         blocks = current.blocks
         if not blocks:
-            self.passes += 1
+            if not self._is_begun:
+                self.passes += 1
+            self._is_begun = False
         block.cleanup.serial = self._blocks
         self._blocks += 1
         if len(blocks) >= current.sweep_at:
@@ -126,6 +129,20 @@ class AccessPredictor(Generic[_B]):
         block.forward_pass = current
         block.index = len(blocks)
         blocks.append(weakref.ref(block))
+
+    @property
+    def blocks(self) -> int:
+        """How many there were, so far: the number of the next one."""
+        return self._blocks
+
+    def begin(self) -> None:
+        """Begin a new pass now, where the next block would."""
+        if self._current.seen:
+            self._conclude(self._current)
+            self._current = ForwardPass(self._current)
+        if not self._current.blocks and not self._is_begun:
+            self.passes += 1
+            self._is_begun = True
 
     def forget(self) -> None:
         """No block is alive any more."""

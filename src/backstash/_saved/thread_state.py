@@ -58,6 +58,7 @@ class ThreadState:
     __slots__ = (
         "apart",
         "expecting",
+        "is_tried",
         "latest",
         "nested_bytes",
         "nested_saves",
@@ -90,6 +91,9 @@ class ThreadState:
         # While a region's forward runs again: that it does, the modules around it (outermost first), and the
         # forward pass that its blocks are of.
         self.runs_again = False
+        self.is_tried = (
+            False  # a region's, which the plan says runs again, and which may have to be held
+        )
         self.outer: list[Any] = []
         self.apart: Any = None
         self.saves = self.small_saves = self.small_bytes = 0  # see Counts

@@ -26,6 +26,7 @@ __all__ = [
     "limit",
     "memory",
     "new_file",
+    "recompute_option",
     "size",
     "without_accelerator",
     "words",
@@ -214,3 +215,15 @@ def words(allowed: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
         return chosen
 
     return parse
+
+
+def recompute_option(parser: Parser) -> None:
+    """``--recompute PATTERN``, any number of times."""
+    parser.add_argument(
+        "--recompute",
+        metavar="PATTERN",
+        action="append",
+        default=[],
+        help="modules that may run again in backward, by path: 'model.layers.*'; as many do as pay within "
+        "the budget, and with --keep all. What a forward does outside of tensors is done twice",
+    )

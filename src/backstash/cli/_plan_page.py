@@ -14,7 +14,9 @@ _PLACES = {
     "disk": ("on disk", "disk"),
     "recompute": ("recomputed", "recomputed"),
     "pack": ("packed", "packed"),
+    "region": ("let go, as its module runs again", "recomputed"),
 }
+_RUNS = {"region": "run again", "once": "run once"}
 _FIGURES = {
     "plain": "with everything in place, by the simulation",
     "predicted": "predicted, under the plan",
@@ -64,6 +66,17 @@ def plan_section(plan: dict[str, Any]) -> dict[str, Any]:
                     each["reason"],
                 ]
                 for each in plan["classes"]
+            ]
+            + [
+                [
+                    f"{each['name']}, the module as a whole",
+                    each["forwards"],
+                    each["nbytes"],
+                    ", ".join(f"{count} {_RUNS[choice]}" for choice, count in each["choices"]),
+                    each["seconds"],
+                    each["reason"],
+                ]
+                for each in plan.get("regions", ())
             ],
         },
     }

@@ -14,6 +14,7 @@ from ..report import StepMarks
 from ..units import format_bytes
 from ._machine import machine, versions
 from ._plan_page import moved_by_choice
+from ._recompute import RecomputedModules
 from ._say import say
 
 __all__ = ["Session"]
@@ -36,6 +37,7 @@ class Session:
         warnings.filterwarnings("ignore", "budget=1 B cannot be kept", StashWarning)
         self._stash = Stash(budget=1, disk=plan["disk"], name="backstash plan")
         self._stash.__enter__()
+        self._recomputed = RecomputedModules(self._stash, plan["recompute"])
         self._marks = StepMarks(then=self._stepped)
 
     def _stepped(self) -> None:
@@ -54,6 +56,9 @@ class Session:
             outcome: how the script has ended; it is only named.
         """
         self._marks.remove()
+        self._recomputed.remove()
+        if self._recomputed.note:
+            say(f"backstash plan: {self._recomputed.note}")
         try:
             self._stash.__exit__(None, None, None)
         except StashError as problem:
@@ -107,7 +112,8 @@ def table(command: str, plans: list[Plan]) -> str:
         if plan.predicted is None:
             continue
         sums = moved_by_choice(plan.as_dict()["classes"])
-        parts = (sums["keep"], sums["host"] + sums["disk"], sums["recompute"], sums["pack"])
+        again = sums["recompute"] + sums["region"]
+        parts = (sums["keep"], sums["host"] + sums["disk"], again, sums["pack"])
         bound = f"{plan.bound.step_seconds:.3f} s" if plan.bound is not None else "-"
         note = ""
         if plan.state == "too small":

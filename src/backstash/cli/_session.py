@@ -25,6 +25,7 @@ from ._first_backward import FirstBackward
 from ._live import Live
 from ._machine import machine, versions
 from ._ranks import DIED, Ranks
+from ._recompute import RecomputedModules
 from ._resident import resident_bytes, resident_peak_bytes
 from ._run_page import run_page
 from ._selective import SelectiveCheckpoints
@@ -90,6 +91,7 @@ class Session:
             plan=plan["plan"],
         )
         self._stash.__enter__()
+        self._recomputed = RecomputedModules(self._stash, plan["recompute"])
         self._selective = SelectiveCheckpoints()
         self._marks = StepMarks(then=self._stepped)
         self._line: Timeline | None = None
@@ -147,6 +149,9 @@ class Session:
         seconds = time.perf_counter() - self._started
         self._marks.remove()
         self._selective.remove()
+        self._recomputed.remove()
+        if self._recomputed.note:
+            self._notes.append(self._recomputed.note)
         if self._selective.note:
             self._notes.append(self._selective.note)
         if self._line is not None:

@@ -6,7 +6,7 @@ import argparse
 import shlex
 from collections.abc import Sequence
 
-from ._arguments import Parser, directory, memory, new_file
+from ._arguments import Parser, directory, memory, new_file, recompute_option
 from ._launch import check, replace_process, split
 from ._scratch import scratch
 
@@ -45,6 +45,10 @@ def main(arguments: Sequence[str]) -> int:
     own, is_module, rest = split(parser, list(arguments))
     options = parser.read(own)
     check(parser, is_module, rest)
+    if options.recompute and options.fake:
+        parser.error(
+            "--recompute with --fake: whether modules run again is planned from real steps alone"
+        )
     if options.disk is None and not options.fake:
         found = scratch()
         if found is None:
@@ -57,6 +61,7 @@ def main(arguments: Sequence[str]) -> int:
         "is_module": is_module,
         "disk": options.disk,
         "budgets": options.budget,
+        "recompute": options.recompute,
         "json": options.json,
         "trace": options.trace,
         "quiet": False,
@@ -77,6 +82,7 @@ def _parser() -> Parser:
         type=directory,
         help="where what moves goes to (default: the directory on a disk with the most free space)",
     )
+    recompute_option(parser)
     add(
         "--fake",
         action="store_true",

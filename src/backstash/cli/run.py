@@ -19,6 +19,7 @@ from ._arguments import (
     limit,
     memory,
     new_file,
+    recompute_option,
     size,
     without_accelerator,
 )
@@ -136,6 +137,7 @@ def _parser() -> Parser:
         type=new_file,
         help="write the plan that was followed to FILE",
     )
+    recompute_option(parser)
     add(
         "--keep",
         metavar="SIZE",
@@ -295,6 +297,7 @@ def _plan(
         "budget": options.budget,
         "plan": options.plan,
         "save_plan": options.save_plan,
+        "recompute": options.recompute,
         "scratch": options.scratch,
         "report": options.report,
         "compare": options.compare,

@@ -1,0 +1,200 @@
+"""Forwards of named modules in a step: counted, recorded where the step is measured, and which run again.
+
+A forward is known by the path of its module, with ``*`` for numbers, and by the how many-th of that name it is
+in the step. What it saves is told apart by numbers, too: those that something outside saves again stay.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from .trace import TracedRegion
+
+__all__ = ["AGAIN", "ONCE", "TRACED", "Forward", "Regions", "Stays", "name_of", "traced_regions"]
+
+AGAIN = "again"
+"""The forward runs again: what it saves is let go."""
+ONCE = "once"
+"""What it saves is held as what anything else saves."""
+TRACED = "traced"
+"""Likewise, and it is noted what that is."""
+
+Stays = Mapping[tuple[str, int], frozenset[int]]
+"""By the name of a forward and the how many-th it is: the numbers of its saves that are not let go."""
+
+_NUMBER = re.compile(r"\d+")
+
+
+def name_of(path: str) -> str:
+    """What the paths of like modules have in common."""
+    return _NUMBER.sub("*", path)
+
+
+@dataclass(slots=True)
+class Forward:
+    """One forward of a named module in a recorded step."""
+
+    name: str
+    index: int
+    saved: dict[int, int] = field(default_factory=dict)
+    """By the number of a save in it: the block, where this save made it; or one before in it."""
+    again: Counter[int] = field(default_factory=Counter)
+    """How often each of these was saved once more in it."""
+    nbytes: int = 0
+    """Of these blocks."""
+    told_seconds: float = 0.0
+    """What noting their bytes takes."""
+    can_run_again: bool = False
+    """A second run was alike."""
+    seconds: float = 0.0
+    """What the forward took, without what the stash added."""
+
+    def add(self, number: int, block: int, nbytes: int, *, is_new: bool) -> None:
+        """A save of it made a block, or was of one that is known."""
+        if is_new:
+            self.nbytes += nbytes
+        elif block in self.saved.values():
+            self.again[block] += 1
+        else:
+            return  # saved outside before: it is held anyhow
+        self.saved[number] = block
+
+
+class Regions:
+    """Counts the forwards of named modules, and says of each whether it runs again.
+
+    The caller holds the stash's lock.
+    """
+
+    def __init__(self) -> None:
+        self._counts: Counter[str] = Counter()
+        self._paths: set[str] = set()
+        self._choices: dict[str, list[bool]] = {}
+        self._known: set[str] = set()  # names that were met while steps were measured
+        self._stays: dict[tuple[str, int], frozenset[int]] = {}
+        self._bytes: dict[str, int] = {}
+        self._forwards: list[Forward] = []
+        self._again: Counter[int] = Counter()  # blocks that were saved again, anywhere
+
+    def begin_step(self) -> None:
+        """None has begun in this step."""
+        self._counts.clear()
+        self._paths.clear()
+
+    def is_repeated(self, path: str) -> bool:
+        """Whether the module at ``path`` has run in this step already; from now on it has."""
+        if path in self._paths:
+            return True
+        self._paths.add(path)
+        return False
+
+    def begin(self, name: str) -> int:
+        """One more forward of this name; how many were before it."""
+        index = self._counts[name]
+        self._counts[name] = index + 1
+        return index
+
+    def runs_again(self, name: str, index: int) -> bool:
+        """Under a plan. What the plan does not know, since it was named later, does."""
+        choices = self._choices.get(name)
+        if choices is None:
+            return name not in self._known
+        return index < len(choices) and choices[index]
+
+    def can_be_followed(self, traced: Iterable[TracedRegion]) -> bool:
+        """Whether all that are to run again can; ``traced``: those of the latest step that can."""
+        can = {(each.name, each.index) for each in traced}
+        return all(
+            (name, index) in can
+            for name, choices in self._choices.items()
+            for index, runs in enumerate(choices)
+            if runs
+        )
+
+    def stays(self, name: str, index: int) -> frozenset[int]:
+        """The numbers of the saves in it that something outside saves again."""
+        return self._stays.get((name, index), frozenset())
+
+    @property
+    def all_stays(self) -> Stays:
+        """See :meth:`stays`."""
+        return dict(self._stays)
+
+    def bytes_of(self, name: str) -> int:
+        """The most bytes that one of this name saved, as far as was recorded."""
+        return self._bytes.get(name, 0)
+
+    def meet(self, name: str) -> None:
+        """A step that is measured has a forward of this name, which may yet be refused."""
+        self._known.add(name)
+
+    def record(self, name: str, index: int) -> tuple[Forward, int]:
+        """A forward that is to be recorded, and its number among those of the step."""
+        forward = Forward(name, index)
+        self._forwards.append(forward)
+        return forward, len(self._forwards) - 1
+
+    def saved_again(self, block: int) -> None:
+        """While a step is recorded: a block that is known was saved once more."""
+        self._again[block] += 1
+
+    def take(self) -> list[Forward]:
+        """The forwards of the step that has ended; what stays in each is known then."""
+        taken, self._forwards = self._forwards, []
+        again, self._again = self._again, Counter()
+        for each in taken:
+            shared = {
+                number for number, block in each.saved.items() if again[block] > each.again[block]
+            }
+            key = each.name, each.index
+            self._stays[key] = self.stays(*key) | shared
+            self._bytes[each.name] = max(self.bytes_of(each.name), each.nbytes)
+        return taken
+
+    def follow(self, choices: Mapping[str, Sequence[bool]], stays: Stays) -> None:
+        """From now on, run those again of which the plan says so."""
+        self._choices = {name: [*each] for name, each in choices.items()}
+        self._known.update(choices)
+        for key, numbers in stays.items():
+            self._stays[key] = self.stays(*key) | numbers
+
+
+def traced_regions(
+    forwards: Iterable[Forward],
+    stays: Stays,
+    blocks: Sequence[Any],
+    index: Mapping[int, int],
+) -> tuple[TracedRegion, ...]:
+    """Of a recorded step's forwards, those that can run again and would free something.
+
+    Args:
+        forwards: of the step.
+        stays: see :meth:`Regions.stays`.
+        blocks: of the trace.
+        index: by a block's number, its index among these.
+    """
+    found: list[TracedRegion] = []
+    for each in forwards:
+        held = stays.get((each.name, each.index), frozenset())
+        kept = {block for number, block in each.saved.items() if number in held}
+        members = sorted(
+            {index[block] for block in each.saved.values() if block in index and block not in kept}
+        )
+        if not each.can_run_again or not members:
+            continue
+        beside = sum(blocks[index[block]].nbytes for block in kept if block in index)
+        found.append(
+            TracedRegion(
+                each.name,
+                tuple(members),
+                each.told_seconds,
+                each.seconds + each.told_seconds,
+                beside,
+                each.index,
+            )
+        )
+    return tuple(found)

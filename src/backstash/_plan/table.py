@@ -1,0 +1,127 @@
+"""What no price tells apart: blocks with like options at the same moments, and regions of like parts."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from .trace import Option, Trace, TracedRegion
+
+__all__ = ["REGION", "Composite", "Group", "Problem", "Table"]
+
+REGION = "region"
+"""The choice of the members of a region that runs again."""
+
+
+@dataclass(slots=True)
+class Problem:
+    """What is to be solved; the arguments are those of :func:`backstash._plan.solve.solve`."""
+
+    trace: Trace
+    budget: int
+    allowed: Sequence[str]
+    reserved_bytes: tuple[int, int] = (0, 0)
+    """Of the budget, in forward and in backward, for what is under way."""
+    saves: dict[int, int] = field(default_factory=dict)
+    frees: dict[int, int] = field(default_factory=dict)
+    first_use: int = 0
+    regions: tuple[TracedRegion, ...] = ()
+    region_of: dict[int, int] = field(default_factory=dict)
+    """By block, the region that it is a member of."""
+    returns: list[int] = field(default_factory=list)
+    """Of each region, the index of the first moment at which one of its members is used."""
+
+    def __post_init__(self) -> None:
+        moments = self.trace.moments
+        self.saves, self.frees = self.trace.span("save"), self.trace.span("free")
+        uses = self.trace.span("use")
+        self.first_use = min(uses.values(), default=len(moments))
+        if REGION in self.allowed:
+            self.regions = self.trace.regions
+        for at, region in enumerate(self.regions):
+            self.region_of |= dict.fromkeys(region.members, at)
+            used = (uses[each] for each in region.members if each in uses)
+            self.returns.append(min(used, default=len(moments)))
+
+    def options(self, block: int) -> list[tuple[str, Option]]:
+        """Those that may be chosen, but for the region's."""
+        known = self.trace.blocks[block].options
+        return [(name, known[name]) for name in self.allowed if name in known]
+
+    def is_alive(self, block: int, at: int) -> bool:
+        """Whether the block is saved and not freed in the interval before this moment."""
+        return self.saves[block] < at <= self.frees.get(block, len(self.trace.moments))
+
+    def returned_bytes(self, region: int, at: int) -> int:
+        """Of a region that runs again, what is in memory in the interval before this moment."""
+        if at <= self.returns[region]:
+            return 0
+        members, blocks = self.regions[region].members, self.trace.blocks
+        return sum(blocks[each].nbytes for each in members if self.is_alive(each, at))
+
+    def capacity(self, at: int) -> int:
+        """Bytes that may be resident in the interval before this moment."""
+        moments = self.trace.moments
+        other = moments[at].other_bytes if at < len(moments) else self.trace.tail_other_bytes
+        return self.budget - other - self.reserved_bytes[at > self.first_use]
+
+    def option(self, block: int, name: str) -> Option:
+        """What a choice is; a region's has its costs itself."""
+        return _NOTHING if name == REGION else self.trace.blocks[block].options[name]
+
+    def running_again(self, choices: Sequence[str]) -> list[int]:
+        """The regions that do."""
+        return [at for at, each in enumerate(self.regions) if choices[each.members[0]] == REGION]
+
+
+_NOTHING = Option(0)
+
+
+@dataclass(slots=True)
+class Group:
+    """Blocks that no price tells apart."""
+
+    options: list[tuple[str, Option]]
+    alive: tuple[bool, ...]
+    """At which moments."""
+    count: int = 0
+    """How many, members of regions left out."""
+
+
+@dataclass(slots=True)
+class Composite:
+    """Regions that no price tells apart: each runs again, or every member has a choice of its own."""
+
+    seconds: float
+    returned: tuple[int, ...]
+    """Bytes that are in memory again at each moment."""
+    parts: tuple[tuple[int, int], ...]
+    """The groups of its members, and how many are of each."""
+    regions: list[int] = field(default_factory=list)
+
+
+class Table:
+    """Groups and composites of a problem at some moments."""
+
+    def __init__(self, problem: Problem, moments: Sequence[int]) -> None:
+        found: dict[tuple[tuple[tuple[str, Option], ...], tuple[bool, ...]], int] = {}
+        self.groups: list[Group] = []
+        self.group_of: list[int] = []
+        for block in range(len(problem.trace.blocks)):
+            options = problem.options(block)
+            alive = tuple(problem.is_alive(block, at) for at in moments)
+            at = found.setdefault((tuple(options), alive), len(self.groups))
+            if at == len(self.groups):
+                self.groups.append(Group(options, alive))
+            self.group_of.append(at)
+            self.groups[at].count += block not in problem.region_of
+        composites: dict[tuple[float, tuple[int, ...], tuple[tuple[int, int], ...]], Composite] = {}
+        for index, region in enumerate(problem.regions):
+            key = (
+                region.save_seconds + region.use_seconds,
+                tuple(problem.returned_bytes(index, at) for at in moments),
+                tuple(sorted(Counter(self.group_of[each] for each in region.members).items())),
+            )
+            composites.setdefault(key, Composite(*key)).regions.append(index)
+        self.composites = [*composites.values()]

@@ -1,0 +1,145 @@
+"""What a plan has to do with one forward of a region: whether it runs again, and what is recorded of it.
+
+While steps are measured no region runs again: what each saves is held as what anything else saves, so that it
+is known what that costs, and which of it something outside saves, too. A second run is tried, and compared.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from ._admission import Admission
+from ._plan.regions import TRACED, Forward
+from ._planner import Planner
+from ._saved.entry import Entry
+from ._session import Session
+from ._torch.modules import module_path
+
+__all__ = ["TOLD_RATE", "Once", "Planned"]
+
+TOLD_RATE = 5e-10  # seconds a byte for a fingerprint, until it was measured
+
+
+class _Region(Protocol):
+    session: Session
+    told_rate: float
+
+
+class Once:
+    """The pack hook of a region that runs once: the stash's.
+
+    What it is given is packed as if it ran again, so that it is of the same class, and held as long as it runs.
+    """
+
+    __slots__ = ("_admission", "_inputs", "_pack")
+
+    def __init__(
+        self, pack: Callable[[Tensor], object], admission: Admission, inputs: list[Any]
+    ) -> None:
+        self._pack = pack
+        self._admission = admission
+        self._inputs = inputs
+
+    def __call__(self, tensor: Tensor) -> object:
+        """See :meth:`Admission.hook`."""
+        return self._pack(tensor)
+
+    def steps_aside(self) -> None:
+        """A transform of ``torch.func`` runs without hooks."""
+        self._admission.stepped_aside()
+
+
+class Planned:
+    """One forward of a region, under a planner that decides whether it runs again.
+
+    Args:
+        region: whose forward it is.
+        planner: of the CPU's tensors.
+        path: of its module.
+    """
+
+    def __init__(self, region: _Region, planner: Planner, path: str) -> None:
+        self._region = region
+        self._planner = planner
+        self._session = region.session
+        self.forward: Forward | None = None
+        """Where it is recorded, it does not run again."""
+        self.may_try = True
+        """Whether a second run may be made now, to be compared."""
+        self._number = -1
+        self._latest = -1  # block, before it began
+        self._told_seconds = 0.0
+        self._entered = False
+        with self._session.section.lock, self._session.section:
+            self._session.begin_step()
+            self.name, self._index = planner.begin_forward(path)
+            assert planner.regions is not None
+            self._stays = planner.regions.stays(self.name, self._index)
+
+    @classmethod
+    def of(cls, region: _Region, modules: list[nn.Module]) -> Planned | None:
+        """``None``: nobody plans, or nothing can move where less is let go."""
+        planner = region.session.planners.get(0)
+        if planner is None or planner.regions is None:
+            return None
+        return cls(region, planner, module_path(modules))
+
+    def begin(self) -> str:
+        """What is done with it: see :mod:`backstash._plan.regions`."""
+        with self._session.section.lock, self._session.section:
+            way = self._planner.way_of(self.name, self._index)
+            if way == TRACED:
+                self.forward, self._number = self._planner.trace_forward(self.name, self._index)
+                self.may_try = self._planner.may_try(self.name)
+                self._stays = frozenset()
+                self._latest = self._session.predictor.blocks - 1
+            return way
+
+    def enter(self) -> None:
+        """Its forward begins."""
+        if self.forward is not None:
+            self._planner.tell_forward("enter", self._number)
+
+    def leave(self, *, in_order: bool) -> None:
+        """Its forward has ended; ``in_order``: and it is known that it can run again."""
+        if self.forward is not None:
+            self._planner.tell_forward("leave", self._number)
+            self.forward.can_run_again = in_order
+            self.forward.told_seconds = self._region.told_rate * self.forward.nbytes
+
+    def stays_at(self, number: int) -> bool:
+        """Whether the save of this number is not let go, since something outside saves the same."""
+        return number in self._stays
+
+    def pack(self, number: int, tensor: Tensor, pack: Callable[[Tensor], object]) -> object:
+        """Hold what is only recorded."""
+        packed = pack(tensor)
+        if type(packed) is Entry and self.forward is not None:
+            block = packed.block
+            serial = block.cleanup.serial
+            is_new = serial > self._latest
+            self._latest = max(self._latest, serial)
+            self.forward.add(number, serial, block.nbytes, is_new=is_new)
+        return packed
+
+    def told(self, began: float) -> None:
+        """A fingerprint was taken from ``began`` to now."""
+        self._told_seconds += time.perf_counter() - began
+        self.pause(began)
+
+    def pause(self, began: float) -> None:
+        """What was done from ``began`` to now is no part of a step that is recorded."""
+        if self.forward is not None:
+            self._planner.tell_pause(began, time.perf_counter() - began)
+
+    def was_alike(self, nbytes: int) -> None:
+        """It was run again, and gave the same; so many bytes were noted."""
+        if nbytes:
+            self._region.told_rate = self._told_seconds / nbytes
+        if self.forward is not None:
+            self.forward.can_run_again = True
+            self.forward.told_seconds = self._region.told_rate * self.forward.nbytes

@@ -1,0 +1,80 @@
+"""The modules that ``--recompute`` names: found in the script's model when it first runs."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+from .. import Stash
+
+__all__ = ["RecomputedModules", "matching"]
+
+_WRAPPER = "module"  # what DistributedDataParallel puts before a path
+
+
+class RecomputedModules:
+    """Gives the modules whose path matches to ``Stash.recompute``, before the first forward of their model.
+
+    A path is that from the outermost module that runs. Until a model has such modules each forward is looked
+    at; then the hook that does so is gone, since a module with another's hook is not run again.
+
+    Args:
+        stash: of the run.
+        patterns: as a shell has them; ``*`` stands for dots, too. None: nothing is looked at.
+    """
+
+    def __init__(self, stash: Stash, patterns: Sequence[str]) -> None:
+        self._stash = stash
+        self._patterns = tuple(patterns)
+        self.found: list[str] = []
+        """The paths of the modules."""
+        self._known: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._handle: Any = None
+        if patterns:
+            self._handle = register_module_forward_pre_hook(self._look)
+
+    def _look(self, module: nn.Module, _given: Any) -> None:
+        if module in self._known:
+            return
+        self._known.update(module.modules())
+        found = dict(matching(module, self._patterns))
+        if found and not self.found:
+            self.remove()
+            self.found = [*found]
+            self._stash.recompute(*found.values())
+
+    def remove(self) -> None:
+        """Look no more. A second call does nothing."""
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
+
+    @property
+    def note(self) -> str:
+        """That nothing was found; or ``""``."""
+        if self.found or not self._patterns:
+            return ""
+        named = ", ".join(map(repr, self._patterns))
+        return (
+            f"--recompute: no module that ran has a path like {named}, from the outermost one on: "
+            "`backstash profile` prints paths"
+        )
+
+
+def matching(root: nn.Module, patterns: Sequence[str]) -> Iterator[tuple[str, nn.Module]]:
+    """Path and module of those inside ``root`` whose path matches; none that is inside another of them."""
+    inside = ""
+    for path, module in root.named_modules():
+        if inside and path.startswith(inside):
+            continue
+        parts = path.split(".")
+        while parts and parts[0] == _WRAPPER:
+            del parts[0]
+        if path and any(fnmatchcase(each, p) for each in (path, ".".join(parts)) for p in patterns):
+            inside = f"{path}."
+            yield path, module

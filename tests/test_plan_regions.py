@@ -1,0 +1,336 @@
+"""Modules that may run again as a whole, under a plan that decides how many of them do."""
+
+import json
+import random
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+import backstash._planner
+from backstash import Stash
+from backstash._plan.meter import ProcessMeter
+from backstash._plan.regions import AGAIN, ONCE, Regions
+from backstash._plan.trace import Links
+from backstash.plan import Plan
+
+MIB = 1 << 20
+OTHER = 100 * MIB
+LAYERS = 8
+SAVED = LAYERS * 4 * MIB  # of each layer: its input, and three blocks that only it saves
+
+
+class Layer(nn.Module):
+    """Cannot be computed again operation by operation, nor packed; what it is given is saved, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(512))
+
+    def forward(self, x):
+        return torch.erf(torch.erf(torch.erf(x * self.scale) * 1.5) * 1.5) + x
+
+
+@pytest.fixture
+def memory(monkeypatch):
+    """The process's memory as far as a stash has a part in it, over a fixed sum; and a slow disk."""
+    peaks, stashes = [0], []
+
+    def now(meter):
+        held = made.other()
+        for stash in stashes:
+            stats = backstash.stash._levels_of(stash)
+            held += stats[0] + stats[1] + stats[4]
+        peaks[0] = max(peaks[0], held)
+        return held
+
+    monkeypatch.setattr(ProcessMeter, "now", now)
+    monkeypatch.setattr(backstash._planner, "links_of", lambda records: Links(2e6, 2e6))
+
+    def made(**arguments):
+        stash = Stash(min_bytes=0, inflight="2MiB", prefetch="2MiB", **arguments)
+        stashes.append(weakref.ref(stash))
+        return stash
+
+    made.peaks, made.other = peaks, lambda: OTHER
+    return made
+
+
+def model(layer=Layer, layers=LAYERS):
+    return nn.Sequential(*(layer() for _ in range(layers)))
+
+
+def step(net, stash, seed=0, rows=512):
+    x = torch.randn(rows, 512, generator=torch.Generator().manual_seed(seed))
+    with stash:
+        loss = net(x * 2).sum()
+    return [loss.detach(), *torch.autograd.grad(loss, list(net.parameters()))]
+
+
+def same(left, right):
+    return all(map(torch.equal, left, right))
+
+
+def settle(net, stash, steps=10):
+    true = step(net, Stash())
+    for _ in range(steps):
+        assert same(step(net, stash), true)
+        _ = stash.plan
+    return stash.plan
+
+
+def count(plan, name):
+    return sum(n for each in plan.regions for choice, n in each.choices if choice == name)
+
+
+def test_a_plan_decides_how_many_run_again(memory, tmp_path):
+    net, budget = model(), OTHER + SAVED // 2 + 8 * MIB
+    stash = memory(budget=budget, disk=tmp_path)
+    true = step(net, Stash())
+    with stash.recompute(*net):
+        again = []
+        for number in range(10):
+            before, memory.peaks[0] = stash.stats().recomputed_bytes, 0
+            assert same(step(net, stash), true)
+            assert memory.peaks[0] <= budget, number
+            again.append(stash.stats().recomputed_bytes - before)
+            plan = stash.plan
+    assert again[:3] == [0, 0, 0], "while steps are measured, what they save is held"
+    assert plan.state == "planned"
+    assert 1 <= count(plan, "region") < LAYERS
+    assert again[-1] == sum(each.nbytes for each in plan.regions) > 0
+    stash.close()
+
+
+def test_what_fits_runs_once(memory, tmp_path):
+    net, stash = model(), memory(budget=OTHER + 4 * SAVED, disk=tmp_path)
+    with stash.recompute(*net):
+        plan = settle(net, stash)
+    assert plan.state == "left alone" and count(plan, "region") == 0
+    assert stash.stats().recomputed_bytes == 0
+    stash.close()
+
+
+def test_a_plan_with_regions_is_followed_from_a_file(memory, tmp_path):
+    net, budget = model(), OTHER + SAVED // 2 + 8 * MIB
+    stash = memory(budget=budget, disk=tmp_path)
+    with stash.recompute(*net):
+        plan = settle(net, stash)
+    stash.close()
+    path = tmp_path / "plan.json"
+    plan.save(path)
+    assert Plan.load(path) == plan and count(plan, "region")
+    assert "*, run again: region " in str(plan)
+    older = json.loads(path.read_text())
+    del older["regions"]
+    assert Plan.from_dict(older).regions == ()
+
+    again, true = memory(plan=path, disk=tmp_path), step(net, Stash())
+    with again.recompute(*net):
+        for number in range(3):
+            before, memory.peaks[0] = again.stats(), 0
+            assert same(step(net, again), true)
+            after = again.stats()
+            assert after.recomputed_bytes - before.recomputed_bytes == sum(
+                each.nbytes for each in plan.regions
+            )
+            for each in plan.classes:  # what is held until a forward was compared, is none of them
+                held = sum(n for name, n in each.choices if name != "region")
+                assert again._planner._instances[each.name] == held
+            if number:  # in the first, each is tried first, and what it saves moves meanwhile
+                assert after.written_bytes == before.written_bytes
+                assert memory.peaks[0] <= budget
+    again.close()
+
+
+class Ends(nn.Module):
+    """Its last operation saves its result, which the next one saves as its input."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(512))
+
+    def forward(self, x):
+        return torch.exp(-((torch.erf(torch.erf(x * self.scale)) * self.scale).square()))
+
+
+def test_what_something_outside_saves_too_is_not_let_go(memory, tmp_path):
+    net, budget = model(Ends), OTHER + SAVED // 2 + 8 * MIB
+    stash = memory(budget=budget, disk=tmp_path)
+    with stash.recompute(*net):
+        plan = settle(net, stash, steps=12)
+        assert count(plan, "region")
+        assert [len(each) for each in plan.regions[0].stays] == [1] * (LAYERS - 1) + [0]
+        known = {each.name: each.blocks for each in plan.classes}
+        limits, lower = [], stash._planner._lower_limit
+        stash._planner._lower_limit = lambda limit: (limits.append(limit), lower(limit))
+        memory.peaks[0] = 0
+        step(net, stash)
+    assert memory.peaks[0] <= budget
+    assert not limits, "no block of it was of a class that the plan does not know"
+    assert sum(known.values()) == sum(len(each.group) > 0 for each in plan.trace.blocks)
+    stash.close()
+
+
+def test_a_module_that_runs_several_times_is_told_apart_by_its_turns(memory, tmp_path):
+    layer = Layer()
+    net, budget = nn.Sequential(*[layer] * LAYERS), OTHER + SAVED // 2 + 8 * MIB
+    stash = memory(budget=budget, disk=tmp_path)
+    with stash.recompute(layer):
+        plan = settle(net, stash)
+        memory.peaks[0] = 0
+        before = stash.stats().recomputed_bytes
+        step(net, stash)
+    assert memory.peaks[0] <= budget
+    assert 1 <= count(plan, "region") < LAYERS
+    assert stash.stats().recomputed_bytes - before == sum(each.nbytes for each in plan.regions)
+    assert plan.measured is not None, "a step under it saves what it says"
+    kinds = [moment.kind for moment in plan.trace.moments]
+    assert kinds.count("free") == kinds.count("save"), "each of the step, and of no other"
+    stash.close()
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_region_that_is_refused_moves_and_is_planned_for_without(memory, tmp_path, late):
+    """Since its module has another's hook, from the first step on or once the plan is followed."""
+    net, budget = model(), OTHER + SAVED // 2 + 8 * MIB
+    stash = memory(budget=budget, disk=tmp_path)
+    true = step(net, Stash())
+    with stash.recompute(*net):
+        if late:
+            assert count(settle(net, stash), "region")
+        handles = [each.register_forward_hook(lambda *_: None) for each in net]
+        for _ in range(10):
+            memory.peaks[0] = 0
+            assert same(step(net, stash), true)
+            plan = stash.plan
+            assert memory.peaks[0] <= budget
+    assert count(plan, "region") == 0, plan
+    assert plan.state == "planned"
+    assert any("another forward hook" in reason for reason in stash.stats().left)
+    for handle in handles:
+        handle.remove()
+    stash.close()
+
+
+def test_a_region_that_gives_other_bits_is_no_choice(memory, tmp_path):
+    class Counts(Layer):
+        calls = 0
+
+        def forward(self, x):
+            Counts.calls += 1
+            return super().forward(x) + torch.erf(x * self.scale * Counts.calls)
+
+    def run(stash):
+        Counts.calls = 0
+        x = torch.randn(512, 512, generator=torch.Generator().manual_seed(0))
+        with stash:
+            loss = net(x).sum()
+        return torch.autograd.grad(loss, list(net.parameters()))
+
+    net = nn.Sequential(Counts(), *(Layer() for _ in range(LAYERS - 1)))
+    stash = memory(budget=OTHER + SAVED // 2 + 8 * MIB, disk=tmp_path)
+    with stash.recompute(*net):
+        for _ in range(8):
+            run(stash)
+            plan = stash.plan
+    assert plan.state == "planned"
+    assert any("gives other bits" in reason for reason in stash.stats().left)
+    again = [
+        name == "region" for each in plan.regions for name, n in each.choices for _ in range(n)
+    ]
+    assert any(again) and not again[0]
+    stash.close()
+
+
+def test_larger_steps_are_measured_with_none_run_again(memory, tmp_path):
+    net, budget = model(), OTHER + SAVED + 8 * MIB
+    stash = memory(budget=budget, disk=tmp_path)
+    with stash.recompute(*net):
+        for rows in [512] * 8 + [1024] * 10 + [512, 700, 100, 1024]:
+            memory.peaks[0] = 0
+            assert same(step(net, stash, rows=rows), step(net, Stash(), rows=rows))
+            plan = stash.plan
+            assert memory.peaks[0] <= budget, rows
+    assert plan.state == "planned"
+    assert sum(each.nbytes for each in plan.trace.blocks) >= 2 * SAVED
+    assert count(plan, "region"), plan
+    stash.close()
+
+
+class Chance(nn.Module):
+    """Random numbers, statistics, and an activation that saves its result."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.norm = nn.Linear(64, 64), nn.BatchNorm1d(64)
+
+    def forward(self, x):
+        return torch.relu(x + nn.functional.dropout(self.norm(self.linear(x)), 0.3))
+
+
+@pytest.mark.filterwarnings("ignore::backstash.StashWarning")
+@pytest.mark.parametrize("seed", range(4))
+def test_plans_that_change_at_every_step_are_exact(memory, tmp_path, monkeypatch, seed):
+    draw = random.Random(seed)
+
+    def choose(planner, block, tensor):
+        return draw.choice(["", "disk", "pack", "recompute"])
+
+    planner = backstash._planner.Planner
+    monkeypatch.setattr(planner, "choose", choose)
+    monkeypatch.setattr(planner, "way_of", lambda *_: draw.choice([AGAIN, ONCE]))
+
+    def run(net, stash, number):
+        torch.manual_seed(number)
+        x = torch.randn(draw_rows[number], 64)
+        with stash:
+            first = net(x).square().sum()
+            second = net(x + 1).square().sum() if number % 3 == 0 else first
+        if number % 4 == 1:
+            first.backward(retain_graph=True)
+            second = first
+        elif second is not first:
+            first.backward()
+        second.backward()
+        found = [each.grad.clone() for each in net.parameters()]
+        net.zero_grad()
+        return [first.detach(), *found, *map(torch.clone, net.buffers()), torch.get_rng_state()]
+
+    torch.manual_seed(0)
+    net, plain = model(Chance), model(Chance)
+    plain.load_state_dict(net.state_dict())
+    draw_rows = [draw.randint(16, 256) for _ in range(16)]
+    stash = memory(budget=OTHER + MIB, disk=tmp_path)
+    with stash.recompute(*net):
+        for number in range(len(draw_rows)):
+            assert same(run(net, stash, number), run(plain, Stash(), number)), number
+    assert stash.stats().recomputed_bytes
+    assert stash.stats().blocks == 0
+    stash.close()
+
+
+def test_what_a_refused_region_saves_moves(memory, tmp_path):
+    """Beyond those that the plan chooses for; where no region is to let go of a class, the first's choice."""
+    stash = memory(budget=OTHER, disk=tmp_path)
+    planner = stash._planner
+    planner._choices = {"erf #0 1.00 MiB": ["keep"], "sin #0 1.00 MiB": ["keep"]}
+    planner._partly = {"erf #0 1.00 MiB"}
+    for operation, beyond in (("erf", "disk"), ("sin", "keep")):
+        found = []
+        for _ in range(3):
+            planner._ordinals.clear()
+            found.append(planner._choose(("", operation), MIB, 0))
+        assert found == ["keep", beyond, beyond]
+    stash.close()
+
+
+def test_what_the_plan_does_not_know_runs_again_unless_it_was_measured():
+    regions = Regions()
+    regions.meet("seen.*")
+    regions.follow({"some.*": [True, False]}, {("some.*", 1): frozenset([3])})
+    assert regions.runs_again("new.*", 5)
+    assert not regions.runs_again("seen.*", 0)
+    assert [regions.runs_again("some.*", at) for at in range(3)] == [True, False, False]
+    assert regions.stays("some.*", 1) == {3} and not regions.stays("some.*", 0)
