@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import backstash._planner
-from backstash import Action, Stash
+from backstash import Action, Disk, Stash
 from backstash._plan.meter import ProcessMeter
 from backstash.errors import SizeError, StashWarning, UsageError
 from backstash.plan import Plan, usable_bytes
@@ -407,6 +407,19 @@ def test_what_is_free_is_given_back_before_a_step(with_free):
     free[0] = 6 * MIB
     assert run() == moved, "it is no reason to keep less"
     assert given_back == [6 * MIB]
+
+
+def test_a_disk_that_can_hold_less_than_a_budget_needs_makes_it_too_small(memory, tmp_path):
+    disk = Disk(tmp_path, max_bytes=6 * MIB)
+    stash = memory(budget=OTHER + SAVED // 2 + 4 * MIB, disk=disk, inflight="1MiB", prefetch="1MiB")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", StashWarning)  # blocks that find no space
+        plan = settle(model(), stash)
+    assert plan.state == "too small"
+    assert plan.smallest_budget_bytes > OTHER + SAVED - 6 * MIB
+    assert sum(n for each in plan.classes for name, n in each.choices if name == "disk") <= 5
+    stash.close()
+    disk.close()
 
 
 def test_giving_back_takes_a_twentieth_of_the_time_at_most(with_free, monkeypatch):

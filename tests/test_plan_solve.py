@@ -241,3 +241,14 @@ def test_choices_are_near_the_bound_and_the_bound_is_one(regions):
     # What rounding to whole blocks and the windows' own memory cost is in here, too.
     assert statistics.median(gaps) < 0.01
     assert sorted(gaps)[int(0.9 * len(gaps))] < 0.12
+
+
+def test_no_more_moves_than_the_tier_below_can_hold():
+    trace = chain([MIB] * 10, other=0)
+    free = solve(trace, 4 * MIB)
+    assert free.fits and free.choices.count("disk") >= 6
+    held = trace.moving_at_most(3 * MIB, "disk")
+    assert [("disk" in block.options) for block in held.blocks] == [True] * 3 + [False] * 7
+    assert not solve(held, 4 * MIB).fits
+    assert smallest_budget(held) >= 7 * MIB
+    assert solve(held, 8 * MIB).fits

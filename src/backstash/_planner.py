@@ -263,7 +263,10 @@ class Planner:
     def _traced(self, record: StepRecord, links: Links, seconds_per_byte: float = 0.0) -> Trace:
         tier = self._tier or "disk"
         runs_ahead = self._device is not None
-        return trace_of(record, links, seconds_per_byte, tier, runs_ahead=runs_ahead)
+        trace = trace_of(record, links, seconds_per_byte, tier, runs_ahead=runs_ahead)
+        below = self._tiers.tier
+        capacity = below.capacity_bytes if below is not None else None
+        return trace if capacity is None else trace.moving_at_most(capacity * 19 // 20, tier)
 
     def _meet_larger(self, nbytes: int, known_bytes: int) -> None:
         """A step may be larger than those that were planned for: it saves ``nbytes`` where they did

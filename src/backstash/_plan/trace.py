@@ -119,6 +119,19 @@ class Trace:
         )
         return replace(self, moments=moments, tail_other_bytes=self.tail_other_bytes + nbytes)
 
+    def moving_at_most(self, nbytes: int, name: str) -> Trace:
+        """The same step where the tier of this ``name`` can hold so many bytes: what is saved first may go there."""
+        left, blocks = nbytes, []
+        for block in self.blocks:
+            options = dict(block.options)
+            moved = options[name].moved_bytes if name in options else 0
+            if moved > left:
+                del options[name]
+            else:
+                left -= moved
+            blocks.append(replace(block, options=options))
+        return replace(self, blocks=tuple(blocks))
+
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for a JSON file."""
         return {"format": _FORMAT, **asdict(self)}

@@ -28,6 +28,8 @@ class LowerTier(ABC):
     """How long the computing thread waited for room here."""
     note = ""
     """A fallback that was taken, with its reason."""
+    capacity_bytes: int | None = None
+    """The most bytes that it can hold; ``None``: no limit is known."""
 
     @property
     @abstractmethod

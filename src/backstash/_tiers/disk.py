@@ -62,6 +62,11 @@ class DiskTier(LowerTier):
         return self.stalls.seconds
 
     @property
+    def capacity_bytes(self) -> int | None:  # type: ignore[override]
+        """See :attr:`LowerTier.capacity_bytes`."""
+        return self.store.max_bytes
+
+    @property
     def used_bytes(self) -> int:
         """See :attr:`LowerTier.used_bytes`."""
         return self.store.used_bytes

@@ -68,6 +68,14 @@ class HostTier(LowerTier):
         self._coming: deque[weakref.ref[HostLoad]] = deque()  # from disk, ahead of need
 
     @property
+    def capacity_bytes(self) -> int | None:  # type: ignore[override]
+        """See :attr:`LowerTier.capacity_bytes`: of the pinned memory and of the disk."""
+        disk, pinned = self.writeback.disk, self.pool.budget
+        if disk is None or pinned is None:
+            return pinned
+        return None if disk.max_bytes is None else pinned + disk.max_bytes
+
+    @property
     def used_bytes(self) -> int:
         """See :attr:`LowerTier.used_bytes`: of buffers and of the disk."""
         disk = self.writeback.disk

@@ -58,6 +58,8 @@ class Store(ABC):
     """How many calls of ``write`` or ``read`` at a time are worth while."""
     notes: tuple[str, ...]
     """Fallbacks that were taken, each with its reason."""
+    max_bytes: int | None = None
+    """The most bytes that it holds at once, which plans count with; ``None``: no limit is known."""
     lock: Any = None
     """The ``threading.RLock`` that ``reserve``, ``release`` and ``used_bytes`` take, if any: a stash that
     a signal's handler or a finalizer calls while its thread holds it asks nothing of the store."""
