@@ -6,10 +6,10 @@ is known what that costs, and which of it something outside saves, too. A second
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from ._admission import Admission
@@ -58,7 +58,7 @@ class Planned:
 
     Args:
         region: whose forward it is.
-        planner: of the CPU's tensors.
+        planner: of its tensors.
         path: of its module.
     """
 
@@ -81,9 +81,12 @@ class Planned:
             self._stays = planner.regions.stays(self.name, self._index)
 
     @classmethod
-    def of(cls, region: _Region, modules: list[nn.Module]) -> Planned | None:
-        """``None``: nobody plans, or nothing can move where less is let go."""
-        planner = region.session.planners.get(0)
+    def of(cls, region: _Region, modules: list[nn.Module], device: torch.device) -> Planned | None:
+        """``None``: nobody plans for ``device``, or nothing can move where less is let go."""
+        tiers = region.session.tiers_of(device)
+        if isinstance(tiers, str):
+            return None
+        planner = region.session.planners.get(tiers.number)
         if planner is None or planner.regions is None:
             return None
         return cls(region, planner, module_path(modules))
@@ -126,19 +129,21 @@ class Planned:
             self.forward.add(number, serial, block.nbytes, is_new=is_new)
         return packed
 
-    def told(self, began: float) -> None:
-        """A fingerprint was taken from ``began`` to now."""
-        self._told_seconds += time.perf_counter() - began
-        self.pause(began)
+    def told(self, paused: Any) -> None:
+        """A fingerprint was taken since :meth:`pause` gave this."""
+        self._told_seconds += self.resume(paused)
 
-    def pause(self, began: float) -> None:
-        """What was done from ``began`` to now is no part of a step that is recorded."""
-        if self.forward is not None:
-            self._planner.tell_pause(began, time.perf_counter() - began)
+    def pause(self) -> Any:
+        """What is done from now on is no part of a step that is recorded, until :meth:`resume`."""
+        return self._planner.pause() if self.forward is not None else None
+
+    def resume(self, paused: Any) -> float:
+        """See :meth:`pause`; the seconds in between, 0 where no step is recorded."""
+        return self._planner.resume(paused) if paused is not None else 0.0
 
     def was_alike(self, nbytes: int) -> None:
         """It was run again, and gave the same; so many bytes were noted."""
-        if nbytes:
+        if nbytes and self._told_seconds:
             self._region.told_rate = self._told_seconds / nbytes
         if self.forward is not None:
             self.forward.can_run_again = True

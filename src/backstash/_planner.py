@@ -96,7 +96,7 @@ class Planner:
         self._device_name = device.name if device is not None else "cpu"
         # An accelerator's allocator takes its time to answer.
         self._guard_bytes = max(_GUARD_BYTES, (budget or 0) >> 9 if device is not None else 0)
-        self.regions = Regions() if tier is not None and device is None else None
+        self.regions = Regions() if tier is not None else None
         """Of the modules that may run again; ``None``: they do whatever the plan is."""
         self._recording = False
         self._records: list[StepRecord] = []
@@ -240,10 +240,9 @@ class Planner:
             if self._tier is None:
                 self._look_whether_it_fits(second)
             limit = max(0, self._target() - _most_other(second) - sum(self._windows))
-            device = self._device
             if self._budget < self._records[0].samples[0][1]:
                 # No step could be within it, as `backstash plan` wants it: what moving costs is to be learnt.
-                limit = (spare_bytes() if device is None else device.free_bytes()) // 2
+                limit = self._spare_bytes() // 2
                 self._line = self._records[1].peak_bytes + limit
             self._set_limit(limit)
         elif self._solving is None and self._solved is None:
@@ -473,7 +472,8 @@ class Planner:
         return self._is_larger or (self._choices is None and len(self._records) == 1)
 
     def pause(self) -> Any:
-        """What is done until :meth:`was_priced` is given what this returns is no part of the step."""
+        """What is done until :meth:`was_priced` or :meth:`resume` is given what this returns is no part of the
+        step."""
         return self._meter.pause()
 
     def was_priced(self, block: Block, paused: Any, prices: Mapping[str, Option | None]) -> None:
@@ -527,9 +527,9 @@ class Planner:
         """``"enter"`` or ``"leave"``: that one begins or ends now."""
         self._meter.hear((kind, time.perf_counter(), 0.0, 0, number))
 
-    def tell_pause(self, began: float, seconds: float) -> None:
-        """What a region was tried by is no part of the step."""
-        self._meter.hear(("stall", began, seconds, 0, -1))
+    def resume(self, paused: Any) -> float:
+        """What a region was tried by since :meth:`pause` is no part of the step. Returns its seconds."""
+        return self._meter.resume(paused)
 
     def may_try(self, name: str) -> bool:
         """Whether a forward of this name may run twice now, to be compared: when it is known that not
@@ -539,7 +539,7 @@ class Planner:
         if not self.asks_prices or not nbytes:
             return False
         if self._budget < self._records[0].samples[0][1]:  # no step could be within it
-            return nbytes < spare_bytes() // 2
+            return nbytes < self._spare_bytes() // 2
         return self._has_room(nbytes)
 
     def saved_again(self, block: Block) -> None:
@@ -605,6 +605,10 @@ class Planner:
         held = self._meter.now()
         self._highest_bytes = max(self._highest_bytes, held)
         return held
+
+    def _spare_bytes(self) -> int:
+        """What can still be taken."""
+        return spare_bytes() if self._device is None else self._device.free_bytes()
 
     def _release(self) -> bool:
         """Give back what is free, but where that took more than a twentieth of the time; whether it did."""

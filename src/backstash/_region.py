@@ -17,7 +17,6 @@ import itertools
 import os
 import sys
 import threading
-import time
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -133,18 +132,18 @@ class _Fingerprints:
         session: of the stash.
         use: called with each one, its tensor, its mark (``None``: it has none, or was changed since) and its
             version when it was saved.
-        told: called with the time at which a fingerprint began, when it is there.
+        planned: is told what fingerprints take.
     """
 
     def __init__(
         self,
         session: Session,
         use: Callable[[Held, Tensor, Any, int], None],
-        told: Callable[[float], None] | None = None,
+        planned: Planned | None = None,
     ) -> None:
         self._session = session
         self._use = use
-        self._told = told
+        self._planned = planned
         self._known: dict[int, tuple[weakref.ref[Tensor], int, Any]] = {}
         self._waiting: list[tuple[Held, Tensor, int]] = []
         self._operation = 0  # the graph's next sequence number when the last of them was saved
@@ -180,13 +179,22 @@ class _Fingerprints:
         known = self._known.get(identity)
         if known is not None and known[0]() is owner and known[1] == tensor._version:
             return known[2]
-        device, began = _device_of(self._session, tensor), time.perf_counter()
+        device, planned = _device_of(self._session, tensor), self._planned
+        paused = planned.pause() if planned is not None else None
         with torch.no_grad():
             mark = fingerprint(storage) if device is None else device.mark(storage, device.stream())
-        if self._told is not None:
-            self._told(began)
+        if planned is not None:
+            planned.told(paused)
         self._known[identity] = weakref.ref(owner), tensor._version, mark
         return mark
+
+
+def _device_used(module: nn.Module, args: tuple[Any, ...]) -> torch.device:
+    """That of its first parameter, or where it has none, of its first argument."""
+    for each in (*itertools.islice(module.parameters(), 1), *args):
+        if isinstance(each, Tensor):
+            return each.device
+    return torch.device("cpu")
 
 
 def _device_of(session: Session, tensor: Tensor) -> Device | None:
@@ -248,7 +256,7 @@ class Run:
         self._keeps = planned is not None and planned.forward is not None
         self._is_tried = not self.is_known and (planned is None or planned.may_try)
         self._fingerprints: _Fingerprints | None = _Fingerprints(
-            region.session, self._let_go, planned.told if planned is not None else None
+            region.session, self._let_go, planned
         )
 
     # The first run.
@@ -320,10 +328,10 @@ class Run:
                 each for ref in self._held if (each := ref()) is not None and each.told is not None
             ]
             if not reason and held:
-                began = time.perf_counter()
+                paused = planned.pause() if planned is not None else None
                 reason = self._compared(held, given)
                 if planned is not None:
-                    planned.pause(began)
+                    planned.resume(paused)
             if reason:
                 region.refuse(self, reason if in_order else "", self.let_go_bytes)
                 return
@@ -596,7 +604,7 @@ class Region:
         if inside or self.session.section.is_nested():
             return
         running = running_modules(frame)
-        planned = Planned.of(self, [*thread_state.outer, *running])
+        planned = Planned.of(self, [*thread_state.outer, *running], _device_used(module, args))
         reason = self._reason_against(module)
         if reason:
             self._count(reason, 0)
@@ -635,8 +643,8 @@ class Region:
         pack = self.admission.hook(thread_state)
         inputs = _packed(leaves, pack)
         if planned is not None:
-            if others:
-                planned = None  # an accelerator's tensors are not planned for
+            if len(devices) > 1:
+                planned = None  # each of them has a plan of its own
             elif planned.begin() == ONCE:
                 self._enter(frame, Once(pack, self.admission, inputs))
                 return

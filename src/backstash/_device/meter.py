@@ -21,13 +21,15 @@ from .base import Device, MemoryFigures
 __all__ = ["DeviceMeter"]
 
 _HEARD = ("save", "use", "free")
+_BOUNDS = ("enter", "leave")  # of a module's forward
 _TICK = 1e-9  # seconds, so that no two events come at once
 _FEW = 16  # allocations between two events, whose bytes may all have been held at once
 
 
 @dataclass(frozen=True, slots=True)
 class _Heard:
-    """An event, or a copy or a wait of the device's (``figures`` is ``None``)."""
+    """An event; or where a module's forward began or ended, or a copy or a wait of the device's, without
+    ``figures``."""
 
     told: tuple[Any, ...]
     mark: Any
@@ -87,7 +89,10 @@ class DeviceMeter(Meter):
 
     def hear(self, told: tuple[Any, ...]) -> None:
         """See :meth:`Meter.hear`."""
-        if told[0] not in _HEARD or self._device.is_capturing():
+        if told[0] not in (*_HEARD, *_BOUNDS) or self._device.is_capturing():
+            return
+        if told[0] in _BOUNDS:
+            self._heard.append(_Heard(told, self._device.time_mark()))
             return
         mark, figures, ours = self._device.time_mark(), self._device.memory(), self._ours()
         self._heard.append(_Heard(told, mark, None, figures, ours, time.perf_counter()))
@@ -110,10 +115,12 @@ class DeviceMeter(Meter):
         on_time, self._device.on_time = self._device.on_time, None
         return self._device.time_mark(), on_time
 
-    def resume(self, paused: Any) -> None:
+    def resume(self, paused: Any) -> float:
         """See :meth:`Meter.resume`."""
         since, self._device.on_time = paused
-        self._on_time("stall", since, self._device.time_mark(), 0)
+        until = self._device.time_mark()
+        self._on_time("stall", since, until, 0)
+        return self._device.seconds_between(since, until)
 
     def forget(self) -> None:
         """See :meth:`Meter.forget`."""
@@ -134,6 +141,10 @@ class DeviceMeter(Meter):
         result.append((0.0, max(last.held_bytes, ours_before), ours_before))
         waiting = deque(samples)
         for each in heard:
+            if each.figures is None and each.until is None:
+                at = max(at + _TICK, seconds(began, each.mark))
+                told.append((each.told[0], at, 0.0, *each.told[3:]))
+                continue
             if each.figures is None:
                 start = seconds(began, each.mark)
                 duration = max(0.0, seconds(each.mark, each.until))

@@ -79,8 +79,8 @@ class Meter(ABC):
         """What is done from now on is no part of the step, until :meth:`resume` is given what this returns."""
 
     @abstractmethod
-    def resume(self, paused: Any) -> None:
-        """See :meth:`pause`."""
+    def resume(self, paused: Any) -> float:
+        """See :meth:`pause`. Returns the seconds in between; a host that is ahead waits for the device."""
 
     @abstractmethod
     def take(self) -> Measured:
@@ -175,9 +175,11 @@ class ProcessMeter(Meter):
         """See :meth:`Meter.pause`."""
         return time.perf_counter()
 
-    def resume(self, paused: float) -> None:
+    def resume(self, paused: float) -> float:
         """See :meth:`Meter.resume`: as a wait."""
-        self.hear(("stall", paused, time.perf_counter() - paused, 0, -1))
+        seconds = time.perf_counter() - paused
+        self.hear(("stall", paused, seconds, 0, -1))
+        return seconds
 
     def take(self) -> Measured:
         """See :meth:`Meter.take`."""

@@ -120,7 +120,7 @@ class Trace:
         return replace(self, moments=moments, tail_other_bytes=self.tail_other_bytes + nbytes)
 
     def moving_at_most(self, nbytes: int, name: str) -> Trace:
-        """The same step where the tier of this ``name`` can hold so many bytes: what is saved first may go there."""
+        """The same step where the tier of this ``name`` can hold so many bytes: what is saved first may go."""
         left, blocks = nbytes, []
         for block in self.blocks:
             options = dict(block.options)
