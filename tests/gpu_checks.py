@@ -28,7 +28,7 @@ from backstash._device import accelerator as _accelerator
 from backstash._device.pinned_pool import PinnedPool
 from backstash.codecs import BFloat16
 from backstash.errors import InplaceError, UsageError
-from gpu_place import MIB, Place, Skip, same
+from gpu_place import MIB, Place, Skip, same, simulated
 from numbered import number_ahead
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # or cuBLAS refuses to be deterministic
@@ -715,6 +715,32 @@ def within_a_budget(place: Place) -> None:
     roomy.close()
 
 
+def modules_that_a_plan_runs_again(place: Place) -> None:
+    """The named modules are traced, and what the plan decides about them changes no bit."""
+    place.only_real()
+    model, x = place.model(layers=6), place.batch(rows=8)
+    true = place.gradients(model, x)
+    if place.device.type == "simulated":
+        simulated.rates(10e9, 0.02e9, 0.02e9)  # a link so slow that running again is cheaper
+    held = place.allocated()
+    place.synchronize()
+    torch.accelerator.reset_peak_memory_stats(place.device)
+    place.gradients(model, x)
+    place.synchronize()
+    plain = int(torch.accelerator.max_memory_allocated(place.device))
+    stash = place.stash(budget=held + (plain - held) * 6 // 10, host=4096)
+    with stash.recompute(*model):
+        for _ in range(10):
+            same(place.gradients(model, x, stash), true, "modules that a plan runs again")
+    assert stash.plan is not None and stash.plan.regions, str(stash.plan)
+    choices = {name for each in stash.plan.regions for name, _ in each.choices}
+    if place.device.type == "simulated":
+        simulated.rates(10e9, 5e9, 5e9)
+        assert "region" in choices, str(stash.plan)
+        assert stash.stats().recomputed_bytes > 0
+    stash.close()
+
+
 def budgets_of_two_devices(place: Place) -> None:
     """Each device has a plan of its own for the same budget; the CPU then has none."""
     place.only_real()
@@ -987,6 +1013,7 @@ CHECKS |= {
         llama_in_bf16,
         several_devices,
         within_a_budget,
+        modules_that_a_plan_runs_again,
         budgets_of_two_devices,
         out_of_memory,
         out_of_memory_in_backward,
