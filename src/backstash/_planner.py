@@ -182,7 +182,8 @@ class Planner:
         for tiers in self._holding:
             tiers.evictor.resident.is_planned = False
             tiers.prefetcher.has_room = tiers.packer.has_room = None
-            tiers.evictor.inflight.window_bytes, tiers.prefetcher.window_bytes = self._windows_before
+            inflight, prefetch = self._windows_before
+            tiers.evictor.inflight.window_bytes, tiers.prefetcher.window_bytes = inflight, prefetch
 
     def forked(self) -> None:
         """In a forked process: the threads that sample and plan are the other's, and so is an accelerator."""
