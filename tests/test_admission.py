@@ -90,6 +90,7 @@ class Around:
             predictor=SimpleNamespace(passes=1),
             save_counts=SaveCounts(),
             planners={},
+            saved_again=lambda block: self.session.save_counts.again(block),
             review=lambda thread_state, most: self.steps.append(most),
         )
         self.admission = Admission(self.session, policy=policy, min_bytes=min_bytes)

@@ -147,7 +147,9 @@ class Admission:
             return self._stay(tensor, tiers)
         reason = reason_to_stay(tensor, storage) or self._stays
         cannot_move = ""
-        plans = tiers.number in session.planners
+        plans = tiers.number in session.planners and not (
+            tiers.device is not None and tiers.device.is_capturing()
+        )
         if not reason and (tiers.tier is None or tiers.device is not None) and not plans:
             cannot_move = _no_tier(tiers)
             if cannot_move is _CAPTURED or (self._policy is None and self._codec is None):
@@ -412,10 +414,8 @@ class Admission:
             session.save_counts.instead(block, gone)
             self.moved_again_bytes += block.nbytes
         self.eligible_bytes += block.nbytes
-        planner = session.planners.get(tiers.number)
+        planner = session.planner_of(tiers) if session.planners else None
         if planner is not None:
-            if not planner.has_begun:  # a device that was met in the midst of a step
-                planner.begin_step(tiers)
             if planner.regions is not None and (thread_state.runs_again or thread_state.is_tried):
                 # No part of what is planned for: a second run's, or what its region is held by meanwhile.
                 instead = planner.beside(block, again=thread_state.runs_again)

@@ -38,7 +38,7 @@ from ._plan.trace import Links, Option, Trace
 from ._runtime.trace import EventLog
 from ._saved.block import Block
 from ._tiers.device_tiers import DeviceTiers
-from .errors import StashWarning, UsageError
+from .errors import StashWarning
 from .memory import spare_bytes
 from .plan import Plan, StepFigures, budget_for, plan_of, usable_bytes
 from .units import format_bytes
@@ -114,6 +114,7 @@ class Planner:
         self._resident_limit: int | None = None
         self._unplanned_limit = 0  # the same in a step that saves what the plan does not know
         self._windows = self._planned_windows = (0, 0)
+        self._windows_before = (0, 0)  # of the device, before the first step
         self._followed_steps = 0
         self._matched = 0
         self._saved_bytes = 0  # in this step, so far
@@ -167,19 +168,30 @@ class Planner:
         return self._solved[0] if self._solved is not None else None
 
     @property
-    def has_begun(self) -> bool:
-        """Whether a step has begun."""
-        return self._steps > 0
+    def matches_nothing(self) -> bool:
+        """Whether a loaded plan was followed for a step, and nothing that was saved is of its classes."""
+        return self._plan.state == "loaded" and self._steps > 1 and not self._matched
 
     def close(self) -> None:
         """Measure no more."""
         self._stop()
 
+    def retire(self) -> None:
+        """Measure no more, and leave the device as it was: nobody plans for it from now on."""
+        self.close()
+        for tiers in self._holding:
+            tiers.evictor.resident.is_planned = False
+            tiers.prefetcher.has_room = tiers.packer.has_room = None
+            inflight, prefetch = self._windows_before
+            tiers.evictor.inflight.window_bytes, tiers.prefetcher.window_bytes = inflight, prefetch
+
     def forked(self) -> None:
-        """In a forked process: the threads that sample and plan are the other's."""
+        """In a forked process: the threads that sample and plan are the other's, and so is an accelerator."""
         self._solving = None
-        self._meter.stop()
-        if self._recording:
+        self._meter.forked()
+        if self._device is not None:
+            self._stop()
+        elif self._recording:
             self._start()
 
     # At each step.
@@ -187,6 +199,9 @@ class Planner:
     def begin_step(self, tiers: DeviceTiers) -> None:
         """The first block of a step is being admitted to ``tiers``; the step before has ended."""
         self._tiers = tiers
+        if not self._holding:
+            windows = tiers.evictor.inflight.window_bytes, tiers.prefetcher.window_bytes
+            self._windows_before = windows
         self._holding[:] = [tiers]
         tiers.evictor.resident.is_planned = True
         self._line = usable_bytes(self._budget)
@@ -206,10 +221,6 @@ class Planner:
             self.regions.begin_step()
         self._groups, self._offers = {}, {}
         if self._plan.state == "loaded":
-            if not first and not self._matched:
-                raise UsageError(
-                    "the plan was made for another model: none of its classes was saved in the first step"
-                )
             if first:
                 self._apply_loaded()
         elif self._choices is None:
@@ -271,7 +282,8 @@ class Planner:
         """A step may be larger than those that were planned for: it saves ``nbytes`` where they did
         ``known_bytes``. Then all of it moves; from its first block on it is measured, too."""
         predicted = self._plan.predicted
-        if self._plan.state == "left alone" and predicted is not None and not self._expects_larger:
+        is_left = self._plan.state == "left alone" and not self._expects_larger
+        if is_left and predicted is not None and known_bytes:
             grown = (predicted.peak_bytes - self._bytes_at_start) * nbytes // known_bytes
             if self._bytes_at_start + grown <= self._target():
                 return
@@ -330,16 +342,21 @@ class Planner:
         smallest = smallest_budget(trace, allowed=self._allowed(), windows=self._given_windows)
         if smallest > self._budget:
             self._tell(
-                f"budget={format_bytes(self._budget)} cannot be kept: the smallest that this step can keep is "
+                f"{self._named} cannot be kept: the smallest that this step can keep is "
                 f"{format_bytes(budget_for(smallest))}; everything that can move or be recomputed does"
             )
+
+    @property
+    def _named(self) -> str:
+        where = f" of {self._device_name}" if self._device is not None else ""
+        return f"budget={format_bytes(self._budget)}{where}"
 
     def _count_exceeding(self, highest_bytes: int) -> None:
         if highest_bytes > self._budget + self._budget // _MARGIN:
             self._exceeding += 1
             if self._exceeding == _TOLD_AT and not self.notes:
                 self._tell(
-                    f"budget={format_bytes(self._budget)} was exceeded in {_TOLD_AT} steps; the last one held "
+                    f"{self._named} was exceeded in {_TOLD_AT} steps; the last one held "
                     f"{format_bytes(highest_bytes)}. It is planned for what the largest step that was "
                     "measured saves and holds"
                 )
@@ -414,7 +431,7 @@ class Planner:
         """A block is being admitted, by the plan or by a policy: see whether the step is larger than any that
         was planned for."""
         if not self._saved_bytes:
-            if self._known_bytes and (
+            if self._adopted is not None and (
                 block.nbytes > self._known_first_bytes or self._expects_larger
             ):
                 self._meet_larger(block.nbytes, self._known_first_bytes)

@@ -27,6 +27,7 @@ from ._tiers.backing import DiskCleanup
 from ._tiers.device_tiers import DeviceTiers
 from ._tiers.host_backing import HostCleanup
 from ._torch.engine import sequence_number
+from .errors import UsageError
 from .memory import auto_bytes
 
 __all__ = ["Session"]
@@ -65,6 +66,7 @@ class Session:
         self._planner_for = planner_for
         self.planners: dict[int, Planner] = {}
         """By the number of the device: what plans for it."""
+        self._due: set[int] = set()  # devices whose planner is yet to be told of the step
         section.rebuilt_by(self.rebuild)
         self._keep = keep  # of the devices that are yet to come, too
         self.thread_states: list[ThreadState] = []
@@ -82,7 +84,8 @@ class Session:
         The arguments are the constructor's. Of the threads, those that are alive are known on.
         """
         # Of the planners, the CPU's goes on; an accelerator is not there in a forked process.
-        self.planners = {number: each for number, each in self.planners.items() if not number}
+        for number in [number for number in self.planners if number]:
+            self.planners.pop(number).forked()
         self.device_tiers: list[DeviceTiers] = []
         self.known_tiers: dict[torch.device, DeviceTiers | str] = {}
         """By device; or the reason why a device has none."""
@@ -127,6 +130,7 @@ class Session:
         planner = self.planners.get(tiers.number) or self._planner_for(tiers.device)
         if planner is not None:
             self.planners[tiers.number] = planner
+            self._due.add(tiers.number)
             if tiers.device is not None:
                 self._retire(0)
         self._limit(tiers)
@@ -135,7 +139,7 @@ class Session:
         """Nobody plans for a device any more: its limit follows what is free."""
         planner = self.planners.pop(number, None)
         if planner is not None:
-            planner.close()
+            planner.retire()
             self._limit(self.device_tiers[number])
 
     def limit(self, keep: int | str | None) -> None:
@@ -256,6 +260,7 @@ class Session:
         self.predictor.begin()
         if self._followed != self.predictor.passes:
             self._begin_step()
+        self.planner_of(self.device_tiers[0])
 
     def _begin_step(self) -> None:
         self._followed = self.predictor.passes
@@ -263,8 +268,22 @@ class Session:
             self._follow(tiers)
             if tiers.tier is not None:
                 tiers.tier.begin_step()
-        for number, planner in self.planners.items():
-            planner.begin_step(self.device_tiers[number])
+        self._due.update(self.planners)
+
+    def planner_of(self, tiers: DeviceTiers) -> Planner | None:
+        """What plans for a device of which a block is being admitted; ``None``: nobody.
+
+        The device's step begins with its first block: there may be passes in which it has none.
+        """
+        planner = self.planners.get(tiers.number)
+        if planner is not None and tiers.number in self._due:
+            self._due.discard(tiers.number)
+            planner.begin_step(tiers)
+            if all(each.matches_nothing for each in self.planners.values()):
+                raise UsageError(
+                    "the plan was made for another model: none of its classes was saved in the first step"
+                )
+        return planner
 
     def drain(self) -> None:
         """Settle what died since the last call."""

@@ -428,7 +428,9 @@ class Accelerator(Device):
 
     def timed(self, kind: str, stream: Any, nbytes: int = 0) -> AbstractContextManager[None]:
         """What ``stream`` is given meanwhile is told to :attr:`Device.on_time`, if there is one."""
-        return _NOTHING if self.on_time is None else self._noting(kind, stream, nbytes)
+        if self.on_time is None or self.is_capturing():
+            return _NOTHING
+        return self._noting(kind, stream, nbytes)
 
     def failures(self) -> int:
         """See :meth:`Device.failures`."""

@@ -9,7 +9,9 @@ thread tell. The allocator's own peak is looked at and never reset, since it is 
 
 from __future__ import annotations
 
+import functools
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -102,7 +104,8 @@ class DeviceMeter(Meter):
 
     def start(self) -> None:
         """See :meth:`Meter.start`."""
-        self._device.on_time = self._on_time
+        # Pinned memory keeps the device until it is let go, and what is measured must not keep that memory.
+        self._device.on_time = functools.partial(_tell, weakref.ref(self))
         super().start()
 
     def stop(self) -> None:
@@ -164,6 +167,13 @@ class DeviceMeter(Meter):
         result.append((end, max([last.held_bytes - ours_before, *rest]) + ours_before, ours_before))
         self.mark()
         return Measured(0.0, end, told, result, self._known_peak)
+
+
+def _tell(of: weakref.ref[DeviceMeter], kind: str, since: Any, until: Any, nbytes: int) -> None:
+    """See :attr:`Device.on_time`."""
+    meter = of()
+    if meter is not None:
+        meter._on_time(kind, since, until, nbytes)
 
 
 def _other_between(

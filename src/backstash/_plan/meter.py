@@ -105,6 +105,10 @@ class Meter(ABC):
             self._stop.set()
             self._stop = None
 
+    def forked(self) -> None:
+        """In a forked process: the thread is the other's, and so may be what it holds of its event."""
+        self._stop = None
+
     def mark(self) -> Sample:
         """A sample of this moment. What the stash holds may change while the memory is read: then both are read
         again, a few times."""

@@ -1,0 +1,182 @@
+"""Budgets of accelerators beside what else a program does: other devices, captures, forks, dropping a stash."""
+
+import gc
+import subprocess
+import sys
+import threading
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+
+import simulated
+from backstash import Stash
+from backstash._device.meter import DeviceMeter
+from backstash.errors import StashWarning
+from backstash.testing import TwinDevice, stash_on
+from test_device_meter import MIB, planned_on, step
+
+HERE = Path(__file__).parent
+
+BEGIN = """
+import sys, warnings
+sys.path.insert(0, HERE)
+import torch, simulated
+from torch import nn
+from backstash import Stash
+warnings.simplefilter("ignore")
+here = simulated.register()
+there = torch.device("simulated", 1)
+simulated.begin(0.2, 1)
+
+def model(device, seed):
+    torch.manual_seed(seed)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(6))).to(device)
+
+def gradients(model, x, stash=None):
+    model.zero_grad()
+    with stash or torch.enable_grad():
+        loss = model(x).square().mean()
+    loss.backward()
+    return [each.grad.cpu() for each in model.parameters()]
+"""
+
+
+def run(program: str) -> str:
+    """What a program prints that has two simulated devices, for good."""
+    try:
+        simulated.build()
+    except simulated.CannotBuild as reason:
+        pytest.skip(str(reason))
+    whole = BEGIN.replace("HERE", repr(str(HERE))) + program + "\nassert not simulated.faults()\n"
+    done = subprocess.run([sys.executable, "-c", whole], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_a_devices_step_begins_where_it_saves_something():
+    """Two models in turn, each on its device: to one's planner the other's passes are no steps."""
+    told = run("""
+models = (model(here, 0), here), (model(there, 1), there)
+x = torch.randn(256, 64)
+true = [gradients(each, x.to(device)) for each, device in models]
+stash = Stash(budget="1200KiB", host="64MiB", min_bytes=0)
+for each in range(20):
+    number = each % 2 if each else 0
+    found = gradients(models[number][0], x.to(models[number][1]), stash)
+    assert all(map(torch.equal, found, true[number]))
+    stash.plan, [planner.plan for planner in stash._session.planners.values()]
+for planner in stash._session.planners.values():
+    assert planner._steps in (10, 11), planner._steps
+    assert planner.plan.predicted is not None and planner.plan.classes, planner.plan
+    print(planner.plan.state)
+stash.close()
+""")
+    assert "measuring" not in told
+
+
+def test_a_loaded_plan_may_be_for_one_device_of_two():
+    run("""
+first, second = model(here, 0), nn.Linear(64, 8).to(there)
+x = torch.randn(256, 64).to(here)
+stash = Stash(budget="1200KiB", host="64MiB", min_bytes=0)
+for _ in range(6):
+    gradients(first, x, stash), stash.plan
+plan = stash.plan
+stash.close()
+stash = Stash(plan=plan, host="64MiB", min_bytes=0)
+for _ in range(3):
+    with stash:
+        loss = second(first(x).to(there)).square().mean()
+    loss.backward()
+stash.close()
+stash = Stash(plan=plan, host="64MiB", min_bytes=0)
+try:
+    for _ in range(3):
+        with stash:
+            loss = second(x.detach().to(there).exp()).square().mean()
+        loss.backward()
+except Exception as error:
+    assert "made for another model" in str(error), error
+else:
+    raise AssertionError("it is of no class of the plan")
+""")
+
+
+def test_where_an_accelerator_is_planned_for_the_cpu_is_left_as_it_was():
+    """The CPU's planner has begun its step when the device is met, and set windows for a small budget."""
+    run("""
+stash = Stash(budget="2MiB", host="64MiB", min_bytes=0)
+tiers = stash._session.device_tiers[0]
+windows = tiers.evictor.inflight.window_bytes, tiers.prefetcher.window_bytes
+x = torch.randn(256, 64, requires_grad=True)
+with stash:
+    x.exp().to(here).erf().sum().backward()
+assert list(stash._session.planners) == [1]
+assert windows == (tiers.evictor.inflight.window_bytes, tiers.prefetcher.window_bytes)
+assert tiers.prefetcher.has_room is None and tiers.packer.has_room is None
+assert not tiers.evictor.resident.is_planned
+stash.close()
+""")
+
+
+def test_nothing_is_asked_of_a_device_or_planned_while_a_graph_is_captured():
+    device = TwinDevice()
+    stash = planned_on(device, budget=116 * MIB)
+    marks = []
+    time_mark, device.time_mark = device.time_mark, lambda: marks.append(0) or time_mark()
+    true = step(Stash())
+    for number in range(8):
+        device.capturing = number in (0, 2, 5)
+        before = len(marks)
+        assert torch.equal(step(stash), true)
+        assert not device.capturing or len(marks) == before, f"step {number}"
+        device.capturing = False
+        _ = stash.plan
+    assert not device.faults
+    assert "a graph of the accelerator is being captured" in stash.stats().left
+    assert stash.plan.state == "planned", str(stash.plan)
+    stash.close()
+
+
+def test_in_a_forked_process_no_planner_of_an_accelerator_listens():
+    device = TwinDevice()
+    stash = planned_on(device, budget=116 * MIB)
+    step(stash)
+    planner = stash._session.planners[1]
+    assert stash._event_log.on
+    stop = planner._meter._stop
+    with stop._cond:  # in a forked process nobody lets go of what the sampling thread held
+        stash._forked()
+        heard = [each.__self__ for each in stash._event_log._listeners]
+        assert planner not in heard and list(stash._session.planners) == [0]
+    stop.set()
+    stash.close()
+
+
+def test_a_dropped_stash_leaves_nothing_that_measures():
+    """The device is kept by its pinned memory for longer."""
+    device = TwinDevice()
+    stash = stash_on(device, budget=116 * MIB, host=64 * MIB, min_bytes=0)
+    step(stash)
+    assert device.on_time is not None
+    meter = weakref.ref(stash._session.planners[1]._meter)
+    assert isinstance(meter(), DeviceMeter)
+    del stash
+    for _ in range(3):  # the thread may hold it for the moment of a sample
+        gc.collect()
+        for each in threading.enumerate():
+            if each.name == "backstash meter":
+                each.join(0.2)
+    assert meter() is None
+    device.on_time("read", 0.0, 1.0, MIB)
+
+
+def test_a_warning_names_the_device():
+    device = TwinDevice()
+    stash = planned_on(device, budget=101 * MIB)
+    with pytest.warns(StashWarning, match="budget=101 MiB of twin cannot be kept"):
+        for _ in range(4):
+            step(stash)
+    stash.close()
