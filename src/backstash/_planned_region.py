@@ -17,6 +17,7 @@ from ._plan.regions import TRACED, Forward
 from ._planner import Planner
 from ._saved.entry import Entry
 from ._session import Session
+from ._tiers.device_tiers import DeviceTiers
 from ._torch.modules import module_path
 
 __all__ = ["TOLD_RATE", "Once", "Planned"]
@@ -59,10 +60,11 @@ class Planned:
     Args:
         region: whose forward it is.
         planner: of its tensors.
+        tiers: of their device.
         path: of its module.
     """
 
-    def __init__(self, region: _Region, planner: Planner, path: str) -> None:
+    def __init__(self, region: _Region, planner: Planner, tiers: DeviceTiers, path: str) -> None:
         self._region = region
         self._planner = planner
         self._session = region.session
@@ -75,7 +77,7 @@ class Planned:
         self._told_seconds = 0.0
         self._entered = False
         with self._session.section.lock, self._session.section:
-            self._session.begin_step()
+            self._session.begin_step(tiers)
             self.name, self._index = planner.begin_forward(path)
             assert planner.regions is not None
             self._stays = planner.regions.stays(self.name, self._index)
@@ -89,7 +91,7 @@ class Planned:
         planner = region.session.planners.get(tiers.number)
         if planner is None or planner.regions is None:
             return None
-        return cls(region, planner, module_path(modules))
+        return cls(region, planner, tiers, module_path(modules))
 
     def begin(self) -> str:
         """What is done with it: see :mod:`backstash._plan.regions`."""

@@ -253,14 +253,15 @@ class Session:
         if planner is not None:
             planner.saved_again(block)
 
-    def begin_step(self) -> None:
-        """A region's forward begins, which may save no block: with it the step, where none has begun it."""
+    def begin_step(self, tiers: DeviceTiers) -> None:
+        """A region's forward begins, which may save no block on its device: with it the step, where none has
+        begun it."""
         if self.reclaim_queue:
             self.drain()  # what the step before has freed is of that one
         self.predictor.begin()
         if self._followed != self.predictor.passes:
             self._begin_step()
-        self.planner_of(self.device_tiers[0])
+        self.planner_of(tiers)
 
     def _begin_step(self) -> None:
         self._followed = self.predictor.passes
