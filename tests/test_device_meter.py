@@ -274,3 +274,16 @@ def test_what_a_plan_moves_leaves_at_once_and_what_it_keeps_stays():
     resident.is_planned = False
     assert resident.most(MIB, 0) == 0 and not resident.wants_room(0)
     stash.close()
+
+
+def test_a_step_begins_before_its_first_module_that_may_run_again_is_counted():
+    """On the module's own device; else the second forward would be taken for the first."""
+    stash = stash_on(TwinDevice(), budget="1GiB", host="64MiB", min_bytes=0)
+    layers = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(3)))
+    x = torch.ones(4, 8) * 2  # no leaf: it is a block, which begins a step where none has begun
+    with stash.recompute(*layers), stash:
+        y = layers(x.requires_grad_() * 2)
+        counts = stash._session.planners[1].regions._counts
+        assert list(counts.values()) == [3]
+    y.sum().backward()
+    stash.close()
