@@ -104,6 +104,23 @@ else:
 """)
 
 
+def test_a_plan_of_the_cpu_is_refused_where_all_is_an_accelerators():
+    run("""
+on_cpu = model("cpu", 0)
+from backstash.plan import Plan
+stash = Stash(plan=Plan(1 << 20, "planned"), host="64MiB", min_bytes=0)
+x = torch.randn(256, 64).to(here)
+on_cpu.to(here)
+gradients(on_cpu, x, stash)
+try:
+    gradients(on_cpu, x, stash)
+except Exception as error:
+    assert "made for another model" in str(error), error
+else:
+    raise AssertionError("it is followed by nobody")
+""")
+
+
 def test_where_an_accelerator_is_planned_for_the_cpu_is_left_as_it_was():
     """The CPU's planner has begun its step when the device is met, and set windows for a small budget."""
     run("""
