@@ -197,3 +197,23 @@ def test_a_warning_names_the_device():
         for _ in range(4):
             step(stash)
     stash.close()
+
+
+def test_a_device_too_full_for_what_is_tried_lets_the_step_go_on():
+    """What is tried on each block in the second step takes memory, which the step must not lack."""
+    run("""
+from backstash._tiers import packing
+tried = []
+def full(storage):
+    tried.append(storage)
+    raise torch.OutOfMemoryError("no room for a fingerprint")
+packing.fingerprint = full
+first, x = model(here, 0), torch.randn(256, 64).to(here)
+true = gradients(first, x)
+stash = Stash(budget="600KiB", host="64MiB", min_bytes=0)
+for _ in range(3):
+    assert all(map(torch.equal, gradients(first, x, stash), true))
+assert tried
+tried.clear()
+stash.close()
+""")
