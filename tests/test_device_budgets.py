@@ -104,6 +104,23 @@ else:
 """)
 
 
+def test_a_plan_of_the_cpu_is_refused_where_all_is_an_accelerators():
+    run("""
+on_cpu = model("cpu", 0)
+from backstash.plan import Plan
+stash = Stash(plan=Plan(1 << 20, "planned"), host="64MiB", min_bytes=0)
+x = torch.randn(256, 64).to(here)
+on_cpu.to(here)
+gradients(on_cpu, x, stash)
+try:
+    gradients(on_cpu, x, stash)
+except Exception as error:
+    assert "made for another model" in str(error), error
+else:
+    raise AssertionError("it is followed by nobody")
+""")
+
+
 def test_where_an_accelerator_is_planned_for_the_cpu_is_left_as_it_was():
     """The CPU's planner has begun its step when the device is met, and set windows for a small budget."""
     run("""
@@ -180,3 +197,23 @@ def test_a_warning_names_the_device():
         for _ in range(4):
             step(stash)
     stash.close()
+
+
+def test_a_device_too_full_for_what_is_tried_lets_the_step_go_on():
+    """What is tried on each block in the second step takes memory, which the step must not lack."""
+    run("""
+from backstash._tiers import packing
+tried = []
+def full(storage):
+    tried.append(storage)
+    raise torch.OutOfMemoryError("no room for a fingerprint")
+packing.fingerprint = full
+first, x = model(here, 0), torch.randn(256, 64).to(here)
+true = gradients(first, x)
+stash = Stash(budget="600KiB", host="64MiB", min_bytes=0)
+for _ in range(3):
+    assert all(map(torch.equal, gradients(first, x, stash), true))
+assert tried
+tried.clear()
+stash.close()
+""")

@@ -169,8 +169,8 @@ class Planner:
 
     @property
     def matches_nothing(self) -> bool:
-        """Whether a loaded plan was followed for a step, and nothing that was saved is of its classes."""
-        return self._plan.state == "loaded" and self._steps > 1 and not self._matched
+        """Of a loaded plan, after a step: whether nothing that was saved is of its classes."""
+        return self._plan.state == "loaded" and self._steps != 1 and not self._matched
 
     def close(self) -> None:
         """Measure no more."""

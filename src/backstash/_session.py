@@ -93,6 +93,7 @@ class Session:
         self.reclaim_queue = reclaim_queue
         self.predictor: AccessPredictor[Block] = AccessPredictor()
         self.save_counts = SaveCounts()
+        self._has_stepped = False
         self._followed = 0  # passes that had begun when "auto" last followed the free memory
         self.thread_states = [each for each in self.thread_states if each.is_alive()]
         for thread_state in self.thread_states:
@@ -270,6 +271,9 @@ class Session:
             if tiers.tier is not None:
                 tiers.tier.begin_step()
         self._due.update(self.planners)
+        if self._has_stepped:
+            self._check_loaded()  # that of the CPU, where all tensors are an accelerator's, never begins
+        self._has_stepped = True
 
     def planner_of(self, tiers: DeviceTiers) -> Planner | None:
         """What plans for a device of which a block is being admitted; ``None``: nobody.
@@ -280,11 +284,14 @@ class Session:
         if planner is not None and tiers.number in self._due:
             self._due.discard(tiers.number)
             planner.begin_step(tiers)
-            if all(each.matches_nothing for each in self.planners.values()):
-                raise UsageError(
-                    "the plan was made for another model: none of its classes was saved in the first step"
-                )
+            self._check_loaded()
         return planner
+
+    def _check_loaded(self) -> None:
+        if self.planners and all(each.matches_nothing for each in self.planners.values()):
+            raise UsageError(
+                "the plan was made for another model: none of its classes was saved in the first step"
+            )
 
     def drain(self) -> None:
         """Settle what died since the last call."""

@@ -201,12 +201,12 @@ class Packer:
         try:
             if given is None or self._compare(block, replay, given):
                 return None
+            self._replayed.add(key)
+            began = self._now()
+            fingerprint(alias.untyped_storage())
+            told_seconds = self._seconds_since(began)
         except (torch.OutOfMemoryError, MemoryError):
             return None
-        self._replayed.add(key)
-        began = self._now()
-        fingerprint(alias.untyped_storage())
-        told_seconds = self._seconds_since(began)
         return Option(0, told_seconds, self._replay_seconds + told_seconds, made_bytes=block.nbytes)
 
     def _now(self) -> Any:
