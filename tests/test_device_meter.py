@@ -151,6 +151,13 @@ def test_a_new_peak_is_known_whatever_was_seen(meter, device):
     assert end(meter, device, at=4).known_peak_bytes == 160 * MIB, "that of an earlier step"
 
 
+def test_a_program_that_resets_the_peak_at_each_step_takes_none_of_it_away(meter, device):
+    device.figures = MemoryFigures(100 * MIB, 100 * MIB, 0, 0)  # reset before the step
+    tell(meter, device, "use", 0, at=1, held=101, ours=1, peak=180, ever=900, allocations=50)
+    device.figures = MemoryFigures(100 * MIB, 100 * MIB, 0, 0)  # and after it
+    assert end(meter, device, at=2).known_peak_bytes == 180 * MIB
+
+
 def test_the_last_step_whose_end_has_come_is_the_one_that_is_told(meter, device):
     device.seconds = 2.0
     assert meter.begin_step() == 2.0

@@ -58,8 +58,8 @@ class DeviceMeter(Meter):
         self._begins: deque[tuple[Any, float]] = deque(
             maxlen=3
         )  # of the last steps, by both clocks
-        self._peak_before = self._known_peak = 0
-        self._highest = 0  # that was seen in this step
+        self._last_peak = self._known_peak = 0
+        self._highest = 0  # that is known of this step
         self._origin: MemoryFigures | None = None  # when what was heard so far was forgotten
 
     @property
@@ -69,19 +69,25 @@ class DeviceMeter(Meter):
 
     def now(self) -> int:
         """See :meth:`Meter.now`."""
-        held = self._device.memory().held_bytes
-        self._highest = max(self._highest, held)
-        return held
+        return self._look().held_bytes
+
+    def _look(self) -> MemoryFigures:
+        """Where the allocator's peak is another one than before, it is of this step: risen, or since a program
+        that asks for each step's has reset it."""
+        figures = self._device.memory()
+        if figures.peak_bytes != self._last_peak:
+            self._highest = max(self._highest, figures.peak_bytes)
+        self._last_peak = figures.peak_bytes
+        self._highest = max(self._highest, figures.held_bytes)
+        return figures
 
     def begin_step(self) -> float:
         """See :meth:`Meter.begin_step`.
 
         The host may be ahead: then it is the step before the last, or the time that the host took.
         """
-        figures = self._device.memory()
-        raised = figures.peak_bytes > self._peak_before
-        self._known_peak = figures.peak_bytes if raised else max(self._highest, figures.held_bytes)
-        self._peak_before, self._highest = figures.peak_bytes, figures.held_bytes
+        figures = self._look()
+        self._known_peak, self._highest = self._highest, figures.held_bytes
         begins = self._begins
         begins.append((self._device.time_mark(), time.perf_counter()))
         for since, until in ((-2, -1), (-3, -2)):
@@ -96,7 +102,7 @@ class DeviceMeter(Meter):
         if told[0] in _BOUNDS:
             self._heard.append(_Heard(told, self._device.time_mark()))
             return
-        mark, figures, ours = self._device.time_mark(), self._device.memory(), self._ours()
+        mark, figures, ours = self._device.time_mark(), self._look(), self._ours()
         self._heard.append(_Heard(told, mark, None, figures, ours, time.perf_counter()))
 
     def _on_time(self, kind: str, since: Any, until: Any, nbytes: int) -> None:
@@ -191,7 +197,7 @@ def _other_between(
     known = [now.held_bytes - event.ours, *(held - ours for _, held, ours in samples)]
     if is_save:
         known.append(now.held_bytes - ours_before)
-    if now.peak_bytes > last.peak_bytes:
+    if now.peak_bytes != last.peak_bytes:
         known.append(now.peak_bytes - ours)
     elif now.allocations - last.allocations <= _FEW:
         grown = last.held_bytes + now.ever_bytes - last.ever_bytes
