@@ -6,13 +6,18 @@
 
 For each model one process measures a few steps, and plans for six budgets from them; the predictions are
 written to FILE before anything else is run. Then every cell runs in a process of its own: each budget, plain
-PyTorch, ``keep=`` at three sizes, and ``torch.utils.checkpoint`` around every block and around every other one;
-with ``--regions`` each budget also with all blocks given to ``Stash.recompute``, of which the plan takes some.
+PyTorch, ``keep=`` at three sizes, and ``torch.utils.checkpoint`` around every block and around every other one.
+With ``--regions`` also six budgets with all blocks given to ``Stash.recompute``, of which a plan takes some;
+they are others, since the smallest one is.
 
 ``peak_bytes`` is the system's (``VmHWM``) over the last steps of a process; ``highest_bytes`` is that of all
 steps from the second on, those that measure and correct included: it is what a budget promises. Seconds are
 medians of the last steps. A cell's losses are compared with plain's. All cells stay in FILE; a model that it
 has already is run again only when it is named.
+
+Beside its steps each process times the same few matrix products (``probe_seconds``, the median), since a shared
+machine's speed may change from second to second: of the two figures for the time, "by the machine's speed" is
+of steps over probes (``step_probes``: the median of steps, each over the mean of the two probes around it).
 
 On an accelerator the peak is that of its tensors (``max_memory_allocated``), what moves goes to pinned host
 memory, and seconds are the device's own, between two events. ``--device simulated`` is the one of the tests,
@@ -22,6 +27,7 @@ come true where no machine's noise is; it says nothing of any real device's spee
 
 import argparse
 import contextlib
+import functools
 import hashlib
 import itertools
 import json
@@ -52,8 +58,13 @@ HERE = Path(__file__).resolve().parent
 
 SHARES = (0.1, 0.25, 0.4, 0.6, 0.8, 1.05)  # between the smallest budget and plain's peak
 KEEPS = (0.25, 0.5, 0.75)  # of the bytes that plain saves
-SETTLED = 24  # steps at most until a plan is followed and measured
+SETTLED = (
+    40  # steps at most until a plan is followed and measured, and made again where it was corrected
+)
+UNCHANGED = 4  # steps that it is followed then
 TIMED = 4
+PROBED = 36
+PLANNED = ("budget", "regions")  # for the second all blocks are given to Stash.recompute
 
 
 class Attention(nn.Module):
@@ -238,6 +249,17 @@ class Ground:
         """Between two of these."""
         return float(until - since)
 
+    def probe(self) -> float:
+        """Seconds of a fixed calculation, which tell this machine's speed now; 0 where no machine has part."""
+        began = time.perf_counter()
+        for _ in range(PROBED):
+            torch.mm(self._matrix, self._matrix)
+        return time.perf_counter() - began
+
+    @functools.cached_property
+    def _matrix(self) -> Tensor:
+        return torch.ones(512, 512)
+
     def stash(self, disk: str, **options: Any) -> Stash:
         """One that moves what it moves to the tier below."""
         return Stash(disk=disk, **options)
@@ -273,6 +295,9 @@ class Accelerator(Ground):
         for event in (since, until):
             event.synchronize()
         return float(since.elapsed_time(until)) / 1e3
+
+    def probe(self) -> float:
+        return 0.0
 
     def stash(self, disk: str, **options: Any) -> Stash:
         return Stash(host="8GiB", **options)
@@ -333,34 +358,41 @@ def work(name: str, tiny: bool, way: str, disk: str, on: str = "cpu") -> dict[st
     context: AbstractContextManager[Any] = stash if stash is not None else contextlib.nullcontext()
     losses, peaks = [], []
 
-    def run() -> tuple[float, float]:
+    def run() -> tuple[float, float, float]:
+        probe = ground.probe()
         ground.reset_peak()
         began, processor = ground.now(), time.process_time()
         losses.append(step(context))
         seconds = ground.seconds(began, ground.now())
         peaks.append(ground.peak_bytes())
-        return seconds, time.process_time() - processor
+        return seconds, time.process_time() - processor, probe
 
     for _ in range(3):
         run()
     if stash is not None and stash.plan is not None:
+        unchanged, before = 0, None
         for _ in range(SETTLED):
+            run()
             plan = stash.plan
             assert plan is not None
-            if plan.measured is not None:
+            is_same = plan.measured is not None and plan.predicted == before
+            unchanged, before = unchanged + 1 if is_same else 0, plan.predicted
+            if unchanged == UNCHANGED:
                 break
-            run()
-        for _ in range(8):  # corrections, where there are any
-            run()
-            assert stash.plan is not None
     timed = [run() for _ in range(TIMED)]
+    probes = [*(probe for *_, probe in timed), ground.probe()]
+    around = [(before + after) / 2 or 1.0 for before, after in itertools.pairwise(probes)]
     found: dict[str, Any] = {
         "way": way,
         "peak_bytes": max(peaks[-TIMED:]),
         "highest_bytes": max(peaks[1:]),
         "peaks_mib": [round(peak / 2**20, 1) for peak in peaks],
-        "step_seconds": statistics.median(wall for wall, _ in timed),
-        "processor_seconds": statistics.median(processor for _, processor in timed),
+        "step_seconds": statistics.median(wall for wall, *_ in timed),
+        "processor_seconds": statistics.median(processor for _, processor, _ in timed),
+        "probe_seconds": statistics.median(probes),
+        "step_probes": statistics.median(
+            wall / beside for (wall, *_), beside in zip(timed, around, strict=True)
+        ),
         "losses": hashlib.sha256("".join(losses[:6]).encode()).hexdigest()[:12],
         "load": os.getloadavg()[0],
     }
@@ -373,20 +405,23 @@ def work(name: str, tiny: bool, way: str, disk: str, on: str = "cpu") -> dict[st
     return found
 
 
-def predictions(name: str, tiny: bool, disk: str, on: str = "cpu") -> dict[str, Any]:
-    """Measure a few steps, and plan for six budgets."""
+def predictions(name: str, tiny: bool, kind: str, disk: str, on: str = "cpu") -> dict[str, Any]:
+    """Measure a few steps, and plan for six budgets; ``kind``: one of ``PLANNED``."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     ground = ground_of(on)
-    step = step_of(name, tiny, "budget", ground)
+    step = step_of(name, tiny, kind, ground)
     stash = ground.stash(disk, budget=1, name="measure")
-    for _ in range(8):
+    probes = []
+    for _ in range(14):
+        probes.append(ground.probe())
         step(stash)
         assert stash.plan is not None
         if stash.plan.trace is not None:
             break
     plan = stash.plan
     assert plan is not None and plan.trace is not None and plan.plain is not None
+    beside = statistics.mean(probes[1:])  # which is a part of the steps that the plan knows
     least, most = plan.smallest_budget_bytes or 0, plan.plain.peak_bytes
     saved = sum(block.nbytes for block in plan.trace.blocks)
     found = []
@@ -398,25 +433,31 @@ def predictions(name: str, tiny: bool, disk: str, on: str = "cpu") -> dict[str, 
                 "budget_bytes": each.budget_bytes,
                 "state": each.state,
                 "peak_bytes": each.predicted.peak_bytes,
-                "step_seconds": each.predicted.step_seconds,
-                "bound_seconds": each.bound.step_seconds if each.bound is not None else None,
+                "step_seconds": each.predicted.step_seconds - beside,
+                "bound_seconds": each.bound.step_seconds - beside
+                if each.bound is not None
+                else None,
             }
         )
     stash.close()
-    return {"smallest_bytes": least, "plain_bytes": most, "saved_bytes": saved, "budgets": found}
+    return {
+        "smallest_bytes": least,
+        "plain_bytes": most,
+        "saved_bytes": saved,
+        "probe_seconds": beside,
+        "budgets": found,
+    }
 
 
-def ways_of(predicted: dict[str, Any], tiny: bool, regions: bool = False) -> Iterator[str]:
+def ways_of(predicted: dict[str, dict[str, Any]], tiny: bool) -> Iterator[str]:
     yield "plain"
-    for each in predicted["budgets"][2:3] if tiny else predicted["budgets"]:
-        if regions:
-            yield f"regions={each['budget_bytes']}"
-    for each in predicted["budgets"][2:3] if tiny else predicted["budgets"]:
-        yield f"budget={each['budget_bytes']}"
+    for kind, each in predicted.items():
+        for budget in each["budgets"][2:3] if tiny else each["budgets"]:
+            yield f"{kind}={budget['budget_bytes']}"
     if tiny:
         return
     for share in KEEPS:
-        yield f"keep={int(share * predicted['saved_bytes'])}"
+        yield f"keep={int(share * predicted['budget']['saved_bytes'])}"
     yield from ("checkpoint all", "checkpoint other")
 
 
@@ -437,15 +478,16 @@ def main() -> None:
     given = parser.parse_args()
     if given.cell:
         name, way = given.cell
-        run = predictions if way == "predict" else work
-        extra = () if way == "predict" else (way,)
-        print(json.dumps(run(name, given.tiny, *extra, given.disk, given.device)))
+        what, _, kind = way.partition(" ")
+        run, way = (predictions, kind) if what == "predict" else (work, way)
+        print(json.dumps(run(name, given.tiny, way, given.disk, given.device)))
         return
     if given.draw is not None:
         draw(json.loads(given.out.read_text())["models"], given.draw)
         return
     allocator = choose("auto", os.environ, find())
     device = "" if given.device == "cpu" else f"--device {given.device} "
+    regions = "--regions " if given.regions else ""
     results: dict[str, Any] = {"models": {}}
     if given.out is not None and given.out.exists():
         results = json.loads(given.out.read_text())
@@ -455,7 +497,7 @@ def main() -> None:
         "machine": f"{platform.machine()}, {os.cpu_count()} cores, 1 thread used",
         "allocator": allocator.kind,
         "device": device_words(given.device),
-        "command": f"python benchmarks/budget_cells.py {device}--out {given.out}",
+        "command": f"python benchmarks/budget_cells.py {device}{regions}--out {given.out}",
     }
 
     def cell(name: str, way: str) -> dict[str, Any]:
@@ -480,11 +522,12 @@ def main() -> None:
     for name in named:
         if name in results["models"] and not given.models:
             continue
-        predicted = cell(name, "predict")
+        kinds = PLANNED if given.regions else PLANNED[:1]
+        predicted = {kind: cell(name, f"predict {kind}") for kind in kinds}
         entry = results["models"][name] = {"predicted": predicted, "cells": []}
         keep()  # before anything is measured that it predicts
-        ways = ways_of(predicted, given.tiny, given.regions)
-        for way in ways if "failed" not in predicted else ():
+        failed = any("failed" in each for each in predicted.values())
+        for way in ways_of(predicted, given.tiny) if not failed else ():
             entry["cells"].append(cell(name, way))
             keep()
         print(table(name, entry), flush=True)
@@ -500,11 +543,12 @@ def device_words(name: str) -> str:
 
 
 def budgets_of(entry: dict[str, Any]) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-    """What was predicted for each budget, and its cell."""
+    """What was predicted for each budget, and its cell; the probe's time is with both."""
     cells = {each["way"]: each for each in entry["cells"]}
-    for each in entry["predicted"].get("budgets", ()):
-        if (way := f"budget={each['budget_bytes']}") in cells:
-            yield each, cells[way]
+    for kind, predicted in entry["predicted"].items():
+        for each in predicted.get("budgets", ()):
+            if (way := f"{kind}={each['budget_bytes']}") in cells:
+                yield each | {"probe_seconds": predicted["probe_seconds"]}, cells[way]
 
 
 def summary(models: dict[str, Any]) -> dict[str, Any]:
@@ -535,7 +579,30 @@ def summary(models: dict[str, Any]) -> dict[str, Any]:
         "step within 10% of the prediction": sum(
             abs(after["step_seconds"] / before["step_seconds"] - 1) <= 0.1 for before, after in ran
         ),
+        "step within 10% by the machine's speed": sum(
+            abs(speedless(after) / speedless(before) - 1) <= 0.1 for before, after in ran
+        ),
+        "budgets where another way took no more memory and over 3% less time": sum(
+            is_beaten(after, entry) for entry in models.values() for _, after in budgets_of(entry)
+        ),
     }
+
+
+def speedless(each: dict[str, Any]) -> float:
+    """The time of a step by that of the probe; in seconds, where no machine has part."""
+    known = each.get("step_probes")
+    return float(known or each["step_seconds"] / (each["probe_seconds"] or 1))
+
+
+def is_beaten(of: dict[str, Any], entry: dict[str, Any]) -> bool:
+    """Whether plain PyTorch, ``keep=`` or checkpointing took at most this peak and over 3% less time."""
+    return "failed" not in of and any(
+        1.03 * speedless(each) < speedless(of)
+        for each in entry["cells"]
+        if "failed" not in each
+        and each["peak_bytes"] <= of["peak_bytes"]
+        and each["way"].partition("=")[0] not in PLANNED
+    )
 
 
 def is_exceeded(before: dict[str, Any], after: dict[str, Any]) -> bool:
@@ -545,8 +612,8 @@ def is_exceeded(before: dict[str, Any], after: dict[str, Any]) -> bool:
 
 def table(name: str, entry: dict[str, Any]) -> str:
     """A line for each cell."""
-    predicted = entry["predicted"]
-    lines = [f"{name}: {'failed: ' + predicted['failed'] if 'failed' in predicted else ''}"]
+    failed = [each["failed"] for each in entry["predicted"].values() if "failed" in each]
+    lines = [f"{name}: {'failed: ' + failed[0] if failed else ''}"]
     expected = {after["way"]: before for before, after in budgets_of(entry) if "way" in after}
     for each in entry["cells"]:
         kind, _, nbytes = each["way"].partition("=")
@@ -558,14 +625,19 @@ def table(name: str, entry: dict[str, Any]) -> str:
         line = f"  {way:20} peak {peak:6.1f} MiB (highest {highest:6.1f}), step {each['step_seconds']:.3f} s"
         if before := expected.get(each["way"]):
             line += f"; predicted {before['peak_bytes'] / 2**20:6.1f} MiB, {before['step_seconds']:.3f} s"
+            line += f" ({speedless(each) / speedless(before) - 1:+.0%} by the machine's speed)"
+            line += "; beaten" if is_beaten(each, entry) else ""
             line += "; EXCEEDED" if is_exceeded(before, each) else ""
             line += "; said to be too small" if each["plan"]["state"] == "too small" else ""
         lines.append(line)
     return "\n".join(lines)
 
 
+LABELS = {"budget": "budget=", "regions": "budget=, recompute()", "keep": "keep="}
+
+
 def draw(models: dict[str, Any], picture: Path) -> None:
-    """Step time over peak, a panel for each model."""
+    """Step time over peak, a panel for each model; the time is that at the usual speed of a panel's cells."""
     from matplotlib import pyplot
 
     columns = 3
@@ -573,26 +645,29 @@ def draw(models: dict[str, Any], picture: Path) -> None:
     figure, panels = pyplot.subplots(rows, columns, figsize=(10, 3 * rows), squeeze=False)
     for panel, (name, entry) in zip(panels.flat, models.items(), strict=False):
         cells = [each for each in entry["cells"] if "failed" not in each]
+        usual = statistics.median(each["probe_seconds"] or 1 for each in cells)
         for way, marker, line in (
             ("budget", "o", "-"),
+            ("regions", "D", "-"),
             ("keep", "s", "--"),
             ("checkpoint", "^", ":"),
             ("plain", "*", ""),
         ):
             points = sorted(
-                (each["peak_bytes"] / 2**20, each["step_seconds"])
+                (each["peak_bytes"] / 2**20, speedless(each) * usual)
                 for each in cells
                 if each["way"].startswith(way)
             )
-            label = {"budget": "budget=", "keep": "keep="}.get(way, way)
-            panel.plot(*zip(*points, strict=True), marker=marker, linestyle=line, label=label)
+            if points:
+                label = LABELS.get(way, way)
+                panel.plot(*zip(*points, strict=True), marker=marker, linestyle=line, label=label)
         panel.set_title(name)
         panel.set_ylim(bottom=0)
         panel.grid(alpha=0.3)
     for panel in panels[-1]:
         panel.set_xlabel("peak of the process [MiB]")
     for row in panels:
-        row[0].set_ylabel("step [s]")
+        row[0].set_ylabel("step [s], at one speed of the machine")
     panels[0][0].legend(fontsize="small")
     figure.tight_layout()
     figure.savefig(picture, metadata={"Date": None} if picture.suffix == ".svg" else None)

@@ -162,7 +162,7 @@ def flips(options: argparse.Namespace, where: Path) -> Iterator[Trial]:
         loss = forward()
     disk: Any = stash._store
     for number in range(options.flips):
-        at = rng.randrange(disk._leases.extents.end_bytes)
+        at = rng.randrange(disk._file.leases.extents.end_bytes)
         _flip(disk, at)
         wrong, how = "", "harmless"
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import shutil
@@ -39,10 +40,14 @@ def compiled(source: Path, *options: object, of: str = "") -> Path:
     if found is None:
         raise CannotBuild("there is no C++ compiler (c++, or what CXX names)")
     _BUILDS.mkdir(exist_ok=True)
-    unfinished = library.with_suffix(f".{os.getpid()}")
-    command = [found, "-std=c++20", "-O1", "-fPIC", "-shared", "-o", str(unfinished), str(source)]
-    done = subprocess.run([*command, *words], capture_output=True, text=True)
-    if done.returncode:
-        raise CannotBuild(f"{found} refuses: {done.stderr[-2000:]}")
-    unfinished.rename(library)
+    with open(library.with_suffix(".lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # another process of the tests may be building it
+        if library.exists():
+            return library
+        unfinished = library.with_suffix(f".{os.getpid()}")
+        command = [found, "-std=c++20", "-O1", "-fPIC", "-shared", "-o", str(unfinished)]
+        done = subprocess.run([*command, str(source), *words], capture_output=True, text=True)
+        if done.returncode:
+            raise CannotBuild(f"{found} refuses: {done.stderr[-2000:]}")
+        unfinished.rename(library)
     return library

@@ -90,6 +90,8 @@ class Around:
             predictor=SimpleNamespace(passes=1),
             save_counts=SaveCounts(),
             planners={},
+            uses=0,
+            event_log=SimpleNamespace(on=False),
             saved_again=lambda block: self.session.save_counts.again(block),
             review=lambda thread_state, most: self.steps.append(most),
         )

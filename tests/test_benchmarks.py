@@ -53,6 +53,7 @@ def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
+@takes_long
 def test_a_stash_and_backstash_run_have_plain_s_gradients(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -67,12 +68,14 @@ def test_a_stash_and_backstash_run_have_plain_s_gradients(
     assert table(results) in capsys.readouterr().out
 
 
+@takes_long
 def test_small_benchmarks_run(tmp_path: Path) -> None:
     overhead, alive = bench(tmp_path, "overhead", "alive")["sections"]
     assert not any("failed" in run for run in overhead["runs"] + alive["runs"])
     assert {run["mode"] for run in alive["runs"]} == {"small", "keep", "disk"}
 
 
+@takes_long
 def test_stepping_in_backward_has_the_same_weights_and_a_lower_peak(tmp_path: Path) -> None:
     results = bench(tmp_path, "gradients")
     runs = {run["way"]: run for run in results["sections"][0]["runs"]}
@@ -355,6 +358,15 @@ def test_ranks_that_share_a_disk_are_measured_at_the_same_time(tmp_path: Path) -
     assert [row[0].strip("| ") for row in rows] == ["1", "2"]
     assert rows[0][1] == rows[0][2] == rows[0][3] and "0 B" not in done.stdout
     assert list(tmp_path.iterdir()) == []
+
+
+@takes_long
+def test_what_fits_is_timed_beside_plain_steps():
+    command = [sys.executable, "benchmarks/left_alone.py", "--tiny", "--pairs", "1", "gpt"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    (row,) = [line.split(" | ") for line in done.stdout.splitlines() if line.startswith("| gpt")]
+    assert int(row[1]) > 10 and float(row[2]) > 0 and float(row[3]) > 0
 
 
 @takes_long

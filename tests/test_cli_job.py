@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from backstash.launcher import Job
+from long_tests import takes_long
 from test_cli_run import TRAIN, under_stash, write
 
 THREADS = """
@@ -167,6 +168,7 @@ def test_the_processes_of_a_launcher_end_with_one_summary_one_page_and_a_file_ea
     }
 
 
+@takes_long
 def test_of_a_rank_that_is_killed_the_last_figures_are_told(tmp_path: Path) -> None:
     killed = """
     import json, signal
@@ -211,6 +213,7 @@ def test_terminated_ranks_leave_no_directory_that_their_budgets_shared(tmp_path:
         assert was_there == "True" and not os.path.exists(path)
 
 
+@takes_long
 def test_a_launcher_under_backstash_is_told_how_to_go_around_it(tmp_path: Path) -> None:
     script = write(tmp_path / "rank.py", RANK)
     arguments = ["--nproc-per-node", "2", str(script)]

@@ -17,6 +17,7 @@ import pytest
 from backstash.cli import _live
 from backstash.cli._live import live_parts, live_text
 from backstash.cli._status_line import StatusLine
+from long_tests import takes_long
 
 TRAIN = """
 import sys, time
@@ -130,6 +131,7 @@ def test_it_is_not_there_when_quiet(tmp_path: Path) -> None:
     assert on_terminal(tmp_path, script, "--quiet") == "alive 0\r\n"
 
 
+@takes_long
 def test_one_process_of_a_machine_tells(tmp_path: Path) -> None:
     """The others share its terminal, and would draw over its line."""
     of_two = {"WORLD_SIZE": "2", "RANK": "1"}
@@ -150,6 +152,7 @@ def test_a_script_that_asks_is_left_in_peace(tmp_path: Path) -> None:
     assert re.search(r"\r\x1b\[K(\x1b\[\?2004h)?name\? $", received)
 
 
+@takes_long
 def test_an_error_and_a_fork_leave_the_terminal_whole(tmp_path: Path) -> None:
     received = on_terminal(
         tmp_path,

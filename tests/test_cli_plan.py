@@ -74,7 +74,7 @@ def test_a_script_that_ends_too_soon_is_told_so(tmp_path: Path) -> None:
     assert done.returncode == 0
     assert done.stdout.splitlines()[-1] == "end"
     assert done.stderr == (
-        "backstash plan: the script ended before its fifth step had begun (finished): nothing was measured\n"
+        "backstash plan: the script ended before its fourth step had begun (finished): nothing was measured\n"
     )
 
 

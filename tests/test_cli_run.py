@@ -17,6 +17,7 @@ import pytest
 from backstash.cli import main
 from backstash.cli._launch import interpreter_options
 from backstash.plan import Plan, PlannedClass, StepFigures
+from long_tests import takes_long
 
 # The import is for the plain runs: PyTorch's own first calls differ at times (_first_calls.py).
 TRAIN = """
@@ -186,6 +187,7 @@ def test_keyboard_interrupt_from_outside_is_a_death_by_signal(tmp_path: Path) ->
             assert process.wait(30) == -number
 
 
+@takes_long
 def test_children_of_the_script_get_the_environment_back(tmp_path: Path) -> None:
     write(
         tmp_path / "script.py",
@@ -595,6 +597,7 @@ print(loss.item())
 """
 
 
+@takes_long
 def test_the_page_has_the_plan_and_what_was_recomputed_and_packed(tmp_path: Path) -> None:
     write(tmp_path / "train.py", GATED)
     figures, plan, page = (tmp_path / name for name in ("run.json", "plan.json", "out.html"))

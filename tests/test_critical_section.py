@@ -1,6 +1,7 @@
 """The critical section: a thread that was ended in the middle leaves it dirty, and the next rebuilds."""
 
 import threading
+import weakref
 
 import pytest
 
@@ -130,9 +131,11 @@ def test_nobody_is_kept_alive_to_rebuild():
     session = Session()
     section = session.section
     session.interrupt()
+    gone = weakref.ref(session)
     del session
+    assert gone() is None
     with section:
-        pass
+        assert not section._dirty
 
 
 def test_without_anybody_who_rebuilds():

@@ -36,6 +36,7 @@ def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
+@takes_long
 def test_it_runs_and_can_be_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out.json"
     options = ["--tiny", "--repeats", "1", "--steps", "1", "--disk", str(tmp_path)]

@@ -8,7 +8,7 @@ import torch
 from backstash import Stash
 from backstash._device.base import MemoryFigures
 from backstash._device.meter import DeviceMeter
-from backstash._plan.recorder import StepRecord, trace_of
+from backstash._plan.recorder import Costs, StepRecord, trace_of
 from backstash._plan.simulate import Windows, simulate
 from backstash._plan.trace import Links, Moment, Option, Trace, TracedBlock
 from backstash.plan import Plan
@@ -70,7 +70,7 @@ def end(meter, device, *, at):
 
 def moments(measured):
     record = StepRecord(measured, dict.fromkeys(range(9), "class"))
-    return trace_of(record, Links(1e9, 1e9), 0.0, "host", runs_ahead=True).moments
+    return trace_of(record, Links(1e9, 1e9), Costs(), "host", runs_ahead=True).moments
 
 
 def test_seconds_are_the_devices(meter, device):

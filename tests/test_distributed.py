@@ -44,6 +44,7 @@ def test_tensor_parallel_models_have_plain_s_gradients(tmp_path, world):
     assert done <= {path.name for path in tmp_path.iterdir()} <= {"store", *done}
 
 
+@takes_long
 @needs_gloo
 def test_context_parallel_models_have_plain_s_gradients(tmp_path):
     run_two(CONTEXT_PARALLEL, tmp_path / "store", tmp_path)

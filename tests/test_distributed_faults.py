@@ -118,6 +118,7 @@ def _environment(told: dict[str, str]) -> dict[str, str]:
     return os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"} | told
 
 
+@takes_long
 def test_sigterm_ends_with_a_summary_and_the_script_s_own_status(tmp_path):
     then = """
     if rank == 1:
@@ -138,6 +139,7 @@ def test_sigterm_ends_with_a_summary_and_the_script_s_own_status(tmp_path):
     assert two.errors[1] == ""  # the other one was the last
 
 
+@takes_long
 def test_a_rank_whose_disk_is_full(tmp_path):
     """By default all go on; where it is an error, that ends its rank, and the others as plain PyTorch's do."""
     then = """
@@ -192,6 +194,7 @@ def test_both_are_terminated_amid_their_steps_and_one_tells(tmp_path):
     assert "died" not in " ".join(two.summary())
 
 
+@takes_long
 def test_a_job_that_is_restarted_begins_clean(tmp_path):
     then = """
     if attempt == "0" and rank == 1:

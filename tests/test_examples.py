@@ -184,6 +184,7 @@ def test_memory_limit_falls_back_to_rlimit(monkeypatch: pytest.MonkeyPatch) -> N
     assert memory_limit.run_limited(greedy, 4 << 30).finished
 
 
+@takes_long
 def test_demo_compares_the_two_runs(tmp_path: Path) -> None:
     output = run(ROOT / "scripts/demo_compare.py", "--tiny", "--disk", tmp_path, cwd=tmp_path)
     assert "The losses of all 4 steps are equal to the last bit." in output
@@ -216,6 +217,7 @@ def test_demo_asks_plain_again_where_the_losses_differ(capsys: pytest.CaptureFix
     assert "did not repeat itself" not in capsys.readouterr().out
 
 
+@takes_long
 def test_wave_inversion_comes_nearer(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="pip install 'backstash[plot]'")
     picture = tmp_path / "media.png"
@@ -225,6 +227,7 @@ def test_wave_inversion_comes_nearer(tmp_path: Path) -> None:
     assert picture.stat().st_size > 1000
 
 
+@takes_long
 def test_long_recurrence_learns(tmp_path: Path) -> None:
     found = losses(run(EXAMPLES / "long_recurrence.py", "--tiny", cwd=tmp_path))
     assert len(found) == 4

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from long_tests import takes_long
+
 TESTS = Path(__file__).resolve().parent
 CHECKS = """
 import threading
@@ -22,6 +24,7 @@ CHECKS = {"first": passes, "fails": fails, "skips": skips, "breaks": breaks, "ha
 """
 
 
+@takes_long
 def test_each_check_is_told_of_whatever_the_others_do(tmp_path: Path) -> None:
     (tmp_path / "some_checks.py").write_text(CHECKS)
     out = tmp_path / "found.json"

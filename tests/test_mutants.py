@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from long_tests import takes_long
+
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = ROOT / "scripts/soak_mutants.py"
 
@@ -27,6 +29,7 @@ def changes_in(source):
     }
 
 
+@takes_long
 def test_the_picked_mutants_are_noticed():
     ended = run("--picked")
     assert ended.returncode == 0, ended.stdout + ended.stderr

@@ -6,7 +6,7 @@ from itertools import islice
 import pytest
 import torch
 
-from long_tests import IS_ASKED_FOR
+from long_tests import IS_ASKED_FOR, takes_long
 from operators import LISTS, Stashes, difference
 
 SLICES = 8
@@ -31,7 +31,9 @@ def findings(operators, directory, dtype, *, second, mixes=("disk",)):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("part", range(SLICES))
+@pytest.mark.parametrize(
+    "part", [pytest.param(part, marks=takes_long if part % 2 else ()) for part in range(SLICES)]
+)
 def test_first_gradients(tmp_path, part):
     found, said = findings(OPERATORS[part::SLICES], tmp_path, torch.float64, second=False)
     assert not found

@@ -2,21 +2,23 @@
 
 import json
 import random
-import weakref
+import time
 
 import pytest
 import torch
 from torch import nn
 
+import backstash._plan.first_steps
 import backstash._planner
 from backstash import Stash
-from backstash._plan.meter import ProcessMeter
+from backstash._admission import FITS
+from backstash._plan.choices import Choices
 from backstash._plan.regions import AGAIN, ONCE, Regions
 from backstash._plan.trace import Links
-from backstash.plan import Plan
+from backstash._stats import Left
+from backstash.plan import Plan, usable_bytes
+from counted_memory import MIB, OTHER, CountedMemory
 
-MIB = 1 << 20
-OTHER = 100 * MIB
 LAYERS = 8
 SAVED = LAYERS * 4 * MIB  # of each layer: its input, and three blocks that only it saves
 
@@ -34,27 +36,10 @@ class Layer(nn.Module):
 
 @pytest.fixture
 def memory(monkeypatch):
-    """The process's memory as far as a stash has a part in it, over a fixed sum; and a slow disk."""
-    peaks, stashes = [0], []
-
-    def now(meter):
-        held = made.other()
-        for stash in stashes:
-            stats = backstash.stash._levels_of(stash)
-            held += stats[0] + stats[1] + stats[4]
-        peaks[0] = max(peaks[0], held)
-        return held
-
-    monkeypatch.setattr(ProcessMeter, "now", now)
-    monkeypatch.setattr(backstash._planner, "links_of", lambda records: Links(2e6, 2e6))
-
-    def made(**arguments):
-        stash = Stash(min_bytes=0, inflight="2MiB", prefetch="2MiB", **arguments)
-        stashes.append(weakref.ref(stash))
-        return stash
-
-    made.peaks, made.other = peaks, lambda: OTHER
-    return made
+    """Beside it a slow disk."""
+    for where in (backstash._planner, backstash._plan.first_steps):
+        monkeypatch.setattr(where, "links_of", lambda records: Links(2e6, 2e6))
+    return CountedMemory(monkeypatch, inflight="2MiB", prefetch="2MiB")
 
 
 def model(layer=Layer, layers=LAYERS):
@@ -103,6 +88,88 @@ def test_a_plan_decides_how_many_run_again(memory, tmp_path):
     stash.close()
 
 
+def test_what_a_second_run_takes_is_measured(memory, tmp_path):
+    stash = memory(budget=OTHER + SAVED // 2 + 8 * MIB, disk=tmp_path)
+
+    class Slower(Layer):
+        """Than its first run is, by what no other figure tells."""
+
+        def forward(self, x):
+            if stash._thread_state().runs_again:
+                time.sleep(0.05)
+            return super().forward(x)
+
+    net = model(Slower)
+    with stash.recompute(*net):
+        settle(net, stash, steps=6)
+        trace = stash.plan.trace
+        assert trace.regions and all(each.use_seconds >= 0.05 for each in trace.regions)
+    stash.close()
+
+
+def test_what_is_made_again_is_left_as_it_is_where_there_is_room(memory, tmp_path):
+    net, budget = model(), OTHER + SAVED // 2 + 8 * MIB
+    stash = memory(budget=budget, disk=tmp_path)
+    true = step(net, Stash())
+
+    def left():
+        return stash.stats().left.get(FITS, Left(0, 0)).count
+
+    with stash.recompute(*net):
+        plan = settle(net, stash)
+        stash._planner._corrections._wait_steps = 1000  # it is not measured again
+        while stash._planner._recording:
+            step(net, stash)
+        memory.other = lambda: OTHER - 8 * MIB
+        before = left()
+        assert same(step(net, stash), true)
+        made = left() - before
+        assert stash._thread_state().allowed_bytes == -1, "nothing of the next step"
+        assert 0 < made <= 3 * count(plan, "region"), "all but the first of each second run"
+        most = usable_bytes(budget)
+        memory.other = lambda: most
+        before = left()
+        assert same(step(net, stash), true)
+        assert left() == before, "there is no room for any"
+    stash.close()
+
+
+def test_gates_of_a_cell_are_let_go_and_made_again(memory, tmp_path):
+    """Four tensors in one storage, each with a version counter of its own, and changed one after the other."""
+
+    class Unrolled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.cell = nn.LSTMCell(128, 128)
+
+        def forward(self, x):
+            state, out = None, []
+            for _ in range(4):
+                state = self.cell(x, state)
+                out.append(state[0])
+            return torch.stack(out).sum(0)
+
+    torch.manual_seed(0)
+    net = nn.Sequential(*(Unrolled() for _ in range(4)))
+
+    def run(stash):
+        net.zero_grad()
+        with stash:
+            loss = net(torch.linspace(-1, 1, 512 * 128).view(512, 128)).sum()
+        loss.backward()
+        return [each.grad.clone() for each in net.parameters()]
+
+    true = run(Stash())
+    stash = memory(budget=OTHER + 12 * MIB, disk=tmp_path)
+    with stash.recompute(*net):
+        for _ in range(10):
+            assert same(run(stash), true)
+            plan = stash.plan
+    assert count(plan, "region") >= 1
+    assert not any("runs again" in each for each in stash.stats().left)
+    stash.close()
+
+
 def test_what_fits_runs_once(memory, tmp_path):
     net, stash = model(), memory(budget=OTHER + 4 * SAVED, disk=tmp_path)
     with stash.recompute(*net):
@@ -137,7 +204,7 @@ def test_a_plan_with_regions_is_followed_from_a_file(memory, tmp_path):
             )
             for each in plan.classes:  # what is held until a forward was compared, is none of them
                 held = sum(n for name, n in each.choices if name != "region")
-                assert again._planner._instances[each.name] == held
+                assert again._planner._choices._met[each.name] == held
             if number:  # in the first, each is tried first, and what it saves moves meanwhile
                 assert after.written_bytes == before.written_bytes
                 assert memory.peaks[0] <= budget
@@ -315,14 +382,11 @@ def test_what_a_refused_region_saves_moves(memory, tmp_path):
     """Beyond those that the plan chooses for; where no region is to let go of a class, the first's choice."""
     stash = memory(budget=OTHER, disk=tmp_path)
     planner = stash._planner
-    planner._choices = {"erf #0 1.00 MiB": ["keep"], "sin #0 1.00 MiB": ["keep"]}
-    planner._partly = {"erf #0 1.00 MiB"}
-    for operation, beyond in (("erf", "disk"), ("sin", "keep")):
-        found = []
-        for _ in range(3):
-            planner._ordinals.clear()
-            found.append(planner._choose(("", operation), MIB, 0))
-        assert found == ["keep", beyond, beyond]
+    planner._choices = Choices(
+        [("erf #0 1 B", [("keep", 1), ("region", 1)]), ("sin #0 1 B", [("keep", 1)])],
+    )
+    for operation, beyond in (("erf #0 1 B", "disk"), ("sin #0 1 B", "keep")):
+        assert [planner._choose(operation) for _ in range(3)] == ["keep", beyond, beyond]
     stash.close()
 
 

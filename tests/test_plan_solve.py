@@ -154,12 +154,33 @@ def test_all_members_of_a_region_have_the_same_choice():
                 assert len({found.choices[each] == "region" for each in region.members}) == 1
 
 
+def test_memory_that_is_given_back_before_a_step_is_taken_anew_but_where_all_is_left():
+    trace = replace(chain([MIB, MIB]), anew_seconds=0.5)
+    computing = trace.compute_seconds
+    moves, stays = choices(trace, "disk", "keep"), choices(trace, "keep", "keep")
+    wide = Windows(8 * MIB, 8 * MIB)
+    assert simulate(trace, moves, wide).step_seconds == pytest.approx(computing + 0.5, rel=0.1)
+    assert simulate(trace, stays, wide).step_seconds == pytest.approx(computing)
+    known = replace(trace, left_seconds=7.0)
+    assert simulate(known, moves, wide).step_seconds == pytest.approx(computing + 0.5, rel=0.1)
+    assert simulate(known, stays, wide).step_seconds == pytest.approx(7.0)
+    assert solve(known, 300 * MIB).forecast.step_seconds == pytest.approx(7.0)
+    moving = solve(known, 101 * MIB)
+    assert computing + 0.5 <= moving.bound_seconds <= moving.forecast.step_seconds
+
+
 def test_a_trace_survives_a_file(tmp_path):
     trace = chain([MIB, 3 * MIB], options=lambda n: {"pack": Option(n // 8, 0.1, 0.1)})
     older = trace.as_dict()
-    del older["regions"]
+    for name in ("regions", "anew_seconds", "left_seconds"):
+        del older[name]
     assert Trace.from_dict(older) == trace
-    trace = replace(trace, regions=(TracedRegion("blocks.*", (0, 1), 0.1, 0.2, 3, 4),))
+    trace = replace(
+        trace,
+        anew_seconds=0.2,
+        left_seconds=0.3,
+        regions=(TracedRegion("blocks.*", (0, 1), 0.1, 0.2, 3, 4),),
+    )
     path = tmp_path / "trace.json"
     path.write_text(json.dumps(trace.as_dict()))
     assert Trace.read(str(path)) == trace
@@ -169,6 +190,20 @@ def test_a_trace_survives_a_file(tmp_path):
     path.write_text('{"format": 1, "blocks": 3}')
     with pytest.raises(UsageError, match="no trace"):
         Trace.read(str(path))
+    values = trace.as_dict()
+    for name, wrong in [
+        ("anew_seconds", "x"),
+        ("left_seconds", "x"),
+        ("tail_seconds", "q"),
+        ("moments", []),
+        ("moments", [{**values["moments"][0], "block": 10**6}]),
+        ("moments", [*values["moments"], {**values["moments"][0], "seconds": -1.0}]),
+        ("links", {"down_rate": 0, "up_rate": 1e9}),
+        ("links", {"down_rate": 1e9, "up_rate": float("nan")}),
+        ("regions", [{"name": "blocks.*", "members": [7]}]),
+    ]:
+        with pytest.raises(UsageError, match="no trace"):
+            Trace.from_dict({**values, name: wrong})
     path.write_text("nonsense")
     with pytest.raises(UsageError, match="no trace"):
         Trace.read(str(path))

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from guards import GUARDS
+from long_tests import takes_long
 from programs.judge import Wrong, judge
 from programs.run import Run
 from programs.search import OPERATIONS, search
@@ -99,6 +100,7 @@ def is_missed(name, directory):
     return found.error is not None
 
 
+@takes_long
 @pytest.mark.parametrize("name", [name for name, guard in GUARDS.items() if guard.short])
 def test_the_search_finds_what_is_undone(tmp_path, name):
     if not GUARDS[name].may_crash:

@@ -361,6 +361,59 @@ def test_what_cannot_be_run_again_is_held_and_said(module, args, reason):
     assert stash.stats().recomputed_bytes == 0
 
 
+class Workspace(torch.autograd.Function):
+    """Saves bytes that are others each time, and decide nothing."""
+
+    numbers = itertools.count()
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(
+            x.exp(), torch.full((100,), next(Workspace.numbers), dtype=torch.uint8)
+        )
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx, grad):
+        result, _ = ctx.saved_tensors
+        return grad * result
+
+
+def test_a_library_s_workspace_is_held():
+    """It has bytes that nobody writes: what is made again need not be alike."""
+
+    class Net(nn.Linear):
+        def forward(self, x):
+            return Workspace.apply(super().forward(x)).erf()
+
+    net, x = Net(8, 8), torch.ones(4, 8)
+    (expected,) = torch.autograd.grad(net(x).sum(), net.weight)
+    stash = stash_of()
+    with stash.recompute(net):
+        for _ in range(4):
+            assert torch.equal(*torch.autograd.grad(net(x).sum(), net.weight), expected)
+    assert not any("not recomputed" in each for each in stash.stats().left)
+    assert stash.stats().recomputed_bytes > 0
+
+
+def test_an_lstm_of_many_steps_is_run_again():
+    """On the CPU oneDNN's, with a workspace of 1 MiB: a first run has fresh memory for it, a later one not."""
+    layers, stash = [nn.LSTM(128, 128) for _ in range(6)], stash_of(keep=None)
+
+    def step():
+        torch.manual_seed(0)
+        y = x = torch.randn(4, 32, 128, requires_grad=True)
+        for each in layers:
+            y, _ = each(y)
+        y.square().sum().backward()
+        return x.grad
+
+    with stash.recompute(*layers):
+        found = [step() for _ in range(4)]
+    expected = step()
+    assert all(torch.equal(each, expected) for each in found)
+
+
 def test_an_error_of_the_second_run_is_a_reason():
     net = Reading()
     calls = []

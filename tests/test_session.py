@@ -301,7 +301,7 @@ def test_a_dead_block_is_subtracted_from_the_counts_of_its_device():
     cpu = session.device_tiers[0]
     assert (second.evictor.resident.nbytes, second.prefetcher.ahead_bytes) == (70, 30)
     assert (cpu.evictor.resident.nbytes, cpu.prefetcher.ahead_bytes) == (100, 50)
-    session._event_log.start(told.append)
+    session.event_log.start(told.append)
     session.reclaim_queue.append(block_cleanup(session, 0, 1, 2, 64, 8, "head"))
     session.drain()
     assert [(what[0], *what[3:6]) for what in told] == [("free", 64, 8, "head")]
@@ -310,7 +310,7 @@ def test_a_dead_block_is_subtracted_from_the_counts_of_its_device():
 
 def test_what_was_never_counted_is_no_block_less():
     session, told = session_with(), []
-    session._event_log.start(told.append)
+    session.event_log.start(told.append)
     session.blocks_alive = 1
     session.reclaim_queue.append(block_cleanup(session, 0, 0, 0, 64, -1, ""))
     session.reclaim_queue.append(disk_cleanup(session, None, None, None, 0, 0))

@@ -10,6 +10,7 @@ import torch
 
 import simulated
 from gpu_checks import CHECKS
+from long_tests import takes_long
 
 HERE = Path(__file__).parent
 RUNS = {"late": "0.03,1", "soon": "0.4,3"}
@@ -131,6 +132,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, dic
     return {name: json.loads(out.read_text()) for name, out in outs.items()}
 
 
+@takes_long
 @pytest.mark.timeout(300)
 def test_random_programs_on_several_streams() -> None:
     """``scripts/soak_programs.py --simulated`` is the long form."""

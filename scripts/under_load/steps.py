@@ -63,7 +63,7 @@ class Moment:
 
 def _end_of_file(stash: Stash) -> int:
     assert isinstance(stash._store, Disk)
-    return stash._store._leases.extents.end_bytes
+    return stash._store._file.leases.extents.end_bytes
 
 
 def _shape(order: random.Random, step: int) -> tuple[int, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -35,6 +36,7 @@ _TRANSFORM = (
     "torch.func.grad, vjp, jacrev or hessian, so many calls: hooks are not allowed inside, and what it saved "
     "is not known"
 )
+FITS = "there is room for it within the budget"
 NESTED = "saved by a signal's handler or a finalizer, in the middle of another call"
 _NO_TIER = "no tier below: give disk="
 _NO_HOST = "no tier below: give host="
@@ -96,12 +98,13 @@ class Admission:
     def hook(self, thread_state: ThreadState) -> Callable[[Tensor], object]:
         """The pack hook of one thread.
 
-        Its path for small tensors takes no lock and makes no object of ours.
+        Its path for small tensors takes no lock and makes no object of ours; nor does the one of a step that a
+        plan leaves in place, but for some of its tensors, which tell the planner where the step is.
         """
         large = self._pack_large
         if self._policy is not None:
             return lambda tensor: large(tensor, thread_state)
-        min_bytes = self._min_bytes
+        min_bytes, session, event_log = self._min_bytes, self._session, self._session.event_log
 
         def pack(tensor: Tensor) -> object:
             if type(tensor) is Tensor:
@@ -113,12 +116,35 @@ class Admission:
                 if nbytes < min_bytes:
                     thread_state.small_saves += 1
                     thread_state.small_bytes += nbytes
-                    version = tensor._version
-                    return tensor.detach() if version == 0 else (tensor.detach(), version)
-                return large(tensor, thread_state, storage)
+                else:
+                    thread_state.large_bytes += nbytes
+                    if (
+                        nbytes > thread_state.allowed_bytes
+                        or thread_state.allowed_until != session.uses
+                        or thread_state.allowed_on != tensor.device
+                        or session.reclaim_queue
+                        or event_log.on
+                    ):
+                        timed = self._pack_timed if event_log.on else large
+                        return timed(tensor, thread_state, storage)
+                    thread_state.allowed_bytes -= nbytes
+                    thread_state.fitting_saves += 1
+                    thread_state.fitting_bytes += nbytes
+                version = tensor._version
+                return tensor.detach() if version == 0 else (tensor.detach(), version)
             return large(tensor, thread_state)
 
         return pack
+
+    def _pack_timed(
+        self, tensor: Tensor, thread_state: ThreadState, storage: torch.UntypedStorage
+    ) -> object:
+        """While a step is measured: what this takes is no computing."""
+        began = time.perf_counter()
+        try:
+            return self._pack_large(tensor, thread_state, storage)
+        finally:
+            self._session.hook_took("pack hook", began)
 
     def _pack_large(
         self,
@@ -414,16 +440,23 @@ class Admission:
             session.save_counts.instead(block, gone)
             self.moved_again_bytes += block.nbytes
         self.eligible_bytes += block.nbytes
-        planner = session.planner_of(tiers) if session.planners else None
+        planner = session.planner_of(tiers, thread_state) if session.planners else None
         if planner is not None:
+            thread_state.may_leave(-1)
             if planner.regions is not None and (thread_state.runs_again or thread_state.is_tried):
                 # No part of what is planned for: a second run's, or what its region is held by meanwhile.
                 instead = planner.beside(block, again=thread_state.runs_again)
                 choice = _Choice(instead) if choice == _DEFAULT else choice
+                if thread_state.runs_again and choice == _DEFAULT and self._codec is None:
+                    nbytes = planner.may_make_bytes(len(session.thread_states))
+                    thread_state.may_leave(nbytes, tensor.device, session.uses)
             else:
                 planner.count(block)
                 if choice == _DEFAULT:
                     choice = self._planned(block, tensor, thread_state, modules, tiers)
+                    if self._codec is None:  # else it is asked for each
+                        nbytes = planner.may_leave_bytes(len(session.thread_states))
+                        thread_state.may_leave(nbytes, tensor.device, session.uses)
         tier, codec, replay = choice
         block.to_disk, block.at_once = tier == "disk", bool(tier)
         if replay is not None:

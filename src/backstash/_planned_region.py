@@ -28,6 +28,7 @@ TOLD_RATE = 5e-10  # seconds a byte for a fingerprint, until it was measured
 class _Region(Protocol):
     session: Session
     told_rate: float
+    again_seconds: float
 
 
 class Once:
@@ -114,7 +115,7 @@ class Planned:
         if self.forward is not None:
             self._planner.tell_forward("leave", self._number)
             self.forward.can_run_again = in_order
-            self.forward.told_seconds = self._region.told_rate * self.forward.nbytes
+            self._tell_seconds(self.forward)
 
     def stays_at(self, number: int) -> bool:
         """Whether the save of this number is not let go, since something outside saves the same."""
@@ -149,4 +150,8 @@ class Planned:
             self._region.told_rate = self._told_seconds / nbytes
         if self.forward is not None:
             self.forward.can_run_again = True
-            self.forward.told_seconds = self._region.told_rate * self.forward.nbytes
+            self._tell_seconds(self.forward)
+
+    def _tell_seconds(self, forward: Forward) -> None:
+        forward.told_seconds = self._region.told_rate * forward.nbytes
+        forward.again_seconds = self._region.again_seconds

@@ -3,24 +3,23 @@
 Step 1 moves everything, so that it fits; step 2 does so again, without what only a first step takes, and tries
 on every block whether it can be recomputed or packed, and how long that takes; step 3 moves every other block,
 which tells what moving costs beside waiting. Where there is no tier below, what can be recomputed is, instead.
+To learn what any budget would cost, more steps are measured (see `_plan/first_steps.py`).
 Then a plan is made, in a thread, and followed from the next step on. Its first steps are measured, too: where
 the peak is not what was predicted, the plan is made again with the difference added. After three steps that
 take more than a tenth longer or shorter than predicted, a step is measured again.
 
 Steps may have other shapes. A plan is for the largest step so far: of a smaller one that it does not know, the
 oldest blocks go, with as much other memory taken for granted. A larger one moves everything, is measured, and
-planned for. By its first block it is known for one.
+planned for. By its first block it is known for one. A step whose first block is as large as the plan's may
+have later ones of other sizes, as a mixture of experts has: they are held as those of the plan's sizes are.
 """
 
 from __future__ import annotations
 
 import functools
-import re
 import sys
-import threading
 import time
 import warnings
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -28,11 +27,15 @@ from typing import Any
 from torch import Tensor
 
 from ._device.base import Device
+from ._plan.choices import Choices, ClassOf
+from ._plan.corrections import Corrections
+from ._plan.first_steps import FirstSteps, Mode
+from ._plan.guard import MemoryGuard
 from ._plan.meter import Meter, ProcessMeter, Sample
-from ._plan.recorder import StepRecord, interference, links_of, trace_of, typical
+from ._plan.recorder import Costs, StepRecord, links_of, trace_of
 from ._plan.regions import AGAIN, ONCE, TRACED, Forward, Regions, name_of
-from ._plan.simulate import Windows, simulate
-from ._plan.solve import Solution, smallest_budget, solve
+from ._plan.solve import smallest_budget
+from ._plan.solving import Solving, left_alone
 from ._plan.table import REGION
 from ._plan.trace import Links, Option, Trace
 from ._runtime.trace import EventLog
@@ -45,19 +48,18 @@ from .units import format_bytes
 
 __all__ = ["Planner", "auto_budget", "held_and_spare"]
 
-_ORDINALS = 64  # saves of one module that are told apart
 _GUARD_BYTES = 1 << 20  # saved between two looks at the process's memory
+_ANCHORS = 4  # blocks that each step begins with, whose uses tell when its backward runs
+_LOOKS = 4  # the part of the memory left that is saved between two looks at it, where all fits
+_MADE_LOOKS = 2  # the same in a second run
+_MORE = 8  # the part of the most bytes of a step by which another is larger than it
+_OFTEN = 16  # likewise, that is saved between two looks once a step was taken for a larger one
 _LEAST_WINDOW_BYTES = 16 << 20
 _GIVEN_BACK_BYTES = 64 << 20
-_VALIDATED_STEPS = 3
 _MARGIN = 50  # the part of a budget that it may be exceeded by and nothing is said
 _TOLD_AT = 3  # steps that exceeded it: planning again with what was measured did not help
-_OFF = 0.10
 _ALIKE = 0.02  # how much two steps of one shape may differ in what they save
-_MOST_FOLLOWED = 12  # steps that are measured under a plan, where few of them are of its shape
-_CORRECTIONS = 3
-_RELEASE_REST = 20  # times as long as giving memory back took, it is not done again
-_NUMBER = re.compile(r"\d+")
+_FREE = Costs()
 
 
 class Planner:
@@ -87,11 +89,12 @@ class Planner:
         device: Device | None = None,
     ) -> None:
         self._event_log = event_log
-        self._let_go = let_go
         self._tier = tier
         self._given_windows = windows
         self._holding: list[DeviceTiers] = []  # the device's, from the first step on
         self._meter = meter(functools.partial(_held_by, self._holding))
+        self._budget = loaded.budget_bytes if loaded is not None else budget or 0
+        self._guard = MemoryGuard(self._meter, usable_bytes(self._budget), let_go)
         self._device = device
         self._device_name = device.name if device is not None else "cpu"
         # An accelerator's allocator takes its time to answer.
@@ -99,78 +102,73 @@ class Planner:
         self.regions = Regions() if tier is not None else None
         """Of the modules that may run again; ``None``: they do whatever the plan is."""
         self._recording = False
-        self._records: list[StepRecord] = []
+        self._first_steps = FirstSteps(self._budget)
         self._steps = 0
         self._groups: dict[int, str] = {}
         self._offers: dict[int, dict[str, Option]] = {}
-        self._ordinals: Counter[tuple[str, str]] = Counter()
-        self._instances: Counter[str] = Counter()
-        self._names: dict[tuple[str, str], str] = {}
-        self._choices: dict[str, list[str]] | None = None
-        self._partly: set[str] = set()  # classes of which regions that run again let go
-        self._mode = "all"
+        self._class_of = ClassOf()
+        self._choices: Choices | None = None
         self._admitted = 0
         self._unlooked_bytes = 0
         self._resident_limit: int | None = None
         self._unplanned_limit = 0  # the same in a step that saves what the plan does not know
         self._windows = self._planned_windows = (0, 0)
         self._windows_before = (0, 0)  # of the device, before the first step
-        self._followed_steps = 0
-        self._matched = 0
         self._saved_bytes = 0  # in this step, so far
         self._known_first_bytes = self._known_bytes = (
             0  # of the step that was planned for: its first block, all
         )
+        # This step's first block is as large as that one's: what differs later does so within a step of this
+        # shape. Of a loaded plan that is taken for granted.
+        self._begins_as_known = loaded is not None
         self._let_go_bytes = 0  # of these, by regions that run again
         self._most_saved_bytes = sys.maxsize  # beyond it a step is larger than that one
         self._most_other_bytes = 0  # that a step which was planned for held beside
+        # Of the storages that were saved in this step, each as often as it was; the most of a step; and how
+        # often it was asked whether more may stay.
+        self._asked_bytes = self._most_asked_bytes = self._asked = 0
+        self._planned_asked_bytes = 0  # of the step that is being planned for
+        # Steps that are yet to be measured for a larger one that was met, and how many there are at most.
+        self._awaited, self._most_awaited = 0, 4
+        self._looks_often = False  # none of them was as large: it may have been several in turn
         self._is_larger = False  # this step is larger than any that was planned for
         self._expects_larger = (
             False  # the last one was, which was not known from its first block on
         )
         self._bytes_at_start = 0  # of memory, when the step began that was planned for
-        self._links, self._interference = Links(0.0, 0.0), 0.0
-        self._solving: threading.Thread | None = None
-        self._solved: tuple[Trace, Solution, int] | None = None
-        self._off_steps = self._replans = 0
-        self._wait_steps = 0
-        self._bias_bytes = 0
-        self._least_bias_bytes: int | None = None  # with less the budget was exceeded
-        self._release_after = 0.0
+        self._links, self._costs = Links(0.0, 0.0), Costs()
+        self._corrections = Corrections()
         self._freed_bytes = 0  # since memory was given back in backward
-        self._highest_bytes = 0  # that was seen in this step
+        self._anew_bytes = 0  # that were given back before this step
         self._exceeding = 0  # steps under a plan that exceeded the budget
-        self._line = 0  # beyond it less is kept; it follows what the process holds
-        self._most_at_start = 0  # beyond it a step would exceed the budget; what is free counts
-        self._measured: list[StepFigures] = []
+        # Beyond it a step would exceed the budget; what is free counts.
+        self._most_at_start = self._budget
         self.notes: dict[str, None] = {}
+        self._solving = Solving(windows, self.notes)
         if loaded is not None:
-            self._budget = loaded.budget_bytes
             self._plan = _with(loaded, state="loaded")
             self._follow(loaded)
         else:
-            assert budget is not None
-            self._budget = budget
-            self._plan = Plan(budget, "measuring", device=self._device_name)
-        self._most_at_start = self._budget
+            self._plan = Plan(self._budget, "measuring", device=self._device_name)
 
     @property
     def plan(self) -> Plan:
         """What is known now. Waits for a plan that is being made."""
-        solving = self._solving
-        if solving is not None:
-            solving.join()
+        self._solving.wait()
         return self._plan
 
     @property
     def trace(self) -> Trace | None:
         """What the plan was made from."""
-        return self._solved[0] if self._solved is not None else None
+        found = self._solving.found
+        return found[0] if found is not None else None
 
     @property
     def matches_nothing(self) -> bool:
         """Of a loaded plan, after a step: whether nothing that was saved is of its classes."""
-        return self._plan.state == "loaded" and self._steps != 1 and not self._matched
+        if self._plan.state != "loaded" or self._choices is None or self._steps == 1:
+            return False
+        return not self._choices.matched
 
     def close(self) -> None:
         """Measure no more."""
@@ -187,7 +185,7 @@ class Planner:
 
     def forked(self) -> None:
         """In a forked process: the threads that sample and plan are the other's, and so is an accelerator."""
-        self._solving = None
+        self._solving.forked()
         self._meter.forked()
         if self._device is not None:
             self._stop()
@@ -204,19 +202,32 @@ class Planner:
             self._windows_before = windows
         self._holding[:] = [tiers]
         tiers.evictor.resident.is_planned = True
-        self._line = usable_bytes(self._budget)
-        tiers.prefetcher.has_room = tiers.packer.has_room = self._has_room
-        if self._recording or self._held() > self._most_at_start:
-            self._let_go()
+        tiers.prefetcher.has_room = tiers.packer.has_room = self._guard.has_room
+        is_left = self._plan.state == "left alone"
+        anew_bytes, self._anew_bytes = self._anew_bytes, 0
+        must_give_back = (self._recording and not is_left) or (
+            self._guard.held() > self._most_at_start
+        )
+        if self._first_steps.mode == "left":
+            self._meter.resume(self._meter.pause())  # a host that is ahead would tell its own time
+        elif must_give_back:
+            paused, before = self._meter.pause(), self._guard.held()
+            self._guard.let_go()
+            self._anew_bytes = max(0, before - self._guard.held())
+            self._meter.resume(paused)
         seconds = self._meter.begin_step()
-        self._highest_bytes = max(self._highest_bytes, self._meter.known_peak_bytes)
-        record = self._end_record() if self._recording else None
+        self._guard.begin_step()
+        record = self._end_record(anew_bytes) if self._recording else None
         first = self._steps == 0
         was_larger, self._is_larger = self._is_larger, False
         saved_bytes, self._saved_bytes = self._saved_bytes, 0
+        asked_bytes, self._asked_bytes, self._asked = self._asked_bytes, 0, 0
+        if not was_larger:
+            self._most_asked_bytes = max(self._most_asked_bytes, asked_bytes)
         self._steps += 1
-        self._ordinals.clear()
-        self._instances.clear()
+        self._class_of.begin_step()
+        if self._choices is not None:
+            self._choices.begin_step()
         if self.regions is not None:
             self.regions.begin_step()
         self._groups, self._offers = {}, {}
@@ -224,58 +235,89 @@ class Planner:
             if first:
                 self._apply_loaded()
         elif self._choices is None:
-            self._measure(record)
+            self._measure(record, seconds, asked_bytes)
         elif not first:
-            highest_bytes, self._highest_bytes = self._highest_bytes, 0
+            highest_bytes = self._guard.take_highest()
             self._count_exceeding(highest_bytes)
             if was_larger:
-                self._plan_for_larger(record)
+                self._plan_for_larger(record, asked_bytes)
             else:
                 is_alike = abs(saved_bytes - self._known_bytes) <= _ALIKE * self._known_bytes
                 self._watch(record, StepFigures(highest_bytes, seconds), is_alike=is_alike)
         if self._recording:
             self._groups, self._offers = {}, {}
 
-    def _measure(self, record: StepRecord | None) -> None:
-        if record is not None:
-            self._records.append(record)
-        made = len(self._records)
+    def _measure(self, record: StepRecord | None, seconds: float, asked_bytes: int) -> None:
+        first, solving = self._first_steps, self._solving
+        first.add(record, seconds, asked_bytes)
+        made = len(first.records)
         if made == 0:
             self._set_windows(self._first_windows())
             self._start()
         elif made == 1:
             self._look_at_first()
-        elif made == 2:
-            self._mode = "half"
-            second = self._traced(self._records[1], links_of(self._records))
-            if self._tier is None:
-                self._look_whether_it_fits(second)
-            limit = max(0, self._target() - _most_other(second) - sum(self._windows))
-            if self._budget < self._records[0].samples[0][1]:
-                # No step could be within it, as `backstash plan` wants it: what moving costs is to be learnt.
-                limit = self._spare_bytes() // 2
-                self._line = self._records[1].peak_bytes + limit
-            self._set_limit(limit)
-        elif self._solving is None and self._solved is None:
-            self._stop()
-            self._mode = "all"
-            full, part = self._records[1], self._records[2]
-            self._links, self._interference = links_of(self._records[1:]), interference(full, part)
-            trace, other = map(self._trace_of, (full, part))
-            # Steps that differ in what else they hold will do so again.
-            self._solve(trace, abs(_most_other(trace) - _most_other(other)))
-        if self._solved is not None:
+        elif (mode := first.next_mode(self._spare_bytes)) is not None:
+            if record is not None or mode == "left":
+                self._begin_mode(mode)
+        elif not solving.is_running and solving.found is None:
+            self._plan_for_first_steps()
+        if solving.found is not None:
             self._adopt()
 
-    def _trace_of(self, record: StepRecord) -> Trace:
-        return self._traced(record, self._links, self._interference)
+    def _begin_mode(self, mode: Mode) -> None:
+        first = self._first_steps
+        first.mode = mode
+        last, spare = first.records[-1], self._spare_bytes() // 2
+        if first.learns:
+            self._guard.raise_to(last.peak_bytes + spare)
+        if first.may_exceed:
+            self._set_windows((_LEAST_WINDOW_BYTES, _LEAST_WINDOW_BYTES))
+        if mode == "left":
+            self._stop()
+        elif mode == "all":
+            return
+        if first.may_exceed:
+            self._set_limit(spare)
+            return
+        trace = self._traced(last, links_of(first.records))
+        if self._tier is None:
+            self._look_whether_it_fits(trace)
+        limit = max(0, self._target() - _most_other(trace) - sum(self._windows))
+        self._set_limit(spare if first.learns else limit)
 
-    def _traced(self, record: StepRecord, links: Links, seconds_per_byte: float = 0.0) -> Trace:
+    def _plan_for_first_steps(self) -> None:
+        first = self._first_steps
+        self._stop()
+        first.mode = "all"
+        self._links, self._costs = first.costs()
+        trace, differs = self._traced(first.largest, self._links, self._costs), 0
+        if not first.learns:  # where some steps may hold more
+            for pair in first.alike():
+                held = [_most_other(self._traced(each, self._links, self._costs)) for each in pair]
+                differs = abs(held[0] - held[1])  # as they will again
+        self._solve(trace, differs)
+
+    def conclude(self) -> None:
+        """No more steps will come: plan for what was measured, if that is enough."""
+        solving = self._solving
+        if self._choices is not None:
+            return
+        solving.wait()
+        if solving.found is None and self._first_steps.are_enough:
+            self._plan_for_first_steps()
+            solving.wait()
+        if solving.found is not None:
+            self._adopt()
+            self._stop()
+
+    def _traced(self, record: StepRecord, links: Links, costs: Costs = _FREE) -> Trace:
         tier = self._tier or "disk"
         runs_ahead = self._device is not None
-        trace = trace_of(record, links, seconds_per_byte, tier, runs_ahead=runs_ahead)
+        trace = trace_of(record, links, costs, tier, runs_ahead=runs_ahead)
         below = self._tiers.tier
         capacity = below.capacity_bytes if below is not None else None
+        if self._tier is None:
+            capacity = 0
         return trace if capacity is None else trace.moving_at_most(capacity * 19 // 20, tier)
 
     def _meet_larger(self, nbytes: int, known_bytes: int) -> None:
@@ -289,48 +331,54 @@ class Planner:
                 return
         self._is_larger = True
         self._expects_larger = self._saved_bytes > 0  # it is too late to measure this one
-        if not self._expects_larger:
+        if self._expects_larger:
+            self._awaited, self._most_awaited = self._most_awaited, min(64, 2 * self._most_awaited)
+        else:
             self._groups, self._offers = {}, {}
             self._start()
         self._set_windows(self._first_windows())
         self._lower_limit(0)
 
-    def _plan_for_larger(self, record: StepRecord | None) -> None:
-        """A step has ended that was larger than those that were planned for."""
+    def _plan_for_larger(self, record: StepRecord | None, asked_bytes: int) -> None:
+        """A step has ended that was larger than those that were planned for, or was expected to be."""
         self._stop()
         self._set_limit(self._resident_limit)
         self._set_windows(self._planned_windows)
-        if record is None or self._expects_larger or self._solving is not None:
+        if record is None or self._expects_larger or self._solving.is_running:
             return
         if not self._links.down_rate:  # the very first step fitted, and none was measured after it
             self._links = links_of([record])
-        trace = self._trace_of(record)
-        if self._solved is not None and self._choices_are_old():
-            if _saved_by(self._solved[0]) >= _saved_by(trace):
+        moved_seconds = self._costs.per_moved_byte * record.moved_bytes
+        computing = max(0.0, record.computing_seconds - moved_seconds)
+        trace = self._traced(record, self._links, replace(self._costs, computing_seconds=computing))
+        found = self._solving.found
+        if found is not None and self._solving.is_new:
+            if _saved_by(found[0]) >= _saved_by(trace):
                 self._adopt()
                 return
         elif _saved_by(trace) <= self._known_bytes + self._let_go_bytes and (
             self.regions is None or self.regions.can_be_followed(trace.regions)
         ):
+            # Steps may take turns of which some are smaller: the next one is measured, too.
+            self._expects_larger = self._awaited > 0
+            self._awaited -= self._expects_larger
+            self._looks_often |= not self._expects_larger
             return
+        self._awaited, self._planned_asked_bytes = 0, asked_bytes
         self._solve(trace)
 
     def _look_at_first(self) -> None:
         """After the first step the memory is known, if not the time."""
-        first = self._records[0]
-        first_trace = self._traced(first, links_of(self._records))
+        first = self._first_steps.records[0]
+        first_trace = self._traced(first, links_of([first]))
         # The optimizer's state is there from the second step on only.
         grown = max(0, _other(self._meter.mark()) - _other(first.samples[0]))
         trace = first_trace.raised(grown)
-        keep = [block.options["keep"] for block in trace.blocks]
-        plain = simulate(trace, keep, Windows(0, 0))
+        left = left_alone(trace)
         target = self._target()
-        if plain.peak_bytes <= target:
+        if left[2] <= target:
             self._stop()
-            solution = Solution(
-                ("keep",) * len(keep), Windows(0, 0), plain, plain.step_seconds, fits=True
-            )
-            self._solved = trace, solution, plain.peak_bytes
+            self._solving.found = left
             return
         self._set_limit(max(0, target - _most_other(trace)))
         if self._tier is not None:
@@ -363,67 +411,57 @@ class Planner:
 
     def _watch(self, record: StepRecord | None, found: StepFigures, *, is_alike: bool) -> None:
         """A step under the plan has ended; ``is_alike``: it saved as much as the one that was planned for."""
-        if self._solved is not None and self._solving is None and self._choices_are_old():
+        solving = self._solving
+        if solving.found is not None and not solving.is_running and solving.is_new:
             self._adopt()
             return
         self._set_limit(self._resident_limit)  # the guard may have lowered it
         predicted = self._plan.predicted
         if record is not None:
-            self._followed_steps += 1
-            if self._followed_steps > 1 and is_alike:  # the first still holds what was moved before
-                self._measured.append(StepFigures(record.peak_bytes, record.seconds))
-            is_enough = len(self._measured) >= _VALIDATED_STEPS
-            if is_enough or self._followed_steps >= _MOST_FOLLOWED:
+            if self._corrections.add(record, self._budget, is_alike=is_alike):
                 self._stop()
-                if self._measured:
-                    self._tell_measured()
-                    self._correct()
+                self._correct()
             return
         if predicted is None:
             return
         if found.peak_bytes > self._budget:
-            self._measured.append(found)
-            self._tell_measured()
+            self._corrections.exceed(found.peak_bytes, found.step_seconds)
             self._correct()
             return
         if self._plan.state == "left alone" or not is_alike:
             return  # nothing is faster; or nothing was predicted
-        off = abs(found.step_seconds - predicted.step_seconds) > _OFF * predicted.step_seconds
-        self._off_steps = self._off_steps + 1 if off else 0
-        self._wait_steps -= 1
-        if self._off_steps >= 3 and self._wait_steps <= 0:
-            self._remeasure()
+        if self._corrections.is_off(found.step_seconds, predicted.step_seconds):
+            self._corrections.begin()
+            self._start()
 
     def _correct(self) -> None:
-        """Where the peak was not what was predicted, plan again with the difference added to all memory."""
-        predicted = self._plan.predicted
-        if self._solved is None:
-            return  # another plan is being made
-        assert predicted is not None
-        peak = max(each.peak_bytes for each in self._measured)
-        off = peak - predicted.peak_bytes
-        # What was over is taken off whole, and never given back; what was spared is given back by half.
-        bias_bytes = self._bias_bytes + (off if off > 0 else off // 2)
-        if self._least_bias_bytes is not None:
-            bias_bytes = max(bias_bytes, self._least_bias_bytes)
-        if peak > self._budget:
-            self._least_bias_bytes = bias_bytes
-        elif self._replans >= _CORRECTIONS or abs(off) <= _OFF / 2 * predicted.peak_bytes:
+        """Tell what was measured; where the peak was not what was predicted, plan again."""
+        measured = self._corrections.measured
+        if measured is None:
             return
-        if bias_bytes != self._bias_bytes:
-            # The same trace: under a plan, memory that an allocator keeps when tensors die would count as
-            # other memory, although the plan's tensors are what it is for.
-            self._replans += 1
-            self._bias_bytes = bias_bytes
-            self._solve(self._solved[0])
-
-    def _remeasure(self) -> None:
-        self._off_steps = 0
-        self._replans += 1
-        self._wait_steps = 3 * 2 ** min(self._replans, 16)
-        self._measured.clear()
-        self._followed_steps = 0
-        self._start()
+        self._plan = _with(self._plan, measured=StepFigures(*measured))
+        if self._plan.state == "too small" and measured[0] <= self._budget:
+            # The steps that were measured first hold more, since more of them moves.
+            self._plan = _with(self._plan, state="planned", smallest_budget_bytes=None)
+        if self._solving.found is None:
+            return  # another plan is being made
+        predicted, is_left = self._plan.predicted, self._plan.state == "left alone"
+        assert predicted is not None
+        # The same trace: under a plan, memory that an allocator keeps when tensors die would count as
+        # other memory, although the plan's tensors are what it is for.
+        trace, solution, _ = self._solving.found
+        blocks = zip(trace.blocks, solution.choices, strict=True)
+        moved = sum(block.nbytes for block, name in blocks if name != "keep")
+        left, usable = left_alone(trace), usable_bytes(self._budget)
+        if not is_left and self._corrections.leave_all(moved, usable, left[2]):
+            self._solving.found = left
+            return
+        saved = _saved_by(trace)
+        if self._corrections.correct(predicted.peak_bytes, self._budget, saved, is_left=is_left):
+            self._solve(trace)
+            over = measured[0] - self._budget
+            if over > 0 and self._resident_limit is not None:  # this step is not to wait for it
+                self._lower_limit(max(0, self._resident_limit - over))
 
     # Per block.
 
@@ -431,30 +469,72 @@ class Planner:
         """A block is being admitted, by the plan or by a policy: see whether the step is larger than any that
         was planned for."""
         if not self._saved_bytes:
-            if self._adopted is not None and (
-                block.nbytes > self._known_first_bytes or self._expects_larger
-            ):
-                self._meet_larger(block.nbytes, self._known_first_bytes)
+            if self._solving.has_taken:
+                self._begins_as_known = block.nbytes == self._known_first_bytes
+                if block.nbytes > self._known_first_bytes or self._expects_larger:
+                    self._meet_larger(block.nbytes, self._known_first_bytes)
         elif not self._is_larger and self._saved_bytes > self._most_saved_bytes:
             self._meet_larger(self._saved_bytes, self._known_bytes)
         self._saved_bytes += block.nbytes
         if self._recording:
             self._groups[block.cleanup.serial] = ""
 
+    def tell_saved(self, nbytes: int) -> None:
+        """Storages of so many bytes were saved in this step, each counted as often as it was."""
+        self._asked_bytes += nbytes
+
+    def may_leave_bytes(self, threads: int) -> int:
+        """How many bytes may be saved and stay in place before this is asked again; -1: none.
+
+        Where everything fits, only the first blocks of a step, and then one for a part of the memory that is
+        left, are admitted as blocks: the rest costs what it costs without a stash.
+
+        Args:
+            threads: that may each save so much.
+        """
+        self._asked += 1
+        if not self._leaves_all or self._recording or self._is_larger:
+            return -1
+        if self._asked <= _ANCHORS or self._recomputes_unknown:
+            return -1
+        if (most := self._most_asked_bytes) and self._asked_bytes > most + most // _MORE:
+            self._meet_larger(self._asked_bytes, most)
+            if self._is_larger:
+                return -1
+        nbytes = self._part_of_what_is_left(_LOOKS * threads)
+        if nbytes < 0:
+            self._asked = -sys.maxsize  # no more in this step: each block has the memory looked at
+        # While the first blocks of a step are held by a graph that is used later, only others tell its end.
+        return min(nbytes, self._most_asked_bytes // _OFTEN) if self._looks_often else nbytes
+
+    def may_make_bytes(self, threads: int) -> int:
+        """The same for what a region saves in its second run, which the plan counts, and backward uses next."""
+        return -1 if self._recording else self._part_of_what_is_left(_MADE_LOOKS * threads)
+
+    def _part_of_what_is_left(self, parts: int) -> int:
+        nbytes = self._guard.left_bytes // max(1, parts)
+        return nbytes if nbytes >= _GUARD_BYTES else -1
+
+    @property
+    def _leaves_all(self) -> bool:
+        return self._plan.state == "left alone" or self._first_steps.mode == "left"
+
     def choose(self, block: Block, tensor: Tensor) -> str:
         """The tier that a block goes to at once; ``""``: it stays, as far as the limit allows."""
         self._unlooked_bytes -= block.nbytes
         if self._unlooked_bytes < 0:
             self._unlooked_bytes = self._guard_bytes
-            self._guard()
-        if self._plan.state == "left alone" and not (
+            self._keep_less()
+        if self._leaves_all and not (
             self._recording or self._is_larger or self._recomputes_unknown
         ):
             return "recompute" if self._must_recompute(block) else ""
         made_by = tensor.grad_fn
         operation = made_by.name() if made_by is not None else "no operation"
-        where = block.cleanup.module, operation
-        name = self._choose(where, block.nbytes, block.cleanup.serial)
+        group = self._class_of.next(block.cleanup.module, operation, block.nbytes)
+        if self._recording:
+            self._groups[block.cleanup.serial] = group
+        name = self._choose(group)
         if name == "all" and self._tier is None:
             return "recompute"
         if name in ("recompute", "pack"):
@@ -486,7 +566,7 @@ class Planner:
         known that not everything fits, and in one that is larger than those before."""
         if not self._recording:
             return False
-        return self._is_larger or (self._choices is None and len(self._records) == 1)
+        return self._is_larger or (self._choices is None and len(self._first_steps.records) == 1)
 
     def pause(self) -> Any:
         """What is done until :meth:`was_priced` or :meth:`resume` is given what this returns is no part of the
@@ -509,7 +589,7 @@ class Planner:
         self._unlooked_bytes -= block.nbytes
         if self._unlooked_bytes < 0:
             self._unlooked_bytes = self._guard_bytes
-            self._guard()
+            self._keep_less()
         return "" if again else self.instead
 
     # Per forward of a module that may run again.
@@ -520,9 +600,7 @@ class Planner:
         name = name_of(path)
         index = self.regions.begin(name)
         if self.regions.is_repeated(path):
-            # What each forward of a module saves is told apart from its own beginning on.
-            for where in [each for each in self._ordinals if f"{each[0]}.".startswith(f"{path}.")]:
-                del self._ordinals[where]
+            self._class_of.begin_again(path)
         return name, index
 
     def way_of(self, name: str, index: int) -> str:
@@ -555,93 +633,52 @@ class Planner:
         nbytes = self.regions.bytes_of(name)
         if not self.asks_prices or not nbytes:
             return False
-        if self._budget < self._records[0].samples[0][1]:  # no step could be within it
+        if self._first_steps.learns:
             return nbytes < self._spare_bytes() // 2
-        return self._has_room(nbytes)
+        return self._guard.has_room(nbytes)
 
     def saved_again(self, block: Block) -> None:
         """A block that is held was saved once more."""
         if self._recording and self.regions is not None:
             self.regions.saved_again(block.cleanup.serial)
 
-    def _choose(
-        self,
-        where: tuple[str, str],
-        nbytes: int,
-        serial: int,
-    ) -> str:
-        name = self._names.get(where)
-        if name is None:
-            name = self._names[where] = f"{_NUMBER.sub('*', where[0])} {where[1]}".lstrip()
-        ordinal = self._ordinals[where]
-        self._ordinals[where] = min(ordinal + 1, _ORDINALS)
-        group = f"{name} #{ordinal} {format_bytes(nbytes)}"
-        if self._recording:
-            self._groups[serial] = group
+    def _choose(self, group: str) -> str:
         self._admitted += 1
         if self._is_larger:
             return "all"
         if self._choices is None:
-            return "all" if self._mode == "all" or self._admitted % 2 else "keep"
-        instance = self._instances[group]
-        self._instances[group] = instance + 1
-        choices = self._choices.get(group)
-        if choices is None:
+            is_moved = self._first_steps.mode == "all" or self._admitted % 2
+            return "all" if is_moved else "keep"
+        choice = self._choices.next(group, of_any_size=self._begins_as_known)
+        if choice is None:
             if self._recomputes_unknown:
                 return "recompute"
             # Nothing is known of when it is needed: the oldest go, with both windows taken to be full.
             self._lower_limit(self._unplanned_limit)
             return "keep"
-        self._matched += 1
-        if instance < len(choices):
-            return choices[instance]
         # A region that was to run again and does not: what it saves moves.
-        return self.instead if group in self._partly else choices[0]
+        return self.instead if choice == REGION else choice
 
-    def _guard(self) -> None:
-        """Where the process comes near the budget, keep less for the rest of the step.
-
-        Once for each byte more: memory that was freed may stay the process's, and is used again.
-        """
-        over = self._held() - self._line
-        if over > 0 and self._release():
-            over = self._held() - self._line
-        if over > 0:
-            self._line += over
+    def _keep_less(self) -> None:
+        """Where the process comes near the budget, for the rest of the step."""
+        over = self._guard.over()
+        if over:
             self._lower_limit(max(0, self._tiers.evictor.resident.nbytes - over))
-
-    def _has_room(self, nbytes: int) -> bool:
-        """Whether there may be so many bytes more within the budget, once free memory was given back."""
-        most = usable_bytes(self._budget)
-        if self._held() + nbytes <= most:
-            return True
-        return self._release() and self._held() + nbytes <= most
-
-    def _held(self) -> int:
-        """What the process holds now."""
-        held = self._meter.now()
-        self._highest_bytes = max(self._highest_bytes, held)
-        return held
 
     def _spare_bytes(self) -> int:
         """What can still be taken."""
         return spare_bytes() if self._device is None else self._device.free_bytes()
-
-    def _release(self) -> bool:
-        """Give back what is free, but where that took more than a twentieth of the time; whether it did."""
-        now = time.perf_counter()
-        if now < self._release_after:
-            return False
-        self._let_go()
-        ended = time.perf_counter()
-        self._release_after = ended + _RELEASE_REST * (ended - now)
-        return True
 
     def _lower_limit(self, limit: int) -> None:
         """For the rest of the step."""
         resident = self._tiers.evictor.resident
         if resident.limit is None or limit < resident.limit:
             resident.set_limit(limit)
+
+    def hook_took(self, kind: str, began: float) -> None:
+        """``"pack hook"`` or ``"unpack hook"``, for a block, from ``began`` to now."""
+        if self._recording:
+            self._meter.hear((kind, began, time.perf_counter() - began, 0, -1))
 
     # Making a plan, and following it.
 
@@ -650,45 +687,18 @@ class Planner:
         return ["keep", "recompute", "pack", *below]
 
     def _target(self) -> int:
-        return usable_bytes(self._budget) - self._bias_bytes
+        return usable_bytes(self._budget) - self._corrections.bias_bytes
 
     def _solve(self, trace: Trace, spare_bytes: int = 0) -> None:
         """Have a plan made that leaves ``spare_bytes`` of the target, if there is one that does."""
-        target, allowed, windows = self._target(), self._allowed(), self._given_windows
-        self._solved = None
-
-        def work() -> None:
-            try:
-                planned_for = trace.raised(spare_bytes)
-                solution = solve(planned_for, target, allowed=allowed, windows=windows)
-                if not solution.fits and spare_bytes:
-                    planned_for = trace
-                    solution = solve(trace, target, allowed=allowed, windows=windows)
-                smallest = solution.forecast.peak_bytes
-                if not solution.fits:
-                    smallest = smallest_budget(trace, allowed=allowed, windows=windows)
-                self._solved = planned_for, solution, smallest
-            except Exception as error:  # the step is worth more than the plan
-                self.notes[f"no plan could be made ({error!r}): everything that can move moves"] = (
-                    None
-                )
-            finally:
-                self._solving = None
-
-        self._solving = threading.Thread(target=work, name="backstash plan", daemon=True)
-        self._solving.start()
-
-    def _choices_are_old(self) -> bool:
-        return self._adopted is not self._solved
-
-    _adopted: Any = None
+        self._solving.begin(trace, self._target(), allowed=self._allowed(), spare_bytes=spare_bytes)
 
     def _adopt(self) -> None:
-        assert self._solved is not None
-        trace, solution, smallest = self._adopted = self._solved
+        trace, solution, smallest = self._solving.take()
         stays = self.regions.all_stays if self.regions is not None else {}
-        plan = plan_of(self._budget, trace, solution, smallest, self._bias_bytes, stays)
-        self._plan = _with(plan, device=self._device_name)
+        bias_bytes = self._corrections.bias_bytes
+        plan = plan_of(self._budget, trace, solution, smallest, bias_bytes, stays)
+        self._plan = _with(plan, device=self._device_name, windows=self._given_windows)
         at_start = trace.moments[0].other_bytes if trace.moments else 0
         self._most_at_start = self._budget - (solution.forecast.peak_bytes - at_start)
         held = [
@@ -701,18 +711,18 @@ class Planner:
         self._known_first_bytes = held[0] if held else 0
         self._most_saved_bytes = int(self._known_bytes * (1 + _ALIKE))
         self._most_other_bytes = max(self._most_other_bytes, _most_other(trace))
+        self._most_asked_bytes = max(self._most_asked_bytes, self._planned_asked_bytes)
         if self._plan.state == "left alone":
-            self._let_go()  # what moving needed
+            self._guard.let_go()  # what moving needed
         self._follow(self._plan)
         self._planned_windows = solution.windows.inflight_bytes, solution.windows.prefetch_bytes
         self._set_windows(self._planned_windows)
-        slack = max(0, self._budget - self._bias_bytes - solution.forecast.peak_bytes)
+        slack = max(0, self._budget - bias_bytes - solution.forecast.peak_bytes)
         self._resident_limit = solution.forecast.resident_peak_bytes + slack
         self._set_limit(self._resident_limit)
         windows = sum(self._windows)
         self._unplanned_limit = max(0, self._target() - self._most_other_bytes - windows)
-        self._measured.clear()
-        self._followed_steps = 0
+        self._corrections.begin()
         self._start()
 
     def _apply_loaded(self) -> None:
@@ -722,14 +732,7 @@ class Planner:
         self._set_limit(plan.resident_bytes)
 
     def _follow(self, plan: Plan) -> None:
-        """Those of a class that are let go by regions are not chosen for."""
-        self._choices = {
-            each.name: [name for name, n in each.choices for _ in range(n) if name != REGION]
-            for each in plan.classes
-        }
-        self._partly = {
-            each.name for each in plan.classes if any(name == REGION for name, _ in each.choices)
-        }
+        self._choices = Choices((each.name, each.choices) for each in plan.classes)
         if self.regions is not None:
             self.regions.follow(
                 {
@@ -790,7 +793,7 @@ class Planner:
             self._freed_bytes += told[3]
         elif told[0] == "use" and self._freed_bytes >= _GIVEN_BACK_BYTES:
             self._freed_bytes, paused = 0, self._meter.pause()
-            self._let_go()
+            self._guard.let_go()
             self._meter.resume(paused)
 
     def _stop(self) -> None:
@@ -799,20 +802,19 @@ class Planner:
             self._event_log.stop(self._hear)
         self._meter.stop()
 
-    def _end_record(self) -> StepRecord:
+    def _end_record(self, anew_bytes: int) -> StepRecord:
+        """Of the step before, in which up to ``anew_bytes`` had to be taken from the system once more."""
         regions = self.regions
-        return StepRecord(
+        record = StepRecord(
             self._meter.take(),
             self._groups,
             self._offers,
             regions.take() if regions is not None else [],
             regions.all_stays if regions is not None else {},
         )
-
-    def _tell_measured(self) -> None:
-        seconds = typical([each.step_seconds for each in self._measured])
-        peak = max(each.peak_bytes for each in self._measured)
-        self._plan = _with(self._plan, measured=StepFigures(peak, seconds))
+        grown = record.peak_bytes - record.samples[0][1] if record.samples else 0
+        record.anew_seconds = self._meter.anew_seconds(min(anew_bytes, max(0, grown)))
+        return record
 
     def _tell(self, note: str) -> None:
         if note not in self.notes:

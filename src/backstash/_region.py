@@ -36,7 +36,7 @@ from ._planned_region import TOLD_RATE, Once, Planned
 from ._saved.access_order import ForwardPass
 from ._saved.entry import rerun_otherwise
 from ._saved.thread_state import ThreadState
-from ._saved.view import reason_to_stay
+from ._saved.view import StridedRegion, reason_to_stay
 from ._session import Session
 from ._text import clean
 from ._torch.dispatch import (
@@ -144,7 +144,7 @@ class _Fingerprints:
         self._session = session
         self._use = use
         self._planned = planned
-        self._known: dict[int, tuple[weakref.ref[Tensor], int, Any]] = {}
+        self._known: dict[tuple[int, int], tuple[weakref.ref[Tensor], int, Any]] = {}
         self._waiting: list[tuple[Held, Tensor, int]] = []
         self._operation = 0  # the graph's next sequence number when the last of them was saved
 
@@ -171,18 +171,23 @@ class _Fingerprints:
             self._use(held, tensor, mark, version)
 
     def _mark(self, tensor: Tensor) -> Any:
-        storage = tensor.untyped_storage()
-        identity, owner = (
-            storage_identity(storage),
-            tensor if tensor._base is None else tensor._base,
-        )
+        storage, base = tensor.untyped_storage(), tensor._base
+        # Those that share it under version counters of their own (the gates of an LSTM's cell) change apart.
+        is_part = base is None and tensor.nbytes < storage.nbytes()
+        identity = storage_identity(storage), int(tensor.storage_offset()) if is_part else -1
+        owner = tensor if base is None else base
         known = self._known.get(identity)
         if known is not None and known[0]() is owner and known[1] == tensor._version:
             return known[2]
         device, planned = _device_of(self._session, tensor), self._planned
         paused = planned.pause() if planned is not None else None
         with torch.no_grad():
-            mark = fingerprint(storage) if device is None else device.mark(storage, device.stream())
+            if device is not None:
+                mark = device.mark(storage, device.stream())
+            elif is_part:
+                mark = fingerprint(StridedRegion(tensor).elements(tensor).untyped_storage())
+            else:
+                mark = fingerprint(storage)
         if planned is not None:
             planned.told(paused)
         self._known[identity] = weakref.ref(owner), tensor._version, mark
@@ -299,6 +304,8 @@ class Run:
         storage = tensor.untyped_storage()
         if storage_identity(storage) in self._inputs:  # the entry of the input holds it
             return False
+        if tensor.dtype is torch.uint8 and tensor.dim() == 1 and tensor.nbytes == storage.nbytes():
+            return False  # a library's workspace (oneDNN's LSTM), of which nobody writes every byte
         return self.region.admission.may_go(tensor)
 
     def _let_go(self, held: Held, tensor: Tensor, mark: Any, version: int) -> None:
@@ -331,7 +338,7 @@ class Run:
                 paused = planned.pause() if planned is not None else None
                 reason = self._compared(held, given)
                 if planned is not None:
-                    planned.resume(paused)
+                    region.again_seconds = planned.resume(paused)
             if reason:
                 region.refuse(self, reason if in_order else "", self.let_go_bytes)
                 return
@@ -475,6 +482,8 @@ class Run:
                     told = f"{self.name} communicates with other processes"
                     stack.enter_context(NoCollectives(lambda: stop(told)))
             stack.callback(setattr, thread_state, "runs_again", thread_state.runs_again)
+            stack.callback(thread_state.may_leave, -1)  # what it may leave as it is, is its own
+            thread_state.may_leave(-1)
             thread_state.runs_again = True
             stack.enter_context(saved_tensors_hooks(pack, region.unpack))
             try:
@@ -567,6 +576,8 @@ class Region:
         """Those whose second run was alike."""
         self.told_rate = TOLD_RATE
         """Seconds that noting a byte takes."""
+        self.again_seconds = 0.0
+        """What the second run took that was compared last, where a step was measured."""
         self._refused: dict[tuple[Any, ...], str] = {}
         self._thread_state = thread_state
         self._lock = os.getpid(), threading.RLock()

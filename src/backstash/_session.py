@@ -70,7 +70,9 @@ class Session:
         section.rebuilt_by(self.rebuild)
         self._keep = keep  # of the devices that are yet to come, too
         self.thread_states: list[ThreadState] = []
-        self._event_log = event_log
+        self.uses = 0
+        """Of blocks, in backward, so far; what a thread was told of a step holds as long as it is the same."""
+        self.event_log = event_log
         self.begin_anew(reclaim_queue, make, make_of)
 
     def begin_anew(
@@ -275,17 +277,26 @@ class Session:
             self._check_loaded()  # that of the CPU, where all tensors are an accelerator's, never begins
         self._has_stepped = True
 
-    def planner_of(self, tiers: DeviceTiers) -> Planner | None:
-        """What plans for a device of which a block is being admitted; ``None``: nobody.
+    def planner_of(
+        self, tiers: DeviceTiers, thread_state: ThreadState | None = None
+    ) -> Planner | None:
+        """What plans for a device of which a block is being admitted, by this thread; ``None``: nobody.
 
         The device's step begins with its first block: there may be passes in which it has none.
         """
         planner = self.planners.get(tiers.number)
+        if planner is not None and thread_state is not None:
+            planner.tell_saved(thread_state.untold_bytes())
         if planner is not None and tiers.number in self._due:
             self._due.discard(tiers.number)
             planner.begin_step(tiers)
             self._check_loaded()
         return planner
+
+    def hook_took(self, kind: str, began: float) -> None:
+        """See :meth:`Planner.hook_took`."""
+        for planner in list(self.planners.values()):
+            planner.hook_took(kind, began)
 
     def _check_loaded(self) -> None:
         if self.planners and all(each.matches_nothing for each in self.planners.values()):
@@ -319,8 +330,8 @@ class Session:
         self.reclaim_queue.leased.discard(cleanup)
         if facts is not None:
             self.blocks_alive -= 1
-            if self._event_log.on:
-                self._event_log.emit("free", *facts)
+            if self.event_log.on:
+                self.event_log.emit("free", *facts)
 
     def rebuild(self) -> None:
         """Make all counts and queues anew. The caller holds the lock."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ._admission import NESTED, SMALL, Admission
+from ._admission import FITS, NESTED, SMALL, Admission
 from ._session import Session
 from ._text import clean, html_table
 from .stores import Store
@@ -200,6 +200,8 @@ def collect(
     if counts.small_saves:
         slow = left.get(SMALL, Left(0, 0))
         left[SMALL] = Left(slow.count + counts.small_saves, slow.nbytes + counts.small_bytes)
+    if counts.fitting_saves:
+        left[FITS] = Left(counts.fitting_saves, counts.fitting_bytes)
     if counts.nested_saves:
         left[NESTED] = Left(counts.nested_saves, counts.nested_bytes)
     notes = [*(store.notes if store is not None else ()), note, *(tier.note for tier in below)]
@@ -210,7 +212,7 @@ def collect(
     forward_stalls += [tier.stall_seconds for tier in below]
     return Stats(
         name=name,
-        saves=counts.saves + counts.small_saves,
+        saves=counts.saves + counts.small_saves + counts.fitting_saves,
         blocks=session.blocks_alive,
         eligible_bytes=admission.eligible_bytes,
         deduplicated_bytes=admission.deduplicated_bytes,

@@ -137,6 +137,8 @@ class Plan:
     """The step that was measured, for :meth:`at`; not in the file of :meth:`save`."""
     bias_bytes: int = field(default=0, compare=False, repr=False)
     """What was added to all peaks, since a measured one was not what the simulation gave."""
+    windows: tuple[int | None, int | None] = field(default=(None, None), compare=False, repr=False)
+    """``inflight`` and ``prefetch`` in bytes where the stash was given them, for :meth:`at`."""
 
     def at(self, budget: int | str) -> Plan:
         """The plan for another budget, from the same measured step. Nothing is run.
@@ -147,34 +149,46 @@ class Plan:
         """
         if self.trace is None:
             raise UsageError(
-                "this plan has no measured step: ask stash.plan after its third step, or read a trace by "
+                "this plan has no measured step: ask stash.plan once it is planned, or read a trace by "
                 "Plan.from_trace"
             )
-        plan = self.from_trace(self.trace.as_dict(), budget, bias_bytes=self.bias_bytes)
-        return replace(plan, device=self.device)
+        plan = self.from_trace(
+            self.trace.as_dict(), budget, bias_bytes=self.bias_bytes, windows=self.windows
+        )
+        return replace(plan, device=self.device, windows=self.windows)
 
     @classmethod
-    def from_trace(cls, trace: Any, budget: int | str, *, bias_bytes: int = 0) -> Plan:
+    def from_trace(
+        cls,
+        trace: Any,
+        budget: int | str,
+        *,
+        bias_bytes: int = 0,
+        windows: tuple[int | None, int | None] = (None, None),
+    ) -> Plan:
         """The plan for a measured step, here or on another machine.
 
         Args:
             trace: what ``plan.trace.as_dict()`` gave; ``backstash plan --trace FILE`` writes it as JSON.
             budget: the most bytes at any moment of the step.
             bias_bytes: added to all peaks of the simulation.
+            windows: bytes of the windows down and up; ``None``: chosen.
 
         Raises:
             UsageError: ``trace`` is not that of a step.
             SizeError: the budget is no size.
         """
         budget_bytes, step = parse_bytes(budget, name="budget"), Trace.from_dict(trace)
-        solution = solve(step, usable_bytes(budget_bytes) - bias_bytes)
-        smallest = solution.forecast.peak_bytes if solution.fits else smallest_budget(step)
+        solution = solve(step, usable_bytes(budget_bytes) - bias_bytes, windows=windows)
+        smallest = solution.forecast.peak_bytes
+        if not solution.fits:
+            smallest = smallest_budget(step, windows=windows)
         return plan_of(budget_bytes, step, solution, smallest, bias_bytes)
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
         values = asdict(replace(self, trace=None))
-        del values["trace"], values["bias_bytes"]
+        del values["trace"], values["bias_bytes"], values["windows"]
         return {"format": _FORMAT, **values}
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -340,7 +354,7 @@ def plan_of(
         )
     classes.sort(key=lambda each: -each.nbytes)
     forecast = solution.forecast
-    plain = simulate(trace, [block.options["keep"] for block in trace.blocks], Windows(0, 0))
+    plain = simulate(trace, trace.left_alone(), Windows(0, 0))
     return Plan(
         budget_bytes,
         state,

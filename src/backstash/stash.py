@@ -13,6 +13,7 @@ import functools
 import inspect
 import os
 import threading
+import time
 import warnings
 import weakref
 from collections.abc import Callable
@@ -482,7 +483,8 @@ class Stash:
             node = current_node()
             if type(node).__name__ == COMPILED_NODE and not self._whole_graph.is_said:
                 self._look_at_compiled(node, packed)
-            view = self._unpack_entry(packed)
+            timed = self._unpack_timed if self._event_log.on else self._unpack_entry
+            view = timed(packed)
             if type(node) in RETURNS_NONE:
                 return view
             view = view.detach()  # a view would own what it is cut from
@@ -504,6 +506,14 @@ class Stash:
     def _look_at_compiled(self, node: object, entry: Entry) -> None:
         if self._whole_graph.has_most(node, entry.block):
             warnings.warn(_WHOLE, StashWarning, stacklevel=3)
+
+    def _unpack_timed(self, entry: Entry) -> Tensor:
+        """While a step is measured: what this takes is no computing."""
+        began = time.perf_counter()
+        try:
+            return self._unpack_entry(entry)
+        finally:
+            self._session.hook_took("unpack hook", began)
 
     def _unpack_entry(self, entry: Entry) -> Tensor:
         session, block = self._session, entry.block
@@ -530,6 +540,7 @@ class Stash:
             if placement.lost_at is not None:
                 raise _lost(entry, placement.lost_at)
             session.predictor.use(block)
+            session.uses += 1
             if self._event_log.on and block.cleanup.is_counted:
                 self._event_log.emit("use", entry.nbytes, *block.facts[1:])
             if entry.check is not None:
@@ -606,6 +617,7 @@ class Stash:
         """``entry`` gave what another block was made from ahead of need. In the section."""
         block = entry.block
         self._session.predictor.use(block)
+        self._session.uses += 1
         if self._event_log.on and block.cleanup.is_counted:
             self._event_log.emit("use", entry.nbytes, *block.facts[1:])
 
@@ -691,6 +703,7 @@ class Stash:
         self._admission.closed = (
             True  # what follows may be interrupted, and is done again by a second call
         )
+        self._session.uses += 1  # no thread leaves anything in place unasked any more
         self._is_closing = self._section.is_nested()
         if self._is_closing:
             return
@@ -826,7 +839,8 @@ def _changed(shape: Any, dtype: torch.dtype, module: str, found: int, saved: int
     """A saved tensor was modified in place, and plain PyTorch would say so too."""
     where = (
         clean(module)
-        or "a module that is not known for tensors below min_bytes (min_bytes=0 tells)"
+        or "a module that is not known for tensors below min_bytes (min_bytes=0 tells), nor where a budget "
+        "has room for all"
     )
     remedy = "Change a clone, or change it before it is saved."
     return inplace_error(_named(shape, dtype, where), found, saved, remedy)

@@ -39,7 +39,7 @@ def flip(disk, offset):
 def extents(stash):
     """Of each slot on disk: its offset and how many bytes of the file are its own."""
     disk = stash._store
-    slots = {ref().offset: ref() for ref in disk._leases._lent.values()}
+    slots = {ref().offset: ref() for ref in disk._file.leases._lent.values()}
     return [
         (offset, slot.nbytes - len(slot.head) - len(slot.tail))
         for offset, slot in sorted(slots.items())

@@ -303,6 +303,132 @@ def test_a_forked_process_waits_for_no_move_that_a_thread_of_the_old_one_made():
     assert (result.stdout, result.stderr) == ("0 None None ['made']\n", "")
 
 
+WAITING = """
+import linecache, os, signal, sys, threading, warnings
+from backstash._runtime import workers
+from backstash.errors import StashForkedError
+from faulty import *
+from nesting import Caller
+warnings.simplefilter("ignore", DeprecationWarning)  # a fork beside a thread: that is what is tried
+children = []
+def forks(*_):
+    children.append(os.fork())
+    if children[-1] == 0:
+        signal.alarm(20)
+signal.signal(signal.SIGUSR1, forks)
+def wait(at):
+    "Fork at a line, or by a signal while the lock is waited for; what that line is."
+    begun, may_end = threading.Event(), threading.Event()
+    def move():
+        begun.set()
+        may_end.wait()
+    work, number = workers.Work(move), len(children)
+    threading.Thread(target=work.run, daemon=True).start()
+    begun.wait()
+    def act():
+        forks()
+        may_end.set()
+    def send():
+        while not workers.moving.waits:
+            pass
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR1)
+        while len(children) == number:
+            pass
+        may_end.set()
+    if at < 0:
+        workers.moving = Waits()
+        threading.Thread(target=send, daemon=True).start()
+    with Caller(at, act) as caller:
+        error = work.exception()
+    if children[-1] == 0:
+        os._exit(0 if isinstance(error, StashForkedError) else 5)
+    assert error is None and len(children) == number + 1
+    return caller.where
+class Waits:  # of all threads
+    def __init__(self):
+        self.waits, self.calls = [], 0
+def line(where):
+    return linecache.getline(workers.__file__, int(where.split(":")[1].split()[0]))
+at = 1
+while "with self._running" not in line(wait(at)):
+    at += 1
+wait(-1)
+print(at > 6, {os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children})
+"""
+
+
+def test_a_process_that_is_forked_while_its_thread_waits_for_a_move_waits_no_more():
+    result = run_python(WAITING)
+    assert (result.stdout, result.stderr) == ("True {0}\n", "")
+
+
+DISK = """
+import os, signal, sys, warnings
+import numpy as np
+from faulty import *
+from nesting import Caller
+from backstash.errors import StashForkedError
+warnings.simplefilter("ignore")
+faulthandler.cancel_dump_traceback_later()  # of which a forked process has no thread
+disk = Disk(sys.argv[1], verify=True)
+PAGES = np.zeros(9 * 4096, np.uint8)
+OFFSET = -PAGES.ctypes.data % 4096
+def block(value):
+    found = PAGES[OFFSET:][4096 * value:][:4096]
+    found[:] = value
+    return found
+def back(slot):
+    found = PAGES[OFFSET:][7 * 4096:][:4096]
+    disk.read(slot, found.ctypes.data)
+    return found[0]
+children = []
+def forks():
+    children.append(os.fork())
+    if children[-1] == 0:
+        signal.alarm(20)
+def store(value):
+    slot = disk.reserve(4096)
+    disk.write(slot, block(value).ctypes.data)
+    return slot
+def step(at):
+    "Whether all values came back; a forked process may be refused what it held, and nothing else."
+    held = {}
+    with Caller(at, forks) as caller:
+        for value in (1, 2):
+            try:
+                held[value] = store(value)
+                disk.release(held.pop(value))
+                held[value] = store(value)
+            except StashForkedError:
+                assert children[-1] == 0
+        for value, slot in held.items():
+            try:
+                assert back(slot) == value, "another one's bytes"
+            except StashForkedError:
+                assert children[-1] == 0
+    if children and children[-1] == 0:
+        others = {value: store(value) for value in (3, 4, 5)}
+        for value, slot in {**held, **others}.items():
+            try:
+                assert back(slot) == value, "another one's bytes"
+            except StashForkedError:
+                assert value < 3
+        os._exit(0)
+    assert len(held) == 2
+    return caller.count
+lines = step(-1)
+for at in range(1, lines + 1):
+    step(at)
+    assert disk.used_bytes == 0
+print(lines > 50, {os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children})
+"""
+
+
+def test_a_handler_forks_at_each_line_of_the_disk_and_no_slot_is_lent_twice(tmp_path):
+    result = run_python(DISK, tmp_path)
+    assert (result.stdout, result.stderr) == ("True {0}\n", "")
+
+
 HANDLER = """
 import os, signal, sys, warnings
 from faulty import *

@@ -150,13 +150,15 @@ def test_a_copy_back_that_fails_can_be_tried_again(tmp_path, monkeypatch):
         return up(*arguments)
 
     monkeypatch.setattr(device, "up", fails_now_and_then)
-    for _ in range(20):
+    for _ in range(400):  # what fails ahead of need is tried again in silence: few are told of
         stash._session.device_tiers[-1].prefetcher.let_go()  # or nothing is copied back again
         try:
             assert are_right(torch.autograd.grad(loss, INPUTS, retain_graph=True))
         except torch.OutOfMemoryError:
             told += 1
-    assert told
+        if told == 2:
+            break
+    assert told == 2
     monkeypatch.undo()
     assert are_right(torch.autograd.grad(loss, INPUTS))
     del loss

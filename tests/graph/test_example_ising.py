@@ -16,6 +16,7 @@ from torch import Tensor
 
 from backstash import Stash
 from backstash.graph import iter_graph, saved
+from long_tests import takes_long
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "examples" / "ising_trg.py"
@@ -159,6 +160,7 @@ def test_the_page_has_the_numbers_that_are_committed(
         assert f"| {how} | {cells} | {run['cpu_seconds']:.1f} s | {written}" in page
 
 
+@takes_long
 def test_the_plot(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     run("--tiny", "--betas", "0.3", "--plot", "out.svg", cwd=tmp_path)

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from long_tests import takes_long
+
 ROOT = Path(__file__).resolve().parents[2]
 MEASURE = """
 import json, sys
@@ -30,6 +32,7 @@ def test_a_forward_adds_what_the_report_says() -> None:
     assert abs(found["added_under_report_bytes"] / found["added_bytes"] - 1) < 0.02
 
 
+@takes_long
 def test_the_benchmark_runs_small(tmp_path: Path) -> None:
     out = tmp_path / "result.json"
     script = str(ROOT / "benchmarks" / "saved_report.py")

@@ -5,6 +5,7 @@ import stat
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 import torch
@@ -189,7 +190,9 @@ def test_links_of_one_s_own_and_in_one_s_own_directory_work(open_dir, tmp_path):
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     os.symlink(elsewhere, open_dir / "own")
-    Disk(open_dir / "own").close()
+    disk = Disk(open_dir / "own")
+    assert Path(os.readlink(f"/proc/self/fd/{disk._file.fd}")).is_relative_to(elsewhere)
+    disk.close()
     closed = tmp_path / "closed"
     closed.mkdir(mode=0o755)
     os.symlink(elsewhere, closed / "a colleague's")

@@ -6,7 +6,10 @@ other tools.
 
 from __future__ import annotations
 
+import contextlib
+import mmap
 import os
+import resource
 import threading
 import time
 import weakref
@@ -25,6 +28,7 @@ Sample = tuple[float, int, int]  # when in seconds, the bytes that are held, of 
 _STATM = "/proc/self/statm"  # its second number: resident pages (proc(5))
 _INTERVAL_SECONDS = 0.001
 _TRIES = 4
+_TRIED_BYTES = 2 << 20  # touched to learn how long a page fault takes
 _MOST_SAMPLES = (
     600_000  # of a step of ten minutes; the thread ends there, and what was sampled stays
 )
@@ -82,6 +86,10 @@ class Meter(ABC):
     def resume(self, paused: Any) -> float:
         """See :meth:`pause`. Returns the seconds in between; a host that is ahead waits for the device."""
 
+    def anew_seconds(self, nbytes: int) -> float:
+        """What it adds to a step to take so many bytes from the system that were given back to it before."""
+        return 0.0
+
     @abstractmethod
     def take(self) -> Measured:
         """What was measured of the step that :meth:`begin_step` has just ended, which is then forgotten."""
@@ -91,13 +99,18 @@ class Meter(ABC):
         """Forget what was measured so far."""
 
     def start(self) -> None:
-        """Sample about every millisecond from now on, in a thread. A second call does nothing."""
+        """Sample about every millisecond from now on, in a thread. A second call does nothing.
+
+        Where no thread can be started, only what :meth:`mark` is asked for is sampled.
+        """
         if self._stop is None:
             stop = self._stop = threading.Event()
             arguments = (stop, weakref.ref(self))
-            threading.Thread(
+            thread = threading.Thread(
                 target=_sample, args=arguments, name="backstash meter", daemon=True
-            ).start()
+            )
+            with contextlib.suppress(RuntimeError):  # no more threads, or the interpreter is ending
+                thread.start()
 
     def stop(self) -> None:
         """End the sampling. A second call does nothing."""
@@ -142,6 +155,8 @@ class ProcessMeter(Meter):
         self._page_bytes = os.sysconf("SC_PAGE_SIZE")
         self._told: deque[tuple[Any, ...]] = deque()
         self._began = self._ended = 0.0  # of the step before, which is where this one begins
+        self._faults = 0  # page faults of the step before
+        self._faults_before = _page_faults()  # and of all before this one
         try:
             self._last_bytes = self._read()
         except OSError as error:
@@ -168,6 +183,8 @@ class ProcessMeter(Meter):
 
     def begin_step(self) -> float:
         """See :meth:`Meter.begin_step`."""
+        faults, self._faults_before = self._faults_before, _page_faults()
+        self._faults = self._faults_before - faults
         self._began, self._ended = self._ended, self.mark()[0]
         return self._ended - self._began
 
@@ -185,6 +202,20 @@ class ProcessMeter(Meter):
         self.hear(("stall", paused, seconds, 0, -1))
         return seconds
 
+    def anew_seconds(self, nbytes: int) -> float:
+        """See :meth:`Meter.anew_seconds`: the page faults of a first touch, as long as they are now, and as
+        many as the step had."""
+        with mmap.mmap(-1, _TRIED_BYTES) as memory:
+            began = time.perf_counter()
+            for at in range(0, _TRIED_BYTES, mmap.PAGESIZE):
+                memory[at] = 0
+            touched = time.perf_counter()
+            for at in range(0, _TRIED_BYTES, mmap.PAGESIZE):
+                memory[at] = 0
+            again = time.perf_counter() - touched
+        nbytes = min(nbytes, self._faults * mmap.PAGESIZE)
+        return max(0.0, touched - began - again) * nbytes / _TRIED_BYTES
+
     def take(self) -> Measured:
         """See :meth:`Meter.take`."""
         told = taken(self._told)
@@ -195,6 +226,11 @@ class ProcessMeter(Meter):
     def forget(self) -> None:
         """See :meth:`Meter.forget`."""
         self.take()
+
+
+def _page_faults() -> int:
+    """That this process had, without those that read from a disk."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
 def taken(queue: deque[Any]) -> list[Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -11,10 +12,11 @@ from .meter import Measured, Sample
 from .regions import Forward, Stays, traced_regions
 from .trace import Links, Moment, Option, Trace, TracedBlock, TracedRegion
 
-__all__ = ["StepRecord"]
+__all__ = ["Costs", "StepRecord"]
 
 _KINDS = ("save", "use", "free")
 _TRANSFERS = ("write", "read")
+_HOOKS = ("pack hook", "unpack hook")  # for a block, from its beginning to its end
 _BOUNDS = ("enter", "leave")  # of a forward
 _SLOWEST_RATE = 50e6  # bytes per second that are assumed where nothing was moved
 
@@ -33,6 +35,8 @@ class StepRecord:
     """Of the modules that may run again; the events ``"enter"`` and ``"leave"`` have their index here."""
     stays: Stays = field(default_factory=dict)
     """See :func:`traced_regions`."""
+    anew_seconds: float = 0.0
+    """That memory took which had been given back so that the step's could be measured."""
 
     @property
     def began(self) -> float:
@@ -60,6 +64,27 @@ class StepRecord:
         return float(sum(event[2] for event in self.told if event[0] == "stall"))
 
     @property
+    def blocks(self) -> int:
+        """How many were saved."""
+        return sum(event[0] == "save" for event in self.told)
+
+    def hook_seconds(self, kind: str) -> float:
+        """What a hook (one of ``_HOOKS``) took for one block, on average, waits left out."""
+        seconds = sum(own for event, own in _own_seconds(self.told) if event[0] == kind)
+        return seconds / max(1, self.blocks)
+
+    @property
+    def computing_seconds(self) -> float:
+        """Of the step, without waits, outside of the hooks, and without ``anew_seconds``."""
+        hooks = sum(own for event, own in _own_seconds(self.told) if event[0] in _HOOKS)
+        return max(0.0, self.seconds - self.stall_seconds - hooks - self.anew_seconds)
+
+    @property
+    def saved_bytes(self) -> int:
+        """Of the blocks that were saved."""
+        return sum(event[3] for event in self.told if event[0] == "save")
+
+    @property
     def moved_bytes(self) -> int:
         """Both ways together."""
         return sum(event[3] for event in self.told if event[0] in _TRANSFERS)
@@ -68,6 +93,22 @@ class StepRecord:
     def peak_bytes(self) -> int:
         known = self.measured.known_peak_bytes
         return known or max((held for _, held, _ in self.samples), default=0)
+
+
+def _own_seconds(told: Iterable[tuple[Any, ...]]) -> Iterator[tuple[tuple[Any, ...], float]]:
+    """Each event, with how long the computing thread waited or was in a hook; of a hook, without waits in it,
+    which are told before its end."""
+    waits: list[tuple[float, float]] = []
+    for event in told:
+        kind, start, duration, *_ = event
+        if kind == "stall":
+            waits.append((start, duration))
+            yield event, duration
+        elif kind in _HOOKS:
+            yield event, max(0.0, duration - sum(took for at, took in waits if at >= start))
+            waits.clear()
+        else:
+            yield event, 0.0
 
 
 def links_of(records: list[StepRecord]) -> Links:
@@ -89,20 +130,74 @@ def links_of(records: list[StepRecord]) -> Links:
     return Links(rates[0], rates[1])
 
 
-def interference(full: StepRecord, part: StepRecord) -> float:
-    """Seconds that moving one byte costs the computing thread beside waiting, from two steps that differ in how
-    much they moved; 0 where the difference says nothing."""
-    moved = full.moved_bytes - part.moved_bytes
-    if moved <= 0.1 * full.moved_bytes:
-        return 0.0
-    slower = (full.seconds - full.stall_seconds) - (part.seconds - part.stall_seconds)
-    return max(0.0, slower / moved)
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """What the stash adds to the computing thread's time, waits left out, in seconds."""
+
+    per_moved_byte: float = 0.0
+    """Outside of the hooks: for memory that has to be taken anew, and what shares the machine."""
+    kept: tuple[float, float] = (0.0, 0.0)
+    """In the hooks, for one block that stays: when it is saved, and when it is used."""
+    moved: tuple[float, float] = (0.0, 0.0)
+    """Likewise for one that moves."""
+    computing_seconds: float | None = None
+    """Of a step, without all of this; ``None``: what the record that is looked at has."""
+    anew_seconds: float = 0.0
+    """See :class:`Trace`."""
+    left_seconds: float | None = None
+    """Likewise."""
+
+
+def costs_of(full: StepRecord, part: StepRecord, links: Links) -> Costs:
+    """From two steps that differ in how much they moved, of which the later one (``part``) has less that only
+    a first time takes.
+
+    What a byte costs outside of the hooks is their difference, within what is possible: at least nothing, and
+    at most the time that its transfer takes. A machine whose speed changes between them would tell more.
+    """
+    moved_bytes = full.moved_bytes
+    if not moved_bytes:
+        return Costs()
+    fewer = moved_bytes - part.moved_bytes
+    is_alike = fewer <= moved_bytes // 10
+    share = part.moved_bytes / moved_bytes
+    kept, moved = [], []
+    for kind in _HOOKS:
+        all_moved, some_moved = full.hook_seconds(kind), part.hook_seconds(kind)
+        if is_alike:
+            all_moved = stays = min(all_moved, some_moved)
+        else:
+            stays = min(max(0.0, (some_moved - share * all_moved) / (1 - share)), all_moved)
+        kept.append(stays)
+        moved.append(all_moved)
+    per_byte = 0.0
+    if not is_alike:
+        slower = full.computing_seconds - part.computing_seconds
+        most = 0.5 / links.down_rate + 0.5 / links.up_rate  # moved_bytes has both directions
+        per_byte = min(max(0.0, slower / fewer), most)
+    computing = part.computing_seconds - per_byte * part.moved_bytes
+    return Costs(per_byte, (kept[0], kept[1]), (moved[0], moved[1]), max(0.0, computing))
+
+
+def typical_costs(pairs: Sequence[tuple[StepRecord, StepRecord]], links: Links) -> Costs:
+    """The medians of what each pair of steps says by :func:`costs_of`."""
+    found = [costs_of(full, part, links) for full, part in pairs]
+    if not any(full.moved_bytes for full, _ in pairs):
+        return Costs()
+    per_byte = typical([each.per_moved_byte for each in found])
+    computing = [part.computing_seconds - per_byte * part.moved_bytes for _, part in pairs]
+    kept, moved = (
+        (typical([save for save, _ in way]), typical([use for _, use in way]))
+        for way in ([each.kept for each in found], [each.moved for each in found])
+    )
+    anew = typical([each.anew_seconds for pair in pairs for each in pair])
+    return Costs(per_byte, kept, moved, max(0.0, typical(computing)), anew)
 
 
 def trace_of(
     record: StepRecord,
     links: Links,
-    seconds_per_byte: float,
+    costs: Costs,
     tier: str,
     *,
     runs_ahead: bool = False,
@@ -112,8 +207,8 @@ def trace_of(
     Args:
         record: of the step.
         links: of the tier below.
-        seconds_per_byte: see :func:`interference`; taken off each interval in which bytes moved, and given to
-            the option of moving.
+        costs: what the stash adds. What it added in the hooks, and for the bytes that moved, is taken off the
+            interval in which it did, and off the next ones where that is too short, and given to the options.
         tier: the name of the option that moves a block.
         runs_ahead: see :class:`Trace`.
     """
@@ -125,6 +220,9 @@ def trace_of(
     samples = deque(record.samples)
     before, waited, transferred = record.began, 0.0, 0
     computed = 0.0  # up to the last moment
+    owed = (
+        0.0  # seconds of the stash's, for which the intervals up to the last moment were too short
+    )
     peak = other_before = 0
 
     def advance(until: float) -> None:
@@ -134,48 +232,82 @@ def trace_of(
             peak = max(peak, held - ours)
 
     def since(now: float) -> float:
-        """Seconds of computing from the last moment to ``now``."""
-        return max(0.0, now - before - waited - seconds_per_byte * transferred)
+        """Seconds of computing from the last moment to ``now``; below 0: what the next intervals owe."""
+        return now - before - waited - costs.per_moved_byte * transferred - owed
 
-    for event in record.told:
-        kind, start, duration, nbytes, number, *_rest = event
+    for event, own in _own_seconds(record.told):
+        kind, start, _, nbytes, number, *_rest = event
         if kind in _BOUNDS:
-            at = computed + since(start)
+            at = computed + max(0.0, since(start))
             record.forwards[number].seconds = (
                 at if kind == "enter" else max(0.0, at - record.forwards[number].seconds)
             )
             continue
-        advance(start)
-        if kind == "stall":
-            waited += duration
-        elif kind in _TRANSFERS:
+        waited += own
+        if kind not in _HOOKS:
+            advance(start)
+        if kind in _TRANSFERS:
             transferred += nbytes
         if kind not in _KINDS or (kind != "save" and number not in index):
             continue
         if kind == "save":
             index[number] = len(blocks)
-            options = {
-                "keep": Option(nbytes),
-                tier: Option(0, seconds_per_byte * nbytes, seconds_per_byte * nbytes, nbytes),
-            }
             group = record.groups.get(number, "")
-            options |= offers.get(group, {})
+            options = _options(nbytes, costs, tier, offers.get(group, {}))
             blocks.append(TracedBlock(group, nbytes, options))
         elif kind == "use" and number in used:
             continue
         if kind == "use":
             used.add(number)
-        seconds = since(start)
+        rest = since(start)
+        seconds, owed = max(0.0, rest), max(0.0, -rest)
         computed += seconds
         if not peak:
             peak = other_before
         moments.append(Moment(kind, index[number], seconds, max(0, peak)))
         before, waited, transferred, other_before, peak = start, 0.0, 0, peak, 0
     advance(record.ended)
+    tail = max(0.0, since(record.ended))
+    if costs.computing_seconds is not None and computed + tail:
+        faster = costs.computing_seconds / (computed + tail)
+        moments = [replace(each, seconds=each.seconds * faster) for each in moments]
+        tail *= faster
+        for forward in record.forwards:
+            forward.seconds *= faster
     regions = _alike(traced_regions(record.forwards, record.stays, blocks, index), blocks)
+    regions = tuple(  # what it saves goes through the hooks all the same
+        replace(each, use_seconds=each.use_seconds + len(each.members) * costs.kept[1])
+        for each in regions
+    )
     other = max(0, peak or other_before)
-    tail = since(record.ended)
-    return Trace(tuple(blocks), tuple(moments), links, tail, other, runs_ahead, regions)
+    return Trace(
+        tuple(blocks),
+        tuple(moments),
+        links,
+        tail,
+        other,
+        runs_ahead,
+        regions,
+        costs.anew_seconds,
+        costs.left_seconds,
+    )
+
+
+def _options(
+    nbytes: int, costs: Costs, tier: str, offers: Mapping[str, Option]
+) -> dict[str, Option]:
+    """The ways to hold a block; ``offers``: those beside staying and moving, without what the hooks take."""
+    (save, use), (moved_save, moved_use) = costs.kept, costs.moved
+    transfer = costs.per_moved_byte * nbytes
+    return {
+        "keep": Option(nbytes, save, use),
+        tier: Option(0, moved_save + transfer, moved_use + transfer, nbytes),
+    } | {
+        name: replace(
+            each, save_seconds=each.save_seconds + save, use_seconds=each.use_seconds + use
+        )
+        for name, each in offers.items()
+    }
 
 
 def _alike(

@@ -48,6 +48,8 @@ class Forward:
     """Of these blocks."""
     told_seconds: float = 0.0
     """What noting their bytes takes."""
+    again_seconds: float = 0.0
+    """What a second run took that was compared; 0: none was in a step that was measured."""
     can_run_again: bool = False
     """A second run was alike."""
     seconds: float = 0.0
@@ -192,7 +194,7 @@ def traced_regions(
                 each.name,
                 tuple(members),
                 each.told_seconds,
-                each.seconds + each.told_seconds,
+                max(each.seconds + each.told_seconds, each.again_seconds),
                 beside,
                 each.index,
             )

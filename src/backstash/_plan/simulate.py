@@ -58,7 +58,12 @@ def simulate(
         again: the regions that run again, as indices in ``trace.regions``.
     """
     links, latency = trace.links, trace.links.latency_seconds
-    clock = stalled = down_free = up_free = 0.0
+    stalled = down_free = up_free = 0.0
+    all_stay = all(
+        each.resident_bytes == block.nbytes
+        for each, block in zip(choices, trace.blocks, strict=True)
+    )
+    clock = trace.beside_seconds(all_stay=all_stay)
     resident = inflight = ahead = resident_peak = 0
     peak, peak_moment = 0, 0
     writing: deque[tuple[float, int]] = deque()  # (its end, its block), oldest first

@@ -68,11 +68,11 @@ def solve(
     Where nothing fits, the choice of the smallest peak, with ``fits=False``.
     """
     names = allowed or sorted({REGION, *(name for block in trace.blocks for name in block.options)})
-    keep = [block.options["keep"] for block in trace.blocks]
     everything = Windows(0, 0)
-    plain = simulate(trace, keep, everything)
+    plain = simulate(trace, trace.left_alone(), everything)
     if plain.peak_bytes <= budget:
-        return Solution(("keep",) * len(keep), everything, plain, plain.step_seconds, fits=True)
+        choices = ("keep",) * len(trace.blocks)
+        return Solution(choices, everything, plain, plain.step_seconds, fits=True)
     best: Solution | None = None
     tried = _windows(trace, windows)
     for each in tried:
@@ -230,7 +230,9 @@ def _prices(problem: Problem, windows: Windows, first: int) -> tuple[float, list
         moments.append(outcome.peak_moment)
     for runs in (False, True) if problem.regions else (False,):
         candidates.append(_Candidate(_everything(problem, again=runs), link_seconds))
-    return trace.compute_seconds + max(0.0, best_bound), candidates
+    return trace.compute_seconds + trace.beside_seconds(all_stay=False) + max(
+        0.0, best_bound
+    ), candidates
 
 
 def _assigned(

@@ -6,6 +6,7 @@ A trace holds no tensors and no addresses: it can be written to a file, and plan
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
@@ -102,11 +103,25 @@ class Trace:
     way down is in memory until the window is full."""
     regions: tuple[TracedRegion, ...] = ()
     """What can run again as a whole; no block is a member of two."""
+    anew_seconds: float = 0.0
+    """Of a step that does not leave everything in place: memory is given back before it, and taken again."""
+    left_seconds: float | None = None
+    """Of a step that did leave everything in place; ``None``: it takes as long as computing."""
 
     @property
     def compute_seconds(self) -> float:
         """The step's time if nothing was moved."""
         return sum(moment.seconds for moment in self.moments) + self.tail_seconds
+
+    def beside_seconds(self, *, all_stay: bool) -> float:
+        """What a step takes beside what the moments and the options say."""
+        if not all_stay:
+            return self.anew_seconds
+        return 0.0 if self.left_seconds is None else self.left_seconds - self.compute_seconds
+
+    def left_alone(self) -> list[Option]:
+        """Of each block, what it takes where all of them stay: nothing is done about any then."""
+        return [Option(block.nbytes) for block in self.blocks]
 
     def span(self, kind: str) -> dict[int, int]:
         """For each block the index of its moment of this kind."""
@@ -132,6 +147,23 @@ class Trace:
             blocks.append(replace(block, options=options))
         return replace(self, blocks=tuple(blocks))
 
+    def check(self) -> None:
+        """Raise ``ValueError`` where a step cannot be like that, as one that a file describes may not be."""
+        if self.span("save").keys() != set(range(len(self.blocks))):
+            raise ValueError("each block is saved once")
+        if any(each.block not in range(len(self.blocks)) for each in self.moments):
+            raise ValueError("a moment of no block")
+        numbers = [each.seconds for each in self.moments]
+        numbers += [each.other_bytes for each in self.moments]
+        numbers += [self.links.down_rate, self.links.up_rate, self.links.latency_seconds]
+        if any(not math.isfinite(each) or each < 0 for each in numbers):
+            raise ValueError("seconds, bytes and rates are not below 0")
+        if not (self.links.down_rate and self.links.up_rate):
+            raise ValueError("a rate of 0")
+        members = [at for each in self.regions for at in each.members]
+        if any(not 0 <= at < len(self.blocks) for at in members):
+            raise ValueError("a region of blocks that there are not")
+
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for a JSON file."""
         return {"format": _FORMAT, **asdict(self)}
@@ -148,7 +180,8 @@ class Trace:
                 raise UsageError(
                     f"a trace of format {values['format']!r}: this version reads {_FORMAT}"
                 )
-            return cls(
+            left = values.get("left_seconds")
+            trace = cls(
                 tuple(
                     TracedBlock(
                         each["group"],
@@ -159,15 +192,21 @@ class Trace:
                 ),
                 tuple(Moment(**each) for each in values["moments"]),
                 Links(**values["links"]),
-                values["tail_seconds"],
-                values["tail_other_bytes"],
+                float(values["tail_seconds"]),
+                int(values["tail_other_bytes"]),
                 bool(values.get("runs_ahead", False)),
                 tuple(
                     TracedRegion(**{**each, "members": tuple(each["members"])})
                     for each in values.get("regions", ())
                 ),
+                float(values.get("anew_seconds", 0.0)),
+                None if left is None else float(left),
             )
-        except (KeyError, TypeError, AttributeError) as error:
+            trace.check()
+            return trace
+        except (KeyError, TypeError, AttributeError, ValueError, IndexError) as error:
+            if isinstance(error, UsageError):
+                raise
             raise UsageError(f"this is no trace of a step: {error!r}") from error
 
     @classmethod

@@ -20,6 +20,10 @@ class _Moving(threading.local):
     calls = 0
     """Moves that this thread makes, or waits for another thread to have made."""
 
+    def __init__(self) -> None:
+        self.waits: list[Any] = []
+        """The moves whose lock this thread is about to take: a forked process frees it, see `workers`."""
+
 
 moving = _Moving()
 """Of all stashes of the process."""
@@ -38,8 +42,8 @@ class CriticalSection:
     call that this very thread makes: inside the section, inside the store, or in a move that others may wait
     for. Such a call is *nested* (:meth:`is_nested`). What it finds may be half changed, and it can wait for
     nobody, so it takes no lock and writes nothing that is shared: it saves in place, loads to memory of its
-    own, and counts in its thread's counters. The lock is re-entrant all the same, so that whoever comes
-    between its taking and the first line inside is in nobody's way.
+    own, and counts in its thread's counters. The lock is re-entrant all the same, so that a handler that
+    comes between its taking and the first line inside does not wait for itself.
 
     Every object of a stash that needs the lock asks this one for it, so that a forked process, which gets a
     new lock, gets it everywhere.

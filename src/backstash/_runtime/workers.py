@@ -46,18 +46,21 @@ class Work(Transfer):
 
         What is not of type ``catch``, an interrupt, ends the call: it is made anew by the next who asks.
         """
-        if self._process is not _process[0]:
-            self.error = StashForkedError(
-                "bytes that the process from which this one was forked moves: go backward in that process, "
-                "or run the forward in this one"
-            )
-            self._call, self.finished = None, True
-            return True
-        moving.calls += 1
+        waits = moving.waits
+        depth = len(waits)
+        moving.calls += 1  # no call between this and "try", in which an interrupt could come
         try:
+            waits.append(self)  # first: a handler may fork before the question, or after it
+            if self._process is not _process[0]:
+                return self._refuse()
             with self._running:
+                waits.pop()
+                if self._process is not _process[0] and not self._running.locked():
+                    self._running.acquire()  # forked just here: see _after_fork
                 if self.finished:
                     return False
+                if self._process is not _process[0]:
+                    return self._refuse()
                 call = self._call
                 if not self.cancelled and call is not None:
                     function, args = call
@@ -70,7 +73,21 @@ class Work(Transfer):
                 self.finished = True
                 return True
         finally:
+            del waits[depth:]
             moving.calls -= 1
+
+    def _refuse(self) -> bool:
+        self.error = StashForkedError(
+            "bytes that the process from which this one was forked moves: go backward in that process, "
+            "or run the forward in this one"
+        )
+        self._call, self.finished = None, True
+        return True
+
+    def forked(self) -> None:
+        """In a forked process whose one thread waits for this: let it go on."""
+        if self._running.locked():
+            self._running.release()
 
     def done(self) -> bool:
         """Whether it has been made, or failed."""
@@ -186,7 +203,14 @@ _process = [object()]  # another one in each forked process
 
 
 def _after_fork() -> None:
+    """In a forked process: nobody runs what the other process's threads ran, so nobody waits for its end.
+
+    A signal's handler may fork while its thread waits for the lock of a move that a worker makes. The worker
+    is not in this process, and would never give the lock back.
+    """
     _process[0] = object()
+    for work in moving.waits:
+        work.forked()
 
 
 if hasattr(os, "register_at_fork"):

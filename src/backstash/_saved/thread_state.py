@@ -1,6 +1,7 @@
 """What one thread keeps with a stash.
 
-Three things are kept per thread. Counters, because the path for small tensors must not take a lock. And
+Four things are kept per thread. Counters, because the path for small tensors must not take a lock. Likewise
+how much may be saved before a planner has to be asked again: see :meth:`ThreadState.may_leave`. And
 ownership: a copy that runs beside the thread that made the tensor may be torn by an in-place operation of
 that thread, whose version is raised only after the bytes have changed. So only that thread, when it next
 enters the stash, or anybody once it has ended, may look at the version and declare the copy whole.
@@ -20,6 +21,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .._torch.hook_stack import Scope
@@ -41,6 +43,10 @@ class Counts:
     """Tensors left by calls in the middle of another."""
     nested_bytes: int = 0
     """The bytes of those."""
+    fitting_saves: int = 0
+    """Tensors left by the fast path since a plan leaves everything in place."""
+    fitting_bytes: int = 0
+    """The bytes of their storages."""
 
     def __add__(self, other: Counts) -> Counts:
         return Counts(
@@ -49,6 +55,8 @@ class Counts:
             self.small_bytes + other.small_bytes,
             self.nested_saves + other.nested_saves,
             self.nested_bytes + other.nested_bytes,
+            self.fitting_saves + other.fitting_saves,
+            self.fitting_bytes + other.fitting_bytes,
         )
 
 
@@ -56,9 +64,15 @@ class ThreadState:
     """What one thread keeps with a stash."""
 
     __slots__ = (
+        "allowed_bytes",
+        "allowed_on",
+        "allowed_until",
         "apart",
         "expecting",
+        "fitting_bytes",
+        "fitting_saves",
         "is_tried",
+        "large_bytes",
         "latest",
         "nested_bytes",
         "nested_saves",
@@ -70,6 +84,7 @@ class ThreadState:
         "small_bytes",
         "small_saves",
         "thread",
+        "told_bytes",
         "waiting",
     )
 
@@ -98,12 +113,32 @@ class ThreadState:
         self.apart: Any = None
         self.saves = self.small_saves = self.small_bytes = 0  # see Counts
         self.nested_saves = self.nested_bytes = 0
+        self.fitting_saves = self.fitting_bytes = 0
+        self.large_bytes = self.told_bytes = 0  # of all storages but small ones; and of these, told
+        self.may_leave(-1)
+
+    def may_leave(self, nbytes: int, device: torch.device | None = None, until: int = 0) -> None:
+        """So many bytes of storages of ``device`` may be saved as they are, without a planner being asked;
+        ``until``: as long as the session's ``uses`` is this. -1: none."""
+        self.allowed_bytes, self.allowed_on, self.allowed_until = nbytes, device, until
+
+    def untold_bytes(self) -> int:
+        """Of the storages that were saved since this was asked last, but for small ones; one that was saved
+        twice counts twice."""
+        told, self.told_bytes = self.told_bytes, self.large_bytes
+        return self.large_bytes - told
 
     @property
     def counts(self) -> Counts:
         """What this thread has given so far."""
         return Counts(
-            self.saves, self.small_saves, self.small_bytes, self.nested_saves, self.nested_bytes
+            self.saves,
+            self.small_saves,
+            self.small_bytes,
+            self.nested_saves,
+            self.nested_bytes,
+            self.fitting_saves,
+            self.fitting_bytes,
         )
 
     def is_alive(self) -> bool:

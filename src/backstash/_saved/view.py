@@ -87,6 +87,12 @@ class StridedRegion:
         )
         return copy
 
+    def elements(self, tensor: Tensor) -> Tensor:
+        """Dense, in a storage that has nothing else."""
+        source = raw_alias(tensor).view(self.carrier)
+        strided = source.as_strided(self.sizes, self.strides, self.first)
+        return strided.clone(memory_format=torch.contiguous_format)
+
     def spread(self, dense: Tensor, dtype: torch.dtype) -> Tensor:
         """A flat tensor in which the elements of ``dense`` lie as in the storage they came from."""
         out = torch.empty(self.residue + self.extent, dtype=self.carrier, device=dense.device)

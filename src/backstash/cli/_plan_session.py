@@ -1,4 +1,4 @@
-"""The measured steps of ``backstash plan``, from the script's import of torch to the end of the third."""
+"""The measured steps of ``backstash plan``, from the script's import of torch until the plan is made."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Session:
     def __init__(self, plan: dict[str, Any]) -> None:
         self._plan = plan
         self._command = " ".join([plan["command"], shlex.join(plan["arguments"])]).rstrip()
-        # No step fits in one byte, so that all three are measured with everything moved that can move.
+        # No step fits in one byte: all are measured, with everything moved that can move, or half of it.
         warnings.filterwarnings("ignore", "budget=1 B cannot be kept", StashWarning)
         self._stash = Stash(budget=1, disk=plan["disk"], name="backstash plan")
         self._stash.__enter__()
@@ -41,10 +41,10 @@ class Session:
         self._marks = StepMarks(then=self._stepped)
 
     def _stepped(self) -> None:
-        if self._measured() is not None:
+        if self._planned() is not None:
             raise SystemExit(0)  # ends the script after its step, as sys.exit() would
 
-    def _measured(self) -> Plan | None:
+    def _planned(self) -> Plan | None:
         """The plan, when it has been made."""
         plan = self._stash.plan
         return plan if plan is not None and plan.trace is not None else None
@@ -63,10 +63,15 @@ class Session:
             self._stash.__exit__(None, None, None)
         except StashError as problem:
             say(f"backstash plan: the script left contexts in the wrong order: {problem}")
-        measured = self._measured()
+        for planner in self._stash._session.planners.values():
+            planner.conclude()
+        measured = self._planned()
         if measured is None:
+            for note in self._stash.stats().notes:
+                if note.startswith("no plan could be made"):
+                    say(f"backstash plan: {note}")
             say(
-                f"backstash plan: the script ended before its fifth step had begun ({outcome}): nothing was "
+                f"backstash plan: the script ended before its fourth step had begun ({outcome}): nothing was "
                 "measured"
             )
             return

@@ -15,9 +15,11 @@ __all__ = ["main"]
 _USAGE = "backstash plan [OPTION ...] (SCRIPT | -m MODULE) [ARG ...]"
 _DESCRIPTION = """\
 Run a Python training script, unmodified, for a few steps, and say what each budget for its memory would cost:
-the predicted peak and step time, and how much stays and how much moves. Three steps are measured, with
-everything or half of it moved; when that is planned for, about two steps later, the script ends as if it had
-called sys.exit().
+the predicted peak and step time, and how much stays and how much moves. Ten steps are measured, with
+everything, half of it or, where the machine has memory for that, nothing moved; when that is planned for, about
+two steps later, the script ends as if it had called sys.exit(). Of one that ends before, what was measured
+counts, if its fourth step had begun. A step ends where an optimizer of torch.optim steps: a script that has
+none runs to its end.
 
 A step begins at the first tensor that is saved after a backward. CPU tensors are planned for. Options come
 before SCRIPT; all that follows SCRIPT belongs to it.

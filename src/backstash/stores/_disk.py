@@ -84,21 +84,15 @@ class Disk(Store):
         self.threads = threads
         self._direct = direct
         self._is_closed = False
-        self._begin()
+        self.lock = threading.RLock()
         self._open()
         self.notes = tuple(filter(None, (self._file.note, _memory_note(self.directory))))
         _all.add(self)
 
-    def _begin(self) -> None:
-        """With nothing lent, and a lock that nobody has."""
-        self.lock = threading.RLock()
-        self._leases = Leases(unit_bytes=_UNIT_BYTES)
-        self._allocated = 0
-
     def _open(self) -> None:
         _refuse_links_of_others(self.directory)
         try:
-            self._file = UnnamedFile(self.directory, direct=self._direct)
+            self._file = _LentFile(self.directory, direct=self._direct)
         except OSError as error:
             raise StashIOError(
                 error.errno,
@@ -109,8 +103,14 @@ class Disk(Store):
         self._closer.atexit = False
 
     def forked(self) -> None:
-        """In a forked process: let go of the file that it inherited; the first slot gets one of its own."""
-        self._begin()
+        """In a forked process: let go of the file that it inherited; the first slot gets one of its own.
+
+        A signal's handler may fork in the middle of any call here, which then goes on in both processes. What
+        it holds of this one's file (extents, descriptor) is of a closed file by then, and is refused.
+        """
+        self.lock = threading.RLock()  # another thread may have had it
+        self._file.leases = Leases(unit_bytes=_UNIT_BYTES)
+        self._file.allocated = 0
         self._closer()
 
     begins_anew_when_forked = True
@@ -126,7 +126,7 @@ class Disk(Store):
     @property
     def used_bytes(self) -> int:
         """Bytes reserved at present, each slot rounded up to 4096."""
-        leases = self._leases
+        leases = self._file.leases
         if not leases.in_order and not is_mine(self.lock):
             with self.lock:
                 leases.settle()
@@ -135,7 +135,7 @@ class Disk(Store):
     @property
     def file_bytes(self) -> int:
         """The file's size: what was needed at most so far."""
-        return self._allocated
+        return self._file.allocated
 
     def reserve(self, nbytes: int) -> Slot:
         """Return a slot for ``nbytes``, growing the file if it must. It is given back when the slot dies.
@@ -146,17 +146,18 @@ class Disk(Store):
         """
         if self._is_closed:
             raise self._closed()
-        slot, leases = Slot(nbytes), self._leases
+        slot = Slot(nbytes)
         with self.lock:
             if self._file.fd < 0:
                 self._open_again(nbytes)
-            slot.file = self._file
-            slot.offset = leases.take(slot, nbytes)
+            slot.file = file = self._file
+            slot.offset = file.leases.take(slot, nbytes)
             try:
-                if leases.extents.end_bytes > self._allocated:
-                    self._grow_to(leases.extents.end_bytes)
+                if file.leases.extents.end_bytes > file.allocated:
+                    self._grow(file, file.leases.extents.end_bytes)
             except OSError as error:
-                self._leases.free(slot.offset)
+                file.leases.free(slot.offset)
+                self._file_of(slot)
                 raise self._full(nbytes, error) from error
         return slot
 
@@ -167,26 +168,25 @@ class Disk(Store):
         except OSError as error:
             raise self._full(nbytes, error) from error
 
-    def _grow_to(self, end: int) -> None:
+    def _grow(self, file: _LentFile, end: int) -> None:
         limit = self.max_bytes
         if limit is not None and end > limit:
             raise OSError(errno.ENOSPC, f"max_bytes is {format_bytes(limit)}")
-        generous = max(end, self._allocated + _GROW_BYTES)
+        generous = max(end, file.allocated + _GROW_BYTES)
         for size in (generous if limit is None else min(generous, limit), end):
             try:
-                self._file.grow(size)
+                file.grow(size)
             except OSError:
-                self._file.shrink(self._allocated)  # ext4 keeps what it got before it was full
+                file.shrink(file.allocated)  # ext4 keeps what it got before it was full
                 if size == end:
                     raise
                 continue
-            self._allocated = size
+            file.allocated = size
             return
 
     def _full(self, nbytes: int, error: OSError) -> StashFullError:
-        held = (
-            self._leases.extents.used_bytes
-        )  # not ours, which may take the lock that the caller has
+        # Not by our own property, which may take the lock that the caller has.
+        held = self._file.leases.extents.used_bytes
         return StashFullError(
             errno.ENOSPC,
             f"{self.name} has no room for {format_bytes(nbytes)} beside the {format_bytes(held)} "
@@ -214,6 +214,7 @@ class Disk(Store):
             if self.verify:
                 slot.checksum = _checksum_by_the_system(start, middle)
         except OSError as error:
+            self._file_of(slot)
             raise StashIOError(
                 error.errno, f"{self.name}: write failed: {error.strerror}"
             ) from error
@@ -225,6 +226,7 @@ class Disk(Store):
         try:
             file.read(start, middle, slot.offset)
         except OSError as error:
+            self._file_of(slot)
             raise StashIOError(
                 error.errno, f"{self.name}: read failed: {error.strerror}"
             ) from error
@@ -240,8 +242,7 @@ class Disk(Store):
     def release(self, slot: Slot) -> None:
         """Give the slot's extent back; the file keeps its size for the next one."""
         with self.lock:
-            if slot.file is self._file:  # and not another process's
-                self._leases.free(slot.offset)
+            slot.file.leases.free(slot.offset)
 
     def close(self) -> None:
         """Close the file, and so free its space. What it held is gone."""
@@ -251,8 +252,9 @@ class Disk(Store):
     def _closed(self) -> StashClosedError:
         return StashClosedError(f"{self.name} is closed")
 
-    def _file_of(self, slot: Slot) -> UnnamedFile:
-        file: UnnamedFile = slot.file
+    def _file_of(self, slot: Slot) -> _LentFile:
+        """The slot's file; raises where it is closed, or another process's."""
+        file: _LentFile = slot.file
         if file.fd < 0:
             raise self._closed() if self._is_closed else _forked(self.name)
         return file
@@ -264,6 +266,15 @@ class Disk(Store):
         align = self._file.memory_align
         start = min(-(-address // align) * align, address + slot.nbytes)
         return start, (address + slot.nbytes - start) // _UNIT_BYTES * _UNIT_BYTES
+
+
+class _LentFile(UnnamedFile):
+    """A file and who has which of its extents: one object, so that no call joins those of two files."""
+
+    def __init__(self, directory: str, *, direct: bool) -> None:
+        self.leases = Leases(unit_bytes=_UNIT_BYTES)
+        self.allocated = 0
+        super().__init__(directory, direct=direct)
 
 
 def _forked(name: str) -> StashForkedError:

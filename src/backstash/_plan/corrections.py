@@ -1,0 +1,114 @@
+"""What came of a plan: its first steps are measured, and where the peak was another one, it is made again."""
+
+from __future__ import annotations
+
+from .recorder import StepRecord, typical
+
+__all__ = ["Corrections"]
+
+_VALIDATED_STEPS = 3
+_MOST_FOLLOWED = 12  # steps that are measured under a plan, where few of them are of its shape
+_OFF = 0.10  # of the seconds
+_SPARED = 0.02  # of the peak that was predicted
+_SPARED_OF_SAVED = 16  # the part of what is saved, where that is less
+_CORRECTIONS = 4
+_STEPS_OFF = 3  # in a row
+
+
+class Corrections:
+    """Of one planner, over all of its plans."""
+
+    def __init__(self) -> None:
+        self.bias_bytes = 0
+        """What is added to each peak that is predicted."""
+        self._least_bias_bytes: int | None = None  # with less the budget was exceeded
+        self._kept_with_bytes: int | None = None  # the last bias with which the budget was kept
+        self._figures: list[
+            tuple[int, float]
+        ] = []  # peaks in bytes, and seconds, of steps like the plan's
+        self._followed_steps = 0
+        self._off_steps = self._replans = self._wait_steps = 0
+
+    def begin(self) -> None:
+        """Steps under a plan begin to be measured."""
+        self._figures.clear()
+        self._followed_steps = 0
+
+    def add(self, record: StepRecord, budget: int, *, is_alike: bool) -> bool:
+        """One has ended, which saved as much as the one that was planned for (``is_alike``), or not. Whether
+        that is enough, as one that exceeded the budget is."""
+        self._followed_steps += 1
+        if self._followed_steps > 1 and is_alike:  # the first still holds what was moved before
+            self._figures.append((record.peak_bytes, record.seconds))
+            if record.peak_bytes > budget:
+                return True
+        return len(self._figures) >= _VALIDATED_STEPS or self._followed_steps >= _MOST_FOLLOWED
+
+    def exceed(self, peak_bytes: int, seconds: float) -> None:
+        """One that was not to be measured exceeded the budget."""
+        self._figures.append((peak_bytes, seconds))
+
+    @property
+    def measured(self) -> tuple[int, float] | None:
+        """The highest peak in bytes, and typical seconds; ``None``: no step was like the plan's."""
+        if not self._figures:
+            return None
+        return max(peak for peak, _ in self._figures), typical([each for _, each in self._figures])
+
+    def correct(
+        self, predicted_peak_bytes: int, budget: int, saved_bytes: int, *, is_left: bool
+    ) -> bool:
+        """Take what was measured into account. Whether the plan is to be made again: where the budget was
+        exceeded; or where the peak was not what was predicted, a few times, unless all is left in place."""
+        assert self.measured is not None
+        peak, _ = self.measured
+        off = peak - predicted_peak_bytes
+        # What was over is taken off whole, and never given back; of what was spared, three quarters are.
+        bias_bytes = self.bias_bytes + (off if off > 0 else off * 3 // 4)
+        if peak > budget:
+            kept_with, self._kept_with_bytes = self._kept_with_bytes, None
+            if kept_with is not None and kept_with > self.bias_bytes:
+                bias_bytes = kept_with
+            self._least_bias_bytes = bias_bytes
+        else:
+            self._kept_with_bytes = self.bias_bytes
+            little = min(_SPARED * predicted_peak_bytes, saved_bytes / _SPARED_OF_SAVED)
+            if is_left or self._replans >= _CORRECTIONS or abs(off) <= little:
+                return False
+        if self._least_bias_bytes is not None:
+            bias_bytes = max(bias_bytes, self._least_bias_bytes)
+        if bias_bytes == self.bias_bytes:
+            return False
+        self._replans += 1
+        self.bias_bytes = bias_bytes
+        return True
+
+    def leave_all(self, moved_bytes: int, usable: int, predicted_peak_bytes: int) -> bool:
+        """Whether all is to be left in place: what was measured of a plan leaves room for all that it does not
+        keep, whatever was predicted; and the budget was never exceeded.
+
+        Args:
+            moved_bytes: that the plan does not keep.
+            usable: bytes of the budget.
+            predicted_peak_bytes: where all stays, without a bias; the bias is then what makes it right.
+        """
+        if self.measured is None or self._least_bias_bytes is not None:
+            return False
+        peak = self.measured[0] + moved_bytes
+        if peak > usable:
+            return False
+        self._kept_with_bytes, self.bias_bytes = self.bias_bytes, peak - predicted_peak_bytes
+        return True
+
+    def is_off(self, seconds: float, predicted_seconds: float) -> bool:
+        """A step that is not measured took so long. Whether one is to be measured again: the last few were all
+        off by more than a tenth, and the last time is long enough ago."""
+        off = abs(seconds - predicted_seconds) > _OFF * predicted_seconds
+        self._off_steps = self._off_steps + 1 if off else 0
+        self._wait_steps -= 1
+        if self._off_steps < _STEPS_OFF or self._wait_steps > 0:
+            return False
+        self._off_steps = 0
+        self._replans += 1
+        self._wait_steps = 3 * 2 ** min(self._replans, 16)
+        return True

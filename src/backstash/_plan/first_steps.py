@@ -1,0 +1,111 @@
+"""The first steps of a stash within a budget: what each moves to be measured, and what they tell."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Literal
+
+from .recorder import Costs, StepRecord, links_of, typical, typical_costs
+from .trace import Links
+
+__all__ = ["FirstSteps", "Mode"]
+
+Mode = Literal["all", "half", "left"]
+"""What a step moves: everything, every other block, or nothing, since it is left alone."""
+
+_TO_LEARN = 1  # bytes: the budget by which `backstash plan` asks what any other one would cost
+_ALIKE = 0.02  # how much two steps of one shape may differ in what they save
+_LEFT_ALIKE = 0.125  # likewise where one of them was left alone, whose last saves are not told
+_LEARNT_PAIRS = 3  # of steps that are measured where only what a plan would cost is to be learnt
+_LEFT_STEPS = 3  # likewise that are left alone; memory was given back before the first of them
+
+
+class FirstSteps:
+    """The steps before anything is planned for.
+
+    The first one moves everything, and tells the memory. A pair comes after it: one that moves everything, too,
+    and one that moves every other block.
+
+    Within a budget of one byte, as ``backstash plan`` gives, it is learnt what any budget would cost. Memory is
+    given back all the time in the first pair: it tells what is held beside what is saved. What moving costs is
+    told by two more pairs, which may hold more; and steps that are left alone tell what that takes.
+
+    Args:
+        budget: in bytes.
+    """
+
+    def __init__(self, budget: int) -> None:
+        self.learns = budget == _TO_LEARN
+        """Whether no budget is kept, since it is learnt what any would cost."""
+        self.records: list[StepRecord] = []
+        self._told_bytes: list[
+            int
+        ] = []  # of each: of all storages that it saved, see Planner.tell_saved
+        self.left: list[tuple[float, int]] = []
+        """Of each step that was left alone: its seconds, and the bytes of all storages that it saved."""
+        self.mode: Mode = "all"
+        """Of the step under way."""
+
+    def add(self, record: StepRecord | None, seconds: float, told_bytes: int) -> None:
+        """A step has ended, which took ``seconds`` and saved storages of ``told_bytes``.
+
+        One that was left alone has no record.
+        """
+        if record is not None:
+            self.records.append(record)
+            self._told_bytes.append(told_bytes)
+        if self.mode == "left":
+            self.left.append((seconds, told_bytes))
+
+    @property
+    def may_exceed(self) -> bool:
+        """Whether the next step has windows and may hold more than the budget: what moving costs is learnt."""
+        return self.learns and len(self.records) > 2
+
+    def next_mode(self, spare_bytes: Callable[[], int]) -> Mode | None:
+        """Of the next step, after the first; ``None``: enough are measured.
+
+        Args:
+            spare_bytes: what the device has left; a step is left alone where half of it is enough.
+        """
+        done = len(self.records) - 1
+        if done < 2 * (_LEARNT_PAIRS if self.learns else 1):
+            return "half" if done % 2 else "all"
+        if not self.learns or len(self.left) == _LEFT_STEPS:
+            return None
+        return "left" if self.records[1].moved_bytes <= spare_bytes() // 2 else None
+
+    @property
+    def are_enough(self) -> bool:
+        """Whether a plan can be made, if need be from no more than these."""
+        return len(self.records) > 2
+
+    @property
+    def largest(self) -> StepRecord:
+        """The step to plan for: the earliest that saved as much as any, but for the very first."""
+        most = max(each.saved_bytes for each in self.records[1:])
+        return next(each for each in self.records[1:] if each.saved_bytes >= most * (1 - _ALIKE))
+
+    def alike(self) -> Iterable[tuple[StepRecord, StepRecord]]:
+        """The pairs of steps that both saved as much as the largest did."""
+        most, steps = self.largest.saved_bytes, self.records[1:]
+        for pair in zip(steps[::2], steps[1::2], strict=False):
+            if all(abs(each.saved_bytes - most) <= _ALIKE * most for each in pair):
+                yield pair
+
+    def costs(self) -> tuple[Links, Costs]:
+        """What moving takes, and what else the stash adds, for a step like the largest."""
+        pairs = [*self.alike()] or [(self.largest, self.largest)]
+        late = [pair for pair in pairs if pair[0] is not self.records[1]] if self.learns else []
+        told = late or pairs
+        links = links_of([*itertools.chain(*told)])
+        costs = typical_costs(told, links)
+        whole = self._told_bytes[self.records.index(self.largest)]
+        left = [
+            seconds
+            for seconds, nbytes in self.left[1:]
+            if abs(nbytes - whole) <= _LEFT_ALIKE * whole
+        ]
+        return links, replace(costs, left_seconds=typical(left) if left else None)

@@ -1,0 +1,85 @@
+"""The memory that a device holds, against a budget: looked at, given back where it is free, and told of."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from .meter import Meter
+
+__all__ = ["MemoryGuard"]
+
+_RELEASE_REST = 20  # times as long as giving memory back took, it is not done again
+
+
+class MemoryGuard:
+    """Looks at memory for one planner.
+
+    Args:
+        meter: of the device.
+        most: the most bytes that are to be held.
+        let_go: gives back memory that is free and still the process's.
+    """
+
+    def __init__(self, meter: Meter, most: int, let_go: Callable[[], None]) -> None:
+        self._meter = meter
+        self.most = most
+        self.let_go = let_go
+        self._most_now = most
+        self._line = most  # beyond it less is kept; it follows what the process holds
+        self._release_after = 0.0
+        self._highest_bytes = 0
+
+    def begin_step(self) -> None:
+        """One begins, and the meter knows it: less may have to be kept from now on."""
+        self._line = self._most_now = self.most
+        self._highest_bytes = max(self._highest_bytes, self._meter.known_peak_bytes)
+
+    def raise_to(self, nbytes: int) -> None:
+        """No step could be within ``most``: in this one so much may be held."""
+        self._line = self._most_now = nbytes
+
+    @property
+    def left_bytes(self) -> int:
+        """What may still be taken; below 0: by how much what is held exceeds the most."""
+        return self._most_now - self.held()
+
+    def held(self) -> int:
+        """What is held now."""
+        held = self._meter.now()
+        self._highest_bytes = max(self._highest_bytes, held)
+        return held
+
+    def take_highest(self) -> int:
+        """The most that was seen since this was asked last."""
+        highest, self._highest_bytes = self._highest_bytes, 0
+        return highest
+
+    def over(self) -> int:
+        """By how many bytes less is to be kept for the rest of the step; 0: by none.
+
+        Once for each byte more: memory that was freed may stay the process's, and is used again.
+        """
+        over = self.held() - self._line
+        if over > 0 and self.release():
+            over = self.held() - self._line
+        if over <= 0:
+            return 0
+        self._line += over
+        return over
+
+    def has_room(self, nbytes: int) -> bool:
+        """Whether there may be so many bytes more, once free memory was given back."""
+        if self.held() + nbytes <= self._most_now:
+            return True
+        return self.release() and self.held() + nbytes <= self._most_now
+
+    def release(self) -> bool:
+        """Give back what is free, but where that took more than a twentieth of the time; whether it did."""
+        now = time.perf_counter()
+        if now < self._release_after:
+            return False
+        self.let_go()
+        ended = time.perf_counter()
+        self._release_after = ended + _RELEASE_REST * (ended - now)
+        return True

@@ -1,0 +1,100 @@
+"""A plan in the making: solved for in a thread, while steps go on."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+from .simulate import Windows, simulate
+from .solve import Solution, smallest_budget, solve
+from .trace import Trace
+
+__all__ = ["Solved", "Solving", "left_alone"]
+
+Solved = tuple[Trace, Solution, int]
+"""What was planned for, how, and the smallest budget that such a step can keep."""
+
+
+def left_alone(trace: Trace) -> Solved:
+    """Everything stays, and nothing is done about it."""
+    plain = simulate(trace, trace.left_alone(), Windows(0, 0))
+    kept = ("keep",) * len(trace.blocks)
+    solution = Solution(kept, Windows(0, 0), plain, plain.step_seconds, fits=True)
+    return trace, solution, plain.peak_bytes
+
+
+class Solving:
+    """Of one planner: the latest solution, and the one that is made.
+
+    Args:
+        windows: of both directions, where they are given; see :func:`solve`.
+        notes: gets a line where no plan could be made; what was followed before is followed on.
+    """
+
+    def __init__(self, windows: tuple[int | None, int | None], notes: dict[str, None]) -> None:
+        self.found: Solved | None = None
+        """The latest; ``None``: there is none yet, or another one is made."""
+        self._taken: Solved | None = None
+        self._thread: threading.Thread | None = None
+        self._windows = windows
+        self._notes = notes
+
+    def begin(
+        self, trace: Trace, target: int, *, allowed: Sequence[str], spare_bytes: int = 0
+    ) -> None:
+        """Begin to solve for ``target`` bytes, ``spare_bytes`` of them left free if they can be."""
+        self.found = None
+
+        def work() -> None:
+            try:
+                planned_for = trace.raised(spare_bytes)
+                solution = solve(planned_for, target, allowed=allowed, windows=self._windows)
+                if not solution.fits and spare_bytes:
+                    planned_for = trace
+                    solution = solve(trace, target, allowed=allowed, windows=self._windows)
+                smallest = solution.forecast.peak_bytes
+                if not solution.fits:
+                    smallest = smallest_budget(trace, allowed=allowed, windows=self._windows)
+                self.found = planned_for, solution, smallest
+            except Exception as error:  # the step is worth more than the plan
+                note = f"no plan could be made ({error!r}): everything that can move moves"
+                self._notes[note] = None
+
+        thread = threading.Thread(target=work, name="backstash plan", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # no more threads, or the interpreter is ending
+            work()
+        else:
+            self._thread = thread  # an interrupt before this leaves nobody waiting for it
+
+    @property
+    def is_running(self) -> bool:
+        """Whether one is being made."""
+        return self._thread is not None and self._thread.is_alive()
+
+    @property
+    def has_taken(self) -> bool:
+        """Whether one is followed."""
+        return self._taken is not None
+
+    @property
+    def is_new(self) -> bool:
+        """Whether :attr:`found` was not taken yet."""
+        return self.found is not self._taken
+
+    def take(self) -> Solved:
+        """The one that was found; it is followed from now on."""
+        assert self.found is not None
+        self._taken = self.found
+        return self.found
+
+    def wait(self) -> None:
+        """Wait until none is being made."""
+        thread = self._thread
+        if thread is not None:
+            thread.join()
+
+    def forked(self) -> None:
+        """In a forked process: the thread is the other one's."""
+        self._thread = None

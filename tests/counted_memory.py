@@ -1,0 +1,59 @@
+"""The process's memory as far as stashes have a part in it, over a fixed sum: no noise, no allocator."""
+
+import weakref
+from collections import Counter
+
+import backstash.stash
+from backstash import Stash
+from backstash._admission import Admission
+from backstash._plan.meter import ProcessMeter
+
+MIB = 1 << 20
+OTHER = 100 * MIB
+
+
+class CountedMemory:
+    """Makes stashes, with ``defaults``; the process has what they hold, and ``other()``."""
+
+    def __init__(self, monkeypatch, **defaults):
+        self.peaks, self.other = [0], lambda: OTHER
+        self._defaults = {"min_bytes": 0, **defaults}
+        self._stashes = []
+        self._left = Counter()  # by address and size: what is left in place without being a block
+        self._hook = Admission.hook
+        monkeypatch.setattr(ProcessMeter, "now", lambda meter: self.now())
+        monkeypatch.setattr(Admission, "hook", lambda *given: self._counting(*given))
+
+    def __call__(self, **arguments):
+        stash = Stash(**{**self._defaults, **arguments})
+        self._stashes.append(weakref.ref(stash))
+        return stash
+
+    def now(self):
+        held = self.other() + sum({where: nbytes for where, nbytes in self._left}.values())
+        for stash in self._stashes:
+            levels = backstash.stash._levels_of(stash)
+            held += levels[0] + levels[1] + levels[4]
+        self.peaks[0] = max(self.peaks[0], held)
+        return held
+
+    def _counting(self, admission, thread_state):
+        """The hook, which also counts what it leaves in place as long as autograd holds it."""
+        pack = self._hook(admission, thread_state)
+
+        def packed(tensor):
+            before = thread_state.fitting_saves
+            given = pack(tensor)
+            if thread_state.fitting_saves > before:
+                held = given[0] if type(given) is tuple else given
+                key = held.untyped_storage().data_ptr(), held.untyped_storage().nbytes()
+                self._left[key] += 1
+                weakref.finalize(held, self._gone, key)
+            return given
+
+        return packed
+
+    def _gone(self, key):
+        self._left[key] -= 1
+        if not self._left[key]:
+            del self._left[key]

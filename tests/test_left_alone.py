@@ -1,0 +1,288 @@
+"""A budget that everything fits in: nothing is done about what is saved, and it is seen when that changes."""
+
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+from backstash import Stash
+from backstash._admission import FITS
+from backstash.errors import InplaceError, StashClosedError
+from counted_memory import MIB, OTHER, CountedMemory
+
+LAYERS = 16  # of which each saves 1 MiB
+SAVED = LAYERS * MIB
+ROOMY = OTHER + 4 * SAVED
+
+
+@pytest.fixture
+def memory(monkeypatch):
+    return CountedMemory(monkeypatch, inflight="2MiB", prefetch="2MiB")
+
+
+class Erf(nn.Module):
+    """Cannot be computed again, nor packed."""
+
+    def forward(self, x):
+        return x.erf()
+
+
+def model(layers=LAYERS):
+    return nn.Sequential(*(Erf() for _ in range(layers)))
+
+
+def loss_of(net, stash, rows=512):
+    x = torch.linspace(-1, 1, rows * 512).view(rows, 512).requires_grad_()
+    with stash:
+        return x, net(x * 2).sum()
+
+
+def step(net, stash, rows=512):
+    x, loss = loss_of(net, stash, rows)
+    loss.backward()
+    return x.grad
+
+
+def settled(memory, tmp_path, budget=ROOMY, **options):
+    """A stash of which everything fits, that measures no more."""
+    stash = memory(budget=budget, disk=tmp_path, **options)
+    net = model()
+    true = step(net, Stash())
+    for _ in range(8):
+        assert torch.equal(step(net, stash), true)
+        _ = stash.plan
+    assert stash.plan.state == "left alone" and not stash._planner._recording
+    return stash
+
+
+def fitting(stash):
+    left = stash.stats().left.get(FITS)
+    return left.count if left is not None else 0
+
+
+def test_only_the_first_of_a_step_are_blocks(memory, tmp_path):
+    stash = settled(memory, tmp_path)
+    before, saves = fitting(stash), stash.stats().saves
+    blocks, steps = stash.stats().eligible_bytes, stash._planner._steps
+    true = step(model(), Stash())
+    for _ in range(5):
+        assert torch.equal(step(model(), stash), true)
+    saved, left = stash.stats().saves - saves, fitting(stash) - before
+    assert saved == 5 * LAYERS
+    assert left >= 5 * (LAYERS - 6)
+    assert stash.stats().eligible_bytes - blocks == (saved - left) * MIB
+    assert stash._planner._steps == steps + 5, "each of them begins, and ends"
+    assert stash.stats().blocks == 0
+    stash.close()
+
+
+@pytest.mark.parametrize("rows", [512, 100])
+def test_what_was_modified_in_place_is_an_error(memory, tmp_path, rows):
+    stash = settled(memory, tmp_path)
+    x = torch.ones(rows, 512, requires_grad=True)
+    before = fitting(stash)
+    with stash:
+        y = x * 2
+        for _ in range(LAYERS):
+            y = y.erf()
+        last = y
+        loss = last.erf().sum()
+    assert fitting(stash) > before
+    last.detach().add_(1)
+    with pytest.raises(InplaceError):
+        loss.backward()
+    stash.close()
+
+
+def test_all_of_a_recorded_step_are_blocks(memory, tmp_path):
+    stash = settled(memory, tmp_path)
+    net = model()
+    with stash.record() as recording:
+        step(net, stash)
+    assert sum(each.kind == "save" for each in recording.events) == LAYERS
+    stash.close()
+
+
+def test_a_deeper_step_moves_what_is_beyond_the_others(memory, tmp_path):
+    """It is not known before it has saved more than they did; what it has left in place until then stays."""
+    budget = OTHER + SAVED + 12 * MIB
+    stash = settled(memory, tmp_path, budget)
+    deeper = model(3 * LAYERS)
+    true = step(deeper, Stash())
+    memory.peaks[0] = 0
+    written = stash.stats().written_bytes
+    for _ in range(6):
+        assert torch.equal(step(deeper, stash), true)
+        _ = stash.plan
+    assert stash.stats().written_bytes > written
+    assert memory.peaks[0] <= budget
+    assert stash.plan.state == "planned"
+    stash.close()
+
+
+@pytest.mark.parametrize("smaller", [1, 3])
+def test_a_deeper_step_among_others_is_planned_for(memory, tmp_path, smaller):
+    """As those of two networks that are trained in turns: none knows from its first block which it is."""
+    budget = OTHER + SAVED + 12 * MIB
+    stash = settled(memory, tmp_path, budget)
+    net, deeper = model(), model(3 * LAYERS)
+    true, more = step(net, Stash()), step(deeper, Stash())
+    memory.peaks[0] = 0
+    for _ in range(10):
+        for _ in range(smaller):
+            assert torch.equal(step(net, stash), true)
+            _ = stash.plan
+        assert torch.equal(step(deeper, stash), more)
+        _ = stash.plan
+    assert stash.plan.state == "planned"
+    assert sum(each.blocks for each in stash.plan.classes) == 3 * LAYERS
+    assert memory.peaks[0] <= budget
+    stash.close()
+
+
+def test_a_larger_first_block_is_asked_about(memory, tmp_path):
+    budget = OTHER + 2 * SAVED
+    stash = settled(memory, tmp_path, budget)
+    net = model()
+    true, written = step(net, Stash(), 2048), stash.stats().written_bytes
+    memory.peaks[0] = 0
+    for _ in range(4):
+        assert torch.equal(step(net, stash, 2048), true)
+        assert memory.peaks[0] <= budget
+        _ = stash.plan
+    assert stash.stats().written_bytes > written
+    stash.close()
+
+
+def test_two_graphs_in_a_step_make_no_larger_step(memory, tmp_path):
+    """One after the other, as those of a generator and its discriminator; and side by side."""
+    stash = settled(memory, tmp_path)
+    net, written = model(), stash.stats().written_bytes
+    true = step(net, Stash())
+    for _ in range(3):
+        assert torch.equal(step(net, stash), true)
+        (one, first), (other, second) = loss_of(net, stash), loss_of(net, stash)
+        first.backward()
+        second.backward()
+        assert torch.equal(one.grad, true) and torch.equal(other.grad, true)
+        assert not stash._planner._is_larger
+    assert stash.stats().written_bytes == written and stash.plan.state == "left alone"
+    stash.close()
+
+
+def test_a_forward_without_a_backward_ends_with_its_graph(memory, tmp_path):
+    stash = settled(memory, tmp_path)
+    net, written = model(), stash.stats().written_bytes
+    true = step(net, Stash())
+    for _ in range(4):
+        for _ in range(3):
+            loss_of(net, stash)
+        assert torch.equal(step(net, stash), true)
+        assert not stash._planner._is_larger
+    assert stash.stats().written_bytes == written and stash.stats().blocks == 0
+    stash.close()
+
+
+def test_graphs_that_come_and_go_while_another_waits_are_no_larger_step(memory, tmp_path):
+    """As in an inner loop: no block tells the end of such a graph, whose backward takes more than it saves."""
+    stash = memory(budget=OTHER + 60 * MIB, disk=tmp_path)
+    outer, inner = model(6), model(2)
+    true, each_true = step(outer, Stash()), step(inner, Stash())
+
+    def in_backward(grad):
+        memory.other = lambda: OTHER + 20 * MIB
+        stash._planner._meter.mark()
+
+    for number in range(8):
+        written = stash.stats().written_bytes
+        x, loss = loss_of(outer, stash)
+        for _ in range(20):
+            each, its_loss = loss_of(inner, stash)
+            its_loss.register_hook(in_backward)
+            its_loss.backward()
+            memory.other = lambda: OTHER
+            assert torch.equal(each.grad, each_true)
+            _ = stash.plan
+        loss.backward()
+        assert torch.equal(x.grad, true)
+        assert number < 2 or stash.stats().written_bytes == written
+    assert stash.plan.state == "left alone"
+    stash.close()
+
+
+def test_a_codec_that_is_asked_is_asked_for_each(memory, tmp_path):
+    asked = []
+    stash = settled(memory, tmp_path, codec=lambda saved: asked.append(saved.index))
+    del asked[:]
+    step(model(), stash)
+    assert len(asked) == LAYERS
+    assert asked == list(range(asked[0], asked[0] + LAYERS))
+    stash.close()
+
+
+def test_a_stash_that_is_closed_meanwhile_leaves_no_more(memory, tmp_path):
+    stash = settled(memory, tmp_path)
+    x = torch.ones(512, 512, requires_grad=True)
+    before = fitting(stash)
+    with stash:
+        y = x * 2
+        for _ in range(8):
+            y = y.erf()
+        assert fitting(stash) > before
+        stash.close()
+        with pytest.raises(StashClosedError):
+            y.erf()
+
+
+def test_threads_that_save_at_once_share_what_is_left(memory, tmp_path):
+    budget = OTHER + 2 * SAVED
+    stash = settled(memory, tmp_path, budget)
+    net = model()
+    true = step(net, Stash())
+    memory.peaks[0] = 0
+    gate, grads = threading.Barrier(4, timeout=30), []
+
+    def run():
+        gate.wait()
+        x, loss = loss_of(net, stash)
+        gate.wait()  # all that all of them have saved is alive
+        loss.backward()
+        grads.append(x.grad)
+
+    threads = [threading.Thread(target=run) for _ in range(4)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert len(grads) == 4 and all(torch.equal(each, true) for each in grads)
+    assert memory.peaks[0] <= budget
+    stash.close()
+
+
+def test_gates_of_a_cell_cost_nothing_where_they_fit(memory, tmp_path):
+    """Each is a part of a storage, which a stash otherwise copies."""
+    torch.manual_seed(0)
+    cell = nn.LSTMCell(256, 256)
+
+    def run(stash):
+        state = None
+        with stash:
+            for _ in range(8):
+                state = cell(torch.ones(256, 256), state)
+            loss = state[0].sum()
+        for each in cell.parameters():
+            each.grad = None
+        loss.backward()
+        return [each.grad.clone() for each in cell.parameters()]
+
+    true = run(Stash())
+    stash = memory(budget=ROOMY, disk=tmp_path)
+    for _ in range(9):
+        assert all(map(torch.equal, run(stash), true))
+        _ = stash.plan
+    assert stash.plan.state == "left alone"
+    before, saves = fitting(stash), stash.stats().saves
+    assert all(map(torch.equal, run(stash), true))
+    assert fitting(stash) - before >= stash.stats().saves - saves - 12
+    stash.close()

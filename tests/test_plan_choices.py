@@ -1,0 +1,95 @@
+"""Which class a saved tensor is of under a plan, and what is done with one whose size the plan has not met."""
+
+import itertools
+
+import pytest
+import torch
+from torch import nn
+
+from backstash import Stash
+from backstash._plan.choices import Choices
+from counted_memory import MIB, OTHER, CountedMemory
+
+SAVED = 12 * MIB
+BUDGET = OTHER + 10 * MIB
+
+
+@pytest.fixture
+def memory(monkeypatch):
+    return CountedMemory(monkeypatch, inflight="1MiB", prefetch="1MiB")
+
+
+def test_a_size_that_is_not_known_is_held_as_the_others_of_its_place_are():
+    choices = Choices(
+        [
+            ("part Erf #0 1.00 MiB", [("disk", 1)]),
+            ("part Erf #0 900 KiB", [("keep", 2)]),
+            ("part Exp #0 900 KiB", [("pack", 1)]),
+        ]
+    )
+    names = ["1.01 MiB", "1.00 MiB", "899 KiB", "1.30 MiB"]
+    assert [choices.next(f"part Erf #0 {size}", of_any_size=True) for size in names] == [
+        *("disk", "disk", "keep", "disk")
+    ]
+    assert choices.next("part Sin #0 1.00 MiB", of_any_size=True) is None
+    assert choices.next("part Erf #1 1.00 MiB", of_any_size=True) is None
+    assert choices.next("part Erf #0 2.00 MiB") is None
+    choices.begin_step()
+    assert choices.next("part Erf #0 2.00 MiB", of_any_size=True) == "disk"
+    assert choices.next("part Erf #0 1.99 MiB", of_any_size=True) == "keep"
+
+
+class Expert(nn.Module):
+    """Saves as much again as it is given, twice."""
+
+    def forward(self, x):
+        return x.erf().erf().sum()
+
+
+class Mixture(nn.Module):
+    """A first part that saves the same at each step, then experts that share the rows anew."""
+
+    def __init__(self, cuts, parts=16):
+        super().__init__()
+        self.cuts = cuts
+        self.parts = nn.ModuleList(Expert() for _ in range(parts))
+
+    def forward(self, x):
+        x = x.erf()
+        pieces = torch.split(x, next(self.cuts))
+        return sum(part(each * 1) for part, each in zip(self.parts, pieces, strict=True))
+
+
+def step(net, stash):
+    x = torch.linspace(-1, 1, 1 << 20).view(8192, 128).requires_grad_()
+    with stash:
+        loss = net(x * 2)
+    loss.backward()
+    return x.grad
+
+
+def sizes(generator, parts=16):
+    """Of the parts of 8192 rows: never the same."""
+    while True:
+        cuts = torch.randperm(8191, generator=generator)[: parts - 1] + 1
+        edges = [0, *cuts.sort().values.tolist(), 8192]
+        yield [after - before for before, after in itertools.pairwise(edges)]
+
+
+def test_experts_whose_rows_change_at_each_step_follow_the_plan(memory, tmp_path, monkeypatch):
+    net = Mixture(sizes(torch.Generator().manual_seed(0)))
+    plain = Mixture(sizes(torch.Generator().manual_seed(0)))
+    stash = memory(budget=BUDGET, disk=tmp_path)
+    chosen, choose = [], Choices.next
+
+    def choose_and_note(*arguments, **options):
+        chosen.append(choose(*arguments, **options))
+        return chosen[-1]
+
+    monkeypatch.setattr(Choices, "next", choose_and_note)
+    for _ in range(14):
+        assert torch.equal(step(net, stash), step(plain, Stash()))
+        assert stash.plan.state in ("measuring", "planned")
+    assert len(chosen) >= 200 and set(chosen) == {"keep", "disk"}
+    assert memory.peaks[0] <= BUDGET
+    stash.close()

@@ -1,0 +1,263 @@
+"""From what is told of a step to its trace: what is computing, and what the stash adds."""
+
+import pytest
+
+from backstash._plan.corrections import Corrections
+from backstash._plan.meter import Measured
+from backstash._plan.recorder import Costs, StepRecord, costs_of, trace_of, typical_costs
+from backstash._plan.regions import Forward
+from backstash._plan.trace import Links, Option
+
+MIB = 1 << 20
+LINKS = Links(1e9, 1e9)
+
+
+def told(kind, start, seconds=0.0, nbytes=MIB, number=-1):
+    return (kind, start, seconds, nbytes, number, "", "", 0, 0, 0, 0, 0, 0)
+
+
+def record(*events, ended=4.0):
+    samples = [(0.0, 100 * MIB, 0)]
+    return StepRecord(Measured(0.0, ended, [*events], samples), dict.fromkeys(range(9), "class"))
+
+
+def seconds(trace):
+    return [each.seconds for each in trace.moments]
+
+
+def test_waits_are_no_computing():
+    step = record(
+        told("save", 1.0, number=0),
+        told("stall", 1.5, 0.25),
+        told("use", 3.0, number=0),
+        told("free", 3.5, number=0),
+    )
+    trace = trace_of(step, LINKS, Costs(), "disk")
+    assert seconds(trace) == pytest.approx([1.0, 1.75, 0.5])
+    assert trace.tail_seconds == pytest.approx(0.5)
+
+
+def test_what_a_transfer_costs_beyond_an_interval_is_taken_off_the_next():
+    step = record(
+        told("save", 1.0, number=0),
+        told("write", 0.9, 0.1, nbytes=10),
+        told("save", 1.5, number=1),
+        told("use", 3.0, number=1),
+    )
+    trace = trace_of(step, LINKS, Costs(per_moved_byte=0.1), "disk")
+    assert seconds(trace) == pytest.approx([1.0, 0.0, 1.0])
+    assert trace.compute_seconds == pytest.approx(4.0 - 10 * 0.1)
+
+
+def test_what_the_hooks_take_is_no_computing_but_a_cost_of_the_options():
+    step = record(
+        told("save", 1.0, number=0),
+        told("stall", 1.1, 0.5),
+        told("pack hook", 0.9, 0.8),  # 0.3 s but for the wait in it
+        told("use", 3.0, number=0),
+        told("unpack hook", 2.9, 0.2),
+    )
+    assert step.hook_seconds("pack hook") == pytest.approx(0.3)
+    assert step.computing_seconds == pytest.approx(4.0 - 0.5 - 0.3 - 0.2)
+    costs = Costs(0.0, (0.1, 0.2), (0.3, 0.4))
+    trace = trace_of(step, LINKS, costs, "disk")
+    assert trace.compute_seconds == pytest.approx(step.computing_seconds)
+    options = trace.blocks[0].options
+    assert options["keep"] == Option(MIB, 0.1, 0.2)
+    assert options["disk"] == Option(0, 0.3, 0.4, MIB)
+    assert trace.left_alone() == [Option(MIB)]
+
+
+def test_memory_that_was_given_back_to_measure_a_step_is_no_computing():
+    step = record(told("save", 1.0, number=0), told("use", 3.0, number=0))
+    step.anew_seconds = 0.5
+    assert step.computing_seconds == pytest.approx(3.5)
+    costs = typical_costs([(step, step)], LINKS)
+    assert costs == Costs(), "where nothing moves nothing is told"
+    step.told.append(told("write", 3.5, 0.1))
+    costs = typical_costs([(step, step)], LINKS)
+    assert (costs.anew_seconds, costs.computing_seconds) == pytest.approx((0.5, 3.5))
+    trace = trace_of(step, LINKS, costs, "disk")
+    assert trace.anew_seconds == pytest.approx(0.5)
+    assert trace.compute_seconds == pytest.approx(3.5)
+
+
+def test_of_several_pairs_of_steps_the_typical_costs_are_taken():
+    def pair(all_seconds, half_seconds):
+        full = record(told("write", 0.5, 0.1), told("read", 1.0, 0.1), ended=all_seconds)
+        return full, record(told("write", 0.5, 0.1), ended=half_seconds)
+
+    slow = Links(1e4, 1e4)  # else a byte could not cost as much
+    each = [costs_of(*given, slow) for given in (pair(4.0, 3.9), pair(4.0, 3.7), pair(9.0, 3.6))]
+    found = typical_costs([pair(4.0, 3.9), pair(4.0, 3.7), pair(9.0, 3.6)], slow)
+    assert found.per_moved_byte == each[1].per_moved_byte == pytest.approx(0.3 / MIB)
+    assert found.computing_seconds == pytest.approx(3.7 - 0.3)
+
+
+def test_a_wait_before_a_hook_is_none_of_the_hooks():
+    step = record(
+        told("save", 0.5, number=0),
+        told("stall", 1.0, 0.5),
+        told("pack hook", 2.0, 0.25),
+    )
+    assert step.hook_seconds("pack hook") == pytest.approx(0.25)
+
+
+def moving(*, seconds, nbytes, hook, blocks=2):
+    saves = [told("save", 0.1, number=number) for number in range(blocks)]
+    hooks = [told("pack hook", 0.1, hook / blocks)] * blocks
+    return record(*saves, *hooks, told("write", 0.2, 0.1, nbytes=nbytes), ended=seconds)
+
+
+def test_what_a_block_costs_is_told_from_two_steps_that_differ_in_what_they_move():
+    """All of it moves, and half of it: 3 s for each block that moves, and 1 s for one that stays."""
+    full = moving(seconds=8.5, nbytes=2 * 10**9, hook=6.0)
+    part = moving(seconds=6.0, nbytes=10**9, hook=4.0)
+    costs = costs_of(full, part, LINKS)
+    assert costs.moved == pytest.approx((3.0, 0.0))
+    assert costs.kept == pytest.approx((1.0, 0.0))
+    assert costs.per_moved_byte == pytest.approx(0.5e-9)
+    assert costs.computing_seconds == pytest.approx(1.5)
+
+
+def test_a_byte_costs_at_most_the_time_of_its_transfer():
+    full = moving(seconds=90.0, nbytes=2 * 10**9, hook=0.0)
+    part = moving(seconds=2.0, nbytes=10**9, hook=0.0)
+    assert costs_of(full, part, LINKS).per_moved_byte == pytest.approx(1e-9)
+
+
+def test_two_steps_that_move_alike_tell_nothing_of_a_byte_and_the_later_of_the_computing():
+    full = moving(seconds=9.0, nbytes=10**9, hook=4.0)
+    part = moving(seconds=6.0, nbytes=10**9, hook=2.0)
+    costs = costs_of(full, part, LINKS)
+    assert costs == Costs(0.0, (1.0, 0.0), (1.0, 0.0), 4.0)
+    trace = trace_of(full, LINKS, costs, "disk")
+    assert trace.compute_seconds == pytest.approx(4.0)
+
+
+def test_where_nothing_moves_nothing_is_told():
+    full = moving(seconds=9.0, nbytes=0, hook=4.0)
+    assert costs_of(full, full, LINKS) == Costs()
+
+
+def test_a_plan_is_made_again_until_the_peak_is_what_was_predicted():
+    """Over: all of it at once; below: by three quarters, four times."""
+    of = Corrections()
+    of.exceed(110, 1.0)
+    assert of.correct(100, 105, 100, is_left=False) and of.bias_bytes == 10
+    assert of.measured == (110, 1.0)
+    of.begin()
+    assert of.measured is None
+    found = []
+    for _ in range(4):
+        of.begin()
+        of.exceed(1000, 1.0)
+        found.append(of.correct(1100, 2000, 1000, is_left=False))
+    assert found == [False] * 4, "what was exceeded is never given back"
+    spared = Corrections()
+    for _ in range(5):
+        spared.begin()
+        spared.exceed(1000, 1.0)
+        found.append(spared.correct(1100, 2000, 1000, is_left=False))
+    assert found[4:] == [True] * 4 + [False] and spared.bias_bytes == -300
+
+
+@pytest.mark.parametrize(
+    ("peak", "saved", "is_made_again"),
+    [
+        *((985, 1000, False), (1015, 1000, False), (975, 1000, True), (1025, 1000, True)),
+        *((985, 160, True), (995, 160, False)),
+    ],
+)
+def test_a_peak_within_a_fiftieth_is_what_was_predicted(peak, saved, is_made_again):
+    """Or within a sixteenth of what is saved, where that is less."""
+    of = Corrections()
+    of.exceed(peak, 1.0)
+    assert of.correct(1000, 2000, saved, is_left=False) is is_made_again
+
+
+def test_what_is_left_in_place_is_planned_again_only_where_it_exceeds():
+    of = Corrections()
+    of.exceed(500, 1.0)
+    assert not of.correct(1000, 2000, 1000, is_left=True)
+    of.exceed(2001, 1.0)
+    assert of.correct(1000, 2000, 1000, is_left=True)
+
+
+def test_all_is_left_where_what_was_measured_has_room_for_it_until_that_exceeds():
+    of = Corrections()
+    assert not of.leave_all(0, 1000, 1000), "nothing was measured"
+    of.exceed(900, 1.0)
+    assert not of.leave_all(101, 1000, 1100)
+    assert of.leave_all(100, 1000, 1100) and of.bias_bytes == -100
+    of.begin()
+    of.exceed(1051, 1.0)
+    assert of.correct(1000, 1050, 500, is_left=True) and of.bias_bytes == 0
+    of.begin()
+    of.exceed(900, 1.0)
+    assert not of.leave_all(100, 1000, 1100), "it was tried"
+
+
+def test_a_step_is_measured_again_after_three_that_are_off_and_then_more_rarely():
+    of = Corrections()
+    found = [of.is_off(1.2, 1.0) for _ in range(3)]
+    assert found == [False, False, True]
+    again = [of.is_off(1.2, 1.0) for _ in range(6)]
+    assert again == [False] * 5 + [True]
+    assert not any(of.is_off(1.05, 1.0) for _ in range(100))
+
+
+def step_of(seconds):
+    return record(told("save", 0.5, number=0), ended=seconds)
+
+
+def test_three_steps_like_the_plans_are_enough_after_the_first():
+    of = Corrections()
+    assert [of.add(step_of(2.0), 200 * MIB, is_alike=True) for _ in range(4)] == [
+        False,
+        False,
+        False,
+        True,
+    ]
+    assert of.measured == (100 * MIB, 2.0)
+    of.begin()
+    found = [of.add(step_of(2.0), 200 * MIB, is_alike=False) for _ in range(12)]
+    assert found == [False] * 11 + [True] and of.measured is None
+    of.begin()
+    found = [of.add(step_of(2.0), 90 * MIB, is_alike=True) for _ in range(2)]
+    assert found == [False, True], "one that exceeds the budget is enough"
+
+
+def test_what_exceeded_goes_back_to_what_kept_the_budget():
+    of = Corrections()
+    of.exceed(900, 1.0)
+    assert of.correct(1000, 1000, 500, is_left=False) and of.bias_bytes == -75
+    of.begin()
+    of.exceed(1100, 1.0)
+    assert of.correct(960, 1000, 500, is_left=False) and of.bias_bytes == 0
+    of.begin()
+    of.exceed(1010, 1.0)
+    assert of.correct(980, 1000, 500, is_left=False) and of.bias_bytes == 30, "it has grown"
+
+
+def test_a_second_run_takes_what_one_took_that_was_compared_and_the_hooks_of_its_saves():
+    def of(again_seconds):
+        step = record(
+            told("enter", 0.5, nbytes=0, number=0),
+            told("save", 1.0, number=0),
+            told("save", 1.25, number=1),
+            told("leave", 1.5, nbytes=0, number=0),
+            told("use", 3.0, number=0),
+            told("write", 3.5, 0.1, nbytes=0),
+        )
+        forward = Forward("blocks.*", 0, can_run_again=True, told_seconds=0.25)
+        forward.again_seconds = again_seconds
+        forward.add(0, 0, MIB, is_new=True)
+        forward.add(1, 1, MIB, is_new=True)
+        step.forwards.append(forward)
+        (region,) = trace_of(step, LINKS, Costs(kept=(0.0, 0.125)), "disk").regions
+        return region
+
+    assert of(0.0).use_seconds == pytest.approx(1.0 + 0.25 + 2 * 0.125), "forward, and noting"
+    assert of(4.0).use_seconds == pytest.approx(4.0 + 2 * 0.125)
+    assert of(4.0).save_seconds == pytest.approx(0.25)
