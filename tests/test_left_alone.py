@@ -286,3 +286,111 @@ def test_gates_of_a_cell_cost_nothing_where_they_fit(memory, tmp_path):
     assert all(map(torch.equal, run(stash), true))
     assert fitting(stash) - before >= stash.stats().saves - saves - 12
     stash.close()
+
+
+# What a plan keeps after the last block that it moves.
+
+MANY = 96
+PART = OTHER + MANY * MIB - 40 * MIB  # of which these are too much
+
+
+def planned(memory, tmp_path, budget=PART, **options):
+    """A stash whose plan moves the first blocks of a step, and measures no more; the net, and its gradient."""
+    stash = memory(budget=budget, disk=tmp_path, **options)
+    stash._planner._corrections.is_off = lambda *_: False  # a busy machine's steps are
+    net = model(MANY)
+    true = step(net, Stash())
+    for _ in range(12):
+        assert torch.equal(step(net, stash), true)
+        _ = stash.plan
+    assert stash.plan.state == "planned" and not stash._planner._recording
+    return stash, net, true
+
+
+def test_after_the_last_block_that_moves_all_are_left_alone(memory, tmp_path):
+    stash, net, true = planned(memory, tmp_path)
+    after = stash.plan.left_after
+    moved = sum(n for each in stash.plan.classes for name, n in each.choices if name == "disk")
+    assert moved <= after < MANY - 20
+    before, eligible = fitting(stash), stash.stats().eligible_bytes
+    memory.peaks[0] = 0
+    for _ in range(3):
+        assert torch.equal(step(net, stash), true)
+    left = (fitting(stash) - before) // 3
+    assert MANY - after - 24 <= left <= MANY - after, "but those at which memory is looked at"
+    assert stash.stats().eligible_bytes - eligible == 3 * (MANY - left) * MIB
+    assert memory.peaks[0] <= PART
+    assert stash.stats().blocks == 0
+    stash.close()
+
+
+def test_what_else_is_held_makes_the_rest_of_them_move(memory, tmp_path):
+    """Memory that no plan knew of comes in the middle of the forward: what is saved from then on goes."""
+    stash, net, true = planned(memory, tmp_path)
+    more, written = 16 * MIB, stash.stats().written_bytes
+    assert torch.equal(step(net, stash), true)
+    usual = stash.stats().written_bytes - written
+    handle = net[MANY // 2].register_forward_hook(
+        lambda *_: setattr(memory, "other", lambda: OTHER + more)
+    )
+    memory.peaks[0], written = 0, stash.stats().written_bytes
+    assert torch.equal(step(net, stash), true)
+    handle.remove()
+    assert stash.stats().written_bytes - written >= usual + more // 2
+    assert memory.peaks[0] <= PART
+    stash.close()
+
+
+def test_a_step_of_which_a_plan_does_not_know_all_leaves_nothing_alone(memory, tmp_path):
+    stash, net, true = planned(memory, tmp_path)
+    other = nn.Sequential(*net[:4], nn.Sequential(Erf(), Erf()), *net[6:])
+    before, planner = fitting(stash), stash._planner
+    assert torch.equal(step(other, stash), true)
+    assert fitting(stash) == before and planner._is_unknown
+    assert torch.equal(step(net, stash), true)
+    assert fitting(stash) > before
+    stash.close()
+
+
+def test_a_longer_step_is_seen_where_its_blocks_are_left_alone(memory, tmp_path):
+    stash, net, true = planned(memory, tmp_path)
+    longer = nn.Sequential(*net, *net[: MANY // 2])
+    more = step(longer, Stash())
+    memory.peaks[0] = 0
+    for _ in range(8):
+        assert torch.equal(step(longer, stash), more)
+        _ = stash.plan
+    assert sum(each.blocks for each in stash.plan.classes) == MANY + MANY // 2
+    assert memory.peaks[0] <= PART
+    for _ in range(2):
+        assert torch.equal(step(net, stash), true)
+    stash.close()
+
+
+def test_a_loaded_plan_leaves_alone_what_it_keeps_last(memory, tmp_path):
+    stash, net, true = planned(memory, tmp_path)
+    plan, path = stash.plan, tmp_path / "plan.json"
+    plan.save(path)
+    stash.close()
+    stash = memory(plan=path, disk=tmp_path)
+    assert stash.plan.left_after == plan.left_after
+    memory.peaks[0] = 0
+    for _ in range(2):
+        before = fitting(stash)
+        assert torch.equal(step(net, stash), true)
+        assert fitting(stash) - before >= MANY - plan.left_after - 24
+    assert memory.peaks[0] <= PART
+    stash.close()
+
+
+def test_what_a_plan_leaves_alone_may_not_be_modified(memory, tmp_path):
+    stash, net, _true = planned(memory, tmp_path)
+    before, outputs = fitting(stash), []
+    net[stash.plan.left_after + 8].register_forward_hook(lambda *given: outputs.append(given[2]))
+    _x, loss = loss_of(net, stash)
+    assert fitting(stash) > before
+    outputs[0].detach().add_(1)
+    with pytest.raises(InplaceError):
+        loss.backward()
+    del outputs[0], loss
+    stash.close()

@@ -341,6 +341,28 @@ def test_the_third_step_moves_half(memory, tmp_path):
     stash.close()
 
 
+@pytest.mark.parametrize("room", [8 * MIB, 2 * MIB])
+def test_after_the_first_step_windows_take_no_more_than_half_of_what_it_left(
+    memory, tmp_path, room
+):
+    """Memory that the first step's windows were chosen without comes in the middle of it, and goes."""
+    stash, net = memory(budget=OTHER + 20 * MIB, disk=tmp_path), model()
+    before = memory.other = lambda: OTHER - 40 * MIB
+    net[8].register_forward_hook(
+        lambda *_: setattr(memory, "other", lambda: stash._planner._target() - room)
+    )
+    net[12].register_forward_hook(lambda *_: setattr(memory, "other", before))
+    windows = []
+    for _ in range(3):
+        step(net, stash)
+        windows.append(stash._planner._windows)
+    first, *others = windows
+    assert min(first) > room // 4
+    # But for a block of 1 MiB.
+    assert others == [(max(room // 4, MIB), max(room // 4, MIB))] * 2
+    stash.close()
+
+
 def test_with_a_budget_that_no_step_could_keep_the_third_moves_half_too(memory, tmp_path):
     stash, written = memory(budget=1, disk=tmp_path), []
     net = model()

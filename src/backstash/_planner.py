@@ -108,7 +108,7 @@ class Planner:
         self._offers: dict[int, dict[str, Option]] = {}
         self._class_of = ClassOf()
         self._choices: Choices | None = None
-        self._admitted = 0
+        self._counted = 0  # blocks in this step, so far
         self._unlooked_bytes = 0
         self._resident_limit: int | None = None
         self._unplanned_limit = 0  # the same in a step that saves what the plan does not know
@@ -132,6 +132,7 @@ class Planner:
         self._awaited, self._most_awaited = 0, 4
         self._looks_often = False  # none of them was as large: it may have been several in turn
         self._is_larger = False  # this step is larger than any that was planned for
+        self._is_unknown = False  # it saved what the plan does not know
         self._expects_larger = (
             False  # the last one was, which was not known from its first block on
         )
@@ -220,9 +221,10 @@ class Planner:
         record = self._end_record(anew_bytes) if self._recording else None
         first = self._steps == 0
         was_larger, self._is_larger = self._is_larger, False
+        self._counted, self._is_unknown = 0, False
         saved_bytes, self._saved_bytes = self._saved_bytes, 0
         asked_bytes, self._asked_bytes, self._asked = self._asked_bytes, 0, 0
-        if not was_larger:
+        if not was_larger and not first:
             self._most_asked_bytes = max(self._most_asked_bytes, asked_bytes)
         self._steps += 1
         self._class_of.begin_step()
@@ -242,7 +244,13 @@ class Planner:
             if was_larger:
                 self._plan_for_larger(record, asked_bytes)
             else:
-                is_alike = abs(saved_bytes - self._known_bytes) <= _ALIKE * self._known_bytes
+                # The last ones that were left alone are not told: see `_LOOKS`.
+                told, known, share = (
+                    (saved_bytes, self._known_bytes, _ALIKE)
+                    if record is not None or self._plan.left_after is None
+                    else (asked_bytes, self._most_asked_bytes, 1 / _MORE)
+                )
+                is_alike = abs(told - known) <= share * known
                 self._watch(record, StepFigures(highest_bytes, seconds), is_alike=is_alike)
         if self._recording:
             self._groups, self._offers = {}, {}
@@ -380,8 +388,14 @@ class Planner:
             self._stop()
             self._solving.found = left
             return
-        self._set_limit(max(0, target - _most_other(trace)))
+        room = max(0, target - _most_other(trace))
+        self._set_limit(room)
         if self._tier is not None:
+            # Half of what is left may be on its way, so that the other half stays in the step that is to keep
+            # something; a window below the largest block would hide nothing.
+            most = max([room // 4, *(each.nbytes for each in trace.blocks)])
+            inflight, prefetch = self._windows
+            self._set_windows((min(inflight, most), min(prefetch, most)))
             self._look_whether_it_fits(first_trace)
 
     def _look_whether_it_fits(self, trace: Trace) -> None:
@@ -428,18 +442,27 @@ class Planner:
             self._corrections.exceed(found.peak_bytes, found.step_seconds)
             self._correct()
             return
-        if self._plan.state == "left alone" or not is_alike:
-            return  # nothing is faster; or nothing was predicted
+        if not is_alike:
+            return  # nothing was predicted
+        if self._corrections.time(found.step_seconds):
+            self._note_measured()
+        if self._plan.state == "left alone":
+            return  # nothing is faster
         if self._corrections.is_off(found.step_seconds, predicted.step_seconds):
             self._corrections.begin()
             self._start()
+
+    def _note_measured(self) -> None:
+        measured = self._corrections.measured
+        if measured is not None:
+            self._plan = _with(self._plan, measured=StepFigures(*measured))
 
     def _correct(self) -> None:
         """Tell what was measured; where the peak was not what was predicted, plan again."""
         measured = self._corrections.measured
         if measured is None:
             return
-        self._plan = _with(self._plan, measured=StepFigures(*measured))
+        self._note_measured()
         if self._plan.state == "too small" and measured[0] <= self._budget:
             # The steps that were measured first hold more, since more of them moves.
             self._plan = _with(self._plan, state="planned", smallest_budget_bytes=None)
@@ -476,6 +499,7 @@ class Planner:
         elif not self._is_larger and self._saved_bytes > self._most_saved_bytes:
             self._meet_larger(self._saved_bytes, self._known_bytes)
         self._saved_bytes += block.nbytes
+        self._counted += 1
         if self._recording:
             self._groups[block.cleanup.serial] = ""
 
@@ -486,16 +510,15 @@ class Planner:
     def may_leave_bytes(self, threads: int) -> int:
         """How many bytes may be saved and stay in place before this is asked again; -1: none.
 
-        Where everything fits, only the first blocks of a step, and then one for a part of the memory that is
-        left, are admitted as blocks: the rest costs what it costs without a stash.
+        Where everything fits, or all that is saved from here on, only the first blocks of a step, and then one
+        for a part of the memory that is left, are admitted as blocks: the rest costs what it costs without a
+        stash.
 
         Args:
             threads: that may each save so much.
         """
         self._asked += 1
-        if not self._leaves_all or self._recording or self._is_larger:
-            return -1
-        if self._asked <= _ANCHORS or self._recomputes_unknown:
+        if not self._leaves_alone(self._counted) or self._asked <= _ANCHORS:
             return -1
         if (most := self._most_asked_bytes) and self._asked_bytes > most + most // _MORE:
             self._meet_larger(self._asked_bytes, most)
@@ -515,9 +538,14 @@ class Planner:
         nbytes = self._guard.left_bytes // max(1, parts)
         return nbytes if nbytes >= _GUARD_BYTES else -1
 
-    @property
-    def _leaves_all(self) -> bool:
-        return self._plan.state == "left alone" or self._first_steps.mode == "left"
+    def _leaves_alone(self, counted: int) -> bool:
+        """Whether what is saved after so many blocks of this step stays, and nothing is done about it."""
+        if self._recording or self._is_larger or self._is_unknown or self._recomputes_unknown:
+            return False
+        if self._first_steps.mode == "left":
+            return True
+        left_after = self._plan.left_after
+        return left_after is not None and counted >= left_after
 
     def choose(self, block: Block, tensor: Tensor) -> str:
         """The tier that a block goes to at once; ``""``: it stays, as far as the limit allows."""
@@ -525,9 +553,7 @@ class Planner:
         if self._unlooked_bytes < 0:
             self._unlooked_bytes = self._guard_bytes
             self._keep_less()
-        if self._leaves_all and not (
-            self._recording or self._is_larger or self._recomputes_unknown
-        ):
+        if self._leaves_alone(self._counted - 1):
             return "recompute" if self._must_recompute(block) else ""
         made_by = tensor.grad_fn
         operation = made_by.name() if made_by is not None else "no operation"
@@ -643,11 +669,10 @@ class Planner:
             self.regions.saved_again(block.cleanup.serial)
 
     def _choose(self, group: str) -> str:
-        self._admitted += 1
         if self._is_larger:
             return "all"
         if self._choices is None:
-            is_moved = self._first_steps.mode == "all" or self._admitted % 2
+            is_moved = self._first_steps.mode == "all" or self._counted % 2
             return "all" if is_moved else "keep"
         choice = self._choices.next(group, of_any_size=self._begins_as_known)
         if choice is None:
@@ -655,6 +680,7 @@ class Planner:
                 return "recompute"
             # Nothing is known of when it is needed: the oldest go, with both windows taken to be full.
             self._lower_limit(self._unplanned_limit)
+            self._is_unknown = True
             return "keep"
         # A region that was to run again and does not: what it saves moves.
         return self.instead if choice == REGION else choice

@@ -132,6 +132,9 @@ class Plan:
     memory that its tensors take."""
     regions: tuple[PlannedRegion, ...] = ()
     """Of the modules that may run again as a whole."""
+    left_after: int | None = None
+    """After so many blocks of a step all stay, and are left alone as long as there is room: it takes as long as
+    without a stash to save and use them. ``None``: each block is looked at."""
 
     trace: Trace | None = field(default=None, compare=False, repr=False)
     """The step that was measured, for :meth:`at`; not in the file of :meth:`save`."""
@@ -341,7 +344,8 @@ def plan_of(
         seconds = 0.0
         for index in indices:
             choice = solution.choices[index]
-            if choice != REGION:
+            is_left = solution.left_after is not None and index >= solution.left_after
+            if choice != REGION and not is_left:
                 option = trace.blocks[index].options[choice]
                 seconds += option.save_seconds + option.use_seconds
             if runs and runs[-1][0] == choice:
@@ -368,6 +372,7 @@ def plan_of(
         solution.windows.prefetch_bytes,
         forecast.resident_peak_bytes,
         regions=_planned_regions(trace, solution, stays or {}),
+        left_after=solution.left_after,
         trace=trace,
         bias_bytes=bias_bytes,
     )

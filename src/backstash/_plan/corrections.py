@@ -26,12 +26,14 @@ class Corrections:
         self._figures: list[
             tuple[int, float]
         ] = []  # peaks in bytes, and seconds, of steps like the plan's
+        self._timed: list[float] = []  # seconds of such steps that were not measured block by block
         self._followed_steps = 0
         self._off_steps = self._replans = self._wait_steps = 0
 
     def begin(self) -> None:
         """Steps under a plan begin to be measured."""
         self._figures.clear()
+        self._timed.clear()
         self._followed_steps = 0
 
     def add(self, record: StepRecord, budget: int, *, is_alike: bool) -> bool:
@@ -48,12 +50,21 @@ class Corrections:
         """One that was not to be measured exceeded the budget."""
         self._figures.append((peak_bytes, seconds))
 
+    def time(self, seconds: float) -> bool:
+        """A step like the plan's took so long that was not measured block by block. Whether it is of the few
+        that tell what such steps take: measuring takes its time, too."""
+        if not self._figures or len(self._timed) >= _VALIDATED_STEPS:
+            return False
+        self._timed.append(seconds)
+        return True
+
     @property
     def measured(self) -> tuple[int, float] | None:
         """The highest peak in bytes, and typical seconds; ``None``: no step was like the plan's."""
         if not self._figures:
             return None
-        return max(peak for peak, _ in self._figures), typical([each for _, each in self._figures])
+        seconds = self._timed or [each for _, each in self._figures]
+        return max(peak for peak, _ in self._figures), typical(seconds)
 
     def correct(
         self, predicted_peak_bytes: int, budget: int, saved_bytes: int, *, is_left: bool

@@ -19,10 +19,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .simulate import Forecast, Windows, simulate
-from .table import REGION, Group, Problem, Table
+from .table import REGION, Group, Problem, Table, leaves_after
 from .trace import Option, Trace
 
 __all__ = ["Solution", "smallest_budget", "solve"]
@@ -47,6 +47,8 @@ class Solution:
     """No choice of options within the budget makes the step shorter than this, by the same figures."""
     fits: bool
     """Whether the forecast's peak is within the budget."""
+    left_after: int | None = None
+    """After so many blocks all stay, and are left alone; ``None``: each is looked at."""
 
 
 def solve(
@@ -72,18 +74,23 @@ def solve(
     plain = simulate(trace, trace.left_alone(), everything)
     if plain.peak_bytes <= budget:
         choices = ("keep",) * len(trace.blocks)
-        return Solution(choices, everything, plain, plain.step_seconds, fits=True)
+        return Solution(choices, everything, plain, plain.step_seconds, fits=True, left_after=0)
     best: Solution | None = None
     tried = _windows(trace, windows)
     for each in tried:
         problem = Problem(trace, budget, names, (each.inflight_bytes, each.prefetch_bytes))
-        for candidate in _prices(problem, each, plain.peak_moment)[1]:
+        candidates = _prices(problem, each, plain.peak_moment)[1]
+        if problem.leaves:
+            candidates += _earliest(problem, each)
+        different = {tuple(candidate.choices): candidate for candidate in candidates}
+        for candidate in different.values():
             found = _improve(problem, each, candidate)
             if best is None or _is_better(found, best):
                 best = found
     assert best is not None
-    bound, _ = _prices(Problem(trace, budget, names), tried[-1], plain.peak_moment)
-    return Solution(best.choices, best.windows, best.forecast, bound, best.fits)
+    bound, _ = _prices(Problem(_left(trace), budget, names), tried[-1], plain.peak_moment)
+    left_after = leaves_after(best.choices) if problem.leaves else None
+    return replace(best, bound_seconds=bound, left_after=left_after)
 
 
 def smallest_budget(
@@ -94,6 +101,15 @@ def smallest_budget(
 ) -> int:
     """The smallest budget in bytes that :func:`solve` can keep: the least peak of any choice it knows."""
     return solve(trace, 0, allowed=allowed, windows=windows).forecast.peak_bytes
+
+
+def _left(trace: Trace) -> Trace:
+    """The same step, where it takes nothing to keep a block: for a bound, as any may be left alone."""
+    blocks = (
+        replace(each, options={**each.options, "keep": Option(each.nbytes)})
+        for each in trace.blocks
+    )
+    return replace(trace, blocks=tuple(blocks))
 
 
 def _is_better(one: Solution, other: Solution) -> bool:
@@ -143,12 +159,11 @@ def _cheapest(table: Table, memory_prices: list[float], per_moved_byte: float) -
 
     def take(group: Group, option: Option, count: int) -> None:
         turn.moved += count * option.moved_bytes
-        for index, is_alive in enumerate(group.alive):
-            if is_alive:
-                turn.used[index] += count * option.resident_bytes
+        for index in group.at:
+            turn.used[index] += count * option.resident_bytes
 
     for group in table.groups:
-        held = sum(p for p, is_alive in zip(memory_prices, group.alive, strict=True) if is_alive)
+        held = sum([memory_prices[index] for index in group.at])
         cheapest, least = group.options[0], float("inf")
         for name, option in group.options:
             price = option.save_seconds + option.use_seconds
@@ -184,6 +199,7 @@ def _prices(problem: Problem, windows: Windows, first: int) -> tuple[float, list
     forward = sum(moment.seconds for moment in trace.moments[: problem.first_use])
     backward = trace.compute_seconds - forward
     spare_down = forward + windows.inflight_bytes / links.down_rate
+    computing = max(trace.compute_seconds, 1e-9)
     best_bound, candidates = float("-inf"), list[_Candidate]()
     link_seconds = 0.0
     for _ in range(_MOMENTS):
@@ -211,7 +227,7 @@ def _prices(problem: Problem, windows: Windows, first: int) -> tuple[float, list
                 link_seconds = per_moved_byte
             # Seconds per byte: what moving everything costs, over all bytes, is the right order of price.
             step = 1.0 / (1 + number) ** 0.75
-            unit = max(trace.compute_seconds, 1e-9) / scale
+            unit = computing / scale
             for index in range(len(moments)):
                 excess = (turn.used[index] - capacity[index]) / scale
                 memory_prices[index] = max(0.0, memory_prices[index] + step * unit * excess)
@@ -294,6 +310,40 @@ def _everything(problem: Problem, *, again: bool) -> list[str]:
     ]
 
 
+def _earliest(problem: Problem, windows: Windows) -> list[_Candidate]:
+    """The fewest that are saved first are let go, by what is cheapest for each byte, so that all after them are
+    left alone; where regions can run again, those that lie there whole do, in a second candidate."""
+    trace, links = problem.trace, problem.trace.links
+    link_seconds = 1 / links.down_rate + 1 / links.up_rate
+    cheapest = []
+    for block in range(len(trace.blocks)):
+        now = problem.option(block, "keep")
+        freeing = [
+            (_added(now, option, link_seconds) / (now.resident_bytes - option.resident_bytes), name)
+            for name, option in problem.options(block)
+            if option.resident_bytes < now.resident_bytes
+        ]
+        cheapest.append(min(freeing)[1] if freeing else "keep")
+
+    def up_to(count: int, *, again: bool) -> list[str]:
+        choices = cheapest[:count] + ["keep"] * (len(cheapest) - count)
+        for region in problem.regions if again else ():
+            if max(region.members) < count:
+                for member in region.members:
+                    choices[member] = REGION
+        return choices
+
+    found = []
+    for again in (False, True) if problem.regions else (False,):
+        few, many = 0, len(cheapest)  # this many may do
+        while few < many:
+            middle = (few + many) // 2
+            fits = _run(problem, up_to(middle, again=again), windows).peak_bytes <= problem.budget
+            few, many = (few, middle) if fits else (middle + 1, many)
+        found.append(_Candidate(up_to(many, again=again), link_seconds))
+    return found
+
+
 def _least_resident(problem: Problem, block: int) -> str:
     return min(
         problem.options(block), key=lambda each: (each[1].resident_bytes, each[1].moved_bytes)
@@ -301,8 +351,7 @@ def _least_resident(problem: Problem, block: int) -> str:
 
 
 def _run(problem: Problem, choices: Sequence[str], windows: Windows) -> Forecast:
-    options = [problem.option(block, name) for block, name in enumerate(choices)]
-    return simulate(problem.trace, options, windows, problem.running_again(choices))
+    return simulate(problem.trace, problem.taken(choices), windows, problem.running_again(choices))
 
 
 @dataclass(frozen=True, slots=True)

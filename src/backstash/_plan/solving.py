@@ -19,7 +19,7 @@ def left_alone(trace: Trace) -> Solved:
     """Everything stays, and nothing is done about it."""
     plain = simulate(trace, trace.left_alone(), Windows(0, 0))
     kept = ("keep",) * len(trace.blocks)
-    solution = Solution(kept, Windows(0, 0), plain, plain.step_seconds, fits=True)
+    solution = Solution(kept, Windows(0, 0), plain, plain.step_seconds, fits=True, left_after=0)
     return trace, solution, plain.peak_bytes
 
 

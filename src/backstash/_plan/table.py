@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from .trace import Option, Trace, TracedRegion
 
-__all__ = ["REGION", "Composite", "Group", "Problem", "Table"]
+__all__ = ["REGION", "Composite", "Group", "Problem", "Table", "leaves_after"]
 
 REGION = "region"
 """The choice of the members of a region that runs again."""
@@ -31,12 +31,20 @@ class Problem:
     """By block, the region that it is a member of."""
     returns: list[int] = field(default_factory=list)
     """Of each region, the index of the first moment at which one of its members is used."""
+    untouched: list[Option] = field(default_factory=list)
+    """Of each block, that it stays and nothing is done about it."""
+    leaves: bool = False
+    """Whether what is saved after the last block that does not stay is left alone."""
 
     def __post_init__(self) -> None:
         moments = self.trace.moments
         self.saves, self.frees = self.trace.span("save"), self.trace.span("free")
         uses = self.trace.span("use")
         self.first_use = min(uses.values(), default=len(moments))
+        self.untouched = self.trace.left_alone()
+        blocks = range(len(self.untouched))
+        # Where nothing can move, each block that stays is looked at: it may have to be recomputed.
+        self.leaves = any(each.moved_bytes for at in blocks for _, each in self.options(at))
         if REGION in self.allowed:
             self.regions = self.trace.regions
         for at, region in enumerate(self.regions):
@@ -70,9 +78,20 @@ class Problem:
         """What a choice is; a region's has its costs itself."""
         return _NOTHING if name == REGION else self.trace.blocks[block].options[name]
 
+    def taken(self, choices: Sequence[str]) -> list[Option]:
+        """What these choices are, where all after the last that does not stay are left alone."""
+        last = leaves_after(choices) if self.leaves else len(choices)
+        held = [self.option(block, name) for block, name in enumerate(choices[:last])]
+        return held + self.untouched[last:]
+
     def running_again(self, choices: Sequence[str]) -> list[int]:
         """The regions that do."""
         return [at for at, each in enumerate(self.regions) if choices[each.members[0]] == REGION]
+
+
+def leaves_after(choices: Sequence[str]) -> int:
+    """How many blocks a step has up to the last one that does not stay: those after need no look."""
+    return next((at + 1 for at in reversed(range(len(choices))) if choices[at] != "keep"), 0)
 
 
 _NOTHING = Option(0)
@@ -83,8 +102,8 @@ class Group:
     """Blocks that no price tells apart."""
 
     options: list[tuple[str, Option]]
-    alive: tuple[bool, ...]
-    """At which moments."""
+    at: tuple[int, ...]
+    """At which moments they are alive, as indices."""
     count: int = 0
     """How many, members of regions left out."""
 
@@ -105,12 +124,12 @@ class Table:
     """Groups and composites of a problem at some moments."""
 
     def __init__(self, problem: Problem, moments: Sequence[int]) -> None:
-        found: dict[tuple[tuple[tuple[str, Option], ...], tuple[bool, ...]], int] = {}
+        found: dict[tuple[tuple[tuple[str, Option], ...], tuple[int, ...]], int] = {}
         self.groups: list[Group] = []
         self.group_of: list[int] = []
         for block in range(len(problem.trace.blocks)):
             options = problem.options(block)
-            alive = tuple(problem.is_alive(block, at) for at in moments)
+            alive = tuple(index for index, at in enumerate(moments) if problem.is_alive(block, at))
             at = found.setdefault((tuple(options), alive), len(self.groups))
             if at == len(self.groups):
                 self.groups.append(Group(options, alive))
