@@ -29,8 +29,12 @@ class CountedMemory:
         self._stashes.append(weakref.ref(stash))
         return stash
 
+    def left_bytes(self):
+        """Of what is left in place without being a block."""
+        return sum({where: nbytes for where, nbytes in self._left}.values())
+
     def now(self):
-        held = self.other() + sum({where: nbytes for where, nbytes in self._left}.values())
+        held = self.other() + self.left_bytes()
         for stash in self._stashes:
             levels = backstash.stash._levels_of(stash)
             held += levels[0] + levels[1] + levels[4]

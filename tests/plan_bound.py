@@ -1,6 +1,7 @@
 """The least that any choice of a plan can take, by another's solver: SciPy's."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 from scipy import optimize, sparse
@@ -11,7 +12,8 @@ MIB = 1 << 20
 def linear_program(
     trace: Any, budget: int, window: int, reserved: tuple[int, int] = (0, 0)
 ) -> float:
-    """The least seconds of any choice, fractions of a block allowed.
+    """The least seconds of any choice, fractions of a block allowed; to keep one takes nothing, as if it was
+    left alone.
 
     Args:
         trace: of the step.
@@ -23,7 +25,11 @@ def linear_program(
     """
     saves, frees = trace.span("save"), trace.span("free")
     first_use = next(at for at, moment in enumerate(trace.moments) if moment.kind == "use")
-    variables = [(b, o) for b, block in enumerate(trace.blocks) for o in block.options.values()]
+    variables = [
+        (b, option if name != "keep" else replace(option, save_seconds=0.0, use_seconds=0.0))
+        for b, block in enumerate(trace.blocks)
+        for name, option in block.options.items()
+    ]
     count, last, regions = len(variables), len(trace.moments), trace.regions
     cost = [option.save_seconds + option.use_seconds for _, option in variables] + [1, 1]
     cost += [each.save_seconds + each.use_seconds for each in regions]

@@ -207,6 +207,39 @@ def test_a_step_is_measured_again_after_three_that_are_off_and_then_more_rarely(
     assert not any(of.is_off(1.05, 1.0) for _ in range(100))
 
 
+def test_measured_again_steps_are_off_what_was_found_then():
+    of = Corrections()
+    of.exceed(100, 1.2)
+    found = [of.time(1.2) or of.is_off(1.2, 1.0) for _ in range(3)]
+    assert found == [True] * 3 and not of.time(9.0)
+    assert of.measured == (100, 1.2)
+    assert [of.is_off(1.2, 1.0) for _ in range(3)] == [False, False, True]
+    of.begin(again=True)
+    of.exceed(100, 2.0)
+    assert of.measured == (100, 2.0)
+    assert [of.time(each) for each in (1.2, 1.3, 1.2, 1.2)] == [True, True, True, False]
+    assert of.measured == (100, 1.2), "by steps that are not measured block by block"
+    assert not any(of.is_off(1.2, 1.0) for _ in range(50))
+    found = [of.is_off(1.5, 1.0) for _ in range(3)]
+    assert found == [False, False, True]
+
+
+def test_bytes_that_move_at_another_rate_than_they_did_are_planned_for():
+    """Only where steps were measured again since their time was another one; a tenth is none."""
+    of = Corrections()
+    for again in (False, True):
+        of.begin(again=again)
+        of.add(moving(seconds=1.0, nbytes=10**9, hook=0.1), MIB, is_alike=False)
+        assert (of.other_links(LINKS) is LINKS) == (not again)
+    now = of.other_links(LINKS)
+    assert now.down_rate == pytest.approx(1e10) and now.up_rate == 1e9, "nothing was read"
+    near = Links(now.down_rate * 1.08, now.up_rate * 0.95)
+    assert of.other_links(near) is near
+    of.begin(again=True)
+    of.add(moving(seconds=1.0, nbytes=0, hook=0.1), MIB, is_alike=False)
+    assert of.other_links(LINKS) is LINKS, "nothing moved"
+
+
 def step_of(seconds):
     return record(told("save", 0.5, number=0), ended=seconds)
 

@@ -278,6 +278,58 @@ def test_choices_are_near_the_bound_and_the_bound_is_one(regions):
     assert sorted(gaps)[int(0.9 * len(gaps))] < 0.12
 
 
+def looked_at(trace, seconds):
+    """The same step, where it takes so long to look at a block that stays, and no longer at one that moves."""
+    blocks = (
+        replace(
+            block,
+            options={
+                name: replace(option, save_seconds=option.save_seconds + seconds)
+                for name, option in block.options.items()
+            },
+        )
+        for block in trace.blocks
+    )
+    return replace(trace, blocks=tuple(blocks))
+
+
+def test_what_is_saved_after_the_last_block_that_moves_takes_nothing():
+    trace = looked_at(chain([MIB] * 40, rate=1e12), 0.01)
+    found = solve(trace, 125 * MIB, windows=(MIB, MIB))
+    assert found.fits and found.left_after == found.choices.count("disk") <= 18
+    assert found.choices == ("disk",) * found.left_after + ("keep",) * (40 - found.left_after)
+    added = found.forecast.step_seconds - trace.compute_seconds - found.forecast.stall_seconds
+    assert added == pytest.approx(0.01 * found.left_after)
+    assert found.bound_seconds <= found.forecast.step_seconds
+    assert solve(trace, 141 * MIB).left_after == 0, "all of it stays"
+
+
+def test_where_nothing_can_move_each_block_is_looked_at():
+    trace = chain([MIB] * 8, options=lambda n: {"recompute": Option(0, 0.01, 0.02, made_bytes=n)})
+    trace = looked_at(trace.moving_at_most(0, "disk"), 0.01)
+    found = solve(trace, 106 * MIB)
+    assert found.fits and found.left_after is None
+    last = max(at for at, name in enumerate(found.choices) if name != "keep")
+    assert last < 7 and found.forecast.step_seconds >= trace.compute_seconds + 8 * 0.01
+
+
+@pytest.mark.parametrize("regions", [False, True])
+def test_looking_at_all_blocks_for_the_sake_of_a_few_is_not_chosen(regions):
+    """Like blocks, of which the latest could as well move: the earliest do, and the rest costs nothing."""
+    for seed in range(3):
+        trace = looked_at(random_trace(seed, regions=regions), 0.002)
+        keep = [block.options["keep"] for block in trace.blocks]
+        most, least = simulate(trace, keep, NONE).peak_bytes, smallest_budget(trace)
+        budget = int(least + 0.7 * (most - least))
+        found = solve(trace, budget)
+        assert found.fits and found.left_after < len(trace.blocks)
+        largest = max(64 * MIB, 3 * max(block.nbytes for block in trace.blocks))
+        exact = linear_program(trace, budget, largest)
+        assert found.bound_seconds <= exact * (1 + 1e-6)
+        seen = 0.002 * found.left_after
+        assert found.forecast.step_seconds <= 1.12 * exact + seen
+
+
 def test_no_more_moves_than_the_tier_below_can_hold():
     trace = chain([MIB] * 10, other=0)
     free = solve(trace, 4 * MIB)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ._device.base import Check
+from ._planner import Planner
 from ._runtime.weak import WeakTable
 from ._saved.block import Block, StorageVersion
 from ._saved.entry import Entry, WrapperEntry
@@ -118,8 +119,10 @@ class Admission:
                     thread_state.small_bytes += nbytes
                 else:
                     thread_state.large_bytes += nbytes
+                    which = storage_identity(storage) + nbytes
+                    more = 0 if which in thread_state.fitting_storages else nbytes
                     if (
-                        nbytes > thread_state.allowed_bytes
+                        more > thread_state.allowed_bytes
                         or thread_state.allowed_until != session.uses
                         or thread_state.allowed_on != tensor.device
                         or session.reclaim_queue
@@ -127,7 +130,9 @@ class Admission:
                     ):
                         timed = self._pack_timed if event_log.on else large
                         return timed(tensor, thread_state, storage)
-                    thread_state.allowed_bytes -= nbytes
+                    if more:
+                        thread_state.allowed_bytes -= more
+                        thread_state.fitting_storages.append(which)
                     thread_state.fitting_saves += 1
                     thread_state.fitting_bytes += nbytes
                 version = tensor._version
@@ -398,6 +403,9 @@ class Admission:
                     "smaller than min_bytes: copied, so that its large storage is not held",
                     region.nbytes,
                 )
+                planner = self._session.planners.get(tiers.number)
+                if planner is not None and not (thread_state.runs_again or thread_state.is_tried):
+                    self._allow(planner, thread_state, tensor.device, is_block=False)
             origin.slices[region.key] = weakref.ref(block)
             origin.copied_bytes += region.nbytes
         block.entries += 1
@@ -454,9 +462,7 @@ class Admission:
                 planner.count(block)
                 if choice == _DEFAULT:
                     choice = self._planned(block, tensor, thread_state, modules, tiers)
-                    if self._codec is None:  # else it is asked for each
-                        nbytes = planner.may_leave_bytes(len(session.thread_states))
-                        thread_state.may_leave(nbytes, tensor.device, session.uses)
+                    self._allow(planner, thread_state, tensor.device)
         tier, codec, replay = choice
         block.to_disk, block.at_once = tier == "disk", bool(tier)
         if replay is not None:
@@ -474,6 +480,20 @@ class Admission:
             # operation made for itself and has yet to fill, without raising a version: rrelu's noise is.
             complete = tensor.requires_grad or block.origin is not block.storage_version
             tiers.evictor.admit(block, at_once=block.at_once, complete=complete)
+
+    def _allow(
+        self,
+        planner: Planner,
+        thread_state: ThreadState,
+        device: torch.device,
+        *,
+        is_block: bool = True,
+    ) -> None:
+        """A save was looked at: the planner says how much may be saved until the next one is."""
+        session = self._session
+        if self._codec is None:  # else it is asked for each
+            nbytes = planner.may_leave_bytes(len(session.thread_states), is_block=is_block)
+            thread_state.may_leave(nbytes, device, session.uses)
 
     def _planned(
         self,

@@ -6,7 +6,12 @@ which tells what moving costs beside waiting. Where there is no tier below, what
 To learn what any budget would cost, more steps are measured (see `_plan/first_steps.py`).
 Then a plan is made, in a thread, and followed from the next step on. Its first steps are measured, too: where
 the peak is not what was predicted, the plan is made again with the difference added. After three steps that
-take more than a tenth longer or shorter than predicted, a step is measured again.
+take more than a tenth longer or shorter than predicted, steps are measured again; where bytes move at another
+rate than they did, the plan is made again for that.
+
+What is saved after the last block that a plan lets go of is left alone, as all is where everything fits: it is
+no block, and costs what it costs without a stash. From time to time the memory is looked at; a block that is
+then admitted may have to go.
 
 Steps may have other shapes. A plan is for the largest step so far: of a smaller one that it does not know, the
 oldest blocks go, with as much other memory taken for granted. A larger one moves everything, is measured, and
@@ -449,7 +454,7 @@ class Planner:
         if self._plan.state == "left alone":
             return  # nothing is faster
         if self._corrections.is_off(found.step_seconds, predicted.step_seconds):
-            self._corrections.begin()
+            self._corrections.begin(again=True)
             self._start()
 
     def _note_measured(self) -> None:
@@ -480,8 +485,12 @@ class Planner:
             self._solving.found = left
             return
         saved = _saved_by(trace)
-        if self._corrections.correct(predicted.peak_bytes, self._budget, saved, is_left=is_left):
-            self._solve(trace)
+        is_other = self._corrections.correct(
+            predicted.peak_bytes, self._budget, saved, is_left=is_left
+        )
+        links = self._corrections.other_links(trace.links)
+        if is_other or links is not trace.links:
+            self._solve(replace(trace, links=links))
             over = measured[0] - self._budget
             if over > 0 and self._resident_limit is not None:  # this step is not to wait for it
                 self._lower_limit(max(0, self._resident_limit - over))
@@ -507,7 +516,7 @@ class Planner:
         """Storages of so many bytes were saved in this step, each counted as often as it was."""
         self._asked_bytes += nbytes
 
-    def may_leave_bytes(self, threads: int) -> int:
+    def may_leave_bytes(self, threads: int, *, is_block: bool = True) -> int:
         """How many bytes may be saved and stay in place before this is asked again; -1: none.
 
         Where everything fits, or all that is saved from here on, only the first blocks of a step, and then one
@@ -516,8 +525,9 @@ class Planner:
 
         Args:
             threads: that may each save so much.
+            is_block: whether what was saved last is one.
         """
-        self._asked += 1
+        self._asked += is_block
         if not self._leaves_alone(self._counted) or self._asked <= _ANCHORS:
             return -1
         if (most := self._most_asked_bytes) and self._asked_bytes > most + most // _MORE:

@@ -29,6 +29,7 @@ __all__ = ["Solution", "smallest_budget", "solve"]
 
 _ROUNDS = 120  # of the subgradient method
 _MOMENTS = 6  # at most so many that bind
+_FILLED = 8  # of the repaired choices, the best, which are filled up
 _MIB = 1 << 20
 _NOTHING = Option(0)
 
@@ -75,7 +76,7 @@ def solve(
     if plain.peak_bytes <= budget:
         choices = ("keep",) * len(trace.blocks)
         return Solution(choices, everything, plain, plain.step_seconds, fits=True, left_after=0)
-    best: Solution | None = None
+    repaired: list[tuple[Solution, Problem, float]] = []
     tried = _windows(trace, windows)
     for each in tried:
         problem = Problem(trace, budget, names, (each.inflight_bytes, each.prefetch_bytes))
@@ -84,10 +85,9 @@ def solve(
             candidates += _earliest(problem, each)
         different = {tuple(candidate.choices): candidate for candidate in candidates}
         for candidate in different.values():
-            found = _improve(problem, each, candidate)
-            if best is None or _is_better(found, best):
-                best = found
-    assert best is not None
+            repaired.append((_repair(problem, each, candidate), problem, candidate.link_seconds))
+    repaired.sort(key=lambda each: _rank(each[0]))
+    best = min((_fill(*each) for each in repaired[:_FILLED]), key=_rank)
     bound, _ = _prices(Problem(_left(trace), budget, names), tried[-1], plain.peak_moment)
     left_after = leaves_after(best.choices) if problem.leaves else None
     return replace(best, bound_seconds=bound, left_after=left_after)
@@ -112,12 +112,10 @@ def _left(trace: Trace) -> Trace:
     return replace(trace, blocks=tuple(blocks))
 
 
-def _is_better(one: Solution, other: Solution) -> bool:
-    if one.fits != other.fits:
-        return one.fits
-    if one.fits:
-        return one.forecast.step_seconds < other.forecast.step_seconds
-    return one.forecast.peak_bytes < other.forecast.peak_bytes
+def _rank(solution: Solution) -> tuple[bool, float]:
+    """The least is the best: one that fits by its time, another by its peak."""
+    forecast = solution.forecast
+    return not solution.fits, forecast.step_seconds if solution.fits else forecast.peak_bytes
 
 
 def _windows(trace: Trace, given: tuple[int | None, int | None]) -> list[Windows]:
@@ -435,12 +433,12 @@ def _with(choices: Sequence[str], changes: Sequence[_Change]) -> list[str]:
     return changed
 
 
-def _improve(problem: Problem, windows: Windows, start: _Candidate) -> Solution:
-    """Change single choices until the peak fits, then use the memory that is left."""
+def _repair(problem: Problem, windows: Windows, start: _Candidate) -> Solution:
+    """Change single choices until the peak fits."""
     budget, choices = problem.budget, list(start.choices)
     forecast = _run(problem, choices, windows)
-    # Repair: at the moment of the peak, the change that frees a byte at the least cost; the earliest saved
-    # first among equals, since its write has the most time. As many at once as the excess needs.
+    # At the moment of the peak, the change that frees a byte at the least cost; the earliest saved first among
+    # equals, since its write has the most time. As many at once as the excess needs.
     for _ in range(64):
         excess = forecast.peak_bytes - budget
         if excess <= 0:
@@ -465,20 +463,15 @@ def _improve(problem: Problem, windows: Windows, start: _Candidate) -> Solution:
                 excess -= change.freed
         choices = _with(choices, taken)
         forecast = _run(problem, choices, windows)
-    if forecast.peak_bytes <= budget:
-        choices, forecast = _fill(problem, windows, choices, forecast, start.link_seconds)
     return Solution(tuple(choices), windows, forecast, 0.0, fits=forecast.peak_bytes <= budget)
 
 
-def _fill(
-    problem: Problem,
-    windows: Windows,
-    choices: list[str],
-    forecast: Forecast,
-    link_seconds: float,
-) -> tuple[list[str], Forecast]:
+def _fill(start: Solution, problem: Problem, link_seconds: float) -> Solution:
     """Undo the dearest changes for which there is space: by the seconds that a byte saves, the latest saved
     first among equals, halving the number tried when the peak or the time rises."""
+    if not start.fits:
+        return start
+    choices, forecast = list(start.choices), start.forecast
     gains = [each for each in _changes(problem, choices, None, link_seconds) if each.seconds < 0]
     gains.sort(
         key=lambda each: (
@@ -491,7 +484,7 @@ def _fill(
     while at < len(gains) and tries < 40:
         tries += 1
         tried = _with(choices, gains[at : at + count])
-        outcome = _run(problem, tried, windows)
+        outcome = _run(problem, tried, start.windows)
         if (
             outcome.peak_bytes <= problem.budget
             and outcome.step_seconds <= forecast.step_seconds + 1e-12
@@ -501,7 +494,7 @@ def _fill(
             count //= 2
         else:
             at += 1
-    return choices, forecast
+    return replace(start, choices=tuple(choices), forecast=forecast)
 
 
 def _added(now: Option, then: Option, link_seconds: float) -> float:

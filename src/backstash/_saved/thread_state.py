@@ -71,6 +71,7 @@ class ThreadState:
         "expecting",
         "fitting_bytes",
         "fitting_saves",
+        "fitting_storages",
         "is_tried",
         "large_bytes",
         "latest",
@@ -114,6 +115,8 @@ class ThreadState:
         self.saves = self.small_saves = self.small_bytes = 0  # see Counts
         self.nested_saves = self.nested_bytes = 0
         self.fitting_saves = self.fitting_bytes = 0
+        self.fitting_storages: deque[int] = deque(maxlen=8)
+        """The latest that were saved as they are: to save one of them again takes no more memory."""
         self.large_bytes = self.told_bytes = 0  # of all storages but small ones; and of these, told
         self.may_leave(-1)
 
@@ -121,6 +124,8 @@ class ThreadState:
         """So many bytes of storages of ``device`` may be saved as they are, without a planner being asked;
         ``until``: as long as the session's ``uses`` is this. -1: none."""
         self.allowed_bytes, self.allowed_on, self.allowed_until = nbytes, device, until
+        if nbytes < 0:
+            self.fitting_storages.clear()
 
     def untold_bytes(self) -> int:
         """Of the storages that were saved since this was asked last, but for small ones; one that was saved
