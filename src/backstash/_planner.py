@@ -673,6 +673,13 @@ class Planner:
             return nbytes < self._spare_bytes() // 2
         return self._guard.has_room(nbytes)
 
+    def tell_used(self, nbytes: int) -> None:
+        """Backward uses so many bytes of a block."""
+        if (
+            self._device is None
+        ):  # an accelerator's allocator keeps what is free, and no tensor's, apart
+            self._guard.tell_used(nbytes)
+
     def saved_again(self, block: Block) -> None:
         """A block that is held was saved once more."""
         if self._recording and self.regions is not None:

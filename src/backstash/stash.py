@@ -541,6 +541,8 @@ class Stash:
                 raise _lost(entry, placement.lost_at)
             session.predictor.use(block)
             session.uses += 1
+            if session.planners and block.number in session.planners:
+                session.planners[block.number].tell_used(entry.nbytes)
             if self._event_log.on and block.cleanup.is_counted:
                 self._event_log.emit("use", entry.nbytes, *block.facts[1:])
             if entry.check is not None:

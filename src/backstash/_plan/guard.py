@@ -10,6 +10,8 @@ from .meter import Meter
 __all__ = ["MemoryGuard"]
 
 _RELEASE_REST = 20  # times as long as giving memory back took, it is not done again
+_LOOK_BYTES = 1 << 20  # that backward uses between two looks
+_USED_PART = 32  # the part of the most that backward has used before what it freed is given back
 
 
 class MemoryGuard:
@@ -29,10 +31,14 @@ class MemoryGuard:
         self._line = most  # beyond it less is kept; it follows what the process holds
         self._release_after = 0.0
         self._highest_bytes = 0
+        # In backward: used since the last look, and since memory was given back; what was held at the last
+        # look; and the most that came between two.
+        self._unlooked_bytes = self._used_bytes = self._held_before = self._growth = 0
 
     def begin_step(self) -> None:
         """One begins, and the meter knows it: less may have to be kept from now on."""
         self._line = self._most_now = self.most
+        self._used_bytes = self._held_before = 0
         self._highest_bytes = max(self._highest_bytes, self._meter.known_peak_bytes)
 
     def raise_to(self, nbytes: int) -> None:
@@ -60,6 +66,7 @@ class MemoryGuard:
 
         Once for each byte more: memory that was freed may stay the process's, and is used again.
         """
+        self._held_before = 0  # what came since then is no growth of a backward's
         over = self.held() - self._line
         if over > 0 and self.release():
             over = self.held() - self._line
@@ -73,6 +80,23 @@ class MemoryGuard:
         if self.held() + nbytes <= self._most_now:
             return True
         return self.release() and self.held() + nbytes <= self._most_now
+
+    def tell_used(self, nbytes: int) -> None:
+        """Backward uses so much of what was saved, and frees it then: an allocator may keep it for the process.
+
+        It is given back where as much as ever came between two looks would exceed the most.
+        """
+        self._used_bytes += nbytes
+        self._unlooked_bytes += nbytes
+        if self._unlooked_bytes < _LOOK_BYTES:
+            return
+        self._unlooked_bytes, held = 0, self.held()
+        if self._held_before:
+            self._growth = max(self._growth, held - self._held_before)
+        self._held_before = held
+        is_near = held + self._growth > self._most_now
+        if is_near and self._used_bytes > self.most // _USED_PART and self.release():
+            self._used_bytes = self._held_before = 0
 
     def release(self) -> bool:
         """Give back what is free, but where that took more than a twentieth of the time; whether it did."""
