@@ -21,6 +21,7 @@ from torch import nn
 import backstash._planner
 from backstash import Action, Disk, Stash
 from backstash._admission import FITS
+from backstash._plan.guard import MemoryGuard
 from backstash._plan.meter import ProcessMeter
 from backstash._plan.recorder import typical_costs
 from backstash.errors import SizeError, StashWarning, UsageError
@@ -704,6 +705,7 @@ def test_a_budget_that_was_exceeded_is_planned_for_again(with_free, memory):
 
 def test_what_is_free_is_given_back_before_less_is_kept(with_free, memory):
     planner, free, given_back, run = with_free
+    planner._plan = replace(planner._plan, left_after=None)  # memory is looked at for each block
     moved = run()
     resident, before = planner._tiers.evictor.resident, []
 
@@ -715,7 +717,7 @@ def test_what_is_free_is_given_back_before_less_is_kept(with_free, memory):
     memory.other = other
     given_back.clear()
     assert run() == moved
-    assert given_back == [9 * MIB]
+    assert given_back[-1] == 9 * MIB
 
 
 def test_what_is_free_is_given_back_before_nothing_is_read_ahead(with_free):
@@ -723,6 +725,53 @@ def test_what_is_free_is_given_back_before_nothing_is_read_ahead(with_free):
     free[0] = planner._budget - OTHER
     assert planner._guard.has_room(MIB)
     assert given_back == [planner._budget - OTHER]
+
+
+def test_what_backward_frees_is_given_back_before_what_comes_next_could_exceed():
+    """An allocator keeps it for the process; the largest growth between two looks may come again."""
+    held, given_back = [0], []
+    meter = ProcessMeter(lambda: 0)
+    meter.now = lambda: held[0]
+
+    def let_go():
+        given_back.append(held[0])
+        held[0] = 40 * MIB
+
+    guard = MemoryGuard(meter, 100 * MIB, let_go)
+
+    def backward(*levels):
+        guard.begin_step()
+        guard._release_after = 0.0  # however long it took before
+        guard.over()  # of the forward
+        given_back.clear()
+        for level in levels:
+            held[0] = level * MIB
+            guard.tell_used(MIB)
+        return [each // MIB for each in given_back]
+
+    assert backward(50, 58, 66, 92) == [92], "26 at most come at once"
+    assert backward(50, 58, 60, 62, 74, 74) == [], "100 are not exceeded"
+    assert backward(50, 58, 60, 62, 75, 75) == [75]
+    assert backward(75, 75) == [], "it has used too little to have freed much"
+    assert backward(30) == []
+    held[0] = 70 * MIB
+    guard.over()
+    for _ in range(4):
+        guard.tell_used(MIB)
+    assert given_back == [], "what a forward takes is no growth of a backward's"
+    guard.tell_used(MIB // 2)
+    given_back.clear()
+    held[0] = 99 * MIB
+    guard.tell_used(MIB // 4)
+    assert given_back == [], "it is not looked at each of many small ones"
+
+
+def test_a_budget_s_backward_gives_back_what_it_freed(with_free):
+    planner, _, _, run = with_free
+    told, looked = [], planner._guard.tell_used
+    planner._guard.tell_used = lambda nbytes: (told.append(nbytes), looked(nbytes))
+    run()
+    assert told == [MIB] * len(told) and len(told) >= 8, "all that are blocks"
 
 
 def test_a_correction_that_went_too_far_is_not_made_again(memory, tmp_path):

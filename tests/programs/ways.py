@@ -49,7 +49,8 @@ class Way:
     """Whether a program may hold writes back. Not where something would wait for them."""
     around: str = ""
     """``"hooks"``: within another's hooks. ``"mutation"``: changes in place are allowed. ``"attached"``:
-    no context; the stash is attached to the module that every operation runs in."""
+    no context; the stash is attached to the module that every operation runs in. ``"plan"``: a plan that
+    changes all the time, and leaves alone what is saved from here to there."""
     threads: int = 1
     """So many run the program at once, on one stash."""
     leaves_out: frozenset[str] = frozenset()
@@ -170,6 +171,20 @@ WAYS: dict[str, Way] = {
         holds=False,
         leaves_out=COPIED,
     ),
+    "left alone in part": Way(
+        {"budget": "1TiB", "inflight": "5KiB", "prefetch": 0},
+        around="plan",
+        one_by_one=True,
+        leaves_out=COPIED,
+    ),
+    "left alone in part, two threads": Way(
+        {"budget": "1TiB", "inflight": "8KiB", "prefetch": "8KiB"},
+        around="plan",
+        one_by_one=True,
+        holds=False,
+        threads=2,
+        leaves_out=COPIED,
+    ),
     "two threads, host": Way(
         {"host": "64KiB", "inflight": "8KiB"}, chance=0.3, holds=False, threads=2, leaves_out=COPIED
     ),
@@ -204,6 +219,8 @@ class Bench:
             self.stash = stash_on(self.device, **{"host": "1MiB", **options})
         else:
             self.stash = Stash(**options)
+        if way.around == "plan":
+            _plan_anything(self.stash, random.Random(seed))
         self.other = Stash(disk=MemoryStore(), min_bytes=0, keep="3KiB", inflight="4KiB")
 
     def scope(self) -> AbstractContextManager[Any]:
@@ -282,6 +299,14 @@ class Bench:
         if self.device is not None:
             assert not self.device.faults, self.device.faults
             assert self.device.pinned_bytes == 0
+
+
+def _plan_anything(planned: Stash, rng: random.Random) -> None:
+    """Nothing is measured; of each block something is done, and so much after it is left alone."""
+    planner: Any = planned._planner
+    planner._start = lambda: None
+    planner.choose = lambda block, tensor: rng.choice(("", "disk", "recompute", "pack"))
+    planner.may_leave_bytes = lambda threads, is_block=True: rng.choice((-1, 64, 5000, 1 << 20))
 
 
 @contextmanager
