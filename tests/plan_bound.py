@@ -68,4 +68,4 @@ def linear_program(
     if found.status == 2:
         return math.inf
     assert found.status == 0
-    return trace.compute_seconds + found.fun
+    return trace.compute_seconds + trace.beside_seconds(all_stay=False) + found.fun

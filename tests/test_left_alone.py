@@ -394,3 +394,34 @@ def test_what_a_plan_leaves_alone_may_not_be_modified(memory, tmp_path):
         loss.backward()
     del outputs[0], loss
     stash.close()
+
+
+def test_a_step_that_begins_with_a_small_part_begins_with_its_first_block(memory, tmp_path):
+    """The part is copied and no block. What was left alone in the step before says nothing of this one."""
+    large = torch.linspace(-1, 1, 1024 * 512).view(1024, 512)
+    net, stash = model(MANY), memory(budget=PART, disk=tmp_path, min_bytes="64KiB")
+
+    def run(stash):
+        x = torch.linspace(-1, 1, 512 * 512).view(512, 512).requires_grad_()
+        weight = torch.ones(8, 512, requires_grad=True)
+        with stash:
+            small = (weight * large[8:16]).sum()
+            loss = net(x * 2).sum() + small
+        loss.backward()
+        return x.grad, weight.grad
+
+    stash._planner._corrections.is_off = lambda *_: False
+    true = run(Stash())
+    for _ in range(12):
+        assert all(map(torch.equal, run(stash), true))
+        _ = stash.plan
+    assert not stash._planner._recording and stash.plan.state == "planned"
+    planner, steps = stash._planner, stash._planner._steps
+    for number in range(1, 4):
+        written, before = stash.stats().written_bytes, fitting(stash)
+        assert all(map(torch.equal, run(stash), true))
+        assert planner._steps == steps + number
+        assert planner._counted >= stash.plan.left_after
+        assert stash.stats().written_bytes - written >= (stash.plan.left_after - 4) * MIB
+        assert fitting(stash) > before
+    stash.close()

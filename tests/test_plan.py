@@ -1079,7 +1079,9 @@ def test_a_file_that_is_no_plan_is_refused(tmp_path):
     path = tmp_path / "plan.json"
     with pytest.raises(UsageError, match=r"no plan; allowed.*No such file"):
         Stash(plan=path)
-    for text in ("nonsense", "{}", "[]", '{"format": "backstash plan 1"}'):
+    values = Plan(1 << 30, "planned", left_after=3).as_dict()
+    wrong = [json.dumps({**values, "left_after": each}) for each in ("3", -1, True, 0.5)]
+    for text in ("nonsense", "{}", "[]", '{"format": "backstash plan 1"}', *wrong):
         path.write_text(text)
         with pytest.raises(UsageError, match="no plan; allowed"):
             Stash(plan=path)

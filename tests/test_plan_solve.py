@@ -259,7 +259,7 @@ def random_trace(seed, layers=16, *, regions=False):
 @pytest.mark.parametrize("regions", [False, True])
 def test_choices_are_near_the_bound_and_the_bound_is_one(regions):
     gaps = []
-    for seed in range(6 if regions else 12):
+    for seed in range(5 if regions else 8):
         trace = random_trace(seed, regions=regions)
         keep = [block.options["keep"] for block in trace.blocks]
         most = simulate(trace, keep, NONE).peak_bytes

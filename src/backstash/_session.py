@@ -293,6 +293,10 @@ class Session:
             self._check_loaded()
         return planner
 
+    def planner_at_work(self, tiers: DeviceTiers) -> Planner | None:
+        """What plans for a device whose step has begun; ``None``: nobody, or its first block is yet to come."""
+        return None if tiers.number in self._due else self.planners.get(tiers.number)
+
     def hook_took(self, kind: str, began: float) -> None:
         """See :meth:`Planner.hook_took`."""
         for planner in list(self.planners.values()):

@@ -260,6 +260,9 @@ class Plan:
                 for name, value in given.items()
                 if name not in ("format", "classes", "regions", *figures)
             }
+            left_after = rest.get("left_after")
+            if left_after is not None and not (type(left_after) is int and left_after >= 0):
+                raise UsageError(_no_plan("this"))
             return cls(classes=classes, regions=regions, **figures, **rest)
         except (KeyError, TypeError, ValueError) as error:
             if isinstance(error, UsageError):
