@@ -383,6 +383,81 @@ def test_a_loaded_plan_leaves_alone_what_it_keeps_last(memory, tmp_path):
     stash.close()
 
 
+def test_a_loaded_plan_that_leaves_all_alone_is_known_to_be_this_model_s(memory, tmp_path):
+    stash = settled(memory, tmp_path)
+    net, plan = model(), stash.plan
+    true = step(net, Stash())
+    stash.close()
+    assert plan.left_after == 0
+    stash = memory(plan=plan, disk=tmp_path)
+    for _ in range(3):
+        before = fitting(stash)
+        assert torch.equal(step(net, stash), true)
+        assert fitting(stash) - before >= LAYERS - 6
+    stash.close()
+
+
+def test_a_longer_step_under_a_loaded_plan_changes_nothing_for_the_next_ones(memory, tmp_path):
+    stash, net, true = planned(memory, tmp_path)
+    plan, longer = stash.plan, nn.Sequential(*net, *net[: MANY // 2])
+    more = step(longer, Stash())
+    stash.close()
+    stash = memory(plan=plan, disk=tmp_path)
+    moved = []
+    for each, its_true in ((net, true), (net, true), (longer, more), (net, true), (net, true)):
+        before = stash.stats().written_bytes
+        memory.peaks[0] = 0
+        assert torch.equal(step(each, stash), its_true)
+        assert memory.peaks[0] <= PART
+        moved.append(stash.stats().written_bytes - before)
+    assert moved[2] > moved[1] and moved[1] == moved[3] == moved[4]
+    stash.close()
+
+
+class Twice(nn.Module):
+    """Saves what the layer before saved, or made, once more."""
+
+    def forward(self, x):
+        return x.erf() + x.erf()
+
+
+def test_what_goes_and_is_saved_again_is_looked_at_again(memory, tmp_path):
+    """Else it would stay in place for what saved it last, and be written all the same."""
+    budget = OTHER + MANY * MIB - 40 * MIB
+    stash = memory(budget=budget, disk=tmp_path)
+    stash._planner._corrections.is_off = lambda *_: False
+    net = nn.Sequential(*(Twice() for _ in range(MANY)))
+    true = step(net, Stash())
+    for _ in range(12):
+        assert torch.equal(step(net, stash), true)
+        _ = stash.plan
+    plan = stash.plan
+    assert plan.state == "planned" and not stash._planner._recording
+    moved = sum(n for each in plan.classes for name, n in each.choices if name != "keep")
+    after = plan.left_after
+    assert plan.trace.blocks[moved - 1].saved_until == moved and after >= moved + 1
+    memory.peaks[0], before = 0, stash.stats().deduplicated_bytes
+    assert torch.equal(step(net, stash), true)
+    assert stash.stats().deduplicated_bytes - before >= after * MIB - 4 * MIB
+    assert memory.peaks[0] <= budget
+    stash.close()
+
+
+def test_a_graph_that_is_dropped_takes_what_was_allowed_with_it(memory, tmp_path):
+    """The next step begins with its first block, not when that is used up."""
+    stash, net, true = planned(memory, tmp_path)
+    written = stash.stats().written_bytes
+    assert torch.equal(step(net, stash), true)
+    usual = stash.stats().written_bytes - written
+    loss_of(net, stash)
+    stash.stats()
+    steps, written = stash._planner._steps, stash.stats().written_bytes
+    assert torch.equal(step(net, stash), true)
+    assert stash._planner._steps == steps + 1
+    assert stash.stats().written_bytes - written >= usual - 2 * MIB
+    stash.close()
+
+
 def test_what_a_plan_leaves_alone_may_not_be_modified(memory, tmp_path):
     stash, net, _true = planned(memory, tmp_path)
     before, outputs = fitting(stash), []

@@ -227,17 +227,18 @@ def test_measured_again_steps_are_off_what_was_found_then():
 def test_bytes_that_move_at_another_rate_than_they_did_are_planned_for():
     """Only where steps were measured again since their time was another one; a tenth is none."""
     of = Corrections()
-    for again in (False, True):
+
+    def links_now(links, *, again=True, nbytes=10**9):
         of.begin(again=again)
-        of.add(moving(seconds=1.0, nbytes=10**9, hook=0.1), MIB, is_alike=False)
-        assert (of.other_links(LINKS) is LINKS) == (not again)
-    now = of.other_links(LINKS)
+        of.add(moving(seconds=1.0, nbytes=nbytes, hook=0.1), MIB, is_alike=False)
+        return of.other_links(links)
+
+    assert links_now(LINKS, again=False) is LINKS
+    now = links_now(LINKS)
     assert now.down_rate == pytest.approx(1e10) and now.up_rate == 1e9, "nothing was read"
     near = Links(now.down_rate * 1.08, now.up_rate * 0.95)
-    assert of.other_links(near) is near
-    of.begin(again=True)
-    of.add(moving(seconds=1.0, nbytes=0, hook=0.1), MIB, is_alike=False)
-    assert of.other_links(LINKS) is LINKS, "nothing moved"
+    assert links_now(near) is near
+    assert links_now(LINKS, nbytes=0) is LINKS, "nothing moved"
 
 
 def step_of(seconds):

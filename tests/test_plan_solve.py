@@ -304,6 +304,18 @@ def test_what_is_saved_after_the_last_block_that_moves_takes_nothing():
     assert solve(trace, 141 * MIB).left_after == 0, "all of it stays"
 
 
+def test_what_moves_is_looked_at_until_it_is_saved_for_the_last_time():
+    trace = looked_at(chain([MIB] * 40, rate=1e12), 0.01)
+    blocks = [
+        replace(each, saved_until=39 if at in (2, 3) else at + 1)
+        for at, each in enumerate(trace.blocks)
+    ]
+    found = solve(replace(trace, blocks=tuple(blocks)), 125 * MIB, windows=(MIB, MIB))
+    moved = [at for at, name in enumerate(found.choices) if name != "keep"]
+    assert found.fits and moved == [0, 1, *range(4, moved[-1] + 1)], "those two stay"
+    assert found.left_after == moved[-1] + 2
+
+
 def test_where_nothing_can_move_each_block_is_looked_at():
     trace = chain([MIB] * 8, options=lambda n: {"recompute": Option(0, 0.01, 0.02, made_bytes=n)})
     trace = looked_at(trace.moving_at_most(0, "disk"), 0.01)

@@ -111,6 +111,7 @@ class Planner:
         self._steps = 0
         self._groups: dict[int, str] = {}
         self._offers: dict[int, dict[str, Option]] = {}
+        self._again: dict[int, int] = {}  # how many blocks there were when one was saved again
         self._class_of = ClassOf()
         self._choices: Choices | None = None
         self._counted = 0  # blocks in this step, so far
@@ -133,11 +134,14 @@ class Planner:
         # often it was asked whether more may stay.
         self._asked_bytes = self._most_asked_bytes = self._asked = 0
         self._planned_asked_bytes = 0  # of the step that is being planned for
+        self._known_asked_bytes = 0  # of the one that was
         # Steps that are yet to be measured for a larger one that was met, and how many there are at most.
         self._awaited, self._most_awaited = 0, 4
         self._looks_often = False  # none of them was as large: it may have been several in turn
         self._is_larger = False  # this step is larger than any that was planned for
         self._is_unknown = False  # it saved what the plan does not know
+        # Forwards of this step that were to run again and do not: what they save is to move.
+        self._refused: set[tuple[str, int]] = set()
         self._expects_larger = (
             False  # the last one was, which was not known from its first block on
         )
@@ -227,6 +231,7 @@ class Planner:
         first = self._steps == 0
         was_larger, self._is_larger = self._is_larger, False
         self._counted, self._is_unknown = 0, False
+        self._refused.clear()
         saved_bytes, self._saved_bytes = self._saved_bytes, 0
         asked_bytes, self._asked_bytes, self._asked = self._asked_bytes, 0, 0
         if not was_larger and not first:
@@ -237,10 +242,9 @@ class Planner:
             self._choices.begin_step()
         if self.regions is not None:
             self.regions.begin_step()
-        self._groups, self._offers = {}, {}
+        self._groups, self._offers, self._again = {}, {}, {}
         if self._plan.state == "loaded":
-            if first:
-                self._apply_loaded()
+            self._apply_loaded()
         elif self._choices is None:
             self._measure(record, seconds, asked_bytes)
         elif not first:
@@ -249,16 +253,15 @@ class Planner:
             if was_larger:
                 self._plan_for_larger(record, asked_bytes)
             else:
-                # The last ones that were left alone are not told: see `_LOOKS`.
                 told, known, share = (
                     (saved_bytes, self._known_bytes, _ALIKE)
                     if record is not None or self._plan.left_after is None
-                    else (asked_bytes, self._most_asked_bytes, 1 / _MORE)
+                    else (asked_bytes, self._known_asked_bytes, 1 / _MORE)
                 )
                 is_alike = abs(told - known) <= share * known
                 self._watch(record, StepFigures(highest_bytes, seconds), is_alike=is_alike)
         if self._recording:
-            self._groups, self._offers = {}, {}
+            self._groups, self._offers, self._again = {}, {}, {}
 
     def _measure(self, record: StepRecord | None, seconds: float, asked_bytes: int) -> None:
         first, solving = self._first_steps, self._solving
@@ -268,6 +271,7 @@ class Planner:
             self._set_windows(self._first_windows())
             self._start()
         elif made == 1:
+            self._planned_asked_bytes = asked_bytes
             self._look_at_first()
         elif (mode := first.next_mode(self._spare_bytes)) is not None:
             if record is not None or mode == "left":
@@ -303,6 +307,7 @@ class Planner:
         self._stop()
         first.mode = "all"
         self._links, self._costs = first.costs()
+        self._planned_asked_bytes = first.told_bytes(first.largest)
         trace, differs = self._traced(first.largest, self._links, self._costs), 0
         if not first.learns:  # where some steps may hold more
             for pair in first.alike():
@@ -347,7 +352,7 @@ class Planner:
         if self._expects_larger:
             self._awaited, self._most_awaited = self._most_awaited, min(64, 2 * self._most_awaited)
         else:
-            self._groups, self._offers = {}, {}
+            self._groups, self._offers, self._again = {}, {}, {}
             self._start()
         self._set_windows(self._first_windows())
         self._lower_limit(0)
@@ -490,6 +495,7 @@ class Planner:
         )
         links = self._corrections.other_links(trace.links)
         if is_other or links is not trace.links:
+            self._links = links
             self._solve(replace(trace, links=links))
             over = measured[0] - self._budget
             if over > 0 and self._resident_limit is not None:  # this step is not to wait for it
@@ -519,9 +525,9 @@ class Planner:
     def may_leave_bytes(self, threads: int, *, is_block: bool = True) -> int:
         """How many bytes may be saved and stay in place before this is asked again; -1: none.
 
-        Where everything fits, or all that is saved from here on, only the first blocks of a step, and then one
-        for a part of the memory that is left, are admitted as blocks: the rest costs what it costs without a
-        stash.
+        Where everything fits, or all stays that is saved from here on, only the first blocks of a step, and
+        then one for a part of the memory that is left, are admitted as blocks: the rest costs what it costs
+        without a stash.
 
         Args:
             threads: that may each save so much.
@@ -530,7 +536,8 @@ class Planner:
         self._asked += is_block
         if not self._leaves_alone(self._counted) or self._asked <= _ANCHORS:
             return -1
-        if (most := self._most_asked_bytes) and self._asked_bytes > most + most // _MORE:
+        most = self._most_asked_bytes
+        if most and self._plan.state != "loaded" and self._asked_bytes > most + most // _MORE:
             self._meet_larger(self._asked_bytes, most)
             if self._is_larger:
                 return -1
@@ -552,8 +559,13 @@ class Planner:
         """Whether what is saved after so many blocks of this step stays, and nothing is done about it."""
         if self._recording or self._is_larger or self._is_unknown or self._recomputes_unknown:
             return False
+        if self._refused:
+            return False
         if self._first_steps.mode == "left":
             return True
+        if self._plan.state == "loaded" and self._choices is not None:
+            if not self._choices.matched:  # else it would not be known whether it is this model's
+                return False
         left_after = self._plan.left_after
         return left_after is not None and counted >= left_after
 
@@ -637,6 +649,9 @@ class Planner:
         index = self.regions.begin(name)
         if self.regions.is_repeated(path):
             self._class_of.begin_again(path)
+        follows = self._choices is not None and self._plan.state != "left alone"
+        if follows and self.regions.runs_again(name, index):
+            self._refused.add((name, index))
         return name, index
 
     def way_of(self, name: str, index: int) -> str:
@@ -647,6 +662,7 @@ class Planner:
             return TRACED if self._recording else ONCE
         if self._plan.state == "left alone":
             return ONCE
+        self._refused.discard((name, index))
         return AGAIN if self.regions.runs_again(name, index) else ONCE
 
     def trace_forward(self, name: str, index: int) -> tuple[Forward, int]:
@@ -682,8 +698,10 @@ class Planner:
 
     def saved_again(self, block: Block) -> None:
         """A block that is held was saved once more."""
-        if self._recording and self.regions is not None:
-            self.regions.saved_again(block.cleanup.serial)
+        if self._recording:
+            self._again[block.cleanup.serial] = self._counted
+            if self.regions is not None:
+                self.regions.saved_again(block.cleanup.serial)
 
     def _choose(self, group: str) -> str:
         if self._is_larger:
@@ -754,7 +772,8 @@ class Planner:
         self._known_first_bytes = held[0] if held else 0
         self._most_saved_bytes = int(self._known_bytes * (1 + _ALIKE))
         self._most_other_bytes = max(self._most_other_bytes, _most_other(trace))
-        self._most_asked_bytes = max(self._most_asked_bytes, self._planned_asked_bytes)
+        self._known_asked_bytes = self._planned_asked_bytes
+        self._most_asked_bytes = max(self._most_asked_bytes, self._known_asked_bytes)
         if self._plan.state == "left alone":
             self._guard.let_go()  # what moving needed
         self._follow(self._plan)
@@ -852,6 +871,7 @@ class Planner:
             self._meter.take(),
             self._groups,
             self._offers,
+            self._again,
             regions.take() if regions is not None else [],
             regions.all_stays if regions is not None else {},
         )

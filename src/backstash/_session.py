@@ -261,6 +261,7 @@ class Session:
         begun it."""
         if self.reclaim_queue:
             self.drain()  # what the step before has freed is of that one
+        self.uses += 1  # whether what it saves may be left alone is asked anew
         self.predictor.begin()
         if self._followed != self.predictor.passes:
             self._begin_step()
@@ -319,6 +320,9 @@ class Session:
                 continue
             self._settle_death(cleanup, self.device_tiers[cleanup.number])
             queue.popleft()
+            self.uses += (
+                1  # what a thread may leave alone was said of the step that this one was of
+            )
         if before and not self.blocks_alive:
             self.predictor.forget()
             for tiers in self.device_tiers:

@@ -337,6 +337,9 @@ def plan_of(
     ``stays``: see :attr:`PlannedRegion.stays`.
     """
     kept = all(name == "keep" for name in solution.choices)
+    left_after = solution.left_after
+    if left_after is not None:  # members of regions that run again are counted as no blocks then
+        left_after -= solution.choices[:left_after].count(REGION)
     state = "too small" if not solution.fits else "left alone" if kept else "planned"
     by_group: dict[str, list[int]] = {}
     for index, block in enumerate(trace.blocks):
@@ -375,7 +378,7 @@ def plan_of(
         solution.windows.prefetch_bytes,
         forecast.resident_peak_bytes,
         regions=_planned_regions(trace, solution, stays or {}),
-        left_after=solution.left_after,
+        left_after=left_after,
         trace=trace,
         bias_bytes=bias_bytes,
     )

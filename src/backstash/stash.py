@@ -842,7 +842,7 @@ def _changed(shape: Any, dtype: torch.dtype, module: str, found: int, saved: int
     where = (
         clean(module)
         or "a module that is not known for tensors below min_bytes (min_bytes=0 tells), nor where a budget "
-        "has room for all"
+        "leaves it alone"
     )
     remedy = "Change a clone, or change it before it is saved."
     return inplace_error(_named(shape, dtype, where), found, saved, remedy)

@@ -33,7 +33,8 @@ class Corrections:
             tuple[int, float]
         ] = []  # peaks in bytes, and seconds, of steps like the plan's
         self._timed: list[float] = []  # seconds of such steps that were not measured block by block
-        self._followed: list[StepRecord] = []
+        self._followed_steps = 0
+        self._followed: list[StepRecord] = []  # these, where they tell how fast bytes move now
         self._is_again = False
         self._off_steps = self._replans = self._wait_steps = 0
 
@@ -41,18 +42,21 @@ class Corrections:
         """Steps under a plan begin to be measured; ``again``: since :meth:`is_off` said so."""
         self._figures.clear()
         self._timed.clear()
+        self._followed_steps = 0
         self._followed.clear()
         self._is_again = again
 
     def add(self, record: StepRecord, budget: int, *, is_alike: bool) -> bool:
         """One has ended, which saved as much as the one that was planned for (``is_alike``), or not. Whether
         that is enough, as one that exceeded the budget is."""
-        self._followed.append(record)
-        if len(self._followed) > 1 and is_alike:  # the first still holds what was moved before
+        self._followed_steps += 1
+        if self._is_again:
+            self._followed.append(record)
+        if self._followed_steps > 1 and is_alike:  # the first still holds what was moved before
             self._figures.append((record.peak_bytes, record.seconds))
             if record.peak_bytes > budget:
                 return True
-        return len(self._figures) >= _VALIDATED_STEPS or len(self._followed) >= _MOST_FOLLOWED
+        return len(self._figures) >= _VALIDATED_STEPS or self._followed_steps >= _MOST_FOLLOWED
 
     def exceed(self, peak_bytes: int, seconds: float) -> None:
         """One that was not to be measured exceeded the budget."""
@@ -121,12 +125,13 @@ class Corrections:
 
     def other_links(self, links: Links) -> Links:
         """How fast bytes move now, where steps were measured again and it is not as fast as it was."""
-        if not self._is_again:
+        if not self._followed:
             return links
         found = links_of(self._followed)
         kinds = {event[0] for each in self._followed for event in each.told if event[3]}
         down = found.down_rate if "write" in kinds else links.down_rate
         up = found.up_rate if "read" in kinds else links.up_rate
+        self._followed.clear()
         off = abs(down / links.down_rate - 1), abs(up / links.up_rate - 1)
         return replace(links, down_rate=down, up_rate=up) if max(off) > _OFF else links
 

@@ -88,6 +88,10 @@ class FirstSteps:
         most = max(each.saved_bytes for each in self.records[1:])
         return next(each for each in self.records[1:] if each.saved_bytes >= most * (1 - _ALIKE))
 
+    def told_bytes(self, record: StepRecord) -> int:
+        """Of all storages that this step saved."""
+        return self._told_bytes[self.records.index(record)]
+
     def alike(self) -> Iterable[tuple[StepRecord, StepRecord]]:
         """The pairs of steps that both saved as much as the largest did."""
         most, steps = self.largest.saved_bytes, self.records[1:]
@@ -102,7 +106,7 @@ class FirstSteps:
         told = late or pairs
         links = links_of([*itertools.chain(*told)])
         costs = typical_costs(told, links)
-        whole = self._told_bytes[self.records.index(self.largest)]
+        whole = self.told_bytes(self.largest)
         left = [
             seconds
             for seconds, nbytes in self.left[1:]

@@ -39,6 +39,7 @@ class MemoryGuard:
         """One begins, and the meter knows it: less may have to be kept from now on."""
         self._line = self._most_now = self.most
         self._used_bytes = self._held_before = 0
+        self._growth -= self._growth // 8
         self._highest_bytes = max(self._highest_bytes, self._meter.known_peak_bytes)
 
     def raise_to(self, nbytes: int) -> None:
@@ -82,7 +83,7 @@ class MemoryGuard:
         return self.release() and self.held() + nbytes <= self._most_now
 
     def tell_used(self, nbytes: int) -> None:
-        """Backward uses so much of what was saved, and frees it then: an allocator may keep it for the process.
+        """Backward uses so much of a block, and mostly frees it then: an allocator may keep it for the process.
 
         It is given back where as much as ever came between two looks would exceed the most.
         """

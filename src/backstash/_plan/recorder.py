@@ -31,6 +31,8 @@ class StepRecord:
     """The class of each block by its number."""
     offers: dict[int, dict[str, Option]] = field(default_factory=dict)
     """By the number of a block that was priced: its options beside staying and moving."""
+    again: dict[int, int] = field(default_factory=dict)
+    """By the number of a block that was saved more than once: how many blocks the step had the last time."""
     forwards: list[Forward] = field(default_factory=list)
     """Of the modules that may run again; the events ``"enter"`` and ``"leave"`` have their index here."""
     stays: Stays = field(default_factory=dict)
@@ -254,7 +256,8 @@ def trace_of(
             index[number] = len(blocks)
             group = record.groups.get(number, "")
             options = _options(nbytes, costs, tier, offers.get(group, {}))
-            blocks.append(TracedBlock(group, nbytes, options))
+            last = record.again.get(number, 0)
+            blocks.append(TracedBlock(group, nbytes, options, last))
         elif kind == "use" and number in used:
             continue
         if kind == "use":

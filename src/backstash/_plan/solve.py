@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from .simulate import Forecast, Windows, simulate
-from .table import REGION, Group, Problem, Table, leaves_after
+from .table import REGION, Group, Problem, Table
 from .trace import Option, Trace
 
 __all__ = ["Solution", "smallest_budget", "solve"]
@@ -89,8 +89,7 @@ def solve(
     repaired.sort(key=lambda each: _rank(each[0]))
     best = min((_fill(*each) for each in repaired[:_FILLED]), key=_rank)
     bound, _ = _prices(Problem(_left(trace), budget, names), tried[-1], plain.peak_moment)
-    left_after = leaves_after(best.choices) if problem.leaves else None
-    return replace(best, bound_seconds=bound, left_after=left_after)
+    return replace(best, bound_seconds=bound, left_after=problem.left_after(best.choices))
 
 
 def smallest_budget(
@@ -324,7 +323,10 @@ def _earliest(problem: Problem, windows: Windows) -> list[_Candidate]:
         cheapest.append(min(freeing)[1] if freeing else "keep")
 
     def up_to(count: int, *, again: bool) -> list[str]:
-        choices = cheapest[:count] + ["keep"] * (len(cheapest) - count)
+        choices = [
+            name if min(end, len(cheapest)) <= count else "keep"
+            for name, end in zip(cheapest, problem.ends, strict=True)
+        ]
         for region in problem.regions if again else ():
             if max(region.members) < count:
                 for member in region.members:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from .trace import Option, Trace, TracedRegion
 
-__all__ = ["REGION", "Composite", "Group", "Problem", "Table", "leaves_after"]
+__all__ = ["REGION", "Composite", "Group", "Problem", "Table"]
 
 REGION = "region"
 """The choice of the members of a region that runs again."""
@@ -35,6 +35,8 @@ class Problem:
     """Of each block, that it stays and nothing is done about it."""
     leaves: bool = False
     """Whether what is saved after the last block that does not stay is left alone."""
+    ends: list[int] = field(default_factory=list)
+    """Of each block, after how many blocks it is not saved again."""
 
     def __post_init__(self) -> None:
         moments = self.trace.moments
@@ -43,6 +45,9 @@ class Problem:
         self.first_use = min(uses.values(), default=len(moments))
         self.untouched = self.trace.left_alone()
         blocks = range(len(self.untouched))
+        # One that is saved again after n blocks is looked at only if that is not left alone after n.
+        again = (each.saved_until + 1 if each.saved_until else 0 for each in self.trace.blocks)
+        self.ends = [max(at + 1, end) for at, end in enumerate(again)]
         # Where nothing can move, each block that stays is looked at: it may have to be recomputed.
         self.leaves = any(each.moved_bytes for at in blocks for _, each in self.options(at))
         if REGION in self.allowed:
@@ -78,20 +83,25 @@ class Problem:
         """What a choice is; a region's has its costs itself."""
         return _NOTHING if name == REGION else self.trace.blocks[block].options[name]
 
+    def left_after(self, choices: Sequence[str]) -> int | None:
+        """How many blocks a step has up to the last one that does not stay, and up to where such a one is saved
+        for the last time: what comes after them need not be looked at. ``None``: all are to be."""
+        if not self.leaves:
+            return None
+        ends = (self.ends[at] for at, name in enumerate(choices) if name != "keep")
+        return min(max(ends, default=0), len(choices))
+
     def taken(self, choices: Sequence[str]) -> list[Option]:
         """What these choices are, where all after the last that does not stay are left alone."""
-        last = leaves_after(choices) if self.leaves else len(choices)
+        last = self.left_after(choices)
+        if last is None:
+            last = len(choices)
         held = [self.option(block, name) for block, name in enumerate(choices[:last])]
         return held + self.untouched[last:]
 
     def running_again(self, choices: Sequence[str]) -> list[int]:
         """The regions that do."""
         return [at for at, each in enumerate(self.regions) if choices[each.members[0]] == REGION]
-
-
-def leaves_after(choices: Sequence[str]) -> int:
-    """How many blocks a step has up to the last one that does not stay: those after need no look."""
-    return next((at + 1 for at in reversed(range(len(choices))) if choices[at] != "keep"), 0)
 
 
 _NOTHING = Option(0)

@@ -44,6 +44,8 @@ class TracedBlock:
     """Its size in bytes."""
     options: Mapping[str, Option]
     """The ways it can be held, by the action's name: ``"keep"`` is always one."""
+    saved_until: int = 0
+    """Of one that is saved more than once: how many blocks the step has the last time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +189,7 @@ class Trace:
                         each["group"],
                         each["nbytes"],
                         {name: Option(**option) for name, option in each["options"].items()},
+                        int(each.get("saved_until", 0)),
                     )
                     for each in values["blocks"]
                 ),

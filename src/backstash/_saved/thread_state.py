@@ -44,7 +44,7 @@ class Counts:
     nested_bytes: int = 0
     """The bytes of those."""
     fitting_saves: int = 0
-    """Tensors left by the fast path since a plan leaves everything in place."""
+    """Tensors left by the fast path since a plan leaves them alone."""
     fitting_bytes: int = 0
     """The bytes of their storages."""
 
