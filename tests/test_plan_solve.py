@@ -8,9 +8,10 @@ from dataclasses import replace
 import pytest
 
 from backstash._plan.simulate import Windows, simulate
-from backstash._plan.solve import smallest_budget, solve
+from backstash._plan.solve import Solution, smallest_budget, solve
 from backstash._plan.trace import Links, Moment, Option, Trace, TracedBlock, TracedRegion
 from backstash.errors import UsageError
+from backstash.plan import plan_of
 from plan_bound import linear_program
 
 MIB = 1 << 20
@@ -314,6 +315,17 @@ def test_what_moves_is_looked_at_until_it_is_saved_for_the_last_time():
     moved = [at for at, name in enumerate(found.choices) if name != "keep"]
     assert found.fits and moved == [0, 1, *range(4, moved[-1] + 1)], "those two stay"
     assert found.left_after == moved[-1] + 2
+
+
+def test_members_of_regions_that_run_again_are_counted_as_no_blocks():
+    trace = chain([MIB] * 10)
+    trace = replace(trace, regions=(TracedRegion("layers.*", (1, 2, 3)),))
+    choices = ("disk", "region", "region", "region", "disk", *["keep"] * 5)
+    forecast = simulate(trace, trace.left_alone(), NONE)
+    solution = Solution(choices, NONE, forecast, 0.0, fits=True, left_after=5)
+    plan = plan_of(200 * MIB, trace, solution, MIB, 0)
+    assert plan.left_after == 2
+    assert sum(each.blocks for each in plan.classes) == 10
 
 
 def test_where_nothing_can_move_each_block_is_looked_at():

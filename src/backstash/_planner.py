@@ -541,7 +541,7 @@ class Planner:
             self._meet_larger(self._asked_bytes, most)
             if self._is_larger:
                 return -1
-        nbytes = self._part_of_what_is_left(_LOOKS * threads)
+        nbytes = self._part_of_what_is_left(_LOOKS, threads)
         if nbytes < 0:
             self._asked = -sys.maxsize  # no more in this step: each block has the memory looked at
         # While the first blocks of a step are held by a graph that is used later, only others tell its end.
@@ -549,11 +549,18 @@ class Planner:
 
     def may_make_bytes(self, threads: int) -> int:
         """The same for what a region saves in its second run, which the plan counts, and backward uses next."""
-        return -1 if self._recording else self._part_of_what_is_left(_MADE_LOOKS * threads)
+        return -1 if self._recording else self._part_of_what_is_left(_MADE_LOOKS, threads)
 
-    def _part_of_what_is_left(self, parts: int) -> int:
-        nbytes = self._guard.left_bytes // max(1, parts)
-        return nbytes if nbytes >= _GUARD_BYTES else -1
+    def _part_of_what_is_left(self, parts: int, threads: int) -> int:
+        """So much for each of some threads; -1: none."""
+        left, threads = self._guard.left_bytes, max(1, threads)
+        nbytes = left // (parts * threads)
+        if nbytes >= _GUARD_BYTES:
+            return nbytes
+        # Plans do not use all of a budget. What is left of that goes little by little, since to look at each of
+        # many small blocks is dear.
+        left += self._budget // _MARGIN
+        return _GUARD_BYTES // threads if left >= 2 * _GUARD_BYTES else -1
 
     def _leaves_alone(self, counted: int) -> bool:
         """Whether what is saved after so many blocks of this step stays, and nothing is done about it."""
