@@ -403,7 +403,8 @@ class Admission:
                     "smaller than min_bytes: copied, so that its large storage is not held",
                     region.nbytes,
                 )
-                planner = self._session.planner_at_work(tiers)
+                session = self._session
+                planner = session.planner_at_work(tiers) if session.planners else None
                 if planner is not None and not (thread_state.runs_again or thread_state.is_tried):
                     self._allow(planner, thread_state, tensor.device, is_block=False)
             origin.slices[region.key] = weakref.ref(block)
