@@ -31,7 +31,8 @@ class CountedMemory:
 
     def left_bytes(self):
         """Of what is left in place without being a block."""
-        return sum({where: nbytes for where, nbytes in self._left}.values())
+        left = list(self._left)  # at once: a thread that samples is beside those that save
+        return sum({where: nbytes for where, nbytes in left}.values())
 
     def now(self):
         held = self.other() + self.left_bytes()
