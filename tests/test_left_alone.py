@@ -492,9 +492,12 @@ def test_a_step_that_begins_with_a_small_part_begins_with_its_first_block(memory
         _ = stash.plan
     assert not stash._planner._recording and stash.plan.state == "planned"
     planner, steps = stash._planner, stash._planner._steps
+    early = []
+    net[4].register_forward_hook(lambda *_: early.append(fitting(stash)))
     for number in range(1, 4):
         written, before = stash.stats().written_bytes, fitting(stash)
         assert all(map(torch.equal, run(stash), true))
+        assert early.pop() == before, "the first blocks are none that are left alone"
         assert planner._steps == steps + number
         assert planner._counted >= stash.plan.left_after
         assert stash.stats().written_bytes - written >= (stash.plan.left_after - 4) * MIB

@@ -320,9 +320,8 @@ class Session:
                 continue
             self._settle_death(cleanup, self.device_tiers[cleanup.number])
             queue.popleft()
-            self.uses += (
-                1  # what a thread may leave alone was said of the step that this one was of
-            )
+            # What a thread may leave alone was said of the step that this one was of.
+            self.uses += 1
         if before and not self.blocks_alive:
             self.predictor.forget()
             for tiers in self.device_tiers:
