@@ -34,11 +34,16 @@ class CountedMemory:
         left = list(self._left)  # at once: a thread that samples is beside those that save
         return sum({where: nbytes for where, nbytes in left}.values())
 
-    def now(self):
-        held = self.other() + self.left_bytes()
+    def saved_bytes(self):
+        """What the stashes hold, and what is left in place."""
+        held = self.left_bytes()
         for stash in self._stashes:
             levels = backstash.stash._levels_of(stash)
             held += levels[0] + levels[1] + levels[4]
+        return held
+
+    def now(self):
+        held = self.other() + self.saved_bytes()
         self.peaks[0] = max(self.peaks[0], held)
         return held
 

@@ -620,11 +620,27 @@ def with_free(memory, tmp_path):
 
 def test_what_is_free_is_given_back_before_a_step(with_free):
     planner, free, given_back, run = with_free
+    planner._guard._reuses_free = False  # a step was tried
     planner._keep_less = lambda: None
     moved = run()
     free[0] = 6 * MIB
     assert run() == moved, "it is no reason to keep less"
     assert given_back == [6 * MIB]
+
+
+def test_what_a_step_does_not_use_again_is_given_back_before_it_exceeds(with_free):
+    """One step is tried that gives nothing back; then it is known that all of them have to."""
+    planner, free, given_back, run = with_free
+    guard, begun = planner._guard, []
+    moved, begin = run(), guard.begin_step
+    guard.begin_step = lambda: (begun.append(len(given_back)), begin())
+    free[0] = 6 * MIB
+    assert run() == moved
+    assert (begun, given_back) == ([0], [6 * MIB]), "while it saved"
+    for number in (1, 2):
+        free[0] = 6 * MIB
+        assert run() == moved
+        assert (begun[-1], len(given_back)) == (number + 1, number + 1), "as it began"
 
 
 def test_a_disk_that_can_hold_less_than_a_budget_needs_makes_it_too_small(memory, tmp_path):
@@ -737,7 +753,7 @@ def test_what_backward_frees_is_given_back_before_what_comes_next_could_exceed()
         given_back.append(held[0])
         held[0] = 40 * MIB
 
-    guard = MemoryGuard(meter, 100 * MIB, let_go)
+    guard = MemoryGuard(meter, 98 * MIB, 100 * MIB, let_go)
 
     def backward(*levels):
         guard.begin_step()
@@ -750,9 +766,8 @@ def test_what_backward_frees_is_given_back_before_what_comes_next_could_exceed()
         return [each // MIB for each in given_back]
 
     assert backward(50, 58, 66, 92) == [92], "26 at most come at once"
-    # At each step an eighth of that is forgotten: 22.75, then 19.9.
-    assert backward(50, 58, 60, 62, 77, 77) == [], "100 are not exceeded"
-    assert backward(50, 58, 60, 62, 81) == [81]
+    assert backward(50, 58, 60, 62, 74, 74) == [], "100 are not exceeded, though 98 are"
+    assert backward(50, 58, 60, 62, 75) == [75]
     assert backward(75, 75) == [], "it has used too little to have freed much"
     assert backward(30) == []
     held[0] = 70 * MIB
@@ -765,6 +780,41 @@ def test_what_backward_frees_is_given_back_before_what_comes_next_could_exceed()
     held[0] = 99 * MIB
     guard.tell_used(MIB // 4)
     assert given_back == [], "it is not looked at each of many small ones"
+
+
+def test_one_step_is_tried_that_keeps_what_is_free():
+    held, given_back = [0], []
+    meter = ProcessMeter(lambda: 0)
+    meter.now = lambda: held[0] * MIB
+    guard = MemoryGuard(meter, 98 * MIB, 100 * MIB, lambda: given_back.append(held[0]))
+    guard.plan_for(30 * MIB)
+
+    def run(at_start, most, *, always=False):
+        given_back.clear()
+        guard._release_after = 0.0  # however long it took before
+        held[0] = at_start
+        must_free = guard.must_free_at_start(always=always)
+        guard.take_highest()
+        guard.begin_step()
+        is_tried = guard.is_trying
+        held[0] = most
+        guard.over()
+        return must_free, is_tried, given_back == [most]
+
+    assert run(65, 95) == (False, False, False), "all that it may add fits"
+    assert run(75, 95, always=True) == (True, False, False)
+    assert run(99, 95) == (True, False, False), "it would hold too much at once"
+    assert run(75, 95) == (False, True, False)
+    assert run(75, 98) == (False, False, False), "it used again what was free"
+    assert run(75, 99) == (False, False, True)
+    assert run(75, 95) == (True, False, False), "they no longer do"
+    guard.plan_for(28 * MIB)
+    assert run(75, 95) == (True, False, False), "nor under another plan"
+    guard = MemoryGuard(meter, 98 * MIB, 100 * MIB, lambda: given_back.append(held[0]))
+    guard.plan_for(30 * MIB)
+    guard._growth = 10 * MIB
+    assert run(75, 91) == (False, True, True), "what may come before the next look would exceed"
+    assert run(75, 85) == (True, False, False)
 
 
 def test_a_budget_s_backward_gives_back_what_it_freed(with_free):

@@ -99,7 +99,8 @@ class Planner:
         self._holding: list[DeviceTiers] = []  # the device's, from the first step on
         self._meter = meter(functools.partial(_held_by, self._holding))
         self._budget = loaded.budget_bytes if loaded is not None else budget or 0
-        self._guard = MemoryGuard(self._meter, usable_bytes(self._budget), let_go)
+        most = usable_bytes(self._budget)
+        self._guard = MemoryGuard(self._meter, most, self._budget, let_go)
         self._device = device
         self._device_name = device.name if device is not None else "cpu"
         # An accelerator's allocator takes its time to answer.
@@ -151,8 +152,6 @@ class Planner:
         self._freed_bytes = 0  # since memory was given back in backward
         self._anew_bytes = 0  # that were given back before this step
         self._exceeding = 0  # steps under a plan that exceeded the budget
-        # Beyond it a step would exceed the budget; what is free counts.
-        self._most_at_start = self._budget
         self.notes: dict[str, None] = {}
         self._solving = Solving(windows, self.notes)
         if loaded is not None:
@@ -215,9 +214,7 @@ class Planner:
         tiers.prefetcher.has_room = tiers.packer.has_room = self._guard.has_room
         is_left = self._plan.state == "left alone"
         anew_bytes, self._anew_bytes = self._anew_bytes, 0
-        must_give_back = (self._recording and not is_left) or (
-            self._guard.held() > self._most_at_start
-        )
+        must_give_back = self._guard.must_free_at_start(always=self._recording and not is_left)
         if self._first_steps.mode == "left":
             self._meter.resume(self._meter.pause())  # a host that is ahead would tell its own time
         elif must_give_back:
@@ -566,7 +563,7 @@ class Planner:
         """Whether what is saved after so many blocks of this step stays, and nothing is done about it."""
         if self._recording or self._is_larger or self._is_unknown or self._recomputes_unknown:
             return False
-        if self._refused:
+        if self._refused or self._guard.is_trying:
             return False
         if self._first_steps.mode == "left":
             return True
@@ -768,7 +765,7 @@ class Planner:
         plan = plan_of(self._budget, trace, solution, smallest, bias_bytes, stays)
         self._plan = _with(plan, device=self._device_name, windows=self._given_windows)
         at_start = trace.moments[0].other_bytes if trace.moments else 0
-        self._most_at_start = self._budget - (solution.forecast.peak_bytes - at_start)
+        self._guard.plan_for(solution.forecast.peak_bytes - at_start)
         held = [
             block.nbytes
             for block, name in zip(trace.blocks, solution.choices, strict=True)

@@ -20,26 +20,53 @@ class MemoryGuard:
     Args:
         meter: of the device.
         most: the most bytes that are to be held.
+        budget: the most that may be held, a little more than ``most``.
         let_go: gives back memory that is free and still the process's.
     """
 
-    def __init__(self, meter: Meter, most: int, let_go: Callable[[], None]) -> None:
+    def __init__(self, meter: Meter, most: int, budget: int, let_go: Callable[[], None]) -> None:
         self._meter = meter
         self.most = most
         self.let_go = let_go
         self._most_now = most
+        self._margin = budget - most
         self._line = most  # beyond it less is kept; it follows what the process holds
         self._release_after = 0.0
         self._highest_bytes = 0
+        self._most_at_start = budget
+        self._reuses_free: bool | None = None  # no step was tried yet
+        self.is_trying = False
+        """Whether this step is the one that is tried: see :meth:`must_free_at_start`."""
         # In backward: used since the last look, and since memory was given back; what was held at the last
         # look; and the most that came between two.
         self._unlooked_bytes = self._used_bytes = self._held_before = self._growth = 0
+
+    def plan_for(self, grown_bytes: int) -> None:
+        """Steps hold from now on at most so many bytes more than at their beginning."""
+        self._most_at_start = self.most + self._margin - grown_bytes
+
+    def must_free_at_start(self, *, always: bool) -> bool:
+        """Whether memory that is free is given back as a step begins: where the step would exceed the budget if
+        it used none of it again; or ``always``.
+
+        To take that memory again takes time, and most steps use again what is free. So in one step nothing is
+        given back until the largest growth between two looks would exceed the budget, and the memory is looked at
+        as often as the stash does at all. If that one held no more than ``most``, the later ones do as it did,
+        until one of them holds more.
+        """
+        if self.is_trying or self._reuses_free:
+            self._reuses_free = self._highest_bytes <= self.most
+        self.is_trying = False
+        held = self.held()
+        if always or self._reuses_free or held <= self._most_at_start:
+            return always
+        self.is_trying = self._reuses_free is None and held <= self.most
+        return not self.is_trying
 
     def begin_step(self) -> None:
         """One begins, and the meter knows it: less may have to be kept from now on."""
         self._line = self._most_now = self.most
         self._used_bytes = self._held_before = 0
-        self._growth -= self._growth // 8
         self._highest_bytes = max(self._highest_bytes, self._meter.known_peak_bytes)
 
     def raise_to(self, nbytes: int) -> None:
@@ -68,7 +95,12 @@ class MemoryGuard:
         Once for each byte more: memory that was freed may stay the process's, and is used again.
         """
         self._held_before = 0  # what came since then is no growth of a backward's
-        over = self.held() - self._line
+        held = self.held()
+        if self.is_trying and held + self._growth > self.most + self._margin:
+            self.is_trying, self._reuses_free = False, False
+            self.release()
+            held = self.held()
+        over = held - self._line
         if over > 0 and self.release():
             over = self.held() - self._line
         if over <= 0:
@@ -85,7 +117,8 @@ class MemoryGuard:
     def tell_used(self, nbytes: int) -> None:
         """Backward uses so much of a block, and mostly frees it then: an allocator may keep it for the process.
 
-        It is given back where as much as ever came between two looks would exceed the most.
+        It is given back where as much as ever came between two looks would exceed the budget. A plan uses nearly
+        all of ``most``, and what is given back here has to be taken again in the next step's forward.
         """
         self._used_bytes += nbytes
         self._unlooked_bytes += nbytes
@@ -95,7 +128,7 @@ class MemoryGuard:
         if self._held_before:
             self._growth = max(self._growth, held - self._held_before)
         self._held_before = held
-        is_near = held + self._growth > self._most_now
+        is_near = held + self._growth > self._most_now + self._margin
         if is_near and self._used_bytes > self.most // _USED_PART and self.release():
             self._used_bytes = self._held_before = 0
 
