@@ -49,10 +49,10 @@ class MemoryGuard:
         """Whether memory that is free is given back as a step begins: where the step would exceed the budget if
         it used none of it again; or ``always``.
 
-        To take that memory again takes time, and most steps use again what is free. So one step is
-        tried: in it         nothing is given back until the largest growth between two looks would exceed the
-        budget, and the memory         is looked at as often as the stash does at all. If it held no more than
-        ``most``, the later ones do as it,         until one of them holds more.
+        To take that memory again takes time, and most steps use again what is free. So one step is tried: in
+        it nothing is given back until the largest growth between two looks would exceed the budget, and the
+        memory is looked at as often as the stash does at all. If it held no more than ``most``, the later
+        ones do as it, until one of them holds more.
         """
         if self.is_trying or self._reuses_free:
             self._reuses_free = self._highest_bytes <= self.most
@@ -117,9 +117,9 @@ class MemoryGuard:
     def tell_used(self, nbytes: int) -> None:
         """Backward uses so much of a block, and mostly frees it then: an allocator may keep it for the process.
 
-        It is given back where as much as ever came between two looks would exceed the budget. Not
-        before: a plan         uses nearly all of ``most``, and the next step's forward has to take again what
-        is given back here.
+        It is given back where as much as ever came between two looks would exceed the budget. Not before: a
+        plan uses nearly all of ``most``, and the next step's forward has to take again what is given back
+        here.
         """
         self._used_bytes += nbytes
         self._unlooked_bytes += nbytes
