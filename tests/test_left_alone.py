@@ -52,7 +52,7 @@ def settled(memory, tmp_path, budget=ROOMY, **options):
     for _ in range(8):
         assert torch.equal(step(net, stash), true)
         _ = stash.plan
-    assert stash.plan.state == "left alone" and not stash._planner._recording
+    assert stash.plan.state == "left alone" and not stash._planner._recording.is_on
     return stash
 
 
@@ -166,7 +166,7 @@ def test_two_graphs_in_a_step_make_no_larger_step(memory, tmp_path):
         first.backward()
         second.backward()
         assert torch.equal(one.grad, true) and torch.equal(other.grad, true)
-        assert not stash._planner._is_larger
+        assert not stash._planner._shape.is_larger
     assert stash.stats().written_bytes == written and stash.plan.state == "left alone"
     stash.close()
 
@@ -179,7 +179,7 @@ def test_a_forward_without_a_backward_ends_with_its_graph(memory, tmp_path):
         for _ in range(3):
             loss_of(net, stash)
         assert torch.equal(step(net, stash), true)
-        assert not stash._planner._is_larger
+        assert not stash._planner._shape.is_larger
     assert stash.stats().written_bytes == written and stash.stats().blocks == 0
     stash.close()
 
@@ -303,7 +303,7 @@ def planned(memory, tmp_path, budget=PART, **options):
     for _ in range(12):
         assert torch.equal(step(net, stash), true)
         _ = stash.plan
-    assert stash.plan.state == "planned" and not stash._planner._recording
+    assert stash.plan.state == "planned" and not stash._planner._recording.is_on
     return stash, net, true
 
 
@@ -346,7 +346,7 @@ def test_a_step_of_which_a_plan_does_not_know_all_leaves_nothing_alone(memory, t
     other = nn.Sequential(*net[:4], nn.Sequential(Erf(), Erf()), *net[6:])
     before, planner = fitting(stash), stash._planner
     assert torch.equal(step(other, stash), true)
-    assert fitting(stash) == before and planner._is_unknown
+    assert fitting(stash) == before and planner._shape.is_unknown
     assert torch.equal(step(net, stash), true)
     assert fitting(stash) > before
     stash.close()
@@ -432,7 +432,7 @@ def test_what_goes_and_is_saved_again_is_looked_at_again(memory, tmp_path):
         assert torch.equal(step(net, stash), true)
         _ = stash.plan
     plan = stash.plan
-    assert plan.state == "planned" and not stash._planner._recording
+    assert plan.state == "planned" and not stash._planner._recording.is_on
     moved = sum(n for each in plan.classes for name, n in each.choices if name != "keep")
     after = plan.left_after
     assert plan.trace.blocks[moved - 1].saved_until == moved and after >= moved + 1
@@ -491,7 +491,7 @@ def test_a_step_that_begins_with_a_small_part_begins_with_its_first_block(memory
     for _ in range(12):
         assert all(map(torch.equal, run(stash), true))
         _ = stash.plan
-    assert not stash._planner._recording and stash.plan.state == "planned"
+    assert not stash._planner._recording.is_on and stash.plan.state == "planned"
     planner, steps = stash._planner, stash._planner._steps
     early = []
     net[4].register_forward_hook(lambda *_: early.append(fitting(stash)))
@@ -500,7 +500,7 @@ def test_a_step_that_begins_with_a_small_part_begins_with_its_first_block(memory
         assert all(map(torch.equal, run(stash), true))
         assert early.pop() == before, "the first blocks are none that are left alone"
         assert planner._steps == steps + number
-        assert planner._counted >= stash.plan.left_after
+        assert planner._shape.counted >= stash.plan.left_after
         assert stash.stats().written_bytes - written >= (stash.plan.left_after - 4) * MIB
         assert fitting(stash) > before
     stash.close()

@@ -82,13 +82,13 @@ def test_what_fits_is_left_in_place(memory, tmp_path):
         choices == (("keep", each.blocks),) for each in plan.classes for choices in [each.choices]
     )
     planner = stash._planner
-    while planner._recording:
+    while planner._recording.is_on:
         step(model(), stash)
     # However long a step takes, it is not measured again, since nothing would be faster.
     planner._plan = replace(planner._plan, predicted=replace(plan.predicted, step_seconds=1e-9))
     for _ in range(5):
         step(model(), stash)
-    assert not planner._recording
+    assert not planner._recording.is_on
     written = stash.stats().written_bytes
     stash._planner._guard.let_go = lambda: pytest.fail("nothing needs to be given back")
     step(model(), stash)
@@ -273,7 +273,7 @@ def test_what_a_policy_moves_makes_no_step_larger(memory, tmp_path):
             first = (small * 2).erf()
         step(net, stash)
         first.sum().backward()
-        assert not stash._planner._is_larger
+        assert not stash._planner._shape.is_larger
         _ = stash.plan
     assert stash.plan.state == "planned"
     stash.close()
@@ -356,7 +356,7 @@ def test_after_the_first_step_windows_take_no_more_than_half_of_what_it_left(
     windows = []
     for _ in range(3):
         step(net, stash)
-        windows.append(stash._planner._windows)
+        windows.append(stash._planner._limits.windows)
     first, *others = windows
     assert min(first) > room // 4
     # But for a block of 1 MiB.
@@ -388,7 +388,7 @@ def test_with_a_budget_that_no_step_could_keep_steps_with_room_tell_what_moving_
             written.append(stats.written_bytes // MIB)
             were_left.append(stats.left[FITS].count if FITS in stats.left else 0)
             raised.append(planner._guard._most_now > OTHER)
-            windows = planner._windows
+            windows = planner._limits.windows
             assert windows == ((0, 0) if number < 3 else (16 * MIB, 16 * MIB)), number
     moved = [after - before for before, after in itertools.pairwise(written)]
     assert moved == [16, 16, 8, 16, 8, 16, 8, 0, 0, 0]
@@ -456,7 +456,7 @@ def test_steps_that_end_early_are_planned_for_as_far_as_they_were_measured(memor
             step(net, stash)
         planner.conclude()
     assert stash.plan.trace is not None and len(stash.plan.trace.blocks) == 16
-    assert not planner._recording
+    assert not planner._recording.is_on
     stash.close()
 
 
@@ -603,7 +603,7 @@ def with_free(memory, tmp_path):
     net = model()
     assert settle(net, stash).state == "planned"
     planner._corrections._wait_steps = 1000  # however long a step takes, it is not measured again
-    while planner._recording:
+    while planner._recording.is_on:
         step(net, stash)
         _ = stash.plan
     given_back.clear()
@@ -633,6 +633,7 @@ def test_what_a_step_does_not_use_again_is_given_back_before_it_exceeds(with_fre
     planner, free, given_back, run = with_free
     guard, begun = planner._guard, []
     moved, begin = run(), guard.begin_step
+    guard._reuses_free = None  # no step was tried
     guard.begin_step = lambda: (begun.append(len(given_back)), begin())
     free[0] = 6 * MIB
     assert run() == moved
@@ -705,7 +706,7 @@ def test_both_parts_of_a_sample_are_of_one_moment(monkeypatch):
 def test_a_budget_that_was_exceeded_is_planned_for_again(with_free, memory):
     """By what was seen in any step, not only in those that are measured."""
     planner, _, _, run = with_free
-    moved, budget, resident = run(), planner._budget, planner._tiers.evictor.resident
+    moved, budget, resident = run(), planner._budget, planner._limits.tiers.evictor.resident
     planner._keep_less = lambda: None
     memory.other = lambda: (
         budget - 4 * MIB if resident.nbytes + memory.left_bytes() > 6 * MIB else OTHER
@@ -723,7 +724,7 @@ def test_what_is_free_is_given_back_before_less_is_kept(with_free, memory):
     planner, free, given_back, run = with_free
     planner._plan = replace(planner._plan, left_after=None)  # memory is looked at for each block
     moved = run()
-    resident, before = planner._tiers.evictor.resident, []
+    resident, before = planner._limits.tiers.evictor.resident, []
 
     def other():
         if resident.nbytes + memory.left_bytes() > 4 * MIB and not before:

@@ -224,6 +224,14 @@ def test_measured_again_steps_are_off_what_was_found_then():
     assert found == [False, False, True]
 
 
+def test_steps_that_take_less_than_predicted_are_not_measured_again():
+    """Their plan is no worse for it; one that takes longer than they did is off."""
+    of = Corrections()
+    of.exceed(100, 2.0)
+    assert not any([of.time(1.2), of.is_off(1.2, 2.0)][1] for _ in range(50))
+    assert [of.is_off(1.5, 2.0) for _ in range(3)] == [False, False, True]
+
+
 def test_bytes_that_move_at_another_rate_than_they_did_are_planned_for():
     """Only where steps were measured again since their time was another one; a tenth is none."""
     of = Corrections()

@@ -119,7 +119,7 @@ def test_what_is_made_again_is_left_as_it_is_where_there_is_room(memory, tmp_pat
     with stash.recompute(*net):
         plan = settle(net, stash)
         stash._planner._corrections._wait_steps = 1000  # it is not measured again
-        while stash._planner._recording:
+        while stash._planner._recording.is_on:
             step(net, stash)
         planner = stash._planner
         planner._plan = replace(planner._plan, left_after=None)  # of a first run each is looked at
@@ -233,8 +233,8 @@ def test_what_something_outside_saves_too_is_not_let_go(memory, tmp_path):
         assert count(plan, "region")
         assert [len(each) for each in plan.regions[0].stays] == [1] * (LAYERS - 1) + [0]
         known = {each.name: each.blocks for each in plan.classes}
-        limits, lower = [], stash._planner._lower_limit
-        stash._planner._lower_limit = lambda limit: (limits.append(limit), lower(limit))
+        limits, lower = [], stash._planner._limits.lower_resident
+        stash._planner._limits.lower_resident = lambda limit: (limits.append(limit), lower(limit))
         memory.peaks[0] = 0
         step(net, stash)
     assert memory.peaks[0] <= budget

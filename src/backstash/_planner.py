@@ -21,11 +21,10 @@ have later ones of other sizes, as a mixture of experts has: they are held as th
 
 from __future__ import annotations
 
-import functools
 import sys
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -38,7 +37,9 @@ from ._plan.first_steps import FirstSteps, Mode
 from ._plan.guard import MemoryGuard
 from ._plan.meter import Meter, ProcessMeter, Sample
 from ._plan.recorder import Costs, StepRecord, links_of, trace_of
+from ._plan.recording import Recording
 from ._plan.regions import AGAIN, ONCE, TRACED, Forward, Regions, name_of
+from ._plan.shape import StepShape
 from ._plan.solve import smallest_budget
 from ._plan.solving import Solving, left_alone
 from ._plan.table import REGION
@@ -46,6 +47,7 @@ from ._plan.trace import Links, Option, Trace
 from ._runtime.trace import EventLog
 from ._saved.block import Block
 from ._tiers.device_tiers import DeviceTiers
+from ._tiers.limits import Limits
 from .errors import StashWarning
 from .memory import spare_bytes
 from .plan import Plan, StepFigures, budget_for, plan_of, usable_bytes
@@ -57,13 +59,9 @@ _GUARD_BYTES = 1 << 20  # saved between two looks at the process's memory
 _ANCHORS = 4  # blocks that each step begins with, whose uses tell when its backward runs
 _LOOKS = 4  # the part of the memory left that is saved between two looks at it, where all fits
 _MADE_LOOKS = 2  # the same in a second run
-_MORE = 8  # the part of the most bytes of a step by which another is larger than it
-_OFTEN = 16  # likewise, that is saved between two looks once a step was taken for a larger one
 _LEAST_WINDOW_BYTES = 16 << 20
-_GIVEN_BACK_BYTES = 64 << 20
 _MARGIN = 50  # the part of a budget that it may be exceeded by and nothing is said
 _TOLD_AT = 3  # steps that exceeded it: planning again with what was measured did not help
-_ALIKE = 0.02  # how much two steps of one shape may differ in what they save
 _FREE = Costs()
 
 
@@ -93,11 +91,9 @@ class Planner:
         let_go: Callable[[], None] = lambda: None,
         device: Device | None = None,
     ) -> None:
-        self._event_log = event_log
         self._tier = tier
-        self._given_windows = windows
-        self._holding: list[DeviceTiers] = []  # the device's, from the first step on
-        self._meter = meter(functools.partial(_held_by, self._holding))
+        self._limits = Limits(windows)
+        self._meter = meter(self._limits.held_bytes)
         self._budget = loaded.budget_bytes if loaded is not None else budget or 0
         most = usable_bytes(self._budget)
         self._guard = MemoryGuard(self._meter, most, self._budget, let_go)
@@ -107,49 +103,22 @@ class Planner:
         self._guard_bytes = max(_GUARD_BYTES, (budget or 0) >> 9 if device is not None else 0)
         self.regions = Regions() if tier is not None else None
         """Of the modules that may run again; ``None``: they do whatever the plan is."""
-        self._recording = False
+        self._recording = Recording(
+            event_log, self._meter, self.regions, self._guard, gives_back=tier is None
+        )
         self._first_steps = FirstSteps(self._budget)
         self._steps = 0
-        self._groups: dict[int, str] = {}
-        self._offers: dict[int, dict[str, Option]] = {}
-        self._again: dict[int, int] = {}  # how many blocks there were when one was saved again
         self._class_of = ClassOf()
         self._choices: Choices | None = None
-        self._counted = 0  # blocks in this step, so far
         self._unlooked_bytes = 0
-        self._resident_limit: int | None = None
-        self._unplanned_limit = 0  # the same in a step that saves what the plan does not know
-        self._windows = self._planned_windows = (0, 0)
-        self._windows_before = (0, 0)  # of the device, before the first step
-        self._saved_bytes = 0  # in this step, so far
-        self._known_first_bytes = self._known_bytes = (
-            0  # of the step that was planned for: its first block, all
-        )
-        # This step's first block is as large as that one's: what differs later does so within a step of this
-        # shape. Of a loaded plan that is taken for granted.
-        self._begins_as_known = loaded is not None
-        self._let_go_bytes = 0  # of these, by regions that run again
-        self._most_saved_bytes = sys.maxsize  # beyond it a step is larger than that one
+        self._shape = StepShape(begins_as_known=loaded is not None)
         self._most_other_bytes = 0  # that a step which was planned for held beside
-        # Of the storages that were saved in this step, each as often as it was; the most of a step; and how
-        # often it was asked whether more may stay.
-        self._asked_bytes = self._most_asked_bytes = self._asked = 0
-        self._planned_asked_bytes = 0  # of the step that is being planned for
-        self._known_asked_bytes = 0  # of the one that was
-        # Steps that are yet to be measured for a larger one that was met, and how many there are at most.
-        self._awaited, self._most_awaited = 0, 4
-        self._looks_often = False  # none of them was as large: it may have been several in turn
-        self._is_larger = False  # this step is larger than any that was planned for
-        self._is_unknown = False  # it saved what the plan does not know
+        self._asked = 0  # how often it was asked in this step whether more may stay
         # Forwards of this step that were to run again and do not: what they save is to move.
         self._refused: set[tuple[str, int]] = set()
-        self._expects_larger = (
-            False  # the last one was, which was not known from its first block on
-        )
         self._bytes_at_start = 0  # of memory, when the step began that was planned for
         self._links, self._costs = Links(0.0, 0.0), Costs()
         self._corrections = Corrections()
-        self._freed_bytes = 0  # since memory was given back in backward
         self._anew_bytes = 0  # that were given back before this step
         self._exceeding = 0  # steps under a plan that exceeded the budget
         self.notes: dict[str, None] = {}
@@ -181,40 +150,31 @@ class Planner:
 
     def close(self) -> None:
         """Measure no more."""
-        self._stop()
+        self._recording.stop()
 
     def retire(self) -> None:
         """Measure no more, and leave the device as it was: nobody plans for it from now on."""
         self.close()
-        for tiers in self._holding:
-            tiers.evictor.resident.is_planned = False
-            tiers.prefetcher.has_room = tiers.packer.has_room = None
-            inflight, prefetch = self._windows_before
-            tiers.evictor.inflight.window_bytes, tiers.prefetcher.window_bytes = inflight, prefetch
+        self._limits.end()
 
     def forked(self) -> None:
         """In a forked process: the threads that sample and plan are the other's, and so is an accelerator."""
         self._solving.forked()
         self._meter.forked()
         if self._device is not None:
-            self._stop()
-        elif self._recording:
-            self._start()
+            self._recording.stop()
+        elif self._recording.is_on:
+            self._recording.start()
 
     # At each step.
 
     def begin_step(self, tiers: DeviceTiers) -> None:
         """The first block of a step is being admitted to ``tiers``; the step before has ended."""
-        self._tiers = tiers
-        if not self._holding:
-            windows = tiers.evictor.inflight.window_bytes, tiers.prefetcher.window_bytes
-            self._windows_before = windows
-        self._holding[:] = [tiers]
-        tiers.evictor.resident.is_planned = True
-        tiers.prefetcher.has_room = tiers.packer.has_room = self._guard.has_room
+        self._limits.begin_step(tiers, self._guard.has_room)
+        recording = self._recording
         is_left = self._plan.state == "left alone"
         anew_bytes, self._anew_bytes = self._anew_bytes, 0
-        must_give_back = self._guard.must_free_at_start(always=self._recording and not is_left)
+        must_give_back = self._guard.must_free_at_start(always=recording.is_on and not is_left)
         if self._first_steps.mode == "left":
             self._meter.resume(self._meter.pause())  # a host that is ahead would tell its own time
         elif must_give_back:
@@ -224,51 +184,40 @@ class Planner:
             self._meter.resume(paused)
         seconds = self._meter.begin_step()
         self._guard.begin_step()
-        record = self._end_record(anew_bytes) if self._recording else None
+        record = recording.end_step(anew_bytes) if recording.is_on else None
         first = self._steps == 0
-        was_larger, self._is_larger = self._is_larger, False
-        self._counted, self._is_unknown = 0, False
+        ended, self._asked = self._shape.begin_step(is_first=first), 0
         self._refused.clear()
-        saved_bytes, self._saved_bytes = self._saved_bytes, 0
-        asked_bytes, self._asked_bytes, self._asked = self._asked_bytes, 0, 0
-        if not was_larger and not first:
-            self._most_asked_bytes = max(self._most_asked_bytes, asked_bytes)
         self._steps += 1
         self._class_of.begin_step()
         if self._choices is not None:
             self._choices.begin_step()
         if self.regions is not None:
             self.regions.begin_step()
-        self._groups, self._offers, self._again = {}, {}, {}
+        recording.begin_step()
         if self._plan.state == "loaded":
             self._apply_loaded()
         elif self._choices is None:
-            self._measure(record, seconds, asked_bytes)
+            self._measure(record, seconds, ended.asked_bytes)
         elif not first:
             highest_bytes = self._guard.take_highest()
             self._count_exceeding(highest_bytes)
-            if was_larger:
-                self._plan_for_larger(record, asked_bytes)
+            if ended.was_larger:
+                self._plan_for_larger(record, ended.asked_bytes)
             else:
-                told, known, share = (
-                    (saved_bytes, self._known_bytes, _ALIKE)
-                    if record is not None or self._plan.left_after is None
-                    else (asked_bytes, self._known_asked_bytes, 1 / _MORE)
-                )
-                is_alike = abs(told - known) <= share * known
+                by_blocks = record is not None or self._plan.left_after is None
+                is_alike = self._shape.is_alike(ended, by_blocks=by_blocks)
                 self._watch(record, StepFigures(highest_bytes, seconds), is_alike=is_alike)
-        if self._recording:
-            self._groups, self._offers, self._again = {}, {}, {}
 
     def _measure(self, record: StepRecord | None, seconds: float, asked_bytes: int) -> None:
         first, solving = self._first_steps, self._solving
         first.add(record, seconds, asked_bytes)
         made = len(first.records)
         if made == 0:
-            self._set_windows(self._first_windows())
-            self._start()
+            self._limits.set_windows(self._first_windows())
+            self._recording.start()
         elif made == 1:
-            self._planned_asked_bytes = asked_bytes
+            self._shape.begin_plan(asked_bytes)
             self._look_at_first()
         elif (mode := first.next_mode(self._spare_bytes)) is not None:
             if record is not None or mode == "left":
@@ -285,26 +234,26 @@ class Planner:
         if first.learns:
             self._guard.raise_to(last.peak_bytes + spare)
         if first.may_exceed:
-            self._set_windows((_LEAST_WINDOW_BYTES, _LEAST_WINDOW_BYTES))
+            self._limits.set_windows((_LEAST_WINDOW_BYTES, _LEAST_WINDOW_BYTES))
         if mode == "left":
-            self._stop()
+            self._recording.stop()
         elif mode == "all":
             return
         if first.may_exceed:
-            self._set_limit(spare)
+            self._limits.set_resident(spare)
             return
         trace = self._traced(last, links_of(first.records))
         if self._tier is None:
             self._look_whether_it_fits(trace)
-        limit = max(0, self._target() - _most_other(trace) - sum(self._windows))
-        self._set_limit(spare if first.learns else limit)
+        limit = max(0, self._target() - _most_other(trace) - sum(self._limits.windows))
+        self._limits.set_resident(spare if first.learns else limit)
 
     def _plan_for_first_steps(self) -> None:
         first = self._first_steps
-        self._stop()
+        self._recording.stop()
         first.mode = "all"
         self._links, self._costs = first.costs()
-        self._planned_asked_bytes = first.told_bytes(first.largest)
+        self._shape.begin_plan(first.told_bytes(first.largest))
         trace, differs = self._traced(first.largest, self._links, self._costs), 0
         if not first.learns:  # where some steps may hold more
             for pair in first.alike():
@@ -323,13 +272,13 @@ class Planner:
             solving.wait()
         if solving.found is not None:
             self._adopt()
-            self._stop()
+            self._recording.stop()
 
     def _traced(self, record: StepRecord, links: Links, costs: Costs = _FREE) -> Trace:
         tier = self._tier or "disk"
         runs_ahead = self._device is not None
         trace = trace_of(record, links, costs, tier, runs_ahead=runs_ahead)
-        below = self._tiers.tier
+        below = self._limits.tiers.tier
         capacity = below.capacity_bytes if below is not None else None
         if self._tier is None:
             capacity = 0
@@ -339,27 +288,24 @@ class Planner:
         """A step may be larger than those that were planned for: it saves ``nbytes`` where they did
         ``known_bytes``. Then all of it moves; from its first block on it is measured, too."""
         predicted = self._plan.predicted
-        is_left = self._plan.state == "left alone" and not self._expects_larger
+        is_left = self._plan.state == "left alone" and not self._shape.expects_larger
         if is_left and predicted is not None and known_bytes:
             grown = (predicted.peak_bytes - self._bytes_at_start) * nbytes // known_bytes
             if self._bytes_at_start + grown <= self._target():
                 return
-        self._is_larger = True
-        self._expects_larger = self._saved_bytes > 0  # it is too late to measure this one
-        if self._expects_larger:
-            self._awaited, self._most_awaited = self._most_awaited, min(64, 2 * self._most_awaited)
-        else:
-            self._groups, self._offers, self._again = {}, {}, {}
-            self._start()
-        self._set_windows(self._first_windows())
-        self._lower_limit(0)
+        self._shape.meet_larger()
+        if not self._shape.expects_larger:
+            self._recording.begin_step()
+            self._recording.start()
+        self._limits.set_windows(self._first_windows())
+        self._limits.lower_resident(0)
 
     def _plan_for_larger(self, record: StepRecord | None, asked_bytes: int) -> None:
         """A step has ended that was larger than those that were planned for, or was expected to be."""
-        self._stop()
-        self._set_limit(self._resident_limit)
-        self._set_windows(self._planned_windows)
-        if record is None or self._expects_larger or self._solving.is_running:
+        self._recording.stop()
+        self._limits.set_resident(self._limits.resident)
+        self._limits.set_windows(self._limits.planned_windows)
+        if record is None or self._shape.expects_larger or self._solving.is_running:
             return
         if not self._links.down_rate:  # the very first step fitted, and none was measured after it
             self._links = links_of([record])
@@ -371,15 +317,12 @@ class Planner:
             if _saved_by(found[0]) >= _saved_by(trace):
                 self._adopt()
                 return
-        elif _saved_by(trace) <= self._known_bytes + self._let_go_bytes and (
+        elif self._shape.holds(_saved_by(trace)) and (
             self.regions is None or self.regions.can_be_followed(trace.regions)
         ):
-            # Steps may take turns of which some are smaller: the next one is measured, too.
-            self._expects_larger = self._awaited > 0
-            self._awaited -= self._expects_larger
-            self._looks_often |= not self._expects_larger
+            self._shape.await_next()
             return
-        self._awaited, self._planned_asked_bytes = 0, asked_bytes
+        self._shape.begin_plan(asked_bytes)
         self._solve(trace)
 
     def _look_at_first(self) -> None:
@@ -392,23 +335,25 @@ class Planner:
         left = left_alone(trace)
         target = self._target()
         if left[2] <= target:
-            self._stop()
+            self._recording.stop()
             self._solving.found = left
             return
         room = max(0, target - _most_other(trace))
-        self._set_limit(room)
+        self._limits.set_resident(room)
         if self._tier is not None:
             # Half of what is left may be on its way, so that the other half stays in the step that is to keep
             # something; a window below the largest block would hide nothing.
             most = max([room // 4, *(each.nbytes for each in trace.blocks)])
-            inflight, prefetch = self._windows
-            self._set_windows((min(inflight, most), min(prefetch, most)))
+            inflight, prefetch = self._limits.windows
+            self._limits.set_windows((min(inflight, most), min(prefetch, most)))
             self._look_whether_it_fits(first_trace)
 
     def _look_whether_it_fits(self, trace: Trace) -> None:
         """After the first step, where everything can move; else after the second, which tells what else can be
         done."""
-        smallest = smallest_budget(trace, allowed=self._allowed(), windows=self._given_windows)
+        smallest = smallest_budget(
+            trace, allowed=self._allowed(), windows=self._limits.given_windows
+        )
         if smallest > self._budget:
             self._tell(
                 f"{self._named} cannot be kept: the smallest that this step can keep is "
@@ -436,11 +381,11 @@ class Planner:
         if solving.found is not None and not solving.is_running and solving.is_new:
             self._adopt()
             return
-        self._set_limit(self._resident_limit)  # the guard may have lowered it
+        self._limits.set_resident(self._limits.resident)  # the guard may have lowered it
         predicted = self._plan.predicted
         if record is not None:
             if self._corrections.add(record, self._budget, is_alike=is_alike):
-                self._stop()
+                self._recording.stop()
                 self._correct()
             return
         if predicted is None:
@@ -457,7 +402,7 @@ class Planner:
             return  # nothing is faster
         if self._corrections.is_off(found.step_seconds, predicted.step_seconds):
             self._corrections.begin(again=True)
-            self._start()
+            self._recording.start()
 
     def _note_measured(self) -> None:
         measured = self._corrections.measured
@@ -495,29 +440,22 @@ class Planner:
             self._links = links
             self._solve(replace(trace, links=links))
             over = measured[0] - self._budget
-            if over > 0 and self._resident_limit is not None:  # this step is not to wait for it
-                self._lower_limit(max(0, self._resident_limit - over))
+            if over > 0 and self._limits.resident is not None:  # this step is not to wait for it
+                self._limits.lower_resident(max(0, self._limits.resident - over))
 
     # Per block.
 
     def count(self, block: Block) -> None:
         """A block is being admitted, by the plan or by a policy: see whether the step is larger than any that
         was planned for."""
-        if not self._saved_bytes:
-            if self._solving.has_taken:
-                self._begins_as_known = block.nbytes == self._known_first_bytes
-                if block.nbytes > self._known_first_bytes or self._expects_larger:
-                    self._meet_larger(block.nbytes, self._known_first_bytes)
-        elif not self._is_larger and self._saved_bytes > self._most_saved_bytes:
-            self._meet_larger(self._saved_bytes, self._known_bytes)
-        self._saved_bytes += block.nbytes
-        self._counted += 1
-        if self._recording:
-            self._groups[block.cleanup.serial] = ""
+        larger = self._shape.count(block.nbytes, is_planned=self._solving.has_taken)
+        if larger is not None:
+            self._meet_larger(*larger)
+        self._recording.tell_class(block.cleanup.serial, "")
 
     def tell_saved(self, nbytes: int) -> None:
         """Storages of so many bytes were saved in this step, each counted as often as it was."""
-        self._asked_bytes += nbytes
+        self._shape.tell_saved(nbytes)
 
     def may_leave_bytes(self, threads: int, *, is_block: bool = True) -> int:
         """How many bytes may be saved and stay in place before this is asked again; -1: none.
@@ -531,37 +469,29 @@ class Planner:
             is_block: whether what was saved last is one.
         """
         self._asked += is_block
-        if not self._leaves_alone(self._counted) or self._asked <= _ANCHORS:
+        shape = self._shape
+        if not self._leaves_alone(shape.counted) or self._asked <= _ANCHORS:
             return -1
-        most = self._most_asked_bytes
-        if most and self._plan.state != "loaded" and self._asked_bytes > most + most // _MORE:
-            self._meet_larger(self._asked_bytes, most)
-            if self._is_larger:
+        more = shape.asked_more() if self._plan.state != "loaded" else None
+        if more is not None:
+            self._meet_larger(*more)
+            if shape.is_larger:
                 return -1
-        nbytes = self._part_of_what_is_left(_LOOKS, threads)
+        nbytes = self._guard.part_of_what_is_left(_LOOKS, threads)
         if nbytes < 0:
             self._asked = -sys.maxsize  # no more in this step: each block has the memory looked at
-        # While the first blocks of a step are held by a graph that is used later, only others tell its end.
-        return min(nbytes, self._most_asked_bytes // _OFTEN) if self._looks_often else nbytes
+        return shape.bytes_to_next_look(nbytes)
 
     def may_make_bytes(self, threads: int) -> int:
         """The same for what a region saves in its second run, which the plan counts, and backward uses next."""
-        return -1 if self._recording else self._part_of_what_is_left(_MADE_LOOKS, threads)
-
-    def _part_of_what_is_left(self, parts: int, threads: int) -> int:
-        """So much for each of some threads; -1: none."""
-        left, threads = self._guard.left_bytes, max(1, threads)
-        nbytes = left // (parts * threads)
-        if nbytes >= _GUARD_BYTES:
-            return nbytes
-        # Plans do not use all of a budget. What is left of that goes little by little, since to look at each of
-        # many small blocks is dear.
-        left += self._budget // _MARGIN
-        return _GUARD_BYTES // threads if left >= 2 * _GUARD_BYTES else -1
+        return (
+            -1 if self._recording.is_on else self._guard.part_of_what_is_left(_MADE_LOOKS, threads)
+        )
 
     def _leaves_alone(self, counted: int) -> bool:
         """Whether what is saved after so many blocks of this step stays, and nothing is done about it."""
-        if self._recording or self._is_larger or self._is_unknown or self._recomputes_unknown:
+        shape = self._shape
+        if self._recording.is_on or shape.is_larger or shape.is_unknown or self._recomputes_unknown:
             return False
         if self._refused or self._guard.is_trying:
             return False
@@ -579,13 +509,12 @@ class Planner:
         if self._unlooked_bytes < 0:
             self._unlooked_bytes = self._guard_bytes
             self._keep_less()
-        if self._leaves_alone(self._counted - 1):
+        if self._leaves_alone(self._shape.counted - 1):
             return "recompute" if self._must_recompute(block) else ""
         made_by = tensor.grad_fn
         operation = made_by.name() if made_by is not None else "no operation"
         group = self._class_of.next(block.cleanup.module, operation, block.nbytes)
-        if self._recording:
-            self._groups[block.cleanup.serial] = group
+        self._recording.tell_class(block.cleanup.serial, group)
         name = self._choose(group)
         if name == "all" and self._tier is None:
             return "recompute"
@@ -604,7 +533,7 @@ class Planner:
         """Whether a block that was to stay is more than the limit, and nothing can move to make room."""
         if self._tier is not None or self._choices is None:
             return False
-        resident = self._tiers.evictor.resident
+        resident = self._limits.tiers.evictor.resident
         return resident.limit is not None and resident.nbytes + block.nbytes > resident.limit
 
     @property
@@ -616,9 +545,11 @@ class Planner:
     def asks_prices(self) -> bool:
         """Whether it is measured now what recomputing and packing a block take: in the second step, when it is
         known that not everything fits, and in one that is larger than those before."""
-        if not self._recording:
+        if not self._recording.is_on:
             return False
-        return self._is_larger or (self._choices is None and len(self._first_steps.records) == 1)
+        return self._shape.is_larger or (
+            self._choices is None and len(self._first_steps.records) == 1
+        )
 
     def pause(self) -> Any:
         """What is done until :meth:`was_priced` or :meth:`resume` is given what this returns is no part of the
@@ -631,9 +562,7 @@ class Planner:
         ``prices``: what each takes; ``None`` where the block cannot be held so.
         """
         self._meter.resume(paused)
-        self._offers[block.cleanup.serial] = {
-            name: option for name, option in prices.items() if option is not None
-        }
+        self._recording.tell_prices(block.cleanup.serial, prices)
 
     def beside(self, block: Block, *, again: bool) -> str:
         """The tier of a block that no plan knows: a second run's stays as far as the limit allows (``again``);
@@ -661,9 +590,9 @@ class Planner:
     def way_of(self, name: str, index: int) -> str:
         """What is done with it, once it is known what it is given."""
         assert self.regions is not None
-        if self._is_larger or self._choices is None:
+        if self._shape.is_larger or self._choices is None:
             self.regions.meet(name)
-            return TRACED if self._recording else ONCE
+            return TRACED if self._recording.is_on else ONCE
         if self._plan.state == "left alone":
             return ONCE
         self._refused.discard((name, index))
@@ -702,24 +631,21 @@ class Planner:
 
     def saved_again(self, block: Block) -> None:
         """A block that is held was saved once more."""
-        if self._recording:
-            self._again[block.cleanup.serial] = self._counted
-            if self.regions is not None:
-                self.regions.saved_again(block.cleanup.serial)
+        self._recording.tell_saved_again(block.cleanup.serial, self._shape.counted)
 
     def _choose(self, group: str) -> str:
-        if self._is_larger:
+        if self._shape.is_larger:
             return "all"
         if self._choices is None:
-            is_moved = self._first_steps.mode == "all" or self._counted % 2
+            is_moved = self._first_steps.mode == "all" or self._shape.counted % 2
             return "all" if is_moved else "keep"
-        choice = self._choices.next(group, of_any_size=self._begins_as_known)
+        choice = self._choices.next(group, of_any_size=self._shape.begins_as_known)
         if choice is None:
             if self._recomputes_unknown:
                 return "recompute"
             # Nothing is known of when it is needed: the oldest go, with both windows taken to be full.
-            self._lower_limit(self._unplanned_limit)
-            self._is_unknown = True
+            self._limits.lower_resident(self._limits.unplanned)
+            self._shape.is_unknown = True
             return "keep"
         # A region that was to run again and does not: what it saves moves.
         return self.instead if choice == REGION else choice
@@ -728,21 +654,15 @@ class Planner:
         """Where the process comes near the budget, for the rest of the step."""
         over = self._guard.over()
         if over:
-            self._lower_limit(max(0, self._tiers.evictor.resident.nbytes - over))
+            self._limits.lower_resident(max(0, self._limits.tiers.evictor.resident.nbytes - over))
 
     def _spare_bytes(self) -> int:
         """What can still be taken."""
         return spare_bytes() if self._device is None else self._device.free_bytes()
 
-    def _lower_limit(self, limit: int) -> None:
-        """For the rest of the step."""
-        resident = self._tiers.evictor.resident
-        if resident.limit is None or limit < resident.limit:
-            resident.set_limit(limit)
-
     def hook_took(self, kind: str, began: float) -> None:
         """``"pack hook"`` or ``"unpack hook"``, for a block, from ``began`` to now."""
-        if self._recording:
+        if self._recording.is_on:
             self._meter.hear((kind, began, time.perf_counter() - began, 0, -1))
 
     # Making a plan, and following it.
@@ -763,7 +683,7 @@ class Planner:
         stays = self.regions.all_stays if self.regions is not None else {}
         bias_bytes = self._corrections.bias_bytes
         plan = plan_of(self._budget, trace, solution, smallest, bias_bytes, stays)
-        self._plan = _with(plan, device=self._device_name, windows=self._given_windows)
+        self._plan = _with(plan, device=self._device_name, windows=self._limits.given_windows)
         at_start = trace.moments[0].other_bytes if trace.moments else 0
         self._guard.plan_for(solution.forecast.peak_bytes - at_start)
         held = [
@@ -771,34 +691,34 @@ class Planner:
             for block, name in zip(trace.blocks, solution.choices, strict=True)
             if name != REGION
         ]
-        self._bytes_at_start, self._known_bytes = at_start, sum(held)
-        self._let_go_bytes = _saved_by(trace) - self._known_bytes
-        self._known_first_bytes = held[0] if held else 0
-        self._most_saved_bytes = int(self._known_bytes * (1 + _ALIKE))
+        self._bytes_at_start = at_start
+        self._shape.follow(held, _saved_by(trace) - sum(held))
         self._most_other_bytes = max(self._most_other_bytes, _most_other(trace))
-        self._known_asked_bytes = self._planned_asked_bytes
-        self._most_asked_bytes = max(self._most_asked_bytes, self._known_asked_bytes)
         if self._plan.state == "left alone":
             self._guard.let_go()  # what moving needed
         self._follow(self._plan)
-        self._planned_windows = solution.windows.inflight_bytes, solution.windows.prefetch_bytes
-        self._set_windows(self._planned_windows)
+        self._limits.planned_windows = (
+            solution.windows.inflight_bytes,
+            solution.windows.prefetch_bytes,
+        )
+        self._limits.set_windows(self._limits.planned_windows)
         slack = max(0, self._budget - bias_bytes - solution.forecast.peak_bytes)
-        self._resident_limit = solution.forecast.resident_peak_bytes + slack
-        self._set_limit(self._resident_limit)
-        windows = sum(self._windows)
-        self._unplanned_limit = max(0, self._target() - self._most_other_bytes - windows)
+        self._limits.resident = solution.forecast.resident_peak_bytes + slack
+        self._limits.set_resident(self._limits.resident)
+        windows = sum(self._limits.windows)
+        self._limits.unplanned = max(0, self._target() - self._most_other_bytes - windows)
         self._corrections.begin()
-        self._start()
+        self._recording.start()
 
     def _apply_loaded(self) -> None:
         plan = self._plan
-        self._set_windows((plan.inflight_bytes, plan.prefetch_bytes))
-        self._resident_limit = self._unplanned_limit = plan.resident_bytes
-        self._set_limit(plan.resident_bytes)
+        self._limits.set_windows((plan.inflight_bytes, plan.prefetch_bytes))
+        self._limits.resident = self._limits.unplanned = plan.resident_bytes
+        self._limits.set_resident(plan.resident_bytes)
 
     def _follow(self, plan: Plan) -> None:
         self._choices = Choices((each.name, each.choices) for each in plan.classes)
+        self._recording.gives_back = False
         if self.regions is not None:
             self.regions.follow(
                 {
@@ -820,69 +740,6 @@ class Planner:
         size = min(128 << 20, max(least, left // 8))
         return size, size
 
-    def _set_windows(self, windows: tuple[int, int]) -> None:
-        inflight, prefetch = (
-            given if given is not None else chosen
-            for given, chosen in zip(self._given_windows, windows, strict=True)
-        )
-        self._windows = inflight, prefetch
-        self._tiers.evictor.inflight.window_bytes = inflight
-        self._tiers.prefetcher.window_bytes = prefetch
-
-    def _set_limit(self, limit: int | None) -> None:
-        self._resident_limit = limit
-        self._tiers.evictor.resident.set_limit(limit)
-
-    # Measuring.
-
-    def _start(self) -> None:
-        self._meter.forget()
-        if self.regions is not None:
-            self.regions.take()
-        if not self._recording:
-            self._recording = True
-            self._event_log.start(self._hear)
-        self._meter.start()
-
-    def _hear(self, told: tuple[Any, ...]) -> None:
-        """See :meth:`EventLog.start`.
-
-        Where nothing moves, all that backward frees was in memory, and the allocator keeps it: it is given back
-        every so often, or it would be taken for memory that is not the stash's.
-        """
-        if told[0] in ("save", "use", "free") and told[4] not in self._groups:
-            return  # of another device, or of a step before
-        self._meter.hear(told)
-        if self._tier is not None or self._choices is not None:
-            return
-        if told[0] == "free":
-            self._freed_bytes += told[3]
-        elif told[0] == "use" and self._freed_bytes >= _GIVEN_BACK_BYTES:
-            self._freed_bytes, paused = 0, self._meter.pause()
-            self._guard.let_go()
-            self._meter.resume(paused)
-
-    def _stop(self) -> None:
-        if self._recording:
-            self._recording = False
-            self._event_log.stop(self._hear)
-        self._meter.stop()
-
-    def _end_record(self, anew_bytes: int) -> StepRecord:
-        """Of the step before, in which up to ``anew_bytes`` had to be taken from the system once more."""
-        regions = self.regions
-        record = StepRecord(
-            self._meter.take(),
-            self._groups,
-            self._offers,
-            self._again,
-            regions.take() if regions is not None else [],
-            regions.all_stays if regions is not None else {},
-        )
-        grown = record.peak_bytes - record.samples[0][1] if record.samples else 0
-        record.anew_seconds = self._meter.anew_seconds(min(anew_bytes, max(0, grown)))
-        return record
-
     def _tell(self, note: str) -> None:
         if note not in self.notes:
             self.notes[note] = None
@@ -901,17 +758,6 @@ def _saved_by(trace: Trace) -> int:
 
 def _most_other(trace: Trace) -> int:
     return max((moment.other_bytes for moment in trace.moments), default=0)
-
-
-def _held_by(holding: Sequence[DeviceTiers]) -> int:
-    """Bytes of the device's memory that the stash holds, with those under way."""
-    held = 0
-    for each in holding:
-        held += each.evictor.resident.nbytes + each.evictor.inflight.nbytes
-        held += each.prefetcher.ahead_bytes
-        if each.device is not None:
-            held += each.device.unfinished_bytes()
-    return held
 
 
 def auto_budget() -> int:

@@ -304,7 +304,7 @@ class Bench:
 def _plan_anything(planned: Stash, rng: random.Random) -> None:
     """Nothing is measured; of each block something is done, and so much after it is left alone."""
     planner: Any = planned._planner
-    planner._start = lambda: None
+    planner._recording.start = lambda: None
     planner.choose = lambda block, tensor: rng.choice(("", "disk", "recompute", "pack"))
     planner.may_leave_bytes = lambda threads, is_block=True: rng.choice((-1, 64, 5000, 1 << 20))
 

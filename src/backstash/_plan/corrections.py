@@ -137,10 +137,12 @@ class Corrections:
 
     def is_off(self, seconds: float, predicted_seconds: float) -> bool:
         """A step that is not measured took so long. Whether one is to be measured again: the last few were all
-        off by more than a tenth, and the last time is long enough ago. Off what was predicted; once that was
-        measured again, off what was found."""
-        if self._is_again and len(self._timed) >= _VALIDATED_STEPS:
-            predicted_seconds = typical(self._timed)
+        off by more than a tenth, and the last time is long enough ago. Off what was predicted; where steps under
+        this plan took less, or that was measured again, off what the first ones took."""
+        if len(self._timed) >= _VALIDATED_STEPS:
+            found = typical(self._timed)
+            if self._is_again or found < predicted_seconds:
+                predicted_seconds = found
         off = abs(seconds - predicted_seconds) > _OFF * predicted_seconds
         self._off_steps = self._off_steps + 1 if off else 0
         self._wait_steps -= 1

@@ -10,7 +10,9 @@ from .meter import Meter
 __all__ = ["MemoryGuard"]
 
 _RELEASE_REST = 20  # times as long as giving memory back took, it is not done again
-_LOOK_BYTES = 1 << 20  # that backward uses between two looks
+_LOOK_BYTES = (
+    1 << 20
+)  # that backward uses between two looks, and the least that is saved between two
 _USED_PART = 32  # the part of the most that backward has used before what it freed is given back
 
 
@@ -83,6 +85,16 @@ class MemoryGuard:
         held = self._meter.now()
         self._highest_bytes = max(self._highest_bytes, held)
         return held
+
+    def part_of_what_is_left(self, parts: int, threads: int) -> int:
+        """So much for each of some threads, until this is asked again; -1: none."""
+        left, threads = self.left_bytes, max(1, threads)
+        nbytes = left // (parts * threads)
+        if nbytes >= _LOOK_BYTES:
+            return nbytes
+        # Plans do not use all of a budget. What is left of that goes little by little, since to look at each of
+        # many small blocks is dear.
+        return _LOOK_BYTES // threads if left + self._margin >= 2 * _LOOK_BYTES else -1
 
     def take_highest(self) -> int:
         """The most that was seen since this was asked last."""

@@ -196,6 +196,49 @@ def typical_costs(pairs: Sequence[tuple[StepRecord, StepRecord]], links: Links) 
     return Costs(per_byte, kept, moved, max(0.0, typical(computing)), anew)
 
 
+class _Intervals:
+    """Between the moments of a recorded step: seconds of computing, and memory that is not the stash's."""
+
+    def __init__(self, record: StepRecord, per_moved_byte: float) -> None:
+        self._samples = deque(record.samples)
+        self._per_moved_byte = per_moved_byte
+        self._before, self._waited, self._transferred = record.began, 0.0, 0
+        self.computed = 0.0  # up to the last moment
+        # Seconds of the stash's, for which the intervals up to the last moment were too short.
+        self._owed = 0.0
+        self._peak = self._peak_before = 0
+
+    def tell(self, own: float, transferred_bytes: int) -> None:
+        """In this interval the computing thread waited or was in a hook for ``own`` seconds, or bytes moved."""
+        self._waited += own
+        self._transferred += transferred_bytes
+
+    def look(self, until: float) -> None:
+        """At what was sampled of the memory."""
+        while self._samples and self._samples[0][0] <= until:
+            _, held, ours = self._samples.popleft()
+            self._peak = max(self._peak, held - ours)
+
+    def seconds(self, now: float) -> float:
+        """Of computing from the last moment to ``now``; below 0: what the next intervals owe."""
+        moved = self._per_moved_byte * self._transferred
+        return now - self._before - self._waited - moved - self._owed
+
+    @property
+    def other_bytes(self) -> int:
+        """The most in this interval; where nothing was sampled in it, in the one before."""
+        return max(0, self._peak or self._peak_before)
+
+    def end(self, now: float) -> tuple[float, int]:
+        """A moment comes: the interval's seconds, and the most memory in it."""
+        rest, other_bytes = self.seconds(now), self.other_bytes
+        self._owed = max(0.0, -rest)
+        self.computed += max(0.0, rest)
+        self._before, self._waited, self._transferred = now, 0.0, 0
+        self._peak_before, self._peak = self._peak or self._peak_before, 0
+        return max(0.0, rest), other_bytes
+
+
 def trace_of(
     record: StepRecord,
     links: Links,
@@ -214,65 +257,37 @@ def trace_of(
         tier: the name of the option that moves a block.
         runs_ahead: see :class:`Trace`.
     """
-    offers = _offers(record)
+    offers, intervals = _offers(record), _Intervals(record, costs.per_moved_byte)
     blocks: list[TracedBlock] = []
     index: dict[int, int] = {}
     moments: list[Moment] = []
     used: set[int] = set()
-    samples = deque(record.samples)
-    before, waited, transferred = record.began, 0.0, 0
-    computed = 0.0  # up to the last moment
-    owed = (
-        0.0  # seconds of the stash's, for which the intervals up to the last moment were too short
-    )
-    peak = other_before = 0
-
-    def advance(until: float) -> None:
-        nonlocal peak
-        while samples and samples[0][0] <= until:
-            _, held, ours = samples.popleft()
-            peak = max(peak, held - ours)
-
-    def since(now: float) -> float:
-        """Seconds of computing from the last moment to ``now``; below 0: what the next intervals owe."""
-        return now - before - waited - costs.per_moved_byte * transferred - owed
-
     for event, own in _own_seconds(record.told):
         kind, start, _, nbytes, number, *_rest = event
         if kind in _BOUNDS:
-            at = computed + max(0.0, since(start))
-            record.forwards[number].seconds = (
-                at if kind == "enter" else max(0.0, at - record.forwards[number].seconds)
-            )
+            at = intervals.computed + max(0.0, intervals.seconds(start))
+            forward = record.forwards[number]
+            forward.seconds = at if kind == "enter" else max(0.0, at - forward.seconds)
             continue
-        waited += own
+        intervals.tell(own, nbytes if kind in _TRANSFERS else 0)
         if kind not in _HOOKS:
-            advance(start)
-        if kind in _TRANSFERS:
-            transferred += nbytes
+            intervals.look(start)
         if kind not in _KINDS or (kind != "save" and number not in index):
             continue
         if kind == "save":
             index[number] = len(blocks)
             group = record.groups.get(number, "")
             options = _options(nbytes, costs, tier, offers.get(group, {}))
-            last = record.again.get(number, 0)
-            blocks.append(TracedBlock(group, nbytes, options, last))
+            blocks.append(TracedBlock(group, nbytes, options, record.again.get(number, 0)))
         elif kind == "use" and number in used:
             continue
         if kind == "use":
             used.add(number)
-        rest = since(start)
-        seconds, owed = max(0.0, rest), max(0.0, -rest)
-        computed += seconds
-        if not peak:
-            peak = other_before
-        moments.append(Moment(kind, index[number], seconds, max(0, peak)))
-        before, waited, transferred, other_before, peak = start, 0.0, 0, peak, 0
-    advance(record.ended)
-    tail = max(0.0, since(record.ended))
-    if costs.computing_seconds is not None and computed + tail:
-        faster = costs.computing_seconds / (computed + tail)
+        moments.append(Moment(kind, index[number], *intervals.end(start)))
+    intervals.look(record.ended)
+    tail = max(0.0, intervals.seconds(record.ended))
+    if costs.computing_seconds is not None and intervals.computed + tail:
+        faster = costs.computing_seconds / (intervals.computed + tail)
         moments = [replace(each, seconds=each.seconds * faster) for each in moments]
         tail *= faster
         for forward in record.forwards:
@@ -282,13 +297,12 @@ def trace_of(
         replace(each, use_seconds=each.use_seconds + len(each.members) * costs.kept[1])
         for each in regions
     )
-    other = max(0, peak or other_before)
     return Trace(
         tuple(blocks),
         tuple(moments),
         links,
         tail,
-        other,
+        intervals.other_bytes,
         runs_ahead,
         regions,
         costs.anew_seconds,

@@ -1,0 +1,140 @@
+"""What tells one planner's steps apart: how much of them is saved.
+
+A plan is for the largest step so far. A step that saves more is met before it ends, by its first block or by
+all that it has saved; the next ones are then awaited, until one of them is as large, and is measured.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+__all__ = ["EndedStep", "StepShape"]
+
+_ALIKE = 0.02  # how much two steps of one shape may differ in the bytes of their blocks
+_MORE = 8  # the part of the most bytes that a step saved in all by which another one is larger
+_OFTEN = 16  # likewise, that is saved between two looks once a step was taken for a larger one
+_MOST_AWAITED = 64
+
+
+@dataclass(frozen=True, slots=True)
+class EndedStep:
+    """What a step saved."""
+
+    was_larger: bool
+    """Whether it was taken for one that is larger than any that was planned for."""
+    saved_bytes: int
+    """Of its blocks."""
+    asked_bytes: int
+    """Of all storages that were saved, as often as each was."""
+
+
+class StepShape:
+    """Of this step, and of the one that was planned for.
+
+    Args:
+        begins_as_known: see :attr:`begins_as_known`; of a loaded plan it is taken for granted.
+    """
+
+    def __init__(self, *, begins_as_known: bool) -> None:
+        self.begins_as_known = begins_as_known
+        """Whether this step's first block is as large as that one's: what differs later does so within a step
+        of this shape."""
+        self.is_larger = False
+        """Whether this step is larger than any that was planned for."""
+        self.expects_larger = False
+        """Whether the last one was, and was not known for one from its first block on."""
+        self.is_unknown = False
+        """Whether this step saved a block that the plan does not know."""
+        self.counted = 0
+        """Blocks of this step so far."""
+        self.known_bytes = 0
+        """Of the blocks of the step that was planned for, without what regions let go that run again."""
+        self._known_first_bytes = self._let_go_bytes = 0
+        self._most_saved_bytes = sys.maxsize  # by the blocks of a step that is no larger
+        self._saved_bytes = self._asked_bytes = 0  # in this step so far: by blocks, in all
+        self._known_asked_bytes = self._planned_asked_bytes = self._most_asked_bytes = 0
+        # Steps that are yet to be measured for a larger one that was met, and how many there are at most.
+        self._awaited, self._most_awaited = 0, 4
+        self._looks_often = False  # none of them was as large: it may have been several in turn
+
+    def begin_step(self, *, is_first: bool) -> EndedStep:
+        """One begins; what the last one saved."""
+        ended = EndedStep(self.is_larger, self._saved_bytes, self._asked_bytes)
+        if not ended.was_larger and not is_first:
+            self._most_asked_bytes = max(self._most_asked_bytes, ended.asked_bytes)
+        self.is_larger = self.is_unknown = False
+        self.counted = self._saved_bytes = self._asked_bytes = 0
+        return ended
+
+    def count(self, nbytes: int, *, is_planned: bool) -> tuple[int, int] | None:
+        """A block is saved; ``is_planned``: a step was planned for. Where this one may be larger than that: so
+        many bytes, where that one had so many."""
+        larger = None
+        if not self._saved_bytes:
+            if is_planned:
+                self.begins_as_known = nbytes == self._known_first_bytes
+                if nbytes > self._known_first_bytes or self.expects_larger:
+                    larger = nbytes, self._known_first_bytes
+        elif not self.is_larger and self._saved_bytes > self._most_saved_bytes:
+            larger = self._saved_bytes, self.known_bytes
+        self._saved_bytes += nbytes
+        self.counted += 1
+        return larger
+
+    def tell_saved(self, nbytes: int) -> None:
+        """Storages of so many bytes were saved, each counted as often as it was."""
+        self._asked_bytes += nbytes
+
+    def asked_more(self) -> tuple[int, int] | None:
+        """As :meth:`count`, of all that this step saved, where it is an eighth more than any before it did."""
+        most = self._most_asked_bytes
+        return (
+            (self._asked_bytes, most) if most and self._asked_bytes > most + most // _MORE else None
+        )
+
+    def bytes_to_next_look(self, nbytes: int) -> int:
+        """At most so many: while the first blocks of a step are held by a graph that is used later, only others
+        tell that it ends."""
+        return min(nbytes, self._most_asked_bytes // _OFTEN) if self._looks_often else nbytes
+
+    def meet_larger(self) -> None:
+        """This step is larger. What it was known by was its first block, or the next one is to tell."""
+        self.is_larger = True
+        self.expects_larger = self.counted > 1
+        if self.expects_larger:
+            self._awaited = self._most_awaited
+            self._most_awaited = min(_MOST_AWAITED, 2 * self._most_awaited)
+
+    def await_next(self) -> None:
+        """The step that was awaited was not as large. Steps may take turns of which some are smaller: the next
+        one is measured, too, a few times."""
+        self.expects_larger = self._awaited > 0
+        self._awaited -= self.expects_larger
+        self._looks_often |= not self.expects_larger
+
+    def begin_plan(self, asked_bytes: int) -> None:
+        """A plan is being made for a step that saved so many bytes in all."""
+        self._awaited, self._planned_asked_bytes = 0, asked_bytes
+
+    def follow(self, held: Sequence[int], let_go_bytes: int) -> None:
+        """It is followed. ``held``: bytes of the blocks of its step in order, without those of regions that run
+        again, which are ``let_go_bytes``."""
+        self.known_bytes, self._let_go_bytes = sum(held), let_go_bytes
+        self._known_first_bytes = held[0] if held else 0
+        self._most_saved_bytes = int(self.known_bytes * (1 + _ALIKE))
+        self._known_asked_bytes = self._planned_asked_bytes
+        self._most_asked_bytes = max(self._most_asked_bytes, self._known_asked_bytes)
+
+    def holds(self, saved_bytes: int) -> bool:
+        """Whether the step that was planned for is no smaller than one that saves so much."""
+        return saved_bytes <= self.known_bytes + self._let_go_bytes
+
+    def is_alike(self, ended: EndedStep, *, by_blocks: bool) -> bool:
+        """Whether a step saved as much as the one that was planned for: in blocks, or in all, where not all
+        that stays is a block."""
+        if by_blocks:
+            return abs(ended.saved_bytes - self.known_bytes) <= _ALIKE * self.known_bytes
+        known = self._known_asked_bytes
+        return abs(ended.asked_bytes - known) <= known / _MORE
