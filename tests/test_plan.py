@@ -620,7 +620,7 @@ def with_free(memory, tmp_path):
 
 def test_what_is_free_is_given_back_before_a_step(with_free):
     planner, free, given_back, run = with_free
-    planner._guard._reuses_free = False  # a step was tried
+    planner._guard.fail_trial()
     planner._keep_less = lambda: None
     moved = run()
     free[0] = 6 * MIB
@@ -633,15 +633,17 @@ def test_what_a_step_does_not_use_again_is_given_back_before_it_exceeds(with_fre
     planner, free, given_back, run = with_free
     guard, begun = planner._guard, []
     moved, begin = run(), guard.begin_step
-    guard._reuses_free = None  # no step was tried
+    guard._most_kept_free, guard._most_at_start = None, OTHER + MIB
     guard.begin_step = lambda: (begun.append(len(given_back)), begin())
-    free[0] = 6 * MIB
+    given_back.clear()
+    free[0] = 12 * MIB
     assert run() == moved
-    assert (begun, given_back) == ([0], [6 * MIB]), "while it saved"
-    for number in (1, 2):
-        free[0] = 6 * MIB
+    assert begun == [0] and given_back[0] == 12 * MIB, "while it saved"
+    for _ in range(2):
+        given_back.clear()
+        free[0] = 12 * MIB
         assert run() == moved
-        assert (begun[-1], len(given_back)) == (number + 1, number + 1), "as it began"
+        assert begun[-1] == 1 and given_back[0] == 12 * MIB, "as it began"
 
 
 def test_a_disk_that_can_hold_less_than_a_budget_needs_makes_it_too_small(memory, tmp_path):
@@ -756,6 +758,9 @@ def test_what_backward_frees_is_given_back_before_what_comes_next_could_exceed()
 
     guard = MemoryGuard(meter, 98 * MIB, 100 * MIB, let_go)
 
+    guard.begin_step()  # of the first one nothing is learnt
+    guard._growth = 90 * MIB
+
     def backward(*levels):
         guard.begin_step()
         guard._release_after = 0.0  # however long it took before
@@ -783,39 +788,85 @@ def test_what_backward_frees_is_given_back_before_what_comes_next_could_exceed()
     assert given_back == [], "it is not looked at each of many small ones"
 
 
-def test_one_step_is_tried_that_keeps_what_is_free():
+@pytest.fixture
+def guarded():
+    """A guard of 98 MiB of a budget of 100, whose plan's steps add 30; and a step under it, all in MiB."""
     held, given_back = [0], []
     meter = ProcessMeter(lambda: 0)
     meter.now = lambda: held[0] * MIB
     guard = MemoryGuard(meter, 98 * MIB, 100 * MIB, lambda: given_back.append(held[0]))
     guard.plan_for(30 * MIB)
 
-    def run(at_start, most, *, always=False):
+    def run(at_start, *levels, always=False, may_try=True, is_alike=True):
+        """Whether it gave memory back as it began, was tried, and gave some back later."""
         given_back.clear()
         guard._release_after = 0.0  # however long it took before
         held[0] = at_start
-        must_free = guard.must_free_at_start(always=always)
+        must_free = guard.must_free_at_start(always=always, may_try=may_try)
         guard.take_highest()
         guard.begin_step()
         is_tried = guard.is_trying
-        held[0] = most
-        guard.over()
-        return must_free, is_tried, given_back == [most]
+        for held[0] in levels:
+            guard.over()
+        if is_tried:
+            guard.end_trial(guard.highest_bytes, is_alike=is_alike)
+        return must_free, is_tried, bool(given_back)
 
+    return guard, run
+
+
+def test_one_step_is_tried_that_keeps_what_is_free(guarded):
+    guard, run = guarded
     assert run(65, 95) == (False, False, False), "all that it may add fits"
     assert run(75, 95, always=True) == (True, False, False)
+    assert run(75, 95, may_try=False) == (True, False, False)
     assert run(99, 95) == (True, False, False), "it would hold too much at once"
-    assert run(75, 95) == (False, True, False)
+    assert run(75, 80, is_alike=False) == (False, True, False)
+    assert run(75, 95) == (False, True, False), "the last one told nothing"
     assert run(75, 98) == (False, False, False), "it used again what was free"
+    assert run(78, 98) == (False, False, False), "it leaves as much below 98 as the tried one did"
+    assert run(79, 95) == (True, False, False), "it does not"
     assert run(75, 99) == (False, False, True)
-    assert run(75, 95) == (True, False, False), "they no longer do"
     guard.plan_for(28 * MIB)
-    assert run(75, 95) == (True, False, False), "nor under another plan"
-    guard = MemoryGuard(meter, 98 * MIB, 100 * MIB, lambda: given_back.append(held[0]))
-    guard.plan_for(30 * MIB)
-    guard._growth = 10 * MIB
-    assert run(75, 91) == (False, True, True), "what may come before the next look would exceed"
+    assert run(75, 95) == (False, True, False), "under another plan"
+    guard.fail_trial()
+    guard.plan_for(28 * MIB)
+    assert run(75, 95) == (True, False, False), "nor under any other plan"
+
+
+@pytest.mark.parametrize(("before", "levels"), [(0, (99,)), (10, (91,)), (0, (80, 90, 96))])
+def test_a_step_that_gives_memory_back_after_all_is_the_last_one_tried(guarded, before, levels):
+    """It held more than 98, or could have held more than 100 before the next look."""
+    guard, run = guarded
+    guard._growth = before * MIB
+    assert run(75, *levels) == (False, True, True)
     assert run(75, 85) == (True, False, False)
+
+
+def test_an_accelerators_guard_tries_none():
+    guard = MemoryGuard(ProcessMeter(), 98 * MIB, 100 * MIB, lambda: None, tries=False)
+    guard._meter.now = lambda: 75 * MIB
+    guard.plan_for(30 * MIB)
+    assert guard.must_free_at_start(always=False, may_try=True)
+
+
+def test_what_samples_saw_of_a_step_that_is_tried_counts(with_free, memory):
+    """Between two looks it held more than plans use: nothing that a look finds would tell."""
+    planner, free, given_back, run = with_free
+    guard = planner._guard
+    guard._growth = guard._forward_growth = 0
+    guard.over, guard.release = lambda: 0, lambda: False
+    run()
+    guard._most_kept_free, guard._most_at_start = None, OTHER + MIB
+    given_back.clear()
+    memory.other = lambda: OTHER + max(0, free[0] - memory.saved_bytes())
+    free[0] = 6 * MIB
+    run()
+    assert guard.is_trying and planner._recording.is_on
+    planner._meter._samples.append((0.0, guard.most + 1, 0))
+    run()
+    assert guard._most_kept_free == 0 and not planner._recording.is_on
+    assert given_back == [6 * MIB], "as the next one began"
 
 
 def test_a_budget_s_backward_gives_back_what_it_freed(with_free):

@@ -39,7 +39,7 @@ from ._plan.meter import Meter, ProcessMeter, Sample
 from ._plan.recorder import Costs, StepRecord, links_of, trace_of
 from ._plan.recording import Recording
 from ._plan.regions import AGAIN, ONCE, TRACED, Forward, Regions, name_of
-from ._plan.shape import StepShape
+from ._plan.shape import EndedStep, StepShape
 from ._plan.solve import smallest_budget
 from ._plan.solving import Solving, left_alone
 from ._plan.table import REGION
@@ -96,7 +96,7 @@ class Planner:
         self._meter = meter(self._limits.held_bytes)
         self._budget = loaded.budget_bytes if loaded is not None else budget or 0
         most = usable_bytes(self._budget)
-        self._guard = MemoryGuard(self._meter, most, self._budget, let_go)
+        self._guard = MemoryGuard(self._meter, most, self._budget, let_go, tries=device is None)
         self._device = device
         self._device_name = device.name if device is not None else "cpu"
         # An accelerator's allocator takes its time to answer.
@@ -171,10 +171,17 @@ class Planner:
     def begin_step(self, tiers: DeviceTiers) -> None:
         """The first block of a step is being admitted to ``tiers``; the step before has ended."""
         self._limits.begin_step(tiers, self._guard.has_room)
-        recording = self._recording
+        recording, first = self._recording, self._steps == 0
+        ended, self._asked = self._shape.begin_step(is_first=first), 0
+        kept_free = self._guard.keeps_free
+        if kept_free:
+            self._end_kept_free(ended)
         is_left = self._plan.state == "left alone"
         anew_bytes, self._anew_bytes = self._anew_bytes, 0
-        must_give_back = self._guard.must_free_at_start(always=recording.is_on and not is_left)
+        must_give_back = self._guard.must_free_at_start(
+            always=recording.is_on and not is_left,
+            may_try=self._choices is not None and not recording.is_on,
+        )
         if self._first_steps.mode == "left":
             self._meter.resume(self._meter.pause())  # a host that is ahead would tell its own time
         elif must_give_back:
@@ -185,8 +192,6 @@ class Planner:
         seconds = self._meter.begin_step()
         self._guard.begin_step()
         record = recording.end_step(anew_bytes) if recording.is_on else None
-        first = self._steps == 0
-        ended, self._asked = self._shape.begin_step(is_first=first), 0
         self._refused.clear()
         self._steps += 1
         self._class_of.begin_step()
@@ -201,6 +206,8 @@ class Planner:
             self._measure(record, seconds, ended.asked_bytes)
         elif not first:
             highest_bytes = self._guard.take_highest()
+            if kept_free:  # else no plan could help
+                highest_bytes = min(highest_bytes, self._budget)
             self._count_exceeding(highest_bytes)
             if ended.was_larger:
                 self._plan_for_larger(record, ended.asked_bytes)
@@ -208,6 +215,22 @@ class Planner:
                 by_blocks = record is not None or self._plan.left_after is None
                 is_alike = self._shape.is_alike(ended, by_blocks=by_blocks)
                 self._watch(record, StepFigures(highest_bytes, seconds), is_alike=is_alike)
+        if self._guard.is_trying:
+            self._guard.is_trying = not recording.is_on  # else it is measured for something else
+            if self._guard.is_trying:
+                recording.start()
+
+    def _end_kept_free(self, ended: EndedStep) -> None:
+        """A step has ended that gave nothing back as it began: see :meth:`MemoryGuard.must_free_at_start`."""
+        guard = self._guard
+        if guard.is_trying:
+            peak_bytes = max(guard.highest_bytes, self._meter.sampled_peak_bytes())
+            is_alike = self._shape.is_alike(ended, by_blocks=True) and not ended.was_larger
+            guard.end_trial(peak_bytes, is_alike=is_alike)
+            if not ended.was_larger:  # else it is planned for
+                self._recording.stop()
+        elif guard.highest_bytes > guard.most:
+            guard.fail_trial()
 
     def _measure(self, record: StepRecord | None, seconds: float, asked_bytes: int) -> None:
         first, solving = self._first_steps, self._solving
@@ -322,6 +345,7 @@ class Planner:
         ):
             self._shape.await_next()
             return
+        self._shape.stop_waiting()
         self._shape.begin_plan(asked_bytes)
         self._solve(trace)
 
@@ -493,7 +517,7 @@ class Planner:
         shape = self._shape
         if self._recording.is_on or shape.is_larger or shape.is_unknown or self._recomputes_unknown:
             return False
-        if self._refused or self._guard.is_trying:
+        if self._refused:
             return False
         if self._first_steps.mode == "left":
             return True

@@ -137,8 +137,8 @@ class Corrections:
 
     def is_off(self, seconds: float, predicted_seconds: float) -> bool:
         """A step that is not measured took so long. Whether one is to be measured again: the last few were all
-        off by more than a tenth, and the last time is long enough ago. Off what was predicted; where steps under
-        this plan took less, or that was measured again, off what the first ones took."""
+        off by more than a tenth, and the last time is long enough ago. Off what was predicted; or, where that
+        was measured again or the first steps under this plan took less, off what these took."""
         if len(self._timed) >= _VALIDATED_STEPS:
             found = typical(self._timed)
             if self._is_again or found < predicted_seconds:

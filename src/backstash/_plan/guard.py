@@ -24,9 +24,18 @@ class MemoryGuard:
         most: the most bytes that are to be held.
         budget: the most that may be held, a little more than ``most``.
         let_go: gives back memory that is free and still the process's.
+        tries: whether a step is tried that begins without that: see :meth:`must_free_at_start`.
     """
 
-    def __init__(self, meter: Meter, most: int, budget: int, let_go: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        meter: Meter,
+        most: int,
+        budget: int,
+        let_go: Callable[[], None],
+        *,
+        tries: bool = True,
+    ) -> None:
         self._meter = meter
         self.most = most
         self.let_go = let_go
@@ -34,42 +43,67 @@ class MemoryGuard:
         self._margin = budget - most
         self._line = most  # beyond it less is kept; it follows what the process holds
         self._release_after = 0.0
-        self._highest_bytes = 0
+        self.highest_bytes = 0
+        """The most that was seen since :meth:`take_highest`."""
         self._most_at_start = budget
-        self._reuses_free: bool | None = None  # no step was tried yet
+        # With as much at its beginning a step keeps ``most`` that gives nothing back; None: none was tried.
+        self._most_kept_free: int | None = None if tries else 0
+        self._start_bytes = 0  # that were held as this step began
+        self.keeps_free = False
+        """Whether this step began with more than fits beside what it adds, and nothing was given back."""
         self.is_trying = False
-        """Whether this step is the one that is tried: see :meth:`must_free_at_start`."""
+        """Whether this step is the first of these."""
+        self._steps = 0
         # In backward: used since the last look, and since memory was given back; what was held at the last
         # look; and the most that came between two.
         self._unlooked_bytes = self._used_bytes = self._held_before = self._growth = 0
+        # The same in forward.
+        self._saved_before = self._forward_growth = 0
 
     def plan_for(self, grown_bytes: int) -> None:
         """Steps hold from now on at most so many bytes more than at their beginning."""
         self._most_at_start = self.most + self._margin - grown_bytes
+        if self._most_kept_free:
+            self._most_kept_free = None  # under the plan before
 
-    def must_free_at_start(self, *, always: bool) -> bool:
+    def must_free_at_start(self, *, always: bool, may_try: bool) -> bool:
         """Whether memory that is free is given back as a step begins: where the step would exceed the budget if
         it used none of it again; or ``always``.
 
-        To take that memory again takes time, and most steps use again what is free. So one step is tried: in
-        it nothing is given back until the largest growth between two looks would exceed the budget, and the
-        memory is looked at as often as the stash does at all. If it held no more than ``most``, the later
-        ones do as it, until one of them holds more.
+        To take that memory again takes time, and most steps use again what is free. So one step is tried
+        (``may_try``: this one may be it): in it nothing is given back until a look finds more than ``most``, or
+        so much that the largest growth between two looks could exceed the budget. Then none begins so from now
+        on; else :meth:`end_trial` is told what it held.
         """
-        if self.is_trying or self._reuses_free:
-            self._reuses_free = self._highest_bytes <= self.most
-        self.is_trying = False
-        held = self.held()
-        if always or self._reuses_free or held <= self._most_at_start:
+        self.is_trying = self.keeps_free = False
+        held = self._start_bytes = self.held()
+        if always or held <= self._most_at_start:
             return always
-        self.is_trying = self._reuses_free is None and held <= self.most
-        return not self.is_trying
+        self.is_trying = may_try and self._most_kept_free is None and held <= self.most
+        self.keeps_free = self.is_trying or held <= (self._most_kept_free or 0)
+        return not self.keeps_free
+
+    def end_trial(self, peak_bytes: int, *, is_alike: bool) -> None:
+        """A step that was tried has ended, and held so much at most. If that was no more than ``most``, later
+        ones do as it did, where they begin with no more than leaves them as much below it; else none ever does.
+        Of a step unlike the one that was planned for, only that it held more tells something."""
+        if peak_bytes > self.most:
+            self.fail_trial()
+        elif is_alike and self._most_kept_free is None:
+            self._most_kept_free = self._start_bytes + self.most - peak_bytes
+
+    def fail_trial(self) -> None:
+        """A step that gave nothing back as it began held too much: none does so from now on."""
+        self._most_kept_free = 0
 
     def begin_step(self) -> None:
         """One begins, and the meter knows it: less may have to be kept from now on."""
         self._line = self._most_now = self.most
-        self._used_bytes = self._held_before = 0
-        self._highest_bytes = max(self._highest_bytes, self._meter.known_peak_bytes)
+        self._used_bytes = self._held_before = self._saved_before = 0
+        self.highest_bytes = max(self.highest_bytes, self._meter.known_peak_bytes)
+        self._steps += 1
+        if self._steps == 2:  # the first one's reads ahead of what is not known yet
+            self._growth = 0
 
     def raise_to(self, nbytes: int) -> None:
         """No step could be within ``most``: in this one so much may be held."""
@@ -83,7 +117,7 @@ class MemoryGuard:
     def held(self) -> int:
         """What is held now."""
         held = self._meter.now()
-        self._highest_bytes = max(self._highest_bytes, held)
+        self.highest_bytes = max(self.highest_bytes, held)
         return held
 
     def part_of_what_is_left(self, parts: int, threads: int) -> int:
@@ -98,7 +132,7 @@ class MemoryGuard:
 
     def take_highest(self) -> int:
         """The most that was seen since this was asked last."""
-        highest, self._highest_bytes = self._highest_bytes, 0
+        highest, self.highest_bytes = self.highest_bytes, 0
         return highest
 
     def over(self) -> int:
@@ -108,9 +142,11 @@ class MemoryGuard:
         """
         self._held_before = 0  # what came since then is no growth of a backward's
         held = self.held()
-        if self.is_trying and held + self._growth > self.most + self._margin:
-            self.is_trying, self._reuses_free = False, False
-            self.release()
+        if self._saved_before:
+            self._forward_growth = max(self._forward_growth, held - self._saved_before)
+        self._saved_before = held
+        growth = max(self._growth, self._forward_growth) if self.is_trying else 0
+        if growth and held + growth > self.most + self._margin and self.release():
             held = self.held()
         over = held - self._line
         if over > 0 and self.release():
@@ -147,6 +183,8 @@ class MemoryGuard:
 
     def release(self) -> bool:
         """Give back what is free, but where that took more than a twentieth of the time; whether it did."""
+        if self.is_trying:
+            self.fail_trial()
         now = time.perf_counter()
         if now < self._release_after:
             return False

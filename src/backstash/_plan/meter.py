@@ -134,6 +134,10 @@ class Meter(ABC):
         self._samples.append(sample)
         return sample
 
+    def sampled_peak_bytes(self) -> int:
+        """The most that was held, of what was sampled and is not taken yet; 0: nothing was."""
+        return max((held for _, held, _ in list(self._samples)), default=0)
+
     def _take_samples(self) -> list[Sample]:
         return sorted(taken(self._samples))
 

@@ -114,9 +114,13 @@ class StepShape:
         self._awaited -= self.expects_larger
         self._looks_often |= not self.expects_larger
 
+    def stop_waiting(self) -> None:
+        """The step that was awaited is planned for."""
+        self._awaited = 0
+
     def begin_plan(self, asked_bytes: int) -> None:
         """A plan is being made for a step that saved so many bytes in all."""
-        self._awaited, self._planned_asked_bytes = 0, asked_bytes
+        self._planned_asked_bytes = asked_bytes
 
     def follow(self, held: Sequence[int], let_go_bytes: int) -> None:
         """It is followed. ``held``: bytes of the blocks of its step in order, without those of regions that run
