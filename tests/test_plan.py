@@ -603,7 +603,7 @@ def with_free(memory, tmp_path):
     net = model()
     assert settle(net, stash).state == "planned"
     planner._corrections._wait_steps = 1000  # however long a step takes, it is not measured again
-    while planner._recording.is_on:
+    while planner._recording.is_on or planner._solving.is_new:
         step(net, stash)
         _ = stash.plan
     given_back.clear()
@@ -854,7 +854,7 @@ def test_what_samples_saw_of_a_step_that_is_tried_counts(with_free, memory):
     """Between two looks it held more than plans use: nothing that a look finds would tell."""
     planner, free, given_back, run = with_free
     guard = planner._guard
-    guard._growth = guard._forward_growth = 0
+    guard._growth = 0
     guard.over, guard.release = lambda: 0, lambda: False
     run()
     guard._most_kept_free, guard._most_at_start = None, OTHER + MIB

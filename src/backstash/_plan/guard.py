@@ -57,8 +57,6 @@ class MemoryGuard:
         # In backward: used since the last look, and since memory was given back; what was held at the last
         # look; and the most that came between two.
         self._unlooked_bytes = self._used_bytes = self._held_before = self._growth = 0
-        # The same in forward.
-        self._saved_before = self._forward_growth = 0
 
     def plan_for(self, grown_bytes: int) -> None:
         """Steps hold from now on at most so many bytes more than at their beginning."""
@@ -72,8 +70,8 @@ class MemoryGuard:
 
         To take that memory again takes time, and most steps use again what is free. So one step is tried
         (``may_try``: this one may be it): in it nothing is given back until a look finds more than ``most``, or
-        so much that the largest growth between two looks could exceed the budget. Then none begins so from now
-        on; else :meth:`end_trial` is told what it held.
+        so much that backward's largest growth between two looks could exceed the budget. Then none begins so
+        from now on; else :meth:`end_trial` is told what it held.
         """
         self.is_trying = self.keeps_free = False
         held = self._start_bytes = self.held()
@@ -99,7 +97,7 @@ class MemoryGuard:
     def begin_step(self) -> None:
         """One begins, and the meter knows it: less may have to be kept from now on."""
         self._line = self._most_now = self.most
-        self._used_bytes = self._held_before = self._saved_before = 0
+        self._used_bytes = self._held_before = 0
         self.highest_bytes = max(self.highest_bytes, self._meter.known_peak_bytes)
         self._steps += 1
         if self._steps == 2:  # the first one's reads ahead of what is not known yet
@@ -142,11 +140,7 @@ class MemoryGuard:
         """
         self._held_before = 0  # what came since then is no growth of a backward's
         held = self.held()
-        if self._saved_before:
-            self._forward_growth = max(self._forward_growth, held - self._saved_before)
-        self._saved_before = held
-        growth = max(self._growth, self._forward_growth) if self.is_trying else 0
-        if growth and held + growth > self.most + self._margin and self.release():
+        if self.is_trying and held + self._growth > self.most + self._margin and self.release():
             held = self.held()
         over = held - self._line
         if over > 0 and self.release():
