@@ -834,7 +834,7 @@ def test_one_step_is_tried_that_keeps_what_is_free(guarded):
     assert run(75, 95) == (True, False, False), "nor under any other plan"
 
 
-@pytest.mark.parametrize(("before", "levels"), [(0, (99,)), (10, (91,)), (0, (80, 90, 96))])
+@pytest.mark.parametrize(("before", "levels"), [(0, (99,)), (10, (91,))])
 def test_a_step_that_gives_memory_back_after_all_is_the_last_one_tried(guarded, before, levels):
     """It held more than 98, or could have held more than 100 before the next look."""
     guard, run = guarded
