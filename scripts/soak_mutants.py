@@ -24,12 +24,12 @@ import re
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Container, Iterable, Iterator
 from pathlib import Path
 
 os.environ["OMP_NUM_THREADS"] = "1"  # a process with threads cannot be forked safely
 
-from mutation.changes import Mutant, mutants_of
+from mutation.changes import Mutant, keys_of, mutants_of
 from mutation.trial import PACKAGE, ROOT, Coverage, Trial, the_map
 
 REASONS = ROOT / "tests/survivors.txt"
@@ -60,10 +60,16 @@ def reasons(path: Path = REASONS) -> dict[str, str]:
     return found
 
 
-def all_mutants(files: Iterable[str]) -> list[Mutant]:
-    """Of these files of the package."""
-    paths = [f"{PACKAGE}/{file}" for file in files]
-    return [each for path in paths for each in mutants_of(path, (ROOT / path).read_text())]
+def texts(files: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Of these files of the package: where each lies, and what is in it."""
+    for file in files:
+        path = f"{PACKAGE}/{file}"
+        yield path, (ROOT / path).read_text()
+
+
+def all_mutants(files: Iterable[str], wanted: Container[str] | None = None) -> list[Mutant]:
+    """Of these files of the package; ``wanted``: those of these keys."""
+    return [each for path, text in texts(files) for each in mutants_of(path, text, wanted)]
 
 
 def report(trial: Trial, mutants: list[Mutant], verbose: bool) -> int:
@@ -100,7 +106,8 @@ def stale() -> int:
     """Print each key in tests/survivors.txt that no mutant has; 1 if there is one."""
     listed = reasons()
     files = sorted({key.split("::")[0] for key in listed})
-    found = sorted(listed.keys() - {mutant.key for mutant in all_mutants(files)})
+    known = {key for path, text in texts(files) for key in keys_of(path, text)}
+    found = sorted(listed.keys() - known)
     print(*(f"no mutant is called {key}" for key in found), sep="\n")
     return 1 if found else 0
 
@@ -110,7 +117,7 @@ def the_picked(path: Path) -> tuple[list[Mutant], Coverage]:
     lines = path.read_text().splitlines()
     wanted = dict(line.split(" | ") for line in lines if " | " in line)
     files = sorted({key.split("::")[0] for key in wanted})
-    found = [mutant for mutant in all_mutants(files) if mutant.key in wanted]
+    found = all_mutants(files, wanted)
     missing = wanted.keys() - {mutant.key for mutant in found}
     if missing:
         sys.exit(f"{path.name} names what is not in the source: {', '.join(sorted(missing))}")

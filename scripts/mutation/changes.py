@@ -9,10 +9,12 @@ from __future__ import annotations
 import ast
 import copy
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 
-__all__ = ["Mutant", "mutants_of"]
+__all__ = ["Mutant", "keys_of", "mutants_of"]
+
+_Place = tuple[ast.AST, str, int | None]
 
 _COMPARISONS = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq,
@@ -46,21 +48,34 @@ class Mutant:
         return self.key.split(": ")[0]
 
 
-def mutants_of(file: str, source: str) -> Iterator[Mutant]:
-    """Every mutant of a file."""
+def mutants_of(file: str, source: str, wanted: Container[str] | None = None) -> Iterator[Mutant]:
+    """The mutants of a file; ``wanted``: only those of these keys."""
     tree = ast.parse(source)
+    for key, node, new, place in _keyed(file, tree):
+        if wanted is None or key in wanted:
+            _put(*place, new)
+            changed = ast.unparse(tree)
+            _put(*place, node)
+            yield Mutant(key, file, frozenset(_lines(node)), changed)
+
+
+def keys_of(file: str, source: str) -> Iterator[str]:
+    """Of all mutants of a file, whose sources are not written."""
+    for key, *_ in _keyed(file, ast.parse(source)):
+        yield key
+
+
+def _keyed(file: str, tree: ast.AST) -> Iterator[tuple[str, ast.AST, object, _Place]]:
+    """Each key, what is changed, to what, and where it hangs."""
     seen: Counter[str] = Counter()
     for scope, parent, field, index, node in _places(tree):
         if _is_plain_equality(node) and _is_condition(parent, field):
             continue  # the condition itself is replaced, by True and by False: that says more
         for before, after, new in _changes(node):
-            _put(parent, field, index, new)
-            changed = ast.unparse(tree)
-            _put(parent, field, index, node)
             key = f"{file.removeprefix('src/backstash/')}::{scope}: {before} -> {after}"
             seen[key] += 1
             key += f" #{seen[key]}" if seen[key] > 1 else ""
-            yield Mutant(key, file, frozenset(_lines(node)), changed)
+            yield key, node, new, (parent, field, index)
 
 
 def _put(parent: ast.AST, field: str, index: int | None, new: object) -> None:
