@@ -37,7 +37,7 @@ from ._plan.first_steps import FirstSteps, Mode
 from ._plan.guard import MemoryGuard
 from ._plan.meter import Meter, ProcessMeter, Sample
 from ._plan.recorder import Costs, StepRecord, links_of, trace_of
-from ._plan.recording import Recording
+from ._plan.recording import StepRecording
 from ._plan.regions import AGAIN, ONCE, TRACED, Forward, Regions, name_of
 from ._plan.shape import EndedStep, StepShape
 from ._plan.solve import smallest_budget
@@ -103,7 +103,7 @@ class Planner:
         self._guard_bytes = max(_GUARD_BYTES, (budget or 0) >> 9 if device is not None else 0)
         self.regions = Regions() if tier is not None else None
         """Of the modules that may run again; ``None``: they do whatever the plan is."""
-        self._recording = Recording(
+        self._recording = StepRecording(
             event_log, self._meter, self.regions, self._guard, gives_back=tier is None
         )
         self._first_steps = FirstSteps(self._budget)

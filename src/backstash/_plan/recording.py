@@ -11,7 +11,7 @@ from .recorder import StepRecord
 from .regions import Regions
 from .trace import Option
 
-__all__ = ["Recording"]
+__all__ = ["StepRecording"]
 
 _GIVEN_BACK_BYTES = 64 << 20
 _OF_BLOCKS = ("save", "use", "free")
@@ -25,7 +25,7 @@ class EventSource(Protocol):
     def stop(self, hear: Callable[[tuple[Any, ...]], None]) -> object: ...
 
 
-class Recording:
+class StepRecording:
     """Of one planner. What is told comes from the stash's event log, while it is on.
 
     Args:
