@@ -262,9 +262,9 @@ sys.meta_path.insert(1, Asks())
     [
         "import torch",
         "import backstash",
-        "from backstash import Stash",
-        "import backstash.graph",
-        "import importlib.util; importlib.util.find_spec('torch')",
+        pytest.param("from backstash import Stash", marks=takes_long),
+        pytest.param("import backstash.graph", marks=takes_long),
+        pytest.param("import importlib.util; importlib.util.find_spec('torch')", marks=takes_long),
         ANOTHER_FINDER,
     ],
     ids=[

@@ -14,6 +14,7 @@ import pytest
 
 from backstash.cli import main
 from backstash.cli._launch import interpreter_options
+from long_tests import takes_long
 from test_cli_run import TRAIN, start, under_stash, write
 
 # What a process can see of itself, before and after it imports torch and trains. Addresses are left out.
@@ -299,7 +300,14 @@ def shell(command: str, directory: Path) -> subprocess.CompletedProcess[str]:
 RUN = f"{sys.executable} -m backstash run --disk ."
 
 
-@pytest.mark.parametrize("closed", ["2>&-", ">&-", ">&- 2>&-", "<&-", "<&- >&- 2>&-"])
+@pytest.mark.parametrize(
+    "closed",
+    [
+        "<&- >&- 2>&-",
+        "2>&-",
+        *(pytest.param(each, marks=takes_long) for each in (">&-", ">&- 2>&-", "<&-")),
+    ],
+)
 def test_closed_streams(tmp_path: Path, closed: str) -> None:
     """The script runs and ends as under plain Python, and what it saves is in no standard descriptor."""
     look = """
@@ -327,10 +335,15 @@ with open("found.txt", "w") as file:
     "script",
     [
         "import sys, torch\nsys.stderr.close()",
-        "import os, torch\nos.close(2)",
-        "import sys, torch\nsys.stderr = None",
         "import sys, torch\nclass Gone:\n    def write(self, text):\n        1 / 0\nsys.stderr = Gone()",
-        "import sys\nsys.stderr.close()\nimport torch",
+        *(
+            pytest.param(each, marks=takes_long)
+            for each in (
+                "import os, torch\nos.close(2)",
+                "import sys, torch\nsys.stderr = None",
+                "import sys\nsys.stderr.close()\nimport torch",
+            )
+        ),
     ],
 )
 def test_a_script_that_closes_stderr(tmp_path: Path, script: str) -> None:
@@ -573,6 +586,7 @@ print(y.grad.double().sum().item().hex())
 """
 
 
+@takes_long
 def test_a_script_with_torch_func_runs_as_it_is(tmp_path: Path) -> None:
     write(tmp_path / "script.py", TRANSFORMS)
     ended = under_stash(["script.py"], tmp_path, "--disk", ".", "--json", "run.json")

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from backstash import Stash
 from backstash.graph import Binomial, KeepAll, TwoLevel, checkpoint_loop
+from long_tests import takes_long
 
 N = 12
 BUDGETS = [
@@ -243,6 +244,7 @@ def test_without_gradients_it_is_the_plain_loop() -> None:
     assert checkpoint_loop(torch.sin, x, 0, memory="1MiB") is x
 
 
+@takes_long
 def test_a_graph_of_very_many_steps_is_let_go_of() -> None:
     x = torch.ones(2, requires_grad=True)
     y = checkpoint_loop(lambda s: s * 1.0, x, 20_000, schedule=Binomial(8))

@@ -90,6 +90,6 @@ def test_experts_whose_rows_change_at_each_step_follow_the_plan(memory, tmp_path
     for _ in range(14):
         assert torch.equal(step(net, stash), step(plain, Stash()))
         assert stash.plan.state in ("measuring", "planned")
-    assert len(chosen) >= 200 and set(chosen) == {"keep", "disk"}
+    assert len(chosen) >= 100 and set(chosen) == {"keep", "disk"}
     assert memory.peaks[0] <= BUDGET
     stash.close()

@@ -139,6 +139,7 @@ def test_the_program(tmp_path: Path, disk_dir: Path) -> None:
     assert list(disk_dir.iterdir()) == []
 
 
+@takes_long
 def test_the_program_compares(tmp_path: Path) -> None:
     output = run("--tiny", "--compare", "--json", "out.json", cwd=tmp_path)
     assert "equal to the last bit" in output

@@ -73,6 +73,7 @@ def test_very_many_nodes_deep(nodes: int) -> None:
 
 
 @pytest.mark.timeout(100)
+@takes_long
 def test_many_outputs_of_one_deep_graph_are_freed_with_what_is_theirs_alone() -> None:
     y = torch.rand(1, requires_grad=True)
     outputs, gone = [], []

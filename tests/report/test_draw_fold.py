@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from backstash import Stash
 from backstash.graph import label_modules
 from backstash.report import Drawing, draw
+from long_tests import takes_long
 
 OPTIONS = ({}, {"depth": 1}, {"depth": 3}, {"collapse_repeated": False}, {"color_by": "dtype"})
 
@@ -238,6 +239,7 @@ def test_leaves_of_a_module_that_is_called_again_stay_apart() -> None:
 
 
 @pytest.mark.timeout(110)
+@takes_long
 def test_a_hundred_thousand_nodes_in_a_row() -> None:
     y = chain(100_000)
     limit = sys.getrecursionlimit()

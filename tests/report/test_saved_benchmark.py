@@ -19,6 +19,7 @@ print(json.dumps(memory("check", "cpu")))
 """
 
 
+@takes_long
 def test_a_forward_adds_what_the_report_says() -> None:
     """Tensors are mapped one by one, so that what is resident is what is alive."""
     command = [sys.executable, "-c", MEASURE, str(ROOT / "benchmarks")]
