@@ -758,9 +758,6 @@ def test_what_backward_frees_is_given_back_before_what_comes_next_could_exceed()
 
     guard = MemoryGuard(meter, 98 * MIB, 100 * MIB, let_go)
 
-    guard.begin_step()  # of the first one nothing is learnt
-    guard._growth = 90 * MIB
-
     def backward(*levels):
         guard.begin_step()
         guard._release_after = 0.0  # however long it took before

@@ -53,7 +53,6 @@ class MemoryGuard:
         """Whether this step began with more than fits beside what it adds, and nothing was given back."""
         self.is_trying = False
         """Whether this step is the first of these."""
-        self._steps = 0
         # In backward: used since the last look, and since memory was given back; what was held at the last
         # look; and the most that came between two.
         self._unlooked_bytes = self._used_bytes = self._held_before = self._growth = 0
@@ -99,9 +98,6 @@ class MemoryGuard:
         self._line = self._most_now = self.most
         self._used_bytes = self._held_before = 0
         self.highest_bytes = max(self.highest_bytes, self._meter.known_peak_bytes)
-        self._steps += 1
-        if self._steps == 2:  # the first one's reads ahead of what is not known yet
-            self._growth = 0
 
     def raise_to(self, nbytes: int) -> None:
         """No step could be within ``most``: in this one so much may be held."""
