@@ -10,9 +10,7 @@ from .meter import Meter
 __all__ = ["MemoryGuard"]
 
 _RELEASE_REST = 20  # times as long as giving memory back took, it is not done again
-_LOOK_BYTES = (
-    1 << 20
-)  # that backward uses between two looks, and the least that is saved between two
+_LOOK_BYTES = 1 << 20  # that backward uses between two looks; the least that is saved between two
 _USED_PART = 32  # the part of the most that backward has used before what it freed is given back
 
 
