@@ -457,7 +457,11 @@ class Planner:
             return
         saved = _saved_by(trace)
         is_other = self._corrections.correct(
-            predicted.peak_bytes, self._budget, saved, is_left=is_left
+            predicted.peak_bytes,
+            self._budget,
+            saved,
+            is_left=is_left,
+            can_hold_less=solution.fits,
         )
         links = self._corrections.other_links(trace.links)
         if is_other or links is not trace.links:

@@ -60,7 +60,7 @@ class Corrections:
 
     def exceed(self, peak_bytes: int, seconds: float) -> None:
         """One that was not to be measured exceeded the budget."""
-        self._figures.append((peak_bytes, seconds))
+        self._figures = sorted([*self._figures, (peak_bytes, seconds)])[-_MOST_FOLLOWED:]
 
     def time(self, seconds: float) -> bool:
         """A step like the plan's took so long that was not measured block by block. Whether it is of the few
@@ -79,16 +79,25 @@ class Corrections:
         return max(peak for peak, _ in self._figures), typical(seconds)
 
     def correct(
-        self, predicted_peak_bytes: int, budget: int, saved_bytes: int, *, is_left: bool
+        self,
+        predicted_peak_bytes: int,
+        budget: int,
+        saved_bytes: int,
+        *,
+        is_left: bool,
+        can_hold_less: bool = True,
     ) -> bool:
         """Take what was measured into account. Whether the plan is to be made again: where the budget was
-        exceeded; or where the peak was not what was predicted, a few times, unless all is left in place."""
+        exceeded, unless no plan can hold less, more than a few times; or where the peak was not what was
+        predicted, a few times, unless all is left in place."""
         assert self.measured is not None
         peak, _ = self.measured
         off = peak - predicted_peak_bytes
         # What was over is taken off whole, and never given back; of what was spared, three quarters are.
         bias_bytes = self.bias_bytes + (off if off > 0 else off * 3 // 4)
         if peak > budget:
+            if not can_hold_less and self._replans >= _CORRECTIONS:
+                return False
             kept_with, self._kept_with_bytes = self._kept_with_bytes, None
             if kept_with is not None and kept_with > self.bias_bytes:
                 bias_bytes = kept_with

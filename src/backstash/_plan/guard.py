@@ -54,6 +54,7 @@ class MemoryGuard:
         # In backward: used since the last look, and since memory was given back; what was held at the last
         # look; and the most that came between two.
         self._unlooked_bytes = self._used_bytes = self._held_before = self._growth = 0
+        self._sampled_growth = 0  # the most that was sampled between two looks beyond the first of them
 
     def plan_for(self, grown_bytes: int) -> None:
         """Steps hold from now on at most so many bytes more than at their beginning."""
@@ -134,7 +135,7 @@ class MemoryGuard:
         """
         self._held_before = 0  # what came since then is no growth of a backward's
         held = self.held()
-        if self.is_trying and held + self._growth > self.most + self._margin and self.release():
+        if self.is_trying and held + self._growth_now > self.most + self._margin and self.release():
             held = self.held()
         over = held - self._line
         if over > 0 and self.release():
@@ -143,6 +144,13 @@ class MemoryGuard:
             return 0
         self._line += over
         return over
+
+    @property
+    def _growth_now(self) -> int:
+        """What may come between two looks. What operations take until they end is in what a plan was made
+        from, so that it is only asked about while memory is sampled: before there is a plan, and in the first
+        steps under one."""
+        return max(self._growth, self._sampled_growth if self._meter.is_sampling else 0)
 
     def has_room(self, nbytes: int) -> bool:
         """Whether there may be so many bytes more, once free memory was given back."""
@@ -162,10 +170,12 @@ class MemoryGuard:
         if self._unlooked_bytes < _LOOK_BYTES:
             return
         self._unlooked_bytes, held = 0, self.held()
+        sampled = self._meter.take_highest()  # an operation may hold more until it ends
         if self._held_before:
             self._growth = max(self._growth, held - self._held_before)
+            self._sampled_growth = max(self._sampled_growth, sampled - self._held_before)
         self._held_before = held
-        is_near = held + self._growth > self._most_now + self._margin
+        is_near = held + self._growth_now > self._most_now + self._margin
         if is_near and self._used_bytes > self.most // _USED_PART and self.release():
             self._used_bytes = self._held_before = 0
 

@@ -26,7 +26,11 @@ __all__ = ["Measured", "Meter", "ProcessMeter", "Sample", "taken"]
 Sample = tuple[float, int, int]  # when in seconds, the bytes that are held, of these the stash's
 
 _STATM = "/proc/self/statm"  # its second number: resident pages (proc(5))
-_INTERVAL_SECONDS = 0.001
+_INTERVAL_SECONDS = 0.001  # between two samples
+_MOST_INTERVAL_SECONDS = 0.005
+_SAMPLES = (
+    500  # of a step; a thousand wakes a second cost a tenth of the speed where two cores share one
+)
 _TRIES = 4
 _TRIED_BYTES = 2 << 20  # touched to learn how long a page fault takes
 _MOST_SAMPLES = (
@@ -59,7 +63,11 @@ class Meter(ABC):
     def __init__(self, ours: Callable[[], int]) -> None:
         self._ours = ours
         self._samples: deque[Sample] = deque()
+        self._recent = [
+            0
+        ]  # the most that was sampled since it was asked for; one list for each such time
         self._stop: threading.Event | None = None
+        self._interval_seconds = _INTERVAL_SECONDS
 
     @abstractmethod
     def now(self) -> int:
@@ -99,7 +107,8 @@ class Meter(ABC):
         """Forget what was measured so far."""
 
     def start(self) -> None:
-        """Sample about every millisecond from now on, in a thread. A second call does nothing.
+        """Sample from now on, in a thread: at first every millisecond, and at most that often. A second call
+        does nothing.
 
         Where no thread can be started, only what :meth:`mark` is asked for is sampled.
         """
@@ -118,6 +127,11 @@ class Meter(ABC):
             self._stop.set()
             self._stop = None
 
+    @property
+    def is_sampling(self) -> bool:
+        """Whether :meth:`start` was called, and :meth:`stop` was not."""
+        return self._stop is not None
+
     def forked(self) -> None:
         """In a forked process: the thread is the other's, and so may be what it holds of its event."""
         self._stop = None
@@ -132,11 +146,18 @@ class Meter(ABC):
                 break
         sample = (time.perf_counter(), held, max(ours, before))
         self._samples.append(sample)
+        recent = self._recent  # a sampling thread that is late writes to the list before
+        recent[0] = max(recent[0], held)
         return sample
 
     def sampled_peak_bytes(self) -> int:
         """The most that was held, of what was sampled and is not taken yet; 0: nothing was."""
         return max((held for _, held, _ in list(self._samples)), default=0)
+
+    def take_highest(self) -> int:
+        """The most that was sampled since this was asked last; 0: nothing was."""
+        recent, self._recent = self._recent, [0]
+        return recent[0]
 
     def _take_samples(self) -> list[Sample]:
         return sorted(taken(self._samples))
@@ -190,7 +211,11 @@ class ProcessMeter(Meter):
         faults, self._faults_before = self._faults_before, _page_faults()
         self._faults = self._faults_before - faults
         self._began, self._ended = self._ended, self.mark()[0]
-        return self._ended - self._began
+        seconds = self._ended - self._began if self._began else 0.0
+        self._interval_seconds = min(
+            max(_INTERVAL_SECONDS, seconds / _SAMPLES), _MOST_INTERVAL_SECONDS
+        )
+        return seconds
 
     def hear(self, told: tuple[Any, ...]) -> None:
         """See :meth:`Meter.hear`."""
@@ -247,9 +272,11 @@ def taken(queue: deque[Any]) -> list[Any]:
 
 def _sample(stop: threading.Event, of: weakref.ref[Meter]) -> None:
     """Until it is told to stop, or its meter is gone, or nobody took a sample for a long time."""
-    while not stop.wait(_INTERVAL_SECONDS):
+    interval_seconds = _INTERVAL_SECONDS
+    while not stop.wait(interval_seconds):
         meter = of()
         if meter is None or len(meter._samples) > _MOST_SAMPLES:
             return
         meter.mark()
+        interval_seconds = meter._interval_seconds
         del meter  # not held while this waits
