@@ -1,6 +1,8 @@
 """What takes much processor time, and is left out unless it is asked for."""
 
 import os
+from collections.abc import Collection, Iterable
+from typing import Any
 
 import pytest
 
@@ -9,3 +11,13 @@ takes_long = pytest.mark.skipif(
     not IS_ASKED_FOR,
     reason="takes 10 s of processor time or more: `scripts/check long` runs it",
 )
+
+
+def mostly_long(values: Iterable[Any], *always: Any) -> Collection[Any]:
+    """For ``parametrize``: the values, of which only ``always`` are taken where what takes long is left out."""
+    return [
+        each
+        if each in always
+        else pytest.param(*(each if isinstance(each, tuple) else (each,)), marks=takes_long)
+        for each in values
+    ]

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from backstash.launcher import Job
-from long_tests import takes_long
+from long_tests import mostly_long, takes_long
 from test_cli_run import TRAIN, under_stash, write
 
 THREADS = """
@@ -226,7 +226,7 @@ def test_a_launcher_under_backstash_is_told_how_to_go_around_it(tmp_path: Path) 
     assert "torchrun ... -m backstash run ... SCRIPT" in ended.stderr
 
 
-@pytest.mark.parametrize("launches", [True, False])
+@pytest.mark.parametrize("launches", mostly_long([True, False], True))
 def test_a_script_that_launches_copies_of_itself_is_told_too(
     tmp_path: Path, launches: bool
 ) -> None:

@@ -17,7 +17,7 @@ import pytest
 from backstash.cli import main
 from backstash.cli._launch import interpreter_options
 from backstash.plan import Plan, PlannedClass, StepFigures
-from long_tests import takes_long
+from long_tests import mostly_long, takes_long
 
 # The import is for the plain runs: PyTorch's own first calls differ at times (_first_calls.py).
 TRAIN = """
@@ -261,7 +261,7 @@ sys.meta_path.insert(1, Asks())
     "first",
     [
         "import torch",
-        "import backstash",
+        pytest.param("import backstash", marks=takes_long),
         pytest.param("from backstash import Stash", marks=takes_long),
         pytest.param("import backstash.graph", marks=takes_long),
         pytest.param("import importlib.util; importlib.util.find_spec('torch')", marks=takes_long),
@@ -302,8 +302,8 @@ def test_gradients_are_exact_and_the_figures_are_there(tmp_path: Path, first: st
     ("last", "outcome"),
     [
         ("1 / 0", "ZeroDivisionError"),
-        ("import sys; sys.exit(4)", "exit 4"),
-        ("raise KeyboardInterrupt", "SIGINT"),
+        pytest.param("import sys; sys.exit(4)", "exit 4", marks=takes_long),
+        pytest.param("raise KeyboardInterrupt", "SIGINT", marks=takes_long),
     ],
 )
 def test_summary_comes_after_an_error_too(tmp_path: Path, last: str, outcome: str) -> None:
@@ -318,7 +318,7 @@ def test_summary_comes_after_an_error_too(tmp_path: Path, last: str, outcome: st
     assert said.startswith(f"backstash: the script ended by {outcome} after ")
 
 
-@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGTERM twice"])
+@pytest.mark.parametrize("name", mostly_long(["SIGINT", "SIGTERM", "SIGTERM twice"], "SIGINT"))
 def test_a_signal_that_comes_while_the_summary_is_made_waits_for_it(
     tmp_path: Path, name: str
 ) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from backstash.cli import main
 from backstash.cli._launch import interpreter_options
-from long_tests import takes_long
+from long_tests import mostly_long, takes_long
 from test_cli_run import TRAIN, start, under_stash, write
 
 # What a process can see of itself, before and after it imports torch and trains. Addresses are left out.
@@ -110,7 +110,7 @@ def differences(one: Any, other: Any, path: str = "") -> dict[str, tuple[Any, An
     return found
 
 
-@pytest.mark.parametrize("malloc", ["auto", "glibc"])
+@pytest.mark.parametrize("malloc", mostly_long(["auto", "glibc"], "auto"))
 def test_a_script_s_surroundings_are_those_of_plain_python(tmp_path: Path, malloc: str) -> None:
     write(tmp_path / "look.py", LOOK)
     words = ["look.py", "--epochs", "3", "a b"]
@@ -304,8 +304,7 @@ RUN = f"{sys.executable} -m backstash run --disk ."
     "closed",
     [
         "<&- >&- 2>&-",
-        "2>&-",
-        *(pytest.param(each, marks=takes_long) for each in (">&-", ">&- 2>&-", "<&-")),
+        *(pytest.param(each, marks=takes_long) for each in ("2>&-", ">&-", ">&- 2>&-", "<&-")),
     ],
 )
 def test_closed_streams(tmp_path: Path, closed: str) -> None:
@@ -334,7 +333,7 @@ with open("found.txt", "w") as file:
 @pytest.mark.parametrize(
     "script",
     [
-        "import sys, torch\nsys.stderr.close()",
+        pytest.param("import sys, torch\nsys.stderr.close()", marks=takes_long),
         "import sys, torch\nclass Gone:\n    def write(self, text):\n        1 / 0\nsys.stderr = Gone()",
         *(
             pytest.param(each, marks=takes_long)
@@ -356,7 +355,8 @@ def test_a_script_that_closes_stderr(tmp_path: Path, script: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "first", ["", "import signal\nsignal.signal(signal.SIGPIPE, signal.SIG_DFL)\n"]
+    "first",
+    mostly_long(["", "import signal\nsignal.signal(signal.SIGPIPE, signal.SIG_DFL)\n"], ""),
 )
 def test_a_reader_of_stderr_that_went_away(tmp_path: Path, first: str) -> None:
     write(
@@ -456,7 +456,14 @@ assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 @pytest.mark.parametrize(
     "waits",
-    ["time.sleep(60)", "threading.Event().wait()", "while True: x.exp().sin().sum().backward()"],
+    mostly_long(
+        [
+            "time.sleep(60)",
+            "threading.Event().wait()",
+            "while True: x.exp().sin().sum().backward()",
+        ],
+        "while True: x.exp().sin().sum().backward()",
+    ),
 )
 def test_sigterm_is_answered_by_a_summary_and_then_the_script_s_own_end(
     tmp_path: Path, waits: str

@@ -29,13 +29,7 @@ def test_ddp_fsdp2_and_pipelines_have_plain_s_gradients(tmp_path):
 @needs_gloo
 @pytest.mark.parametrize(
     "world",
-    [
-        2,
-        pytest.param(
-            4,
-            marks=takes_long,
-        ),
-    ],
+    [pytest.param(2, marks=takes_long), pytest.param(4, marks=takes_long)],
 )
 def test_tensor_parallel_models_have_plain_s_gradients(tmp_path, world):
     """On a mesh of (1, 2), or of (2, 2), where weights are sharded both ways."""

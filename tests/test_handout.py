@@ -375,7 +375,7 @@ def test_random_functions_on_an_accelerator(options, chance, tmp_path):
 @pytest.mark.parametrize("place", PLACES)
 def test_random_functions_as_in_plain_pytorch(place, tmp_path):
     compared = 0
-    for seed in range(60):
+    for seed in range(30):
         plain, plain_shares = program(seed, nullcontext())
         stash = Stash(**PLACES[place](tmp_path))
         ours, ours_shares = program(seed, stash)
@@ -385,4 +385,4 @@ def test_random_functions_as_in_plain_pytorch(place, tmp_path):
         if equal(plain, right):  # else plain PyTorch has itself accumulated into what was saved
             compared += 1
             assert equal(ours, plain), seed
-    assert compared > 20
+    assert compared > 10

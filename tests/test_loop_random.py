@@ -4,10 +4,11 @@ from pathlib import Path
 
 import pytest
 
+from long_tests import mostly_long
 from random_loops import differences
 
 
-@pytest.mark.parametrize("part", range(4))
+@pytest.mark.parametrize("part", mostly_long(range(4), 0, 2, 3))
 def test_random_loops(part: int, disk_dir: Path) -> None:
     for seed in range(40 * part, 40 * part + 40):
         assert differences(seed, disk_dir) == [], seed

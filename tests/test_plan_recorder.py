@@ -162,6 +162,19 @@ def test_a_plan_is_made_again_until_the_peak_is_what_was_predicted():
     assert found[4:] == [True] * 4 + [False] and spared.bias_bytes == -300
 
 
+def test_a_plan_that_can_hold_no_less_is_made_again_a_few_times_only():
+    """Else steps were measured for ever, each exceeding by a little. The figures kept are a few, too."""
+    of, found = Corrections(), []
+    for _ in range(6):
+        of.begin()
+        of.exceed(110, 1.0)
+        found.append(of.correct(100, 105, 100, is_left=False, can_hold_less=False))
+    assert found == [True] * 4 + [False] * 2 and of.bias_bytes == 40
+    for peak in range(100):
+        of.exceed(200 - peak, 1.0)
+    assert of.measured[0] == 200 and len(of._figures) < 20
+
+
 @pytest.mark.parametrize(
     ("peak", "saved", "is_made_again"),
     [

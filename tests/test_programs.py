@@ -33,7 +33,7 @@ pytestmark = [
     # destructor of PyTorch's, which ends the process.
     pytest.mark.timeout(600, method="thread"),
 ]
-PROGRAMS = int(os.environ.get("BACKSTASH_PROGRAMS", "20"))
+PROGRAMS = int(os.environ.get("BACKSTASH_PROGRAMS", "10"))
 
 
 def test_random_programs(tmp_path):

@@ -10,7 +10,7 @@ import torch
 
 import simulated
 from gpu_checks import CHECKS
-from long_tests import takes_long
+from long_tests import IS_ASKED_FOR, mostly_long, takes_long
 
 HERE = Path(__file__).parent
 RUNS = {"late": "0.03,1", "soon": "0.4,3"}
@@ -91,7 +91,7 @@ del y
 }
 
 
-@pytest.mark.parametrize("race", RACES)
+@pytest.mark.parametrize("race", mostly_long(RACES, *[*RACES][2:4]))
 def test_a_race_is_seen(race: str) -> None:
     seen = run(RACES[race], chance=0)
     assert any(line.strip() for line in seen), "no fault in any order"
@@ -121,11 +121,12 @@ print(host.sum().item(), simulated.reads() > 4, end="")
 @pytest.fixture(scope="session")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, dict[str, str]]]:
     """What each check came to, for each way the device runs."""
-    outs = {name: tmp_path_factory.mktemp("simulated") / "found.json" for name in RUNS}
+    runs = RUNS if IS_ASKED_FOR else {"late": RUNS["late"]}
+    outs = {name: tmp_path_factory.mktemp("simulated") / "found.json" for name in runs}
     runner = [sys.executable, HERE / "gpu_runner.py", "--seconds", "400", "--simulated"]
     running = [
         subprocess.Popen([*runner, how, "--out", outs[name]], stdout=subprocess.DEVNULL)
-        for name, how in RUNS.items()
+        for name, how in runs.items()
     ]
     for process in running:
         process.wait(timeout=500)
@@ -161,7 +162,7 @@ def backward():
 contextvars.copy_context().run(backward)
 print("done", end="")
 """
-    for _ in range(3):
+    for _ in range(3 if IS_ASKED_FOR else 1):
         assert run(program, chance=0.1) == ["done"] * 4
 
 
@@ -182,7 +183,7 @@ blocks_under_way.main(["--blocks", "8", "--repeats", "1"])
 
 
 @pytest.mark.timeout(900)  # the first asks for all of them
-@pytest.mark.parametrize("how", RUNS)
+@pytest.mark.parametrize("how", mostly_long(RUNS, "late"))
 @pytest.mark.parametrize("check", CHECKS)
 def test_a_check(check: str, how: str, results: dict[str, dict[str, dict[str, str]]]) -> None:
     found = results[how][check]

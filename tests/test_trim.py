@@ -11,6 +11,7 @@ from backstash._runtime import trim as _trim
 from backstash._runtime.trim import Trimmer, _Heap
 from backstash.cli._allocator import choose, find
 from backstash.errors import SizeError
+from long_tests import mostly_long
 
 
 @pytest.fixture
@@ -119,7 +120,7 @@ print(full - resident_bytes())
 """
 
 
-@pytest.mark.parametrize("kind", ["tbb", "none"])
+@pytest.mark.parametrize("kind", mostly_long(["tbb", "none"], "tbb"))
 def test_an_allocator_gives_back_what_is_free(kind):
     allocator = choose(kind, os.environ, find())
     if kind != "none" and allocator.kind != kind:

@@ -1,7 +1,11 @@
 """Processes that are forked while a stash is at work, and interpreters that end while one is."""
 
+import itertools
+
 import pytest
 from faulty import run_python
+
+from long_tests import mostly_long
 
 LOADER = """
 import sys, torch
@@ -92,7 +96,12 @@ ENDINGS = {
 
 @pytest.mark.parametrize(
     "mix, ending",
-    [("disk", each) for each in ENDINGS] + [("accelerator", each) for each in list(ENDINGS)[:1]],
+    mostly_long(
+        [("disk", each) for each in ENDINGS]
+        + [("accelerator", each) for each in list(ENDINGS)[:1]],
+        ("disk", list(ENDINGS)[-1]),
+        ("accelerator", next(iter(ENDINGS))),
+    ),
 )
 def test_the_interpreter_ends_cleanly(tmp_path, mix, ending):
     result = run_python(BEGIN + ENDINGS[ending], tmp_path, mix)
@@ -178,8 +187,16 @@ assert not problems, problems
 """
 
 
-@pytest.mark.parametrize("mix", ["disk", "at once", "packed", "accelerator"])
-@pytest.mark.parametrize("way", ["os.fork", "multiprocessing"])
+@pytest.mark.parametrize(
+    "way, mix",
+    mostly_long(
+        itertools.product(
+            ("os.fork", "multiprocessing"), ("disk", "at once", "packed", "accelerator")
+        ),
+        ("os.fork", "disk"),
+        ("multiprocessing", "accelerator"),
+    ),
+)
 def test_a_child_is_never_given_what_its_parent_has_put_in_the_same_place(tmp_path, mix, way):
     result = run_python(PROCESSES + GOES_ON, tmp_path, mix, way)
     assert (result.returncode, result.stderr) == (0, "")
@@ -211,7 +228,7 @@ assert not problems, problems
 """
 
 
-@pytest.mark.parametrize("end", ["os._exit", "sys.exit"])
+@pytest.mark.parametrize("end", mostly_long(["os._exit", "sys.exit"], "sys.exit"))
 def test_a_child_keeps_no_space_of_its_parent_s_disk(tmp_path, end):
     result = run_python(PROCESSES + SPACE, tmp_path, "disk", end)
     assert (result.returncode, result.stderr) == (0, "")

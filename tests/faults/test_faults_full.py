@@ -6,6 +6,8 @@ import sys
 import pytest
 from faulty import run_python
 
+from long_tests import mostly_long
+
 MOUNTS = {
     "tmpfs": 'mount -t tmpfs -o size=6m none "$1"',
     "ext4": 'truncate -s 12m "$0.img" && mkfs.ext4 -q -m 0 "$0.img" && mount -o loop "$0.img" "$1"',
@@ -96,7 +98,7 @@ assert not problems, problems
 """
 
 
-@pytest.mark.parametrize("on_full", ["keep", "raise"])
+@pytest.mark.parametrize("on_full", mostly_long(["keep", "raise"], "keep"))
 def test_a_file_system_that_fills_up(small_file_system, on_full):
     enter, directory = small_file_system
     result = run_python(FULL, directory, on_full, before=enter)

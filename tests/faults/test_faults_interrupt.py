@@ -24,6 +24,7 @@ from signals import PRESSES
 
 from backstash import Disk, Stash
 from backstash._tiers import backing as _backing
+from long_tests import mostly_long
 
 POINTS = 8  # of each mix; scripts/soak_faults.py takes every one
 
@@ -101,7 +102,7 @@ def test_an_interrupt_while_a_graph_is_freed_is_not_swallowed(tmp_path):
     assert not wrong_after(stash)
 
 
-@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize("mix", mostly_long(MIXES, "disk", "accelerator"))
 def test_signals_from_outside(tmp_path, mix):
     result = run_python(PRESSES, mix, tmp_path, 1, 0.5)
     assert (result.returncode, result.stderr) == (0, ""), result.stdout + result.stderr

@@ -6,8 +6,13 @@ import pytest
 from faulty import MIXES, gradients, run_python, wrong_after
 from killed import kill_at_random, train
 
+from long_tests import mostly_long
 
-@pytest.mark.parametrize("seed, mixes", [(0, ["disk"]), (1, ["accelerator", "at once"])])
+
+@pytest.mark.parametrize(
+    "seed, mixes",
+    mostly_long([(0, ["disk"]), (1, ["accelerator", "at once"])], (0, ["disk"])),
+)
 def test_a_killed_process_leaves_nothing_and_the_next_begins_cleanly(tmp_path, seed, mixes):
     assert kill_at_random(random.Random(seed), tmp_path, mixes) == []
     stash = MIXES[mixes[0]](tmp_path)

@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import itertools
 import os
 
 import pytest
@@ -11,6 +12,7 @@ from nesting import another_step, step_with_a_call_at
 
 from backstash import Disk, Stash
 from backstash._runtime.workers import Work
+from long_tests import mostly_long
 
 POINTS = int(os.environ.get("NESTED_POINTS", 6))  # of each mix and call
 CALLS = ("a step", "stats", "close")
@@ -161,8 +163,14 @@ assert not problems, problems
 """
 
 
-@pytest.mark.parametrize("call", ["stats", "a step"])
-@pytest.mark.parametrize("mix", ["disk", "at once"])
+@pytest.mark.parametrize(
+    "mix, call",
+    mostly_long(
+        itertools.product(("disk", "at once"), ("stats", "a step")),
+        ("disk", "a step"),
+        ("at once", "stats"),
+    ),
+)
 def test_a_handler_of_a_timer(tmp_path, mix, call):
     result = run_python(HANDLER, tmp_path, mix, call)
     assert (result.returncode, result.stderr) == (0, ""), result.stderr
@@ -192,7 +200,7 @@ assert not problems, problems
 """
 
 
-@pytest.mark.parametrize("mix", ["disk", "at once"])
+@pytest.mark.parametrize("mix", mostly_long(["disk", "at once"], "disk"))
 def test_a_finalizer_that_trains(tmp_path, mix):
     result = run_python(FINALIZER, tmp_path, mix)
     assert (result.returncode, result.stderr) == (0, ""), result.stderr
