@@ -12,7 +12,7 @@ import torch
 from backstash.cli import main
 from backstash.cli._advice import advice
 from backstash.cli._plan_page import plan_section
-from backstash.cli._plan_session import budgets_of, table
+from backstash.cli._plan_table import budgets_of, table
 from backstash.cli._verdict import verdict
 from backstash.errors import UsageError
 from backstash.fake import FakeRun

@@ -180,18 +180,19 @@ def test_a_budget_is_advised_in_one_number_where_one_would_save() -> None:
             _profile_text.Cost("nothing", 0, 1 << 30, memory, 1.0, 1.0, code),
         ]
         lines = [
-            *_profile_text._costs(costs, "/a b", None),
             *_profile_text._one_number(costs, "/a b", "train.py"),
+            *_profile_text._costs(costs, "/a b", None),
         ]
         return "\n".join(lines)
 
     text = advised(1 << 20, 'Stash(disk="/a b")')
-    assert text.endswith('  Stash(budget=SIZE, disk="/a b")')
+    assert text.startswith("in one number, the most memory that the process may take")
+    assert text.splitlines()[3:5] == ['  Stash(budget=SIZE, disk="/a b")', ""]
     assert "backstash run --budget SIZE --disk '/a b' train.py" in text
     assert 'Stash(disk="/a b")' not in text
     assert "budget=SIZE" not in advised(1 << 30, 'Stash(disk="/a b")')
-    text = advised(1 << 20, 'Stash(host="auto")')  # no budget plans for an accelerator's tensors
-    assert "budget=SIZE" not in text and 'Stash(host="auto")' in text
+    text = advised(1 << 20, 'Stash(host="auto")')
+    assert "the device's tensors may take" in text and 'Stash(host="auto")' in text
 
 
 def test_budgets_that_save_are_shown_in_a_table() -> None:
@@ -200,6 +201,6 @@ def test_budgets_that_save_are_shown_in_a_table() -> None:
 
     everything = cost("everything", 1 << 30, 1 << 30)
     lines = _profile_text._costs([everything, cost("half", 1 << 29, 600 << 20)], "/d", None)
-    assert lines[0] == "what a budget would cost:" and "half (512 MiB)" in lines[3]
+    assert lines[0] == "what keep= would cost instead:" and "half (512 MiB)" in lines[3]
     (line,) = _profile_text._costs([everything, cost("nothing", 0, 1 << 30)], "/d", None)
     assert line.startswith("no budget would save memory: all that could move, 1.00 GiB, fits")

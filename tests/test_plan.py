@@ -456,10 +456,9 @@ def test_steps_that_end_early_are_planned_for_as_far_as_they_were_measured(memor
             planner.conclude()
             assert stash.plan.trace is None, number
             step(net, stash)
-        planner.conclude()
+        stash.close()
     assert stash.plan.trace is not None and len(stash.plan.trace.blocks) == 16
     assert not planner._recording.is_on
-    stash.close()
 
 
 def test_taking_memory_anew_takes_the_page_faults_that_a_step_had():

@@ -94,7 +94,7 @@ def look(tests: list[str], into: Path) -> None:
     into.write_text(json.dumps({"seconds": seconds, "lines": lines}))
 
 
-class Room:
+class PackageCopy:
     """A copy of the package, in which one mutant at a time is tried."""
 
     mutant: Mutant
@@ -200,8 +200,8 @@ class Trial:
         self._check_unchanged()
         todo = iter(mutants)
         with tempfile.TemporaryDirectory() as directory:
-            free = [Room(Path(directory, str(number))) for number in range(self.jobs)]
-            busy: list[Room] = []
+            free = [PackageCopy(Path(directory, str(number))) for number in range(self.jobs)]
+            busy: list[PackageCopy] = []
             while True:
                 while free and (mutant := next(todo, None)) is not None:
                     tests = self._tests(mutant)
@@ -213,25 +213,25 @@ class Trial:
                 if not busy:
                     return
                 time.sleep(0.01)
-                for room in [room for room in busy if room.has_ended()]:
-                    busy.remove(room)
-                    free.append(room)
-                    self._learn(room)
-                    yield room.mutant, room.outcome, room.failed
+                for tried_in in [each for each in busy if each.has_ended()]:
+                    busy.remove(tried_in)
+                    free.append(tried_in)
+                    self._learn(tried_in)
+                    yield tried_in.mutant, tried_in.outcome, tried_in.failed
 
     def _check_unchanged(self) -> None:
         """The machine itself must not be what makes tests fail."""
         file = f"{PACKAGE}/units.py"
         unchanged = Mutant("nothing", file, frozenset(), (ROOT / file).read_text())
         with tempfile.TemporaryDirectory() as directory:
-            room = Room(Path(directory, "0"))
-            room.begin(
+            tried_in = PackageCopy(Path(directory, "0"))
+            tried_in.begin(
                 unchanged, sorted(self.coverage.seconds, key=self.coverage.seconds.get)[:40], 300
             )
-            while not room.has_ended():
+            while not tried_in.has_ended():
                 time.sleep(0.01)
-        if room.outcome != "survived":
-            sys.exit(f"tests fail with nothing changed: {room.outcome} {room.failed}")
+        if tried_in.outcome != "survived":
+            sys.exit(f"tests fail with nothing changed: {tried_in.outcome} {tried_in.failed}")
 
     def _tests(self, mutant: Mutant) -> list[str]:
         return self.coverage.tests_of(mutant, self.killers[mutant.scope][:8], self.budget_seconds)
@@ -239,10 +239,10 @@ class Trial:
     def _limit(self, tests: list[str]) -> float:
         return 20 + 3 * sum(self.coverage.seconds[test] for test in tests)
 
-    def _learn(self, room: Room) -> None:
-        killers = self.killers[room.mutant.scope]
-        if room.failed:
-            killers[:] = [room.failed, *(each for each in killers if each != room.failed)]
+    def _learn(self, tried_in: PackageCopy) -> None:
+        killers = self.killers[tried_in.mutant.scope]
+        if tried_in.failed:
+            killers[:] = [tried_in.failed, *(each for each in killers if each != tried_in.failed)]
 
 
 def the_map(tests: list[str], kept: Path | None) -> Coverage:

@@ -335,8 +335,8 @@ class Admission:
     def _hold_latest(
         self, thread_state: ThreadState, packer: Packer, block: weakref.ref[Block], alias: Tensor
     ) -> None:
-        """Hold the memory of a new block until the next two, in the first forward pass, and in each after one
-        in which a replay was asked for that is not known to be exact."""
+        """Hold the memory of a new block until the next four are saved, in the first forward pass, and in each
+        after one in which a replay was asked for that is not known to be exact."""
         if self._pass != self._session.predictor.passes:
             self._pass = self._session.predictor.passes
             self._holds_latest, packer.met_unknown = packer.met_unknown, False

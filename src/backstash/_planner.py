@@ -149,12 +149,14 @@ class Planner:
         return not self._choices.matched
 
     def close(self) -> None:
-        """Measure no more."""
+        """Measure no more. Where it was to be learnt what any budget would cost, that is planned for now."""
+        if self._first_steps.learns:
+            self.conclude()
         self._recording.stop()
 
     def retire(self) -> None:
         """Measure no more, and leave the device as it was: nobody plans for it from now on."""
-        self.close()
+        self._recording.stop()
         self._limits.end()
 
     def forked(self) -> None:
@@ -604,7 +606,7 @@ class Planner:
     # Per forward of a module that may run again.
 
     def begin_forward(self, path: str) -> tuple[str, int]:
-        """One begins, of the module at ``path``: its name, and the how many-th of that name it is."""
+        """One begins, of the module at ``path``: its name, and its place among those of that name."""
         assert self.regions is not None
         name = name_of(path)
         index = self.regions.begin(name)

@@ -172,21 +172,26 @@ class Plan:
         """The plan for a measured step, here or on another machine.
 
         Args:
-            trace: what ``plan.trace.as_dict()`` gave; ``backstash plan --trace FILE`` writes it as JSON.
+            trace: what ``plan.trace.as_dict()`` gave, or the path of a file that has it as JSON, which
+                ``backstash plan --trace FILE`` writes.
             budget: the most bytes at any moment of the step.
             bias_bytes: added to all peaks of the simulation.
             windows: bytes of the windows down and up; ``None``: chosen.
 
         Raises:
-            UsageError: ``trace`` is not that of a step.
+            UsageError: ``trace`` is not that of a step, or the file cannot be read.
             SizeError: the budget is no size.
         """
-        budget_bytes, step = parse_bytes(budget, name="budget"), Trace.from_dict(trace)
+        budget_bytes = parse_bytes(budget, name="budget")
+        is_file = isinstance(trace, (str, os.PathLike))
+        step = Trace.read(trace) if is_file else Trace.from_dict(trace)
         solution = solve(step, usable_bytes(budget_bytes) - bias_bytes, windows=windows)
         smallest = solution.forecast.peak_bytes
         if not solution.fits:
             smallest = smallest_budget(step, windows=windows)
-        return plan_of(budget_bytes, step, solution, smallest, bias_bytes)
+        plan = plan_of(budget_bytes, step, solution, smallest, bias_bytes)
+        # Only an accelerator's host is ahead of what computes.
+        return replace(plan, device="accelerator") if step.runs_ahead else plan
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
@@ -260,8 +265,10 @@ class Plan:
                 for name, value in given.items()
                 if name not in ("format", "classes", "regions", *figures)
             }
-            left_after = rest.get("left_after")
-            if left_after is not None and not (type(left_after) is int and left_after >= 0):
+            numbers = [
+                value for name, value in rest.items() if name in _NUMBERS and value is not None
+            ]
+            if rest["state"] not in _STATES or any(type(n) is not int or n < 0 for n in numbers):
                 raise UsageError(_no_plan("this"))
             return cls(classes=classes, regions=regions, **figures, **rest)
         except (KeyError, TypeError, ValueError) as error:
@@ -320,8 +327,18 @@ _STATES = {
 }
 
 
+_NUMBERS = (
+    "budget_bytes",
+    "smallest_budget_bytes",
+    "inflight_bytes",
+    "prefetch_bytes",
+    "resident_bytes",
+    "left_after",
+)
+
+
 def _no_plan(path: object) -> str:
-    return f"{path} is no plan; allowed: a file that Plan.save or `backstash plan` wrote"
+    return f"{path} is no plan; allowed: a file that Plan.save or `backstash run --save-plan` wrote"
 
 
 def plan_of(
@@ -414,7 +431,7 @@ def _reason(runs: Sequence[tuple[str, int]], state: str) -> str:
         return "everything fits"
     names = {name for name, _ in runs}
     if names == {"keep"}:
-        return "a byte of it costs more than of others"
+        return "to free a byte of it would take more time than elsewhere"
     if "keep" in names:
         return "as many as fit stay"
     return "cheapest at the price of a byte in memory"

@@ -785,7 +785,11 @@ def _planners(
         for each in map(parse_bytes, (inflight, prefetch))
     ]
     loaded = plan if isinstance(plan, Plan) or plan is None else Plan.load(plan)
-    nbytes = None if budget is None or budget == "auto" else parse_bytes(budget, name="budget")
+    nbytes = (
+        None
+        if budget is None or budget == "auto"
+        else parse_bytes(budget, name="budget", also=_AUTO)
+    )
 
     def planner(device: Device | None) -> Planner | None:
         if loaded is not None and (loaded.device == "cpu") != (device is None):

@@ -80,7 +80,7 @@ class Choices:
         the plan does not know the class.
 
         ``of_any_size``: then take what is done with a block that differs in nothing but its size, as those of a
-        mixture of experts do at each step: with the how many-th it is.
+        mixture of experts do at each step: with its place among those of that class.
         """
         anyhow = _without_size(name)
         counted = self._met[anyhow]

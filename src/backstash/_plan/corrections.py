@@ -59,7 +59,7 @@ class Corrections:
         return len(self._figures) >= _VALIDATED_STEPS or self._followed_steps >= _MOST_FOLLOWED
 
     def exceed(self, peak_bytes: int, seconds: float) -> None:
-        """One that was not to be measured exceeded the budget."""
+        """A step that was not measured block by block exceeded the budget."""
         self._figures = sorted([*self._figures, (peak_bytes, seconds)])[-_MOST_FOLLOWED:]
 
     def time(self, seconds: float) -> bool:

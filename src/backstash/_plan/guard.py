@@ -54,7 +54,9 @@ class MemoryGuard:
         # In backward: used since the last look, and since memory was given back; what was held at the last
         # look; and the most that came between two.
         self._unlooked_bytes = self._used_bytes = self._held_before = self._growth = 0
-        self._sampled_growth = 0  # the most that was sampled between two looks beyond the first of them
+        self._sampled_growth = (
+            0  # the most that was sampled between two looks beyond the first of them
+        )
 
     def plan_for(self, grown_bytes: int) -> None:
         """Steps hold from now on at most so many bytes more than at their beginning."""
@@ -82,7 +84,7 @@ class MemoryGuard:
     def end_trial(self, peak_bytes: int, *, is_alike: bool) -> None:
         """A step that was tried has ended, and held so much at most. If that was no more than ``most``, later
         ones do as it did, where they begin with no more than leaves them as much below it; else none ever does.
-        Of a step unlike the one that was planned for, only that it held more tells something."""
+        If the step had another shape than the planned one (``is_alike``), only an excess counts."""
         if peak_bytes > self.most:
             self.fail_trial()
         elif is_alike and self._most_kept_free is None:
@@ -99,7 +101,7 @@ class MemoryGuard:
         self.highest_bytes = max(self.highest_bytes, self._meter.known_peak_bytes)
 
     def raise_to(self, nbytes: int) -> None:
-        """No step could be within ``most``: in this one so much may be held."""
+        """In this step ``nbytes`` may be held: it is measured to learn, and no budget is kept."""
         self._line = self._most_now = nbytes
 
     @property
@@ -129,9 +131,9 @@ class MemoryGuard:
         return highest
 
     def over(self) -> int:
-        """By how many bytes less is to be kept for the rest of the step; 0: by none.
+        """Bytes by which the stash has to keep less for the rest of the step.
 
-        Once for each byte more: memory that was freed may stay the process's, and is used again.
+        Each byte of an excess counts once: memory that was freed may stay the process's, and is used again.
         """
         self._held_before = 0  # what came since then is no growth of a backward's
         held = self.held()
@@ -180,7 +182,8 @@ class MemoryGuard:
             self._used_bytes = self._held_before = 0
 
     def release(self) -> bool:
-        """Give back what is free, but where that took more than a twentieth of the time; whether it did."""
+        """Give free memory back to the system, unless that has taken more than a twentieth of the time so far.
+        Returns whether it was done."""
         if self.is_trying:
             self.fail_trial()
         now = time.perf_counter()

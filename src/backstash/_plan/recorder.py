@@ -141,13 +141,13 @@ class Costs:
     kept: tuple[float, float] = (0.0, 0.0)
     """In the hooks, for one block that stays: when it is saved, and when it is used."""
     moved: tuple[float, float] = (0.0, 0.0)
-    """Likewise for one that moves."""
+    """In the hooks, for one block that moves: when it is saved, and when it is used."""
     computing_seconds: float | None = None
     """Of a step, without all of this; ``None``: what the record that is looked at has."""
     anew_seconds: float = 0.0
     """See :class:`Trace`."""
     left_seconds: float | None = None
-    """Likewise."""
+    """See :class:`Trace`."""
 
 
 def costs_of(full: StepRecord, part: StepRecord, links: Links) -> Costs:
@@ -155,7 +155,7 @@ def costs_of(full: StepRecord, part: StepRecord, links: Links) -> Costs:
     a first time takes.
 
     What a byte costs outside of the hooks is their difference, within what is possible: at least nothing, and
-    at most the time that its transfer takes. A machine whose speed changes between them would tell more.
+    at most the time that its transfer takes. A change of the machine's speed between them would add to it.
     """
     moved_bytes = full.moved_bytes
     if not moved_bytes:

@@ -83,7 +83,7 @@ class StepRecording:
             self._groups[serial] = group
 
     def tell_prices(self, serial: int, prices: Mapping[str, Option | None]) -> None:
-        """What it takes to hold the block of this number so; ``None``: it cannot be."""
+        """What each way of holding the block with this number takes; ``None``: it cannot be held so."""
         self._offers[serial] = {
             name: option for name, option in prices.items() if option is not None
         }

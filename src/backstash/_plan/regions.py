@@ -1,6 +1,6 @@
 """Forwards of named modules in a step: counted, recorded where the step is measured, and which run again.
 
-A forward is known by the path of its module, with ``*`` for numbers, and by the how many-th of that name it is
+A forward is known by the path of its module, with ``*`` for numbers, and by its place among those of that name
 in the step. What it saves is told apart by numbers, too: those that something outside saves again stay.
 """
 
@@ -24,7 +24,8 @@ TRACED = "traced"
 """Likewise, and it is noted what that is."""
 
 Stays = Mapping[tuple[str, int], frozenset[int]]
-"""By the name of a forward and the how many-th it is: the numbers of its saves that are not let go."""
+"""By the name of a forward and its place among those of that name: the numbers of its saves that are not let
+go."""
 
 _NUMBER = re.compile(r"\d+")
 
@@ -45,9 +46,9 @@ class Forward:
     again: Counter[int] = field(default_factory=Counter)
     """How often each of these was saved once more in it."""
     nbytes: int = 0
-    """Of these blocks."""
+    """Bytes of the blocks in ``saved``."""
     told_seconds: float = 0.0
-    """What noting their bytes takes."""
+    """Seconds that fingerprints of them take."""
     again_seconds: float = 0.0
     """What a second run took that was compared; 0: none was in a step that was measured."""
     can_run_again: bool = False

@@ -69,8 +69,15 @@ class StepShape:
         return ended
 
     def count(self, nbytes: int, *, is_planned: bool) -> tuple[int, int] | None:
-        """A block is saved; ``is_planned``: a step was planned for. Where this one may be larger than that: so
-        many bytes, where that one had so many."""
+        """A block of ``nbytes`` is saved.
+
+        Args:
+            nbytes: its size.
+            is_planned: whether a step was planned for.
+
+        Returns:
+            If this step may be larger than that one: bytes of this step, and of that one at the same place.
+        """
         larger = None
         if not self._saved_bytes:
             if is_planned:
@@ -95,12 +102,13 @@ class StepShape:
         )
 
     def bytes_to_next_look(self, nbytes: int) -> int:
-        """At most so many: while the first blocks of a step are held by a graph that is used later, only others
-        tell that it ends."""
+        """``nbytes``, or less after steps that were taken for one: a graph that is used later held the first
+        blocks of the next step, and only a look at a later block tells that the step before has ended."""
         return min(nbytes, self._most_asked_bytes // _OFTEN) if self._looks_often else nbytes
 
     def meet_larger(self) -> None:
-        """This step is larger. What it was known by was its first block, or the next one is to tell."""
+        """This step is larger than the planned one. If that was seen later than at its first block, it is too
+        late to measure it: the next ones are measured, until one of them is as large."""
         self.is_larger = True
         self.expects_larger = self.counted > 1
         if self.expects_larger:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
@@ -77,7 +78,7 @@ class TracedRegion:
     beside_bytes: int = 0
     """Made again beside them, and freed when the second run has ended."""
     index: int = 0
-    """The how many-th forward of this name in the step."""
+    """Its place among the forwards of this name in the step, from 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,13 +214,21 @@ class Trace:
             raise UsageError(f"this is no trace of a step: {error!r}") from error
 
     @classmethod
-    def read(cls, path: str) -> Trace:
-        """The trace in a file that holds what :meth:`as_dict` gives, as JSON."""
+    def read(cls, path: str | os.PathLike[str]) -> Trace:
+        """The trace in a file that holds what :meth:`as_dict` gives, as JSON.
+
+        Raises:
+            UsageError: the file cannot be read, or is no trace of a step.
+        """
         try:
             with open(path, encoding="utf-8") as file:
                 return cls.from_dict(json.load(file))
-        except ValueError as error:
-            raise UsageError(f"{path!r} is no trace of a step: {error}") from error
+        except (OSError, ValueError, UsageError) as error:
+            why = error.strerror if isinstance(error, OSError) else error
+            raise UsageError(
+                f"{os.fspath(path)!r} is no trace of a step; allowed: a file that `backstash plan --trace FILE "
+                f"SCRIPT` wrote ({why})"
+            ) from error
 
     def uses(self) -> Iterator[int]:
         """The blocks in the order in which backward first uses them."""

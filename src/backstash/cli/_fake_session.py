@@ -11,7 +11,7 @@ from ..plan import Plan
 from ..report import StepMarks
 from ..units import format_bytes
 from ._machine import machine, versions
-from ._plan_session import budgets_of
+from ._plan_table import budgets_of
 from ._resident import resident_bytes
 from ._say import say
 

@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import warnings
 from typing import Any
 
 from .. import Stash
 from ..errors import StashError, StashWarning
-from ..plan import Plan, budget_for
+from ..plan import Plan
 from ..report import StepMarks
-from ..units import format_bytes
-from ._machine import machine, versions
-from ._plan_page import moved_by_choice
+from ._plan_table import budgets_of, figures_of, table, write
 from ._recompute import RecomputedModules
 from ._say import say
 
 __all__ = ["Session"]
-
-_SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)  # between the smallest budget and everything in place
-_UNIT_BYTES = 16 << 20  # budgets that nobody gave are multiples of it
 
 
 class Session:
@@ -63,8 +57,7 @@ class Session:
             self._stash.__exit__(None, None, None)
         except StashError as problem:
             say(f"backstash plan: the script left contexts in the wrong order: {problem}")
-        for planner in self._stash._session.planners.values():
-            planner.conclude()
+        self._stash.close()
         measured = self._planned()
         if measured is None:
             for note in self._stash.stats().notes:
@@ -78,60 +71,6 @@ class Session:
         plans = [measured.at(budget) for budget in self._plan["budgets"] or budgets_of(measured)]
         print(table(self._command, plans))
         if self._plan["json"] is not None:
-            figures = {
-                "command": self._command,
-                "plans": [plan.as_dict() for plan in plans],
-                "versions": versions(),
-                "machine": machine().as_dict(),
-            }
-            self._write("json", figures)
+            write("--json", self._plan["json"], figures_of(self._command, plans))
         if self._plan["trace"] is not None and measured.trace is not None:
-            self._write("trace", measured.trace.as_dict())
-
-    def _write(self, option: str, values: dict[str, Any]) -> None:
-        try:
-            with open(self._plan[option], "w", encoding="utf-8") as file:
-                json.dump(values, file, indent=1)
-                file.write("\n")
-        except OSError as error:
-            say(f"backstash plan: --{option}: {error}")
-
-
-def budgets_of(plan: Plan) -> list[int]:
-    """Round budgets from the smallest that can be kept to what everything in place takes."""
-    least = plan.smallest_budget_bytes or plan.budget_bytes
-    most = budget_for(plan.plain.peak_bytes) if plan.plain is not None else least
-    least = min(least, most)
-    wanted = (1.01 * (least + share * (most - least)) for share in _SHARES)
-    return list(dict.fromkeys(-(-int(each) // _UNIT_BYTES) * _UNIT_BYTES for each in wanted))
-
-
-def table(command: str, plans: list[Plan]) -> str:
-    """A line for each budget."""
-    lines = [
-        command,
-        f"{'budget':>10} {'peak':>10} {'step':>9} {'bound':>9} {'stays':>10} {'moves':>10} "
-        f"{'recomputed':>10} {'packed':>10}",
-    ]
-    for plan in plans:
-        if plan.predicted is None:
-            continue
-        sums = moved_by_choice(plan.as_dict()["classes"])
-        again = sums["recompute"] + sums["region"]
-        parts = (sums["keep"], sums["host"] + sums["disk"], again, sums["pack"])
-        bound = f"{plan.bound.step_seconds:.3f} s" if plan.bound is not None else "-"
-        note = ""
-        if plan.state == "too small":
-            note = f"  cannot be kept; {format_bytes(plan.smallest_budget_bytes or 0)} can"
-        elif plan.state == "left alone":
-            note = "  everything fits"
-        lines.append(
-            f"{format_bytes(plan.budget_bytes):>10} {format_bytes(plan.predicted.peak_bytes):>10} "
-            f"{plan.predicted.step_seconds:>7.3f} s {bound:>9} "
-            + " ".join(f"{format_bytes(each):>10}" for each in parts)
-            + note
-        )
-    device = plans[0].device if plans else "cpu"
-    whose = "the process's resident memory" if device == "cpu" else f"the tensors on {device}"
-    lines.append(f"peak: of {whose}; step: its time; both predicted. bound: no choice is faster")
-    return "\n".join(lines)
+            write("--trace", self._plan["trace"], measured.trace.as_dict())

@@ -50,9 +50,9 @@ def show(
     """Print the report, the budgets' costs and the notes on stdout; ``script`` is the script's command line."""
     head = f"backstash profile: {title}; nothing was moved"
     foot = [
+        *_one_number(costs, disk, script),
         *_costs(costs, disk, speed),
         *(f"note: {note}" for note in notes),
-        *_one_number(costs, disk, script),
     ]
     sys.stdout.flush()
     if sys.stdout.isatty() and importlib.util.find_spec("rich") is not None:
@@ -78,7 +78,7 @@ def _costs(costs: Sequence[Cost], disk: str, speed: DiskSpeed | None) -> list[st
     of_device = _is_of_device(costs)
     body = [_cells(cost, of_device) for cost in costs]
     widths = [max(map(len, column)) for column in zip(_HEAD, *body, strict=True)]
-    lines = ["what a budget would cost:", _line(_HEAD, widths)]
+    lines = ["what keep= would cost instead:", _line(_HEAD, widths)]
     lines += [_line(cells, widths) for cells in body]
     # Seconds that are not measured are of host memory, where no disk is used.
     if speed is None or not any(cost.write_seconds for cost in costs):
@@ -93,18 +93,19 @@ def _costs(costs: Sequence[Cost], disk: str, speed: DiskSpeed | None) -> list[st
 
 
 def _one_number(costs: Sequence[Cost], disk: str, script: str) -> list[str]:
-    """The budget in one number, where one would save memory and is planned for: of CPU tensors."""
+    """How to give a budget in one number, where one would save memory."""
     everything = costs[0]
     saves = any(cost.memory_bytes < everything.memory_bytes for cost in costs)
-    if not everything.keep_bytes or not saves or _is_of_device(costs):
+    if not everything.keep_bytes or not saves:
         return []
-    where = json.dumps(disk)
+    where, of_device = json.dumps(disk), _is_of_device(costs)
+    whose = "the device's tensors" if of_device else "the process"
     return [
-        "",
-        "in one number, the most memory that the process may take; the cheapest way within it is found:",
+        f"in one number, the most memory that {whose} may take; the cheapest way within it is found:",
         f"  backstash plan --disk {shlex.quote(disk)} {script}    says what budgets would cost",
         f"  backstash run --budget SIZE --disk {shlex.quote(disk)} {script}",
         f"  Stash(budget=SIZE, disk={where})",
+        "",
     ]
 
 

@@ -133,9 +133,12 @@ def advise(facts: dict[str, Any]) -> Advice:
     spare = facts["spare_bytes"]
     memory = available if spare is None else min(available, spare)
     where = json.dumps(facts["directory"])
-    if facts["accelerator"]:  # whose tensors no budget plans for
-        line = f'Stash(keep="auto", host="{_round_size(memory // 2)}", disk={where})'
-        command = f"backstash run --keep auto --disk {facts['directory']} SCRIPT"
+    if facts[
+        "accelerator"
+    ]:  # the budget is for its tensors, and this machine's memory the host tier's
+        host = _round_size(memory // 2)
+        line = f'Stash(budget="auto", host="{host}", disk={where})'
+        command = f"backstash run --budget auto --host {host} --disk {facts['directory']} SCRIPT"
     else:
         budget = _round_size(memory - memory // 20)  # as budget="auto" leaves
         line = f'Stash(budget="{budget}", disk={where})'

@@ -12,7 +12,9 @@ from ._scratch import scratch
 
 __all__ = ["main"]
 
-_USAGE = "backstash plan [OPTION ...] (SCRIPT | -m MODULE) [ARG ...]"
+_USAGE = (
+    "backstash plan [OPTION ...] (SCRIPT | -m MODULE) [ARG ...]   or   backstash plan --trace FILE"
+)
 _DESCRIPTION = """\
 Run a Python training script, unmodified, for a few steps, and say what each budget for its memory would cost:
 the predicted peak and step time, and how much stays and how much moves. Ten steps are measured, with
@@ -21,8 +23,12 @@ two steps later, the script ends as if it had called sys.exit(). Of one that end
 counts, if its fourth step had begun. A step ends where an optimizer of torch.optim steps: a script that has
 none runs to its end.
 
-A step begins at the first tensor that is saved after a backward. CPU tensors are planned for. Options come
-before SCRIPT; all that follows SCRIPT belongs to it.
+A step begins at the first tensor that is saved after a backward. The plan is for the tensors of an
+accelerator, where the script has some there, else for the process. Options come before SCRIPT; all that follows
+SCRIPT belongs to it.
+
+--trace FILE writes the measured step. Without SCRIPT it reads the file, of this machine or of another one, and
+plans for the step in it; nothing is run.
 """
 _EXAMPLES = """\
 examples:
@@ -33,7 +39,9 @@ examples:
   backstash plan --fake train.py
       what the tensors of a step would take, computed without their memory
   backstash plan --json plans.json --trace step.json train.py
-      the figures as JSON, and the measured step, for Plan.from_trace
+      the figures as JSON, and the measured step
+  backstash plan --trace step.json --budget 20GiB
+      what this budget would cost where the step was measured
 """
 
 
@@ -46,6 +54,8 @@ def main(arguments: Sequence[str]) -> int:
     parser = _parser()
     own, is_module, rest = split(parser, list(arguments))
     options = parser.read(own)
+    if not rest and options.trace is not None:
+        return _plan_elsewhere(parser, options)
     check(parser, is_module, rest)
     if options.recompute and options.fake:
         parser.error(
@@ -74,6 +84,22 @@ def main(arguments: Sequence[str]) -> int:
     replace_process(plan, rest[1:], {})
 
 
+def _plan_elsewhere(parser: Parser, options: argparse.Namespace) -> int:
+    """Plan for a step that was written to a file."""
+    if options.disk is not None or options.fake or options.recompute:
+        parser.error(
+            "--trace FILE without a script reads the measured step; allowed with it: --budget and --json"
+        )
+    from ..errors import UsageError
+    from ._plan_table import plan_for_trace
+
+    try:
+        plan_for_trace(options.trace, options.budget, options.json)
+    except UsageError as error:
+        parser.error(str(error))
+    return 0
+
+
 def _parser() -> Parser:
     parser = Parser("backstash plan", _DESCRIPTION, _EXAMPLES, _USAGE)
     add = parser.add_argument
@@ -92,7 +118,12 @@ def _parser() -> Parser:
         "that have shapes and no memory (FakeTensorMode); loss.item() is given 1",
     )
     add("--json", metavar="FILE", type=new_file, help="write all plans to FILE")
-    add("--trace", metavar="FILE", type=new_file, help="write the measured step to FILE")
+    add(
+        "--trace",
+        metavar="FILE",
+        type=new_file,
+        help="write the measured step to FILE; without SCRIPT: plan for that in FILE",
+    )
     return parser
 
 
