@@ -19,6 +19,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
+from collections.abc import Callable
+from typing import Any
 
 __all__ = ["Cleanup", "Ledger", "ReclaimQueue"]
 
@@ -59,6 +61,11 @@ class Cleanup(ABC):
 
     def is_busy(self) -> bool:
         """Whether a worker still uses its slot, so that it must be settled later."""
+        return False
+
+    def free_slot(self, store: object, wait: Callable[[Any], object]) -> bool:
+        """Release its slot in ``store`` at once, after ``wait`` for a transfer that still runs into it; whether
+        it had one."""
         return False
 
     @abstractmethod

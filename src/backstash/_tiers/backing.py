@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -73,6 +74,17 @@ class DiskCleanup(Cleanup):
         """See :meth:`Cleanup.is_busy`: its slot is needed until the write has ended."""
         transfer = self.transfer
         return transfer is not None and not (transfer.finished or transfer.cancel())
+
+    def free_slot(self, store: object, wait: Callable[[Any], object]) -> bool:
+        """See :meth:`Cleanup.free_slot`."""
+        if self.store is not store or self.slot is None:
+            return False
+        if self.transfer is not None and not self.transfer.cancel():
+            wait(self.transfer)
+        slot, self.slot = self.slot, None
+        if slot is not None:
+            self.store.release(slot)
+        return slot is not None
 
     def settle(self, ledger: Ledger) -> None:
         """See :meth:`Cleanup.settle`."""

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from .._runtime.reclaim import Cleanup, ReclaimQueue
+from .._runtime.reclaim import ReclaimQueue
 from .._runtime.stalls import Stalls
 from .._runtime.trace import EventLog, profiled
 from .._runtime.workers import Work
@@ -21,7 +21,7 @@ from ..errors import StashFullError
 from ..stores import Slot, Store
 from ..stores._base import PAGE_BYTES
 from ..stores._buffer_pool import BufferPool
-from .backing import DiskBacking, DiskCleanup, DiskLoad
+from .backing import DiskBacking, DiskLoad
 from .base import LowerTier
 
 __all__ = ["DiskTier"]
@@ -119,22 +119,8 @@ class DiskTier(LowerTier):
         """Take back the slots of dead backings, waiting for the writes that still run into them."""
         found = False
         for cleanup in list(self.reclaim_queue):
-            if self._has_slot(cleanup):
-                assert isinstance(cleanup, DiskCleanup)
-                if cleanup.transfer is not None and not cleanup.transfer.cancel():
-                    self.stalls.wait(cleanup.transfer)
-                slot, cleanup.slot = cleanup.slot, None
-                if slot is not None:
-                    self.store.release(slot)
-                    found = True
+            found |= cleanup.free_slot(self.store, self.stalls.wait)
         return found
-
-    def _has_slot(self, cleanup: Cleanup) -> bool:
-        return (
-            type(cleanup) is DiskCleanup
-            and cleanup.store is self.store
-            and cleanup.slot is not None
-        )
 
     def fetch(self, backing: Any, *, ahead: bool) -> Load:
         """See :meth:`LowerTier.fetch`. To memory of the pool; a worker or the thread that waits reads it."""

@@ -30,6 +30,8 @@ __all__ = [
     "stash_on",
 ]
 
+_PAGE_BYTES = 4096
+_ALIGNMENT_BYTES = 64  # of tensors on the CPU
 _SIZES = (1, 63, 64, 511, 512, 513, 4095, 4096, 4097, 70_001, 1 << 20, (1 << 20) + 24)
 
 
@@ -218,9 +220,9 @@ def check_store(make: Callable[[], Store]) -> None:
 
 
 def _memory(nbytes: int, residue: int) -> tuple[torch.Tensor, int]:
-    """A tensor that owns memory and an address in it with ``residue`` modulo 4096."""
-    owner = torch.zeros(nbytes + 8192, dtype=torch.uint8)
-    base = -(-owner.data_ptr() // 4096) * 4096
+    """A tensor that owns memory and an address in it with ``residue`` modulo a page."""
+    owner = torch.zeros(nbytes + 2 * _PAGE_BYTES, dtype=torch.uint8)
+    base = -(-owner.data_ptr() // _PAGE_BYTES) * _PAGE_BYTES
     return owner, base + residue
 
 
@@ -228,7 +230,7 @@ def _check_bytes(store: Store) -> None:
     generator = torch.Generator().manual_seed(0)
     held = []
     for number, nbytes in enumerate(_SIZES):
-        residue = (number * 64) % 4096
+        residue = (number * _ALIGNMENT_BYTES) % _PAGE_BYTES
         owner, address = _memory(nbytes, residue)
         owner.random_(0, 256, generator=generator)
         slot = store.reserve(nbytes)
