@@ -51,7 +51,9 @@ def planned(tmp_path: Path, steps: int, *options: str) -> subprocess.CompletedPr
     return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
 
 
-def test_a_script_is_planned_for_and_ended(tmp_path: Path) -> None:
+def test_a_script_is_planned_for_and_ended(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     done = planned(tmp_path, 1000, "--json", "plans.json", "--trace", "trace.json")
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
@@ -67,6 +69,49 @@ def test_a_script_is_planned_for_and_ended(tmp_path: Path) -> None:
         assert plan.predicted.peak_bytes <= plan.budget_bytes or plan.state == "too small"
     trace = json.loads((tmp_path / "trace.json").read_text())
     assert Plan.from_trace(trace, plans[-1].budget_bytes).classes == plans[-1].classes
+    monkeypatch.chdir(tmp_path)
+    assert main(["plan", "--trace", "trace.json", "--json", "again.json"]) == 0
+    lines = done.stdout.splitlines()
+    told = capsys.readouterr().out.splitlines()
+    assert told[0] == f"backstash plan --trace {tmp_path}/trace.json"
+    assert told[1:] == lines[-len(told) + 1 :], "the same table"
+    again = json.loads((tmp_path / "again.json").read_text())["plans"]
+    assert [each["classes"] for each in again] == [each["classes"] for each in figures["plans"]]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--trace", "no.json"], "allowed: a file that `backstash plan --trace FILE SCRIPT` wrote"),
+        (["--trace", "plan.json"], "is no trace of a step"),
+        (["--trace", "plan.json", "--fake"], "allowed with it: --budget and --json"),
+        (["--trace", "plan.json", "--disk", "."], "allowed with it: --budget and --json"),
+    ],
+)
+def test_a_step_that_cannot_be_read_is_one_line(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    options: list[str],
+    words: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "plan.json").write_text("{}")
+    assert main(["plan", *options]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and words in error
+
+
+def test_a_step_of_an_accelerator_is_planned_for_elsewhere(tmp_path: Path) -> None:
+    with FakeRun() as run:
+        for _ in range(2):
+            torch.ones(512, 512, requires_grad=True).exp().sin().sum().backward()
+            run.mark()
+    path = tmp_path / "step.json"
+    path.write_text(json.dumps({**run.trace, "runs_ahead": True}))
+    plan = Plan.from_trace(path, "1GiB")
+    assert plan.device == "accelerator"
+    assert "the tensors on accelerator" in table("", [plan])
 
 
 def test_a_script_that_ends_too_soon_is_told_so(tmp_path: Path) -> None:

@@ -161,7 +161,6 @@ ASKED = {
     ("_region.py", "_RegionHook"): "a module's hook",
     ("_saved/handout.py", "_Guard"): "metadata of one of autograd's nodes",
     ("_saved/handout.py", "_Loan"): "metadata of one of autograd's nodes",
-    ("_tiers/disk.py", "DiskCleanup"): "an assertion",
     ("_tiers/packing.py", "Encoded"): "what a user's codec returned",
     ("_torch/made_by.py", "Operation"): "an operand, which autograd holds or which is computed",
     ("graph/_functions.py", "Store"): "the caller's",

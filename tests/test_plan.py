@@ -10,6 +10,7 @@ import mmap
 import threading
 import time
 import warnings
+import weakref
 from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
@@ -24,6 +25,7 @@ from backstash import Action, Disk, Stash
 from backstash._admission import FITS
 from backstash._plan.guard import MemoryGuard
 from backstash._plan.meter import ProcessMeter
+from backstash._plan.meter import _sample as sample
 from backstash._plan.recorder import typical_costs
 from backstash.errors import SizeError, StashWarning, UsageError
 from backstash.plan import Plan, usable_bytes
@@ -786,8 +788,8 @@ def test_what_backward_frees_is_given_back_before_what_comes_next_could_exceed()
     assert given_back == [], "it is not looked at each of many small ones"
 
 
-def test_what_an_operation_takes_until_it_ends_counts_while_memory_is_sampled():
-    """No look finds it. What a plan was made from has it, so that later steps under one rely on that."""
+def test_what_an_operation_takes_until_it_ends_counts_before_there_is_a_plan():
+    """No look finds it. What a plan was made from has it, so that steps under one rely on that."""
     held, given_back = [0], []
     meter = ProcessMeter(lambda: 0)
     meter.now = lambda: held[0] * MIB
@@ -806,11 +808,12 @@ def test_what_an_operation_takes_until_it_ends_counts_while_memory_is_sampled():
         return list(given_back)
 
     assert backward((50, 90), (52, 52), (54, 54)) == []
-    meter._stop = threading.Event()  # as if a thread were sampling
     assert backward((50, 52), (56, 56), (60, 60)) == []
     assert backward((50, 52), (61, 61)) == [61], "40 were sampled beyond 50"
-    meter._stop = None
+    guard.plan_for(30 * MIB)
     assert backward((50, 52), (61, 61)) == []
+    guard.is_trying = True
+    assert backward((50, 52), (61, 61)) == [61], "what is free was not given back before this step"
 
 
 def test_samples_are_fewer_in_long_steps(monkeypatch):
@@ -823,6 +826,122 @@ def test_samples_are_fewer_in_long_steps(monkeypatch):
         meter.begin_step()
         intervals.append(meter._interval_seconds)
     assert intervals == [0.001, 0.001, pytest.approx(0.002), 0.005, 0.001]
+
+
+def test_what_is_held_between_two_steps_is_not_blamed_on_the_plan(with_free):
+    """By an evaluation, say, after which the allocator keeps it: nothing that a plan keeps was in memory."""
+    planner, free, given_back, run = with_free
+    run()
+    moved, bias = run(), planner._corrections.bias_bytes
+    free[0] = 2 * planner._budget
+    given_back.clear()
+    assert [run() for _ in range(3)] == [moved] * 3
+    assert given_back[0] == 2 * planner._budget
+    assert planner._corrections.bias_bytes == bias and planner._exceeding == 0
+    assert planner.plan.state == "planned"
+
+
+def test_steps_that_begin_with_a_larger_block_and_save_less_are_known_after_the_first(
+    memory, tmp_path
+):
+    """Those of a discriminator, in turn with a generator's: else each moved everything, and was measured."""
+    stash = memory(budget=OTHER + SAVED // 2 + 8 * MIB, disk=tmp_path)
+    planner, large, small = stash._planner, model(), nn.Sequential(*(Erf() for _ in range(4)))
+    first = torch.full((64, 512), 0.5, requires_grad=True)
+
+    def generator():
+        x = torch.full((512, 512), 0.5, requires_grad=True)
+        with stash:
+            loss = first.erf().sum() + large(x * 2).sum()
+        loss.backward()
+
+    def discriminator():
+        x = torch.full((768, 512), 0.5, requires_grad=True)
+        with stash:
+            loss = small(x * 2).sum()
+        loss.backward()
+        return planner._shape.is_larger
+
+    taken = []
+    for _ in range(20):
+        generator()
+        _ = stash.plan
+        taken.append(discriminator())
+        _ = stash.plan
+    assert stash.plan.state == "planned" and taken[-8:] == [False] * 8
+    stash.close()
+
+
+def test_nothing_is_kept_of_steps_that_are_not_measured():
+    meter = ProcessMeter(lambda: 0)
+    for _ in range(10):
+        meter.resume(meter.pause())
+        meter.begin_step()
+    assert not meter._told and not meter._samples
+    meter._stop = threading.Event()  # as if a thread were sampling
+    meter.resume(meter.pause())
+    meter.begin_step()
+    assert len(meter._told) == len(meter._samples) == 1
+
+
+def test_sampling_goes_on_once_what_it_took_was_taken(monkeypatch):
+    """A notebook's step may last as long as its reader thinks."""
+    monkeypatch.setattr("backstash._plan.meter._MOST_SAMPLES", 2)
+    meter, waits = ProcessMeter(lambda: 0), []
+
+    class Stop:
+        def wait(self, seconds):
+            waits.append(len(meter._samples))
+            if len(waits) == 5:
+                meter.forget()
+            return len(waits) > 6
+
+    sample(Stop(), weakref.ref(meter))
+    assert waits == [0, 1, 2, 2, 2, 2, 2]
+
+
+def test_a_closed_stash_measures_no_more(memory, tmp_path):
+    stash = memory(budget=OTHER + SAVED // 2 + 8 * MIB, disk=tmp_path)
+    step(model(), stash)
+    planner = stash._planner
+    assert planner._recording.is_on
+    stash.close()
+    planner._recording.start()
+    assert not planner._recording.is_on and not planner._meter.is_sampling
+
+
+def test_a_forked_process_samples_from_its_first_step_on(memory, tmp_path):
+    """Most of them load data and have none."""
+    stash = memory(budget=OTHER + SAVED // 2 + 8 * MIB, disk=tmp_path)
+    planner, net = stash._planner, model()
+    step(net, stash)
+    stop, stop_of = planner._meter._stop, planner._solving
+    planner.forked()
+    stop.set()
+    assert planner._recording.is_on and not planner._meter.is_sampling and not stop_of.is_running
+    true = step(net, Stash())
+    for _ in range(12):
+        assert torch.equal(step(net, stash), true)
+        assert planner._meter.is_sampling == planner._recording.is_on
+        _ = stash.plan
+    assert stash.plan.state == "planned"
+    stash.close()
+
+
+def test_a_plan_that_cannot_be_made_leaves_the_one_before(memory, tmp_path, monkeypatch):
+    stash = memory(budget=OTHER + SAVED // 2 + 8 * MIB, disk=tmp_path)
+    planner = stash._planner
+    assert settle(model(), stash).state == "planned"
+    trace, before = planner.trace, planner._solving.found
+    with monkeypatch.context() as patch:
+        patch.setattr("backstash._plan.solving.solve", lambda *_, **__: 1 // 0)
+        planner._solve(trace)
+        planner._solving.wait()
+    assert planner._solving.found is before and not planner._solving.is_new
+    assert planner._solving.has_failed and "ZeroDivisionError" in "".join(planner.notes)
+    planner._solve(trace)
+    planner._solving.forked()
+    stash.close()
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ def told(kind, start, seconds=0.0, nbytes=MIB, number=-1):
 
 
 def record(*events, ended=4.0):
-    samples = [(0.0, 100 * MIB, 0)]
+    samples = [(0.0, 100 * MIB, 20 * MIB)]
     return StepRecord(Measured(0.0, ended, [*events], samples), dict.fromkeys(range(9), "class"))
 
 
@@ -281,6 +281,33 @@ def test_three_steps_like_the_plans_are_enough_after_the_first():
     of.begin()
     found = [of.add(step_of(2.0), 90 * MIB, is_alike=True) for _ in range(2)]
     assert found == [False, True], "one that exceeds the budget is enough"
+    of.begin()
+    found = [of.add(step_of(2.0), 79 * MIB, is_alike=True) for _ in range(12)]
+    assert found == [False] * 11 + [True] and of.measured is None, "80 of it are not the stash's"
+
+
+def test_steps_that_are_timed_again_leave_the_plan_s_corrections():
+    of = Corrections()
+    of.begin()
+    for seconds in (2.0, 2.0, 2.0):
+        of.exceed(100, seconds)
+    for number in range(5):
+        of._wait_steps = 0
+        assert [of.is_off(9.0, 2.0) for _ in range(3)] == [False, False, True], number
+    found = []
+    for _ in range(6):
+        of.begin()
+        of.exceed(1000, 1.0)
+        found.append(of.correct(1100, 2000, 1000, is_left=False))
+        if len(found) == 5:
+            of.begin_larger()
+    assert found == [True] * 4 + [False, True]
+
+
+def test_a_forward_that_ended_in_another_step_is_none_of_this_one():
+    """As where a backward in the middle of it began the step that is recorded."""
+    step = record(told("leave", 0.5, number=0), told("save", 1.0, number=0))
+    assert seconds(trace_of(step, LINKS, Costs(), "disk")) == [1.0]
 
 
 def test_what_exceeded_goes_back_to_what_kept_the_budget():

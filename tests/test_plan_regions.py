@@ -401,3 +401,43 @@ def test_what_the_plan_does_not_know_runs_again_unless_it_was_measured():
     assert not regions.runs_again("seen.*", 0)
     assert [regions.runs_again("some.*", at) for at in range(3)] == [True, False, False]
     assert regions.stays("some.*", 1) == {3} and not regions.stays("some.*", 0)
+
+
+def test_a_step_without_a_region_does_not_say_that_it_cannot_run_again():
+    regions = Regions()
+    regions.follow({"some.*": [True]}, {})
+    regions.begin_step()
+    assert regions.can_be_followed(()), "none began in the step before"
+    regions.begin("some.*")
+    regions.begin_step()
+    assert not regions.can_be_followed(()), "one did, and is not among those that can"
+
+
+class Force(nn.Module):
+    """Takes a gradient of its own in the middle, of a graph that the rest of the step goes back through."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(
+            torch.randn(512, 512, generator=torch.Generator().manual_seed(1)) / 30
+        )
+
+    def forward(self, x):
+        with torch.enable_grad():
+            place = x if x.requires_grad else x.requires_grad_()
+            energy = torch.erf(place @ self.weight) * (x.detach() > 0)
+            (force,) = torch.autograd.grad(energy.sum(), place, create_graph=True)
+        return torch.erf(x + force)
+
+
+@pytest.mark.filterwarnings("ignore::backstash.StashWarning")
+@pytest.mark.parametrize("options", [{}, {"budget": OTHER + 4 * MIB}, {"budget": OTHER + 12 * MIB}])
+def test_modules_that_take_a_gradient_in_their_forward(memory, tmp_path, options):
+    net = nn.Sequential(*(Force() for _ in range(3)))
+    true = step(net, Stash())
+    stash = memory(disk=tmp_path, **options)
+    with stash.recompute(*net):
+        for number in range(10):
+            assert same(step(net, stash), true), number
+            _ = stash.plan
+    stash.close()

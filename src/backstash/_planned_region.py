@@ -108,13 +108,13 @@ class Planned:
     def enter(self) -> None:
         """Its forward begins."""
         if self.forward is not None:
-            self._planner.tell_forward("enter", self._number)
+            self._planner.tell_forward("enter", self.forward, self._number)
 
     def leave(self, *, in_order: bool) -> None:
         """Its forward has ended; ``in_order``: and it is known that it can run again."""
         if self.forward is not None:
-            self._planner.tell_forward("leave", self._number)
-            self.forward.can_run_again = in_order
+            is_whole = self._planner.tell_forward("leave", self.forward, self._number)
+            self.forward.can_run_again = in_order and is_whole
             self._tell_seconds(self.forward)
 
     def stays_at(self, number: int) -> bool:

@@ -100,7 +100,7 @@ class Planner:
         self._device = device
         self._device_name = device.name if device is not None else "cpu"
         # An accelerator's allocator takes its time to answer.
-        self._guard_bytes = max(_GUARD_BYTES, (budget or 0) >> 9 if device is not None else 0)
+        self._guard_bytes = max(_GUARD_BYTES, self._budget >> 9 if device is not None else 0)
         self.regions = Regions() if tier is not None else None
         """Of the modules that may run again; ``None``: they do whatever the plan is."""
         self._recording = StepRecording(
@@ -152,11 +152,11 @@ class Planner:
         """Measure no more. Where it was to be learnt what any budget would cost, that is planned for now."""
         if self._first_steps.learns:
             self.conclude()
-        self._recording.stop()
+        self._recording.end()
 
     def retire(self) -> None:
         """Measure no more, and leave the device as it was: nobody plans for it from now on."""
-        self._recording.stop()
+        self._recording.end()
         self._limits.end()
 
     def forked(self) -> None:
@@ -165,8 +165,7 @@ class Planner:
         self._meter.forked()
         if self._device is not None:
             self._recording.stop()
-        elif self._recording.is_on:
-            self._recording.start()
+        # Else it goes on with the next step here, if there is one: most such processes load data.
 
     # At each step.
 
@@ -178,6 +177,7 @@ class Planner:
         kept_free = self._guard.keeps_free
         if kept_free:
             self._end_kept_free(ended)
+        highest_bytes = self._guard.take_highest()
         is_left = self._plan.state == "left alone"
         anew_bytes, self._anew_bytes = self._anew_bytes, 0
         must_give_back = self._guard.must_free_at_start(
@@ -186,14 +186,18 @@ class Planner:
         )
         if self._first_steps.mode == "left":
             self._meter.resume(self._meter.pause())  # a host that is ahead would tell its own time
-        elif must_give_back:
-            paused, before = self._meter.pause(), self._guard.held()
+        elif must_give_back and self._device is None:
+            # What is held now is of what came since backward, an evaluation perhaps, and no step's.
+            paused, before = self._meter.pause(), self._meter.now()
             self._guard.let_go()
-            self._anew_bytes = max(0, before - self._guard.held())
+            self._anew_bytes = max(0, before - self._meter.now())
             self._meter.resume(paused)
         seconds = self._meter.begin_step()
         self._guard.begin_step()
         record = recording.end_step(anew_bytes) if recording.is_on else None
+        if recording.is_on and not self._meter.is_sampling:  # the first step of a forked process
+            record = None
+            recording.start()
         self._refused.clear()
         self._steps += 1
         self._class_of.begin_step()
@@ -207,7 +211,7 @@ class Planner:
         elif self._choices is None:
             self._measure(record, seconds, ended.asked_bytes)
         elif not first:
-            highest_bytes = self._guard.take_highest()
+            highest_bytes = max(highest_bytes, self._meter.known_peak_bytes)
             if kept_free:  # else no plan could help
                 highest_bytes = min(highest_bytes, self._budget)
             self._count_exceeding(highest_bytes)
@@ -247,7 +251,7 @@ class Planner:
         elif (mode := first.next_mode(self._spare_bytes)) is not None:
             if record is not None or mode == "left":
                 self._begin_mode(mode)
-        elif not solving.is_running and solving.found is None:
+        elif not solving.is_running and solving.found is None and not solving.has_failed:
             self._plan_for_first_steps()
         if solving.found is not None:
             self._adopt()
@@ -349,6 +353,7 @@ class Planner:
             return
         self._shape.stop_waiting()
         self._shape.begin_plan(asked_bytes)
+        self._corrections.begin_larger()
         self._solve(trace)
 
     def _look_at_first(self) -> None:
@@ -439,12 +444,13 @@ class Planner:
         """Tell what was measured; where the peak was not what was predicted, plan again."""
         measured = self._corrections.measured
         if measured is None:
+            self._corrections.forget_followed()
             return
         self._note_measured()
         if self._plan.state == "too small" and measured[0] <= self._budget:
             # The steps that were measured first hold more, since more of them moves.
             self._plan = _with(self._plan, state="planned", smallest_budget_bytes=None)
-        if self._solving.found is None:
+        if self._solving.found is None or self._solving.is_running:
             return  # another plan is being made
         predicted, is_left = self._plan.predicted, self._plan.state == "left alone"
         assert predicted is not None
@@ -633,9 +639,18 @@ class Planner:
         assert self.regions is not None
         return self.regions.record(name, index)
 
-    def tell_forward(self, kind: str, number: int) -> None:
-        """``"enter"`` or ``"leave"``: that one begins or ends now."""
+    def tell_forward(self, kind: str, forward: Forward, number: int) -> bool:
+        """``"enter"`` or ``"leave"``: that one begins or ends now.
+
+        Returns:
+            Whether the step in which it began is still the one that is measured: a backward in the middle of a
+            forward begins another.
+        """
+        assert self.regions is not None
+        if not self.regions.is_recorded(forward, number):
+            return False
         self._meter.hear((kind, time.perf_counter(), 0.0, 0, number))
+        return True
 
     def resume(self, paused: Any) -> float:
         """What a region was tried by since :meth:`pause` is no part of the step. Returns its seconds."""
@@ -738,6 +753,8 @@ class Planner:
         windows = sum(self._limits.windows)
         self._limits.unplanned = max(0, self._target() - self._most_other_bytes - windows)
         self._corrections.begin()
+        if not self._first_steps.learns:
+            self._first_steps.forget()
         self._recording.start()
 
     def _apply_loaded(self) -> None:

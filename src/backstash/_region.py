@@ -46,7 +46,7 @@ from ._torch.dispatch import (
     without_function_modes,
 )
 from ._torch.dynamo import untraced
-from ._torch.engine import sequence_number
+from ._torch.engine import sequence_number, task_or_none
 from ._torch.module_state import is_used_up, unchanged
 from ._torch.modules import call_frame, module_path, running_modules
 from ._torch.rerun import (
@@ -243,6 +243,7 @@ class Run:
         self.is_known = key in region.classes
         self.conditions = conditions
         self._pack = region.admission.hook(thread_state)
+        self._task = task_or_none()
         self._thread_state = thread_state
         self._count = 0
         self._held: list[weakref.ref[Held]] = []
@@ -278,6 +279,9 @@ class Run:
         number, self._count = self._count, self._count + 1
         planned = self._planned
         if not self._may_go(tensor) or (planned is not None and planned.stays_at(number)):
+            return self._pack(tensor)
+        if task_or_none() != self._task:
+            # A backward in the middle of the forward, whose graph is kept, saves what was handed out to it.
             return self._pack(tensor)
         held = Held(self, number, tensor)
         if self._keeps and planned is not None:
@@ -386,6 +390,10 @@ class Run:
                 "the middle of the stash cannot wait for it: go backward outside of it"
             )
         try:
+            if (
+                held.packed is None and self._fingerprints is not None
+            ):  # a backward within the forward
+                self._fingerprints.finish(ended=True)
             if held.packed is None:
                 self._make_again(thread_state)
         finally:

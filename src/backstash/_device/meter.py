@@ -128,7 +128,8 @@ class DeviceMeter(Meter):
         """See :meth:`Meter.resume`."""
         since, self._device.on_time = paused
         until = self._device.time_mark()
-        self._on_time("stall", since, until, 0)
+        if self.is_sampling:
+            self._on_time("stall", since, until, 0)
         return self._device.seconds_between(since, until)
 
     def forget(self) -> None:

@@ -36,7 +36,9 @@ class Corrections:
         self._followed_steps = 0
         self._followed: list[StepRecord] = []  # these, where they tell how fast bytes move now
         self._is_again = False
-        self._off_steps = self._replans = self._wait_steps = 0
+        self._off_steps = self._wait_steps = 0
+        self._replans = 0  # for the peaks of steps of one shape
+        self._timed_again = 0  # how often steps were measured again for their time
 
     def begin(self, *, again: bool = False) -> None:
         """Steps under a plan begin to be measured; ``again``: since :meth:`is_off` said so."""
@@ -52,11 +54,22 @@ class Corrections:
         self._followed_steps += 1
         if self._is_again:
             self._followed.append(record)
-        if self._followed_steps > 1 and is_alike:  # the first still holds what was moved before
+        is_told = (
+            self._followed_steps > 1 and is_alike
+        )  # the first still holds what was moved before
+        if is_told and record.other_peak_bytes <= budget:  # else it is not of what a plan decides
             self._figures.append((record.peak_bytes, record.seconds))
             if record.peak_bytes > budget:
                 return True
         return len(self._figures) >= _VALIDATED_STEPS or self._followed_steps >= _MOST_FOLLOWED
+
+    def begin_larger(self) -> None:
+        """A plan is made for larger steps than before, whose peaks are corrected as often."""
+        self._replans = 0
+
+    def forget_followed(self) -> None:
+        """None of the steps that were measured was like the plan's."""
+        self._followed.clear()
 
     def exceed(self, peak_bytes: int, seconds: float) -> None:
         """A step that was not measured block by block exceeded the budget."""
@@ -158,6 +171,6 @@ class Corrections:
         if self._off_steps < _STEPS_OFF or self._wait_steps > 0:
             return False
         self._off_steps = 0
-        self._replans += 1
-        self._wait_steps = 3 * 2 ** min(self._replans, 16)
+        self._timed_again += 1
+        self._wait_steps = 3 * 2 ** min(self._timed_again, 16)
         return True

@@ -59,6 +59,11 @@ class FirstSteps:
         if self.mode == "left":
             self.left.append((seconds, told_bytes))
 
+    def forget(self) -> None:
+        """A plan was made from them."""
+        self.records.clear()
+        self._told_bytes.clear()
+
     @property
     def may_exceed(self) -> bool:
         """Whether the next step has windows and may hold more than the budget: what moving costs is learnt."""

@@ -54,12 +54,12 @@ class MemoryGuard:
         # In backward: used since the last look, and since memory was given back; what was held at the last
         # look; and the most that came between two.
         self._unlooked_bytes = self._used_bytes = self._held_before = self._growth = 0
-        self._sampled_growth = (
-            0  # the most that was sampled between two looks beyond the first of them
-        )
+        self._sampled_growth = 0  # the most that was sampled between two looks, beyond the first
+        self._has_plan = False
 
     def plan_for(self, grown_bytes: int) -> None:
         """Steps hold from now on at most so many bytes more than at their beginning."""
+        self._has_plan = True
         self._most_at_start = self.most + self._margin - grown_bytes
         if self._most_kept_free:
             self._most_kept_free = None  # under the plan before
@@ -74,7 +74,7 @@ class MemoryGuard:
         from now on; else :meth:`end_trial` is told what it held.
         """
         self.is_trying = self.keeps_free = False
-        held = self._start_bytes = self.held()
+        held = self._start_bytes = self._meter.now()  # which is of no step
         if always or held <= self._most_at_start:
             return always
         self.is_trying = may_try and self._most_kept_free is None and held <= self.most
@@ -98,7 +98,6 @@ class MemoryGuard:
         """One begins, and the meter knows it: less may have to be kept from now on."""
         self._line = self._most_now = self.most
         self._used_bytes = self._held_before = 0
-        self.highest_bytes = max(self.highest_bytes, self._meter.known_peak_bytes)
 
     def raise_to(self, nbytes: int) -> None:
         """In this step ``nbytes`` may be held: it is measured to learn, and no budget is kept."""
@@ -150,9 +149,9 @@ class MemoryGuard:
     @property
     def _growth_now(self) -> int:
         """What may come between two looks. What operations take until they end is in what a plan was made
-        from, so that it is only asked about while memory is sampled: before there is a plan, and in the first
-        steps under one."""
-        return max(self._growth, self._sampled_growth if self._meter.is_sampling else 0)
+        from, so that steps under one hold it: it counts before there is one, and in a step that is tried."""
+        counts = self.is_trying or not self._has_plan
+        return max(self._growth, self._sampled_growth if counts else 0)
 
     def has_room(self, nbytes: int) -> bool:
         """Whether there may be so many bytes more, once free memory was given back."""

@@ -33,9 +33,7 @@ _SAMPLES = (
 )
 _TRIES = 4
 _TRIED_BYTES = 2 << 20  # touched to learn how long a page fault takes
-_MOST_SAMPLES = (
-    600_000  # of a step of ten minutes; the thread ends there, and what was sampled stays
-)
+_MOST_SAMPLES = 600_000  # of a step; after them none is taken until these are
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,6 +209,9 @@ class ProcessMeter(Meter):
         faults, self._faults_before = self._faults_before, _page_faults()
         self._faults = self._faults_before - faults
         self._began, self._ended = self._ended, self.mark()[0]
+        if not self.is_sampling:  # nobody takes them
+            self._told.clear()
+            self._samples.clear()
         seconds = self._ended - self._began if self._began else 0.0
         self._interval_seconds = min(
             max(_INTERVAL_SECONDS, seconds / _SAMPLES), _MOST_INTERVAL_SECONDS
@@ -271,12 +272,13 @@ def taken(queue: deque[Any]) -> list[Any]:
 
 
 def _sample(stop: threading.Event, of: weakref.ref[Meter]) -> None:
-    """Until it is told to stop, or its meter is gone, or nobody took a sample for a long time."""
+    """Until it is told to stop, or its meter is gone."""
     interval_seconds = _INTERVAL_SECONDS
     while not stop.wait(interval_seconds):
         meter = of()
-        if meter is None or len(meter._samples) > _MOST_SAMPLES:
+        if meter is None:
             return
-        meter.mark()
+        if len(meter._samples) < _MOST_SAMPLES:
+            meter.mark()
         interval_seconds = meter._interval_seconds
         del meter  # not held while this waits

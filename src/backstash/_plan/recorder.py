@@ -96,6 +96,11 @@ class StepRecord:
         known = self.measured.known_peak_bytes
         return known or max((held for _, held, _ in self.samples), default=0)
 
+    @property
+    def other_peak_bytes(self) -> int:
+        """The most that was held and is not the stash's."""
+        return max((held - ours for _, held, ours in self.samples), default=0)
+
 
 def _own_seconds(told: Iterable[tuple[Any, ...]]) -> Iterator[tuple[tuple[Any, ...], float]]:
     """Each event, with how long the computing thread waited or was in a hook; of a hook, without waits in it,
@@ -265,6 +270,8 @@ def trace_of(
     for event, own in _own_seconds(record.told):
         kind, start, _, nbytes, number, *_rest = event
         if kind in _BOUNDS:
+            if number >= len(record.forwards):
+                continue
             at = intervals.computed + max(0.0, intervals.seconds(start))
             forward = record.forwards[number]
             forward.seconds = at if kind == "enter" else max(0.0, at - forward.seconds)

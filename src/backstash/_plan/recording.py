@@ -51,11 +51,13 @@ class StepRecording:
         """Whether nothing moves: then all that backward frees was in memory, and the allocator keeps it. It is
         given back every so often, or it would be taken for memory that is not the stash's."""
         self._freed_bytes = 0  # since then
-        self.is_on = False
+        self.is_on = self._has_ended = False
         self.begin_step()
 
     def start(self) -> None:
-        """Measure from now on; of a step that has begun, the rest."""
+        """Measure from now on; of a step that has begun, the rest. After :meth:`end`, nothing."""
+        if self._has_ended:
+            return
         self._meter.forget()
         if self._regions is not None:
             self._regions.take()
@@ -70,6 +72,11 @@ class StepRecording:
             self.is_on = False
             self._event_log.stop(self._hear)
         self._meter.stop()
+
+    def end(self) -> None:
+        """Measure no more, whatever comes: the stash is closed."""
+        self._has_ended = True
+        self.stop()
 
     def begin_step(self) -> None:
         """A step begins, or is measured anew from here on."""

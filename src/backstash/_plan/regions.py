@@ -85,6 +85,7 @@ class Regions:
 
     def begin_step(self) -> None:
         """None has begun in this step."""
+        self._ended_counts = dict(self._counts)
         self._counts.clear()
         self._paths.clear()
 
@@ -109,10 +110,11 @@ class Regions:
         return index < len(choices) and choices[index]
 
     def can_be_followed(self, traced: Iterable[TracedRegion]) -> bool:
-        """Whether all that are to run again can; ``traced``: those of the latest step that can."""
+        """Whether all that are to run again and began in the step that has ended can; ``traced``: those of it
+        that can."""
         can = {(each.name, each.index) for each in traced}
         return all(
-            (name, index) in can
+            (name, index) in can or index >= self._ended_counts.get(name, 0)
             for name, choices in self._choices.items()
             for index, runs in enumerate(choices)
             if runs
@@ -140,6 +142,10 @@ class Regions:
         forward = Forward(name, index)
         self._forwards.append(forward)
         return forward, len(self._forwards) - 1
+
+    def is_recorded(self, forward: Forward, number: int) -> bool:
+        """Whether that is a forward of the step which is recorded now."""
+        return number < len(self._forwards) and self._forwards[number] is forward
 
     def saved_again(self, block: int) -> None:
         """While a step is recorded: a block that is known was saved once more."""

@@ -52,6 +52,8 @@ class StepShape:
         self.known_bytes = 0
         """Of the blocks of the step that was planned for, without what regions let go that run again."""
         self._known_first_bytes = self._let_go_bytes = 0
+        # First blocks: this step's, the last one's, and the largest that a step which is no larger began with.
+        self._first_bytes = self._ended_first_bytes = self._most_first_bytes = 0
         self._most_saved_bytes = sys.maxsize  # by the blocks of a step that is no larger
         self._saved_bytes = self._asked_bytes = 0  # in this step so far: by blocks, in all
         self._known_asked_bytes = self._planned_asked_bytes = self._most_asked_bytes = 0
@@ -65,6 +67,7 @@ class StepShape:
         if not ended.was_larger and not is_first:
             self._most_asked_bytes = max(self._most_asked_bytes, ended.asked_bytes)
         self.is_larger = self.is_unknown = False
+        self._ended_first_bytes = self._first_bytes
         self.counted = self._saved_bytes = self._asked_bytes = 0
         return ended
 
@@ -82,8 +85,9 @@ class StepShape:
         if not self._saved_bytes:
             if is_planned:
                 self.begins_as_known = nbytes == self._known_first_bytes
-                if nbytes > self._known_first_bytes or self.expects_larger:
+                if nbytes > self._most_first_bytes or self.expects_larger:
                     larger = nbytes, self._known_first_bytes
+            self._first_bytes = nbytes
         elif not self.is_larger and self._saved_bytes > self._most_saved_bytes:
             larger = self._saved_bytes, self.known_bytes
         self._saved_bytes += nbytes
@@ -116,8 +120,9 @@ class StepShape:
             self._most_awaited = min(_MOST_AWAITED, 2 * self._most_awaited)
 
     def await_next(self) -> None:
-        """The step that was awaited was not as large. Steps may take turns of which some are smaller: the next
-        one is measured, too, a few times."""
+        """The step that was awaited, or began with a larger block, was not as large. Steps may take turns of
+        which some are smaller: the next one is measured, too, a few times."""
+        self._most_first_bytes = max(self._most_first_bytes, self._ended_first_bytes)
         self.expects_larger = self._awaited > 0
         self._awaited -= self.expects_larger
         self._looks_often |= not self.expects_larger
@@ -134,7 +139,7 @@ class StepShape:
         """It is followed. ``held``: bytes of the blocks of its step in order, without those of regions that run
         again, which are ``let_go_bytes``."""
         self.known_bytes, self._let_go_bytes = sum(held), let_go_bytes
-        self._known_first_bytes = held[0] if held else 0
+        self._known_first_bytes = self._most_first_bytes = held[0] if held else 0
         self._most_saved_bytes = int(self.known_bytes * (1 + _ALIKE))
         self._known_asked_bytes = self._planned_asked_bytes
         self._most_asked_bytes = max(self._most_asked_bytes, self._known_asked_bytes)

@@ -35,6 +35,8 @@ class Solving:
         self.found: Solved | None = None
         """The latest; ``None``: there is none yet, or another one is made."""
         self._taken: Solved | None = None
+        self.has_failed = False
+        """Whether one could not be made; what was followed before is followed on."""
         self._thread: threading.Thread | None = None
         self._windows = windows
         self._notes = notes
@@ -57,8 +59,9 @@ class Solving:
                     smallest = smallest_budget(trace, allowed=allowed, windows=self._windows)
                 self.found = planned_for, solution, smallest
             except Exception as error:  # the step is worth more than the plan
-                note = f"no plan could be made ({error!r}): everything that can move moves"
+                note = f"no plan could be made ({error!r}): what was done before goes on"
                 self._notes[note] = None
+                self.has_failed, self.found = True, self._taken
 
         thread = threading.Thread(target=work, name="backstash plan", daemon=True)
         try:
@@ -96,5 +99,7 @@ class Solving:
             thread.join()
 
     def forked(self) -> None:
-        """In a forked process: the thread is the other one's."""
+        """In a forked process: the thread is the other one's, and so is what it was making."""
         self._thread = None
+        if self.found is None:
+            self.found = self._taken

@@ -39,9 +39,12 @@ class Limits:
 
     def begin_step(self, tiers: DeviceTiers, has_room: Callable[[int], bool]) -> None:
         """A step begins. ``has_room``: whether memory for so many bytes is left, asked before it is taken."""
-        if self._bound is None:
+        before, self._bound = self._bound, tiers
+        if before is None:
             self._before = tiers.evictor.inflight.window_bytes, tiers.prefetcher.window_bytes
-        self._bound = tiers
+        elif before is not tiers:  # a forked process has others
+            self.set_windows(self.windows)
+            self.set_resident(self.resident)
         tiers.evictor.resident.is_planned = True
         tiers.prefetcher.has_room = tiers.packer.has_room = has_room
 

@@ -69,6 +69,11 @@ def in_backward() -> bool:
     return _task_id() != -1
 
 
+def task_or_none() -> int:
+    """The number of the backward that runs on this thread; -1: none does, or torch lacks the call."""
+    return _task_id()
+
+
 def running_task() -> int:
     """The number of the backward that runs on this thread.
 
