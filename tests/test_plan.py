@@ -1355,6 +1355,10 @@ def test_a_file_that_is_no_plan_is_refused(tmp_path):
         Stash(plan=path)
     values = Plan(1 << 30, "planned", left_after=3).as_dict()
     wrong = [json.dumps({**values, "left_after": each}) for each in ("3", -1, True, 0.5)]
+    wrong += [
+        json.dumps({**values, "state": "no such"}),
+        json.dumps({**values, "budget_bytes": "6GiB"}),
+    ]
     for text in ("nonsense", "{}", "[]", '{"format": "backstash plan 1"}', *wrong):
         path.write_text(text)
         with pytest.raises(UsageError, match="no plan; allowed"):
