@@ -592,6 +592,11 @@ def summary(models: dict[str, Any]) -> dict[str, Any]:
         "step within 10% by the machine's speed": sum(
             abs(speedless(after) / speedless(before) - 1) <= 0.1 for before, after in ran
         ),
+        "budgets over 5% slower than a smaller one": sum(
+            is_slower_than_a_smaller_one(after, entry)
+            for entry in models.values()
+            for _, after in budgets_of(entry)
+        ),
         "budgets where another way took no more memory and over 3% less time": sum(
             is_beaten(after, entry) for entry in models.values() for _, after in budgets_of(entry)
         ),
@@ -612,6 +617,18 @@ def is_beaten(of: dict[str, Any], entry: dict[str, Any]) -> bool:
         if "failed" not in each
         and each["peak_bytes"] <= of["peak_bytes"]
         and each["way"].partition("=")[0] not in PLANNED
+    )
+
+
+def is_slower_than_a_smaller_one(after: dict[str, Any], entry: dict[str, Any]) -> bool:
+    """Whether a smaller budget of the same kind took over 5% less time."""
+    kind, _, nbytes = after["way"].partition("=")
+    return "failed" not in after and any(
+        1.05 * speedless(other) < speedless(after)
+        for _, other in budgets_of(entry)
+        if "failed" not in other
+        and other["way"].partition("=")[0] == kind
+        and int(other["way"].partition("=")[2]) < int(nbytes)
     )
 
 

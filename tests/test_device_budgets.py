@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 import weakref
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -217,3 +218,54 @@ assert tried
 tried.clear()
 stash.close()
 """)
+
+
+def run_out(stash):
+    """A step that runs out of memory in forward; what is said of it."""
+    x = torch.ones(512, 512, requires_grad=True)
+    with pytest.raises(torch.OutOfMemoryError), stash:
+        y = (x * 2).erf().erf()
+        raise torch.OutOfMemoryError("a large one")
+    del y
+    gc.collect()
+    (note,) = (each for each in stash.stats().notes if "ran out of device memory" in each)
+    return note
+
+
+def test_a_step_that_runs_out_of_memory_before_there_is_a_plan_may_be_run_again():
+    """Until nothing is left that could be less."""
+    stash, true = planned_on(TwinDevice(chance=1.0), budget=116 * MIB), step(Stash())
+    assert torch.equal(step(stash), true)
+    windows, notes = [], []
+    for _ in range(9):
+        windows.append(stash._planner._limits.windows)
+        notes.append(run_out(stash))
+    assert "before there is a plan: less is on its way from now on, so run it again" in notes[0]
+    assert windows[1] == (windows[0][0] // 2, windows[0][1] // 2)
+    assert "no plan makes it fit" in notes[-1]
+    for _ in range(12):
+        assert torch.equal(step(stash), true)
+        _ = stash.plan
+    assert stash.plan.state == "planned"
+    stash.close()
+
+
+def test_a_device_that_runs_out_of_memory_within_a_plan_is_planned_for_with_less():
+    device = TwinDevice(chance=1.0)
+    stash, true = planned_on(device, budget=116 * MIB), step(Stash())
+    for _ in range(12):
+        assert torch.equal(step(stash), true)
+        _ = stash.plan
+    assert stash.plan.state == "planned"
+    bias = stash._planner._corrections.bias_bytes
+    assert "less of it are used, so run it again" in run_out(stash)
+    assert stash._planner._corrections.bias_bytes == bias + 116 * MIB // 16
+    for _ in range(8):
+        assert torch.equal(step(stash), true)
+        _ = stash.plan
+    device.peak_bytes = 0
+    assert torch.equal(step(stash), true)
+    assert device.peak_bytes <= 116 * MIB - 116 * MIB // 16
+    stash._planner._plan = replace(stash.plan, state="too small")
+    assert "no plan makes it fit" in run_out(stash)
+    stash.close()

@@ -62,6 +62,9 @@ _MADE_LOOKS = 2  # the same in a second run
 _LEAST_WINDOW_BYTES = 16 << 20
 _MARGIN = 50  # the part of a budget that it may be exceeded by and nothing is said
 _TOLD_AT = 3  # steps that exceeded it: planning again with what was measured did not help
+_SHORT_PART = (
+    16  # the part of a budget that less is used where the device ran out of memory within it
+)
 _FREE = Costs()
 
 
@@ -171,7 +174,7 @@ class Planner:
 
     def begin_step(self, tiers: DeviceTiers) -> None:
         """The first block of a step is being admitted to ``tiers``; the step before has ended."""
-        self._limits.begin_step(tiers, self._guard.has_room)
+        self._limits.begin_step(tiers, self._guard.has_room, self._ran_out)
         recording, first = self._recording, self._steps == 0
         ended, self._asked = self._shape.begin_step(is_first=first), 0
         kept_free = self._guard.keeps_free
@@ -390,6 +393,27 @@ class Planner:
                 f"{self._named} cannot be kept: the smallest that this step can keep is "
                 f"{format_bytes(budget_for(smallest))}; everything that can move or be recomputed does"
             )
+
+    def _ran_out(self) -> str:
+        """The device ran out of memory in this step, within the budget. Less is held from now on if possible.
+
+        Returns:
+            What is said of it: that a later step may fit, or that none can.
+        """
+        step = f"step {self._steps} within {self._named} ran out of device memory"
+        found, least = self._solving.found, self._budget // _SHORT_PART
+        self._limits.lower_resident(0)
+        windows, is_first = self._limits.windows, self._choices is None
+        has_less = self._first_steps.mode != "all" or max(windows) > _GUARD_BYTES
+        if self._plan.state == "too small" or (is_first and not has_less):
+            return f"{step} with everything moved that can move: no plan makes it fit"
+        if is_first:
+            self._limits.set_windows((windows[0] // 2, windows[1] // 2))
+            return f"{step} before there is a plan: less is on its way from now on, so run it again"
+        if found is not None and not self._solving.is_running:
+            self._corrections.run_short(least)
+            self._solve(found[0])
+        return f"{step}: from the next ones on {format_bytes(least)} less of it are used, so run it again"
 
     @property
     def _named(self) -> str:

@@ -67,6 +67,11 @@ class Corrections:
         """A plan is made for larger steps than before, whose peaks are corrected as often."""
         self._replans = 0
 
+    def run_short(self, nbytes: int) -> None:
+        """The device did not have the budget: so many bytes less of it are used, for good."""
+        self.bias_bytes += nbytes
+        self._least_bias_bytes, self._kept_with_bytes = self.bias_bytes, None
+
     def forget_followed(self) -> None:
         """None of the steps that were measured was like the plan's."""
         self._followed.clear()

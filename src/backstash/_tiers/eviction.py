@@ -8,6 +8,7 @@ an accelerator, to host memory. A block that finds no room stays where it is.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 from .._saved.block import Block, BlockCleanup
@@ -52,6 +53,8 @@ class Evictor:
         self.inflight = inflight
         self._tier = tier
         self._segments = segments
+        self.ran_out: Callable[[], str] | None = None
+        """A planner's: called when the device runs out of memory; returns what is said of it."""
 
     def admit(self, block: Block, *, at_once: bool, complete: bool) -> None:
         """Take a new block in place; then bring the budgets in order. ``at_once`` skips ``keep``.
@@ -171,7 +174,13 @@ class Evictor:
         inflight.complete(thread_state, all_that_ended=True)
 
     def ease(self) -> None:
-        """The device ran out of memory: from now on keep half of what was kept, at most."""
+        """The device ran out of memory: from now on keep half of what was kept, at most. A planner decides that
+        itself."""
+        memory = self.resident.memory
+        if memory is not None and self.ran_out is not None:
+            memory.forget_failures()
+            self.health.notes.add("out of memory", self.ran_out())
+            return
         limit = self.resident.halve()
         if limit is not None:
             note = f"out of device memory: keep is {format_bytes(limit)} from then on"

@@ -37,8 +37,16 @@ class Limits:
         assert self._bound is not None
         return self._bound
 
-    def begin_step(self, tiers: DeviceTiers, has_room: Callable[[int], bool]) -> None:
-        """A step begins. ``has_room``: whether memory for so many bytes is left, asked before it is taken."""
+    def begin_step(
+        self, tiers: DeviceTiers, has_room: Callable[[int], bool], ran_out: Callable[[], str]
+    ) -> None:
+        """A step begins.
+
+        Args:
+            tiers: of the device.
+            has_room: whether memory for so many bytes is left, asked before it is taken.
+            ran_out: called when the device has run out of memory; returns what reports say of it.
+        """
         before, self._bound = self._bound, tiers
         if before is None:
             self._before = tiers.evictor.inflight.window_bytes, tiers.prefetcher.window_bytes
@@ -46,6 +54,7 @@ class Limits:
             self.set_windows(self.windows)
             self.set_resident(self.resident)
         tiers.evictor.resident.is_planned = True
+        tiers.evictor.ran_out = ran_out
         tiers.prefetcher.has_room = tiers.packer.has_room = has_room
 
     def end(self) -> None:
@@ -53,6 +62,7 @@ class Limits:
         tiers = self._bound
         if tiers is not None:
             tiers.evictor.resident.is_planned = False
+            tiers.evictor.ran_out = None
             tiers.prefetcher.has_room = tiers.packer.has_room = None
             tiers.evictor.inflight.window_bytes, tiers.prefetcher.window_bytes = self._before
 
