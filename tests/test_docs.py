@@ -69,6 +69,19 @@ def test_change_log_begins_with_the_version() -> None:
     assert logged[1] == cited[1] == backstash.__version__
 
 
+@pytest.mark.parametrize(
+    "part", ["_plan", "_torch", "stores", "_runtime", "_device", "_saved", "_tiers"]
+)
+def test_every_file_of_a_floor_is_in_the_house_s_tables(part: str) -> None:
+    """And each that a table names is there."""
+    page = (ROOT / "docs/design.md").read_text()
+    table = page.partition(f"#### `{part}`\n")[2].partition("\n#### ")[0]
+    rows = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
+    named = [name for row in rows for name in re.findall(r"`(\w+\.py)`", row)]
+    files = {path.name for path in (ROOT / "src/backstash" / part).glob("*.py")}
+    assert sorted(named) == sorted(files - {"__init__.py"})
+
+
 def test_every_page_is_in_the_navigation_of_the_site() -> None:
     nav = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:\n")[2]
     listed = re.findall(r"^\s+- (?:[^#\n]*: )?([\w.-]+\.md)(?: # (generated))?$", nav, re.M)
