@@ -1,6 +1,7 @@
 """Budgets of accelerators beside what else a program does: other devices, captures, forks, dropping a stash."""
 
 import gc
+import itertools
 import subprocess
 import sys
 import threading
@@ -241,7 +242,7 @@ def test_a_step_that_runs_out_of_memory_before_there_is_a_plan_may_be_run_again(
         windows.append(stash._planner._limits.windows)
         notes.append(run_out(stash))
     assert "before there is a plan: less is on its way from now on, so run it again" in notes[0]
-    assert windows[1] == (windows[0][0] // 2, windows[0][1] // 2)
+    assert all(2 * after[0] <= before[0] for before, after in itertools.pairwise(windows[:3]))
     assert "no plan makes it fit" in notes[-1]
     for _ in range(12):
         assert torch.equal(step(stash), true)

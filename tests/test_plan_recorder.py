@@ -17,7 +17,7 @@ def told(kind, start, seconds=0.0, nbytes=MIB, number=-1):
 
 
 def record(*events, ended=4.0):
-    samples = [(0.0, 100 * MIB, 20 * MIB)]
+    samples = [(0.0, 100 * MIB, 0)]
     return StepRecord(Measured(0.0, ended, [*events], samples), dict.fromkeys(range(9), "class"))
 
 
@@ -282,8 +282,13 @@ def test_three_steps_like_the_plans_are_enough_after_the_first():
     found = [of.add(step_of(2.0), 90 * MIB, is_alike=True) for _ in range(2)]
     assert found == [False, True], "one that exceeds the budget is enough"
     of.begin()
-    found = [of.add(step_of(2.0), 79 * MIB, is_alike=True) for _ in range(12)]
-    assert found == [False] * 11 + [True] and of.measured is None, "80 of it are not the stash's"
+    later = step_of(2.0)
+    later.samples.append((1.0, 200 * MIB, 0))
+    assert later.peak_bytes == 200 * MIB and later.graph_peak_bytes == 100 * MIB
+    found = [of.add(later, 110 * MIB, is_alike=True) for _ in range(4)]
+    assert found == [False] * 3 + [True] and of.measured[0] == 100 * MIB, (
+        "no plan changes what came after"
+    )
 
 
 def test_steps_that_are_timed_again_leave_the_plan_s_corrections():

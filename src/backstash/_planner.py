@@ -111,6 +111,7 @@ class Planner:
         )
         self._first_steps = FirstSteps(self._budget)
         self._steps = 0
+        self._has_failed = False  # this step, as far as is known
         self._class_of = ClassOf()
         self._choices: Choices | None = None
         self._unlooked_bytes = 0
@@ -201,6 +202,8 @@ class Planner:
         if recording.is_on and not self._meter.is_sampling:  # the first step of a forked process
             record = None
             recording.start()
+        if self._has_failed:  # what it would have taken is not known
+            record, self._has_failed = None, False
         self._refused.clear()
         self._steps += 1
         self._class_of.begin_step()
@@ -246,7 +249,8 @@ class Planner:
         first.add(record, seconds, asked_bytes)
         made = len(first.records)
         if made == 0:
-            self._limits.set_windows(self._first_windows())
+            if self._steps == 1:
+                self._limits.set_windows(self._first_windows())
             self._recording.start()
         elif made == 1:
             self._shape.begin_plan(asked_bytes)
@@ -403,6 +407,7 @@ class Planner:
         step = f"step {self._steps} within {self._named} ran out of device memory"
         found, least = self._solving.found, self._budget // _SHORT_PART
         self._limits.lower_resident(0)
+        self._has_failed = True
         windows, is_first = self._limits.windows, self._choices is None
         has_less = self._first_steps.mode != "all" or max(windows) > _GUARD_BYTES
         if self._plan.state == "too small" or (is_first and not has_less):

@@ -54,12 +54,12 @@ class Corrections:
         self._followed_steps += 1
         if self._is_again:
             self._followed.append(record)
-        is_told = (
-            self._followed_steps > 1 and is_alike
-        )  # the first still holds what was moved before
-        if is_told and record.other_peak_bytes <= budget:  # else it is not of what a plan decides
-            self._figures.append((record.peak_bytes, record.seconds))
-            if record.peak_bytes > budget:
+        if self._followed_steps > 1 and is_alike:  # the first still holds what was moved before
+            peak_bytes = record.peak_bytes
+            if peak_bytes > budget:
+                peak_bytes = record.graph_peak_bytes
+            self._figures.append((peak_bytes, record.seconds))
+            if peak_bytes > budget:
                 return True
         return len(self._figures) >= _VALIDATED_STEPS or self._followed_steps >= _MOST_FOLLOWED
 

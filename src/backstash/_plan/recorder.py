@@ -97,9 +97,12 @@ class StepRecord:
         return known or max((held for _, held, _ in self.samples), default=0)
 
     @property
-    def other_peak_bytes(self) -> int:
-        """The most that was held and is not the stash's."""
-        return max((held - ours for _, held, ours in self.samples), default=0)
+    def graph_peak_bytes(self) -> int:
+        """The same, up to the last save, use or free of a block: what is held after that, by an optimizer or an
+        evaluation, no plan changes. Of a device that knows its peak, that one."""
+        known = self.measured.known_peak_bytes
+        last = max((event[1] for event in self.told if event[0] in _KINDS), default=self.ended)
+        return known or max((held for at, held, _ in self.samples if at <= last), default=0)
 
 
 def _own_seconds(told: Iterable[tuple[Any, ...]]) -> Iterator[tuple[tuple[Any, ...], float]]:
