@@ -72,7 +72,9 @@ def test_a_script_is_planned_for_and_ended(
     monkeypatch.chdir(tmp_path)
     assert main(["plan", "--trace", "trace.json", "--json", "again.json"]) == 0
     lines = done.stdout.splitlines()
-    told = capsys.readouterr().out.splitlines()
+    outcome = capsys.readouterr()
+    told = outcome.out.splitlines()
+    assert "no script was given, and nothing was run" in outcome.err
     assert told[0] == f"backstash plan --trace {tmp_path}/trace.json"
     assert told[1:] == lines[-len(told) + 1 :], "the same table"
     again = json.loads((tmp_path / "again.json").read_text())["plans"]
@@ -86,6 +88,9 @@ def test_a_script_is_planned_for_and_ended(
         (["--trace", "plan.json"], "is no trace of a step"),
         (["--trace", "plan.json", "--fake"], "allowed with it: --budget and --json"),
         (["--trace", "plan.json", "--disk", "."], "allowed with it: --budget and --json"),
+        (["--trace", "plan.json", "--json", "plan.json"], "give another FILE"),
+        (["--trace", "plan.json", "-m"], "no script given"),
+        (["--trace", "plan.json", "--"], "no script given"),
     ],
 )
 def test_a_step_that_cannot_be_read_is_one_line(

@@ -241,7 +241,7 @@ def test_a_step_that_runs_out_of_memory_before_there_is_a_plan_may_be_run_again(
     for _ in range(9):
         windows.append(stash._planner._limits.windows)
         notes.append(run_out(stash))
-    assert "before there is a plan: less is on its way from now on, so run it again" in notes[0]
+    assert "with no plan for it: less is held from now on, so run it again" in notes[0]
     assert all(2 * after[0] <= before[0] for before, after in itertools.pairwise(windows[:3]))
     assert "no plan makes it fit" in notes[-1]
     for _ in range(12):
@@ -259,7 +259,7 @@ def test_a_device_that_runs_out_of_memory_within_a_plan_is_planned_for_with_less
         _ = stash.plan
     assert stash.plan.state == "planned"
     bias = stash._planner._corrections.bias_bytes
-    assert "less of it are used, so run it again" in run_out(stash)
+    assert "7.25 MiB less of it from now on, so run it again" in run_out(stash)
     assert stash._planner._corrections.bias_bytes == bias + 116 * MIB // 16
     for _ in range(8):
         assert torch.equal(step(stash), true)
@@ -269,4 +269,6 @@ def test_a_device_that_runs_out_of_memory_within_a_plan_is_planned_for_with_less
     assert device.peak_bytes <= 116 * MIB - 116 * MIB // 16
     stash._planner._plan = replace(stash.plan, state="too small")
     assert "no plan makes it fit" in run_out(stash)
+    stash._planner._plan = replace(stash.plan, state="loaded")
+    assert "a loaded plan is followed as it is" in run_out(stash)
     stash.close()

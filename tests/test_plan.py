@@ -862,7 +862,7 @@ def test_steps_that_begin_with_a_larger_block_and_save_less_are_known_after_the_
         loss.backward()
         return planner._shape.is_larger
 
-    taken = []
+    taken, planner._corrections._wait_steps = [], 1000  # however long a step takes
     for _ in range(20):
         generator()
         _ = stash.plan
@@ -939,8 +939,16 @@ def test_a_plan_that_cannot_be_made_leaves_the_one_before(memory, tmp_path, monk
         planner._solving.wait()
     assert planner._solving.found is before and not planner._solving.is_new
     assert planner._solving.has_failed and "ZeroDivisionError" in "".join(planner.notes)
-    planner._solve(trace)
-    planner._solving.forked()
+    goes_on = threading.Event()
+    with monkeypatch.context() as patch:
+        patch.setattr("backstash._plan.solving.solve", lambda *_, **__: goes_on.wait() and 1 // 0)
+        planner._solve(trace)
+        assert planner._solving.found is None and planner._solving.is_running
+        thread = planner._solving._thread
+        planner._solving.forked()
+        assert planner._solving.found is before and not planner._solving.is_running
+        goes_on.set()
+        thread.join()
     stash.close()
 
 

@@ -282,10 +282,14 @@ def test_three_steps_like_the_plans_are_enough_after_the_first():
     found = [of.add(step_of(2.0), 90 * MIB, is_alike=True) for _ in range(2)]
     assert found == [False, True], "one that exceeds the budget is enough"
     of.begin()
-    later = step_of(2.0)
+    later = record(
+        told("save", 0.3, number=0), told("use", 0.5, number=0), told("free", 1.9, number=0)
+    )
     later.samples.append((1.0, 200 * MIB, 0))
     assert later.peak_bytes == 200 * MIB and later.graph_peak_bytes == 100 * MIB
-    found = [of.add(later, 110 * MIB, is_alike=True) for _ in range(4)]
+    found = [
+        of.add(later, 110 * MIB, is_alike=True) for _ in range(4)
+    ]  # it was freed when the next step began
     assert found == [False] * 3 + [True] and of.measured[0] == 100 * MIB, (
         "no plan changes what came after"
     )

@@ -76,6 +76,7 @@ class Planned:
         self._number = -1
         self._latest = -1  # block, before it began
         self._told_seconds = 0.0
+        self._is_whole = False
         self._entered = False
         with self._session.section.lock, self._session.section:
             self._session.begin_step(tiers)
@@ -113,8 +114,9 @@ class Planned:
     def leave(self, *, in_order: bool) -> None:
         """Its forward has ended; ``in_order``: and it is known that it can run again."""
         if self.forward is not None:
-            is_whole = self._planner.tell_forward("leave", self.forward, self._number)
-            self.forward.can_run_again = in_order and is_whole
+            # One with a backward in its middle is in two steps: what its first run took is not known then.
+            self._is_whole = self._planner.tell_forward("leave", self.forward, self._number)
+            self.forward.can_run_again = in_order and self._is_whole
             self._tell_seconds(self.forward)
 
     def stays_at(self, number: int) -> bool:
@@ -149,7 +151,7 @@ class Planned:
         if nbytes and self._told_seconds:
             self._region.told_rate = self._told_seconds / nbytes
         if self.forward is not None:
-            self.forward.can_run_again = True
+            self.forward.can_run_again = self._is_whole
             self._tell_seconds(self.forward)
 
     def _tell_seconds(self, forward: Forward) -> None:

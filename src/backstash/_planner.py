@@ -398,27 +398,40 @@ class Planner:
                 f"{format_bytes(budget_for(smallest))}; everything that can move or be recomputed does"
             )
 
-    def _ran_out(self) -> str:
-        """The device ran out of memory in this step, within the budget. Less is held from now on if possible.
+    def _ran_out(self, *, earlier: bool) -> str:
+        """The device ran out of memory, within the budget. Less is held from now on if possible.
+
+        Args:
+            earlier: not in this step, but in one before it, in backward.
 
         Returns:
             What is said of it: that a later step may fit, or that none can.
         """
-        step = f"step {self._steps} within {self._named} ran out of device memory"
-        found, least = self._solving.found, self._budget // _SHORT_PART
-        self._limits.lower_resident(0)
-        self._has_failed = True
-        windows, is_first = self._limits.windows, self._choices is None
-        has_less = self._first_steps.mode != "all" or max(windows) > _GUARD_BYTES
-        if self._plan.state == "too small" or (is_first and not has_less):
-            return f"{step} with everything moved that can move: no plan makes it fit"
-        if is_first:
-            self._limits.set_windows((windows[0] // 2, windows[1] // 2))
-            return f"{step} before there is a plan: less is on its way from now on, so run it again"
-        if found is not None and not self._solving.is_running:
+        step = f"{'a step before ' * earlier}step {self._steps} within {self._named} ran out of device memory"
+        windows, limit = self._limits.windows, self._limits.tiers.evictor.resident.limit
+        if not earlier:
+            self._has_failed = True
+            self._limits.lower_resident(0)
+        if self._plan.state == "loaded":
+            return f"{step}: a loaded plan is followed as it is; allowed: budget= to have one made"
+        if (
+            self._choices is not None
+            and self._plan.state != "too small"
+            and not self._shape.is_larger
+        ):
+            least = self._budget // _SHORT_PART
             self._corrections.run_short(least)
-            self._solve(found[0])
-        return f"{step}: from the next ones on {format_bytes(least)} less of it are used, so run it again"
+            if self._solving.found is not None and not self._solving.is_running:
+                self._solve(self._solving.found[0])
+            return (
+                f"{step}: plans use {format_bytes(least)} less of it from now on, so run it again"
+            )
+        if self._plan.state != "too small":
+            self._limits.set_windows((windows[0] // 2, windows[1] // 2))
+            is_less = self._limits.windows != windows and max(windows) > _GUARD_BYTES
+            if self._tier is not None and (is_less or limit != 0):
+                return f"{step} with no plan for it: less is held from now on, so run it again"
+        return f"{step} with everything moved that can move: no plan makes it fit"
 
     @property
     def _named(self) -> str:

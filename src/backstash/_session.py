@@ -233,9 +233,13 @@ class Session:
         ended.expecting.clear()
 
     def ease(self) -> None:
-        """See :meth:`Evictor.ease`."""
-        for tiers in self.device_tiers:
-            tiers.evictor.ease()
+        """See :meth:`Evictor.ease`. Of several accelerators, those where an allocation has failed."""
+        evictors = [tiers.evictor for tiers in self.device_tiers if tiers.device is not None]
+        failed = [
+            each for each in evictors if (memory := each.resident.memory) and memory.has_failed()
+        ]
+        for evictor in failed or evictors:
+            evictor.ease()
 
     def try_again(self) -> None:
         """See :meth:`TierHealth.try_again`."""

@@ -58,6 +58,10 @@ class DeviceMemory:
         self._unlooked_bytes = max(0, spare) // 2
         return max(0, -spare)
 
+    def has_failed(self) -> bool:
+        """Whether an allocation has failed since :meth:`forget_failures`, asked now."""
+        return self.device.failures() > self._failures
+
     def forget_failures(self) -> None:
         """Those so far have been answered."""
         self._failures = self.device.failures()

@@ -98,10 +98,11 @@ class StepRecord:
 
     @property
     def graph_peak_bytes(self) -> int:
-        """The same, up to the last save, use or free of a block: what is held after that, by an optimizer or an
-        evaluation, no plan changes. Of a device that knows its peak, that one."""
+        """The same, up to the last use of a block: no plan changes what an optimizer or an evaluation holds after
+        that. Of a device that knows its peak, that one."""
         known = self.measured.known_peak_bytes
-        last = max((event[1] for event in self.told if event[0] in _KINDS), default=self.ended)
+        # A block that dies is told of when the next call comes, which may be of the next step.
+        last = max((event[1] for event in self.told if event[0] == "use"), default=self.ended)
         return known or max((held for at, held, _ in self.samples if at <= last), default=0)
 
 

@@ -139,7 +139,8 @@ class StepShape:
         """It is followed. ``held``: bytes of the blocks of its step in order, without those of regions that run
         again, which are ``let_go_bytes``."""
         self.known_bytes, self._let_go_bytes = sum(held), let_go_bytes
-        self._known_first_bytes = self._most_first_bytes = held[0] if held else 0
+        self._known_first_bytes = held[0] if held else 0
+        self._most_first_bytes = max(self._most_first_bytes, self._known_first_bytes)
         self._most_saved_bytes = int(self.known_bytes * (1 + _ALIKE))
         self._known_asked_bytes = self._planned_asked_bytes
         self._most_asked_bytes = max(self._most_asked_bytes, self._known_asked_bytes)

@@ -53,8 +53,9 @@ class Evictor:
         self.inflight = inflight
         self._tier = tier
         self._segments = segments
-        self.ran_out: Callable[[], str] | None = None
-        """A planner's: called when the device runs out of memory; returns what is said of it."""
+        self.ran_out: Callable[..., str] | None = None
+        """A planner's: called when the device has run out of memory, ``earlier`` than in this step or in it;
+        returns what is said of it."""
 
     def admit(self, block: Block, *, at_once: bool, complete: bool) -> None:
         """Take a new block in place; then bring the budgets in order. ``at_once`` skips ``keep``.
@@ -127,7 +128,7 @@ class Evictor:
         if resident.short_bytes:
             self.inflight.let_go(resident.short_bytes, thread_state)
         if resident.memory is not None and resident.memory.failed:
-            self.ease()  # it ran out of memory in backward, say, which calls no stash
+            self.ease(earlier=True)  # in backward, say, which calls no stash
 
     def _may_leave_unseen(self, block: Block) -> bool:
         """Whether another thread's block may go: it is written, not copied, and need not be waited for."""
@@ -173,13 +174,13 @@ class Evictor:
         inflight.stalls.wait(transfer)  # it is moved within this call
         inflight.complete(thread_state, all_that_ended=True)
 
-    def ease(self) -> None:
+    def ease(self, *, earlier: bool = False) -> None:
         """The device ran out of memory: from now on keep half of what was kept, at most. A planner decides that
         itself."""
         memory = self.resident.memory
         if memory is not None and self.ran_out is not None:
             memory.forget_failures()
-            self.health.notes.add("out of memory", self.ran_out())
+            self.health.notes.add("out of memory", self.ran_out(earlier=earlier))
             return
         limit = self.resident.halve()
         if limit is not None:

@@ -38,7 +38,7 @@ class Limits:
         return self._bound
 
     def begin_step(
-        self, tiers: DeviceTiers, has_room: Callable[[int], bool], ran_out: Callable[[], str]
+        self, tiers: DeviceTiers, has_room: Callable[[int], bool], ran_out: Callable[..., str]
     ) -> None:
         """A step begins.
 

@@ -34,6 +34,7 @@ def plan_for_trace(path: str, budgets: Sequence[int] | None, json_path: str | No
     wanted = budgets or budgets_of(Plan.from_trace(path, 1))
     plans = [Plan.from_trace(path, budget) for budget in wanted]
     print(table(command, plans))
+    say(f"backstash plan: of the step in {path}; no script was given, and nothing was run")
     if json_path is not None:
         write("--json", json_path, figures_of(command, plans))
 

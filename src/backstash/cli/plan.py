@@ -54,7 +54,7 @@ def main(arguments: Sequence[str]) -> int:
     parser = _parser()
     own, is_module, rest = split(parser, list(arguments))
     options = parser.read(own)
-    if not rest and options.trace is not None:
+    if not (rest or is_module) and arguments[-1:] != ["--"] and options.trace is not None:
         return _plan_elsewhere(parser, options)
     check(parser, is_module, rest)
     if options.recompute and options.fake:
@@ -93,6 +93,10 @@ def _plan_elsewhere(parser: Parser, options: argparse.Namespace) -> int:
     from ..errors import UsageError
     from ._plan_table import plan_for_trace
 
+    if options.json == options.trace:
+        parser.error(
+            f"--json would be written over the step in {options.trace!r}; give another FILE"
+        )
     try:
         plan_for_trace(options.trace, options.budget, options.json)
     except UsageError as error:
