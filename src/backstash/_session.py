@@ -234,12 +234,14 @@ class Session:
 
     def ease(self) -> None:
         """See :meth:`Evictor.ease`. Of several accelerators, those where an allocation has failed."""
-        evictors = [tiers.evictor for tiers in self.device_tiers if tiers.device is not None]
-        failed = [
-            each for each in evictors if (memory := each.resident.memory) and memory.has_failed()
-        ]
-        for evictor in failed or evictors:
-            evictor.ease()
+        several = [tiers for tiers in self.device_tiers if tiers.device is not None]
+        failed = []
+        for tiers in several if len(several) > 1 else ():
+            memory = tiers.evictor.resident.memory
+            if memory is not None and memory.has_failed():
+                failed.append(tiers)
+        for tiers in failed or self.device_tiers:
+            tiers.evictor.ease()
 
     def try_again(self) -> None:
         """See :meth:`TierHealth.try_again`."""

@@ -98,8 +98,8 @@ class StepRecord:
 
     @property
     def graph_peak_bytes(self) -> int:
-        """The same, up to the last use of a block: no plan changes what an optimizer or an evaluation holds after
-        that. Of a device that knows its peak, that one."""
+        """The same, up to the last use of a block: what an optimizer or an evaluation holds after that is not
+        changed by any plan. Of a device that knows its peak, that one."""
         known = self.measured.known_peak_bytes
         # A block that dies is told of when the next call comes, which may be of the next step.
         last = max((event[1] for event in self.told if event[0] == "use"), default=self.ended)
