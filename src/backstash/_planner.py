@@ -429,7 +429,8 @@ class Planner:
         if self._plan.state != "too small":
             self._limits.set_windows((windows[0] // 2, windows[1] // 2))
             is_less = self._limits.windows != windows and max(windows) > _GUARD_BYTES
-            if self._tier is not None and (is_less or limit != 0):
+            keeps = self._first_steps.mode != "all" and not self._shape.is_larger and limit != 0
+            if self._tier is not None and (is_less or keeps):
                 return f"{step} with no plan for it: less is held from now on, so run it again"
         return f"{step} with everything moved that can move: no plan makes it fit"
 
