@@ -11,6 +11,7 @@ from torch import nn
 
 import backstash._plan.first_steps
 import backstash._planner
+import backstash._region
 from backstash import Stash
 from backstash._admission import FITS
 from backstash._plan.choices import Choices
@@ -428,6 +429,33 @@ class Force(nn.Module):
             energy = torch.erf(place @ self.weight) * (x.detach() > 0)
             (force,) = torch.autograd.grad(energy.sum(), place, create_graph=True)
         return torch.erf(x + force)
+
+
+def test_what_a_gradient_in_a_forward_saves_is_held(monkeypatch):
+    """It may be what was handed out to that backward, which lies elsewhere in memory each time."""
+    tasks, made = [], backstash._region.Held.__init__
+
+    def held(self, *given):
+        tasks.append(torch._C._current_graph_task_id())
+        made(self, *given)
+
+    monkeypatch.setattr(backstash._region.Held, "__init__", held)
+    net, stash = nn.Sequential(Force(), Force()), Stash(min_bytes=0)
+    true = step(net, Stash())
+    with stash.recompute(*net):
+        for _ in range(3):
+            assert same(step(net, stash), true)
+    assert len(tasks) > 6 and set(tasks) == {-1}
+
+
+def test_a_forward_that_another_step_began_with_is_not_recorded():
+    regions = Regions()
+    forward, number = regions.record("some.*", 0)
+    assert regions.is_recorded(forward, number)
+    regions.take()
+    assert not regions.is_recorded(forward, number)
+    regions.record("some.*", 0)
+    assert not regions.is_recorded(forward, number)
 
 
 @pytest.mark.filterwarnings("ignore::backstash.StashWarning")

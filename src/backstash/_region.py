@@ -390,9 +390,8 @@ class Run:
                 "the middle of the stash cannot wait for it: go backward outside of it"
             )
         try:
-            if (
-                held.packed is None and self._fingerprints is not None
-            ):  # a backward within the forward
+            # None once the forward has ended: else this is a backward within it.
+            if held.packed is None and self._fingerprints is not None:
                 self._fingerprints.finish(ended=True)
             if held.packed is None:
                 self._make_again(thread_state)
