@@ -9,7 +9,7 @@ import pytest
 IS_ASKED_FOR = "BACKSTASH_LONG_TESTS" in os.environ
 takes_long = pytest.mark.skipif(
     not IS_ASKED_FOR,
-    reason="takes 10 s of processor time or more: `scripts/check long` runs it",
+    reason="of the kinds of tests that take longest: `scripts/check long` runs it",
 )
 
 

@@ -122,6 +122,7 @@ def test_it_tells_and_leaves_the_script_s_output_alone(tmp_path: Path) -> None:
     assert between == "three...", "it was drawn over half a line"
 
 
+@takes_long
 def test_it_is_not_there_when_quiet(tmp_path: Path) -> None:
     script = """
         import threading

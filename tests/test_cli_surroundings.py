@@ -249,6 +249,7 @@ def test_torch_and_the_stash_still_read_what_was_set_for_them(tmp_path: Path) ->
     assert under_stash(["script.py"], tmp_path, *options).stdout == "None 0\n"
 
 
+@takes_long
 def test_many_arguments(tmp_path: Path) -> None:
     """200 KB of them: more than one variable of the environment can hold."""
     write(

@@ -20,6 +20,7 @@ from backstash.codecs import (
 )
 from backstash.errors import UsageError
 from backstash.testing import check_codec
+from long_tests import mostly_long
 
 ALL = {
     EXACT: {"bool", "float32", "float8_e4m3fn", "complex128", "int64"},
@@ -40,7 +41,7 @@ ALL = {
 }
 
 
-@pytest.mark.parametrize("codec", ALL, ids=repr)
+@pytest.mark.parametrize("codec", mostly_long(ALL, *[*ALL][::2]), ids=repr)
 def test_a_codec_keeps_its_promises(codec):
     encoded = {name.partition(",")[0] for name in check_codec(codec)}
     assert encoded >= ALL[codec]

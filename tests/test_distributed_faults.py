@@ -235,6 +235,7 @@ def test_a_job_that_is_restarted_begins_clean(tmp_path):
     assert [row[-4] for row in rows] == ["2", "2"]  # steps of this attempt alone
 
 
+@takes_long
 def test_a_checkpoint_is_saved_and_loaded_beside_a_stash_and_has_none_in_it(tmp_path):
     run_two(CHECKPOINTS, tmp_path / "store", tmp_path)
     assert {path.name for path in tmp_path.iterdir()} <= {"store", "checkpoint", "refused"}

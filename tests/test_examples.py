@@ -94,6 +94,7 @@ def test_figures_go_to_a_log(name: str, monkeypatch: pytest.MonkeyPatch) -> None
     assert 0 < saves[0] < saves[1] and all(type(value) is float for value in logged[0].values())
 
 
+@takes_long
 def test_figures_are_printed_without_a_library(tmp_path: Path) -> None:
     output = run(EXAMPLES / "log_figures.py", "--tiny", cwd=tmp_path)
     assert re.findall(r"^(\d) stash/saves=", output, re.M) == ["0", "1"]
@@ -107,6 +108,7 @@ def test_train_gpt_is_plain_pytorch() -> None:
     assert "torch" in imports and "backstash" not in imports
 
 
+@takes_long
 def test_train_gpt_tiny_options_can_be_changed(tmp_path: Path) -> None:
     assert len(losses(run(EXAMPLES / "train_gpt.py", "--tiny", "--steps", "2", cwd=tmp_path))) == 2
 

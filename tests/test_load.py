@@ -13,6 +13,7 @@ from backstash.testing import TwinDevice, stash_on
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
 
+from long_tests import mostly_long
 from under_load.blocks import MODES, Alive, many_blocks
 from under_load.extents import PATTERNS, SHARE, spread
 from under_load.footprint import footprint
@@ -90,7 +91,9 @@ def test_a_stash_that_is_closed_while_threads_use_it(tmp_path, mix):
 
 
 @pytest.mark.filterwarnings("ignore::backstash.StashWarning")
-@pytest.mark.parametrize("mix", ["keep, disk", "tiny windows", "tiny host, disk"])
+@pytest.mark.parametrize(
+    "mix", mostly_long(["keep, disk", "tiny windows", "tiny host, disk"], "tiny host, disk")
+)
 def test_a_hundred_graphs_in_random_order(tmp_path, mix):
     assert many_graphs(mix, str(tmp_path), rounds=1, seed=5) == []
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from guards import GUARDS
-from long_tests import takes_long
+from long_tests import mostly_long, takes_long
 from programs.judge import Wrong, judge
 from programs.run import Run
 from programs.search import OPERATIONS, search
@@ -33,6 +33,7 @@ pytestmark = [
     # destructor of PyTorch's, which ends the process.
     pytest.mark.timeout(600, method="thread"),
 ]
+WITNESSED = [name for name, guard in GUARDS.items() if guard.witness]
 PROGRAMS = int(os.environ.get("BACKSTASH_PROGRAMS", "10"))
 
 
@@ -127,7 +128,7 @@ def test_the_search_finds_what_is_undone(tmp_path, name):
     assert done.returncode in (0, -signal.SIGSEGV, -signal.SIGBUS, -signal.SIGABRT), done.stderr
 
 
-@pytest.mark.parametrize("name", [name for name, guard in GUARDS.items() if guard.witness])
+@pytest.mark.parametrize("name", mostly_long(WITNESSED, *WITNESSED[::2]))
 def test_a_program_that_cannot_do_without(tmp_path, name):
     guard = GUARDS[name]
     steps = list(guard.witness)
