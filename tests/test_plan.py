@@ -841,6 +841,21 @@ def test_what_is_held_between_two_steps_is_not_blamed_on_the_plan(with_free):
     assert planner.plan.state == "planned"
 
 
+def test_what_every_step_leaves_in_memory_is_planned_for(with_free):
+    """What the last operations take, and an optimizer, no look of a backward's finds."""
+    planner, free, _, run = with_free
+    run()
+    bias = planner._corrections.bias_bytes
+    for _ in range(2):
+        free[0] = planner._budget
+        run()
+    assert planner._corrections.bias_bytes == bias
+    free[0] = planner._budget
+    run()
+    assert planner._corrections.bias_bytes > bias
+    run()
+
+
 def test_steps_that_begin_with_a_larger_block_and_save_less_are_known_after_the_first(
     memory, tmp_path
 ):

@@ -181,7 +181,7 @@ class Planner:
         kept_free = self._guard.keeps_free
         if kept_free:
             self._end_kept_free(ended)
-        highest_bytes = self._guard.take_highest()
+        highest_bytes = max(self._guard.take_highest(), self._guard.late_bytes())
         is_left = self._plan.state == "left alone"
         anew_bytes, self._anew_bytes = self._anew_bytes, 0
         must_give_back = self._guard.must_free_at_start(

@@ -11,6 +11,7 @@ __all__ = ["MemoryGuard"]
 
 _RELEASE_REST = 20  # times as long as giving memory back took, it is not done again
 _LOOK_BYTES = 1 << 20  # that backward uses between two looks; the least that is saved between two
+_LATE_STEPS = 3
 _USED_PART = 32  # the part of the most that backward has used before what it freed is given back
 
 
@@ -47,6 +48,7 @@ class MemoryGuard:
         # With as much at its beginning a step keeps ``most`` that gives nothing back; None: none was tried.
         self._most_kept_free: int | None = None if tries else 0
         self._start_bytes = 0  # that were held as this step began
+        self._late_steps = 0  # in a row, after which more than the budget was held
         self.keeps_free = False
         """Whether this step began with more than fits beside what it adds, and nothing was given back."""
         self.is_trying = False
@@ -125,9 +127,19 @@ class MemoryGuard:
         return _LOOK_BYTES // threads if left + self._margin >= 2 * _LOOK_BYTES else -1
 
     def take_highest(self) -> int:
-        """The most that was seen since this was asked last."""
+        """The most that was seen since this was asked last, in a step."""
         highest, self.highest_bytes = self.highest_bytes, 0
         return highest
+
+    def late_bytes(self) -> int:
+        """What is held as a step begins, where that exceeded the budget before several steps in a row: what the
+        steps take at their end is then too much. Once it may be of an evaluation between two steps. Else 0."""
+        held = self._meter.now()
+        self._late_steps = self._late_steps + 1 if held > self.most + self._margin else 0
+        if self._late_steps < _LATE_STEPS:
+            return 0
+        self._late_steps = 0
+        return held
 
     def over(self) -> int:
         """Bytes by which the stash has to keep less for the rest of the step.
