@@ -154,9 +154,12 @@ def gaps(disk: str) -> bool:
             took.append(time.perf_counter() - began)
             windows = solution.windows
             reserved = windows.inflight_bytes, windows.prefetch_bytes
-            # What whole steps took beside the moments is no choice's: the program does not know of it.
-            all_stay = all(name == "keep" for name in solution.choices)
-            seconds = solution.forecast.step_seconds - trace.beside_seconds(all_stay=all_stay)
+            seconds = solution.forecast.step_seconds
+            if all(name == "keep" for name in solution.choices):
+                # What whole steps took that were left alone is not in the program, which counts them as others.
+                seconds += trace.beside_seconds(all_stay=False) - trace.beside_seconds(
+                    all_stay=True
+                )
             least_seconds = linear_program(trace, budget, largest)
             free.append(seconds / least_seconds - 1)
             with_windows = linear_program(trace, budget, largest, reserved)
