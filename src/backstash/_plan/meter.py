@@ -29,7 +29,7 @@ _STATM = "/proc/self/statm"  # its second number: resident pages (proc(5))
 _INTERVAL_SECONDS = 0.001  # between two samples
 _MOST_INTERVAL_SECONDS = 0.005
 _SAMPLES = (
-    500  # of a step; a thousand wakes a second cost a tenth of the speed where two cores share one
+    500  # of a step: to wake a thread a thousand times a second slows what computes beside it
 )
 _TRIES = 4
 _TRIED_BYTES = 2 << 20  # touched to learn how long a page fault takes
