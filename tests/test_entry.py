@@ -13,7 +13,7 @@ from backstash._saved.view import StridedRegion, raw_alias
 from backstash._torch.versions import same_counter
 from oracle import gradients, same_bits
 
-DISK = SimpleNamespace(where="disk")
+DISK = SimpleNamespace(where="disk", storage_version=None)
 
 
 def offset_of(tensor):

@@ -1,10 +1,14 @@
 """Views: exact whatever they overlap, their bytes moved once, and one storage again when they come back."""
 
+import contextlib
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
 
-from backstash import Stash
+from backstash import Action, Stash
+from backstash._torch.versions import same_counter
 from backstash.testing import MemoryStore
 from oracle import check, gradients, on_disk, same_bits
 
@@ -304,4 +308,149 @@ def test_parts_of_one_storage_with_versions_of_their_own_move_once(keep, min_byt
     assert stash.stats().eligible_bytes == x.nbytes
     (found,) = torch.autograd.grad(loss, x)
     assert same_bits(found, expected)
+    stash.close()
+
+
+def parts_stash(keep):
+    return Stash(disk=MemoryStore(), keep=keep, min_bytes=1024, inflight=0)
+
+
+@pytest.mark.parametrize("keep", [0, None])
+@pytest.mark.parametrize("changed", [0, 1])
+def test_a_part_that_is_changed_in_place_is_changed_alone(keep, changed):
+    """The other parts of its storage are what they were, as in plain PyTorch."""
+
+    def run(stash):
+        x = leaf(16, 4 * 32)
+        with stash:
+            gates = [each.sigmoid_() for each in (x * 1).unsafe_chunk(4, 1)]
+            losses = [each.sum() for each in gates]
+        with torch.no_grad():
+            gates[changed].mul_(2)
+        for at, loss in enumerate(losses):
+            if at == changed:
+                with pytest.raises(RuntimeError, match=r"inplace|in place"):
+                    loss.backward(retain_graph=True)
+            else:
+                loss.backward(retain_graph=True)
+        return x.grad
+
+    stash = parts_stash(keep)
+    expected, found = run(contextlib.nullcontext()), run(stash)
+    assert same_bits(found, expected)
+    stash.close()
+
+
+@pytest.mark.parametrize("keep", [0, None])
+def test_a_part_changed_and_saved_again_is_given_back_as_it_was_saved_last(keep):
+    def run(stash):
+        x = leaf(16, 4 * 32)
+        with stash:
+            first, *rest = (x * 1).unsafe_chunk(4, 1)
+            gates = [first.sigmoid_(), *(each.tanh_() for each in rest)]
+            with torch.no_grad():
+                first.mul_(2)
+            again = (first.detach() * x[:, :32]).sum() + sum(each.sum() for each in gates[1:])
+        again.backward()
+        return x.grad
+
+    stash = parts_stash(keep)
+    assert same_bits(run(stash), run(contextlib.nullcontext()))
+    stash.close()
+
+
+@pytest.mark.parametrize("keep", [0, None])
+def test_parts_that_are_filled_after_their_storage_has_left(keep):
+    """The first two go when the program lets go of them; the others have yet to be what they are saved as."""
+
+    def run(stash):
+        x = leaf(16, 4 * 32)
+        with stash:
+            a, b, c, d = (x * 1).unsafe_chunk(4, 1)
+            loss = a.sigmoid_().square().sum() + b.sigmoid_().square().sum()
+            del a, b
+            for _ in range(4):  # saves at which the stash looks
+                loss = loss + (x * 2).square().sum()
+            loss = loss + c.tanh_().square().sum() + d.sigmoid_().square().sum()
+        loss.backward()
+        return x.grad
+
+    for _ in range(2):
+        stash = parts_stash(keep)
+        for _ in range(3):
+            assert same_bits(run(stash), run(contextlib.nullcontext()))
+        stash.close()
+
+
+def test_what_is_saved_of_a_part_has_its_version_counter():
+    """In place; what was read back is a copy, whose versions are its own."""
+    x, stash = leaf(16, 4 * 32), parts_stash(None)
+    with stash:
+        gates = [each.sigmoid_() for each in (x * 1).unsafe_chunk(4, 1)]
+    for each in gates:
+        saved = each.grad_fn._saved_result
+        assert same_bits(saved, each.detach())
+        assert same_counter(saved, each)
+        assert not any(same_counter(saved, other) for other in gates if other is not each)
+    stash.close()
+
+
+def test_a_few_parts_of_many_are_copied():
+    """So that a large storage is not held for a ninth of it."""
+    x, stash = leaf(16, 9 * 32), parts_stash(0)
+    with stash:
+        gate = (x * 1).unsafe_chunk(9, 1)[4].sigmoid_()
+    (found,) = torch.autograd.grad(gate.sum(), x)
+    assert stash.stats().eligible_bytes == x.nbytes // 9
+    (expected,) = torch.autograd.grad((x * 1).unsafe_chunk(9, 1)[4].sigmoid_().sum(), x)
+    assert same_bits(found, expected)
+    stash.close()
+
+
+@pytest.mark.parametrize("action", ["pack", "recompute", "disk"])
+def test_parts_that_a_policy_treats_apart(action):
+    """One of them is packed, recomputed or sent to disk; it is not given back as part of the others' block."""
+
+    def run(stash):
+        x = leaf(16, 4 * 32)
+        with stash:
+            gates = [each.sigmoid_() for each in (x * 1).unsafe_chunk(4, 1)]
+            loss = sum(each.square().sum() for each in gates)
+        loss.backward()
+        return x.grad
+
+    count = itertools.count()
+    stash = Stash(
+        disk=MemoryStore(),
+        keep=None,
+        min_bytes=1024,
+        policy=lambda saved: Action(action) if next(count) % 3 == 1 else None,
+    )
+    for _ in range(3):
+        assert same_bits(run(stash), run(contextlib.nullcontext()))
+    stash.close()
+
+
+@pytest.mark.parametrize("keep", [0, "40KiB", None])
+@pytest.mark.parametrize("cell", [torch.nn.LSTMCell, torch.nn.GRUCell])
+def test_cells_of_the_library(cell, keep):
+    torch.manual_seed(0)
+    net = cell(32, 32)
+
+    def run(stash):
+        torch.manual_seed(1)
+        net.zero_grad()
+        state, loss = None, 0.0
+        with stash:
+            for _ in range(4):
+                state = net(torch.randn(16, 32), state)
+                loss = (
+                    loss + (state if isinstance(state, torch.Tensor) else state[0]).square().sum()
+                )
+        loss.backward()
+        return [each.grad.clone() for each in net.parameters()]
+
+    expected, stash = run(contextlib.nullcontext()), parts_stash(keep)
+    for _ in range(3):
+        assert all(map(same_bits, run(stash), expected))
     stash.close()

@@ -9,6 +9,7 @@ import pytest
 
 from backstash._plan.simulate import Windows, simulate
 from backstash._plan.solve import Solution, smallest_budget, solve
+from backstash._plan.table import Problem
 from backstash._plan.trace import Links, Moment, Option, Trace, TracedBlock, TracedRegion
 from backstash.errors import UsageError
 from backstash.plan import plan_of
@@ -125,6 +126,43 @@ def test_a_region_that_runs_again_has_all_its_members_in_memory_from_the_first_u
         [0],
     )
     assert after.peak_bytes == (100 + 2 + 4) * MIB, "and no longer than its free"
+
+
+def test_small_tensors_of_a_region_are_let_go_and_made_again_with_its_members():
+    """They are no blocks: the bytes that are not the stash's have them."""
+    trace = chain([MIB, 2 * MIB, 4 * MIB, 16 * MIB])
+    region = TracedRegion("m", (1, 2), small_bytes=3 * MIB)
+    trace, nothing = replace(trace, regions=(region,)), Option(0)
+    held = [Option(MIB), nothing, nothing, Option(16 * MIB)]
+    forecast = simulate(trace, held, NONE, [0])
+    # After the last of its members is saved, and before the first is used: 3 MiB less.
+    assert forecast.peak_bytes == (100 + 1 + 16 - 3) * MIB
+    assert forecast.resident_peak_bytes == (1 + 16) * MIB, "which the hard guard goes by"
+    alone = simulate(trace, [nothing, nothing, nothing, nothing], NONE, [0])
+    assert alone.peak_bytes == (100 + 2 + 4) * MIB, "they are back"
+    problem = Problem(trace, 10**9, ("keep", "region"))
+    at = [moment.kind + str(moment.block) for moment in trace.moments].index
+    assert [problem.returned_bytes(0, each) // MIB for each in (at("save2"), at("save3"))] == [
+        0,
+        -3,
+    ]
+    assert [problem.returned_bytes(0, at(each)) // MIB for each in ("use2", "free2")] == [-3, 6]
+
+
+def test_letting_go_of_small_tensors_counts_for_the_solve():
+    """25 MiB are too much: a region of 20 MiB of blocks is enough with its small tensors, and two without."""
+    trace = chain([10 * MIB] * 8)
+    alone = [replace(each, options={"keep": each.options["keep"]}) for each in trace.blocks]
+    trace = replace(trace, blocks=tuple(alone))
+    for small, runs in ((5 * MIB, 1), (0, 2)):
+        regions = tuple(
+            TracedRegion("m.*", (at, at + 1), 0, 0.01, index=at // 2, small_bytes=small)
+            for at in range(0, 8, 2)
+        )
+        found = solve(replace(trace, regions=regions), 155 * MIB)
+        assert found.fits and found.choices.count("region") == 2 * runs
+        bound = linear_program(replace(trace, regions=regions), 155 * MIB, 0)
+        assert found.bound_seconds <= bound + 1e-9 <= found.forecast.step_seconds + 2e-9
 
 
 @pytest.mark.parametrize("seconds", [0.0001, 30.0])

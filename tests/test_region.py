@@ -18,10 +18,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.func import functional_call
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from backstash import Action, Stash, graph
+from backstash._region import Held
 from backstash.errors import InplaceError, StashClosedError, UsageError
 from backstash.testing import MemoryStore, TwinDevice, stash_on
 from oracle import same_bits
@@ -179,6 +181,48 @@ def test_nothing_is_held_but_the_inputs():
         held = stash.stats().keep_bytes
         loss.backward()
     assert held == 4 * x.nbytes
+
+
+def test_a_second_run_holds_no_more_than_the_stash_does():
+    """What it has made leaves while it goes on: its own graph holds none of it."""
+    alive = []
+
+    class Deep(nn.Module):
+        def forward(self, x):
+            refs = []
+            for _ in range(8):
+                x = (x * 1.1).sin()
+                refs.append(StorageWeakRef(x.untyped_storage()))
+                alive.append(sum(not each.expired() for each in refs))
+            return x
+
+    net, stash = Deep(), stash_of(disk=True, keep=0, inflight=0)
+    with stash.recompute(net):
+        net(torch.ones(64, requires_grad=True)).sum().backward()
+        del alive[:]
+        net(torch.ones(64, requires_grad=True)).sum().backward()
+    stash.close()
+    assert len(alive) > 8 and max(alive[8:]) <= 3
+
+
+@pytest.mark.parametrize(("width", "is_let_go"), [(16 << 10, True), (4 << 10, False)])
+def test_small_tensors_are_let_go_too(width, is_let_go):
+    """Of 16 KiB and more, however much larger what moves has to be."""
+    net = nn.Sequential(nn.Tanh(), nn.Sigmoid())
+    stash = Stash(disk=MemoryStore())
+    with stash.recompute(net):
+        for _ in range(2):
+            x = torch.linspace(-1, 1, width // 4, requires_grad=True)
+            with stash:
+                loss = net(x * 1).square().sum()
+            made = loss.grad_fn.next_functions[0][0].next_functions[0][0]  # of the sigmoid
+            assert (type(made._raw_saved_result.data) is Held) == is_let_go
+            loss.backward()
+            expected = x.grad
+            x.grad = None
+            net(x * 1).square().sum().backward()
+            assert same_bits(expected, x.grad)
+    stash.close()
 
 
 def test_a_second_run_begins_no_step():

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ._device.base import Check
 from ._planner import Planner
 from ._runtime.weak import WeakTable
-from ._saved.block import Block, StorageVersion
+from ._saved.block import Block, PartedStorage, StorageVersion
 from ._saved.entry import Entry, WrapperEntry
 from ._saved.thread_state import ThreadState
 from ._saved.view import StridedRegion, raw_alias, reason_to_stay, snapshot
@@ -42,6 +42,7 @@ NESTED = "saved by a signal's handler or a finalizer, in the middle of another c
 _NO_TIER = "no tier below: give disk="
 _NO_HOST = "no tier below: give host="
 _CAPTURED = "a graph of the accelerator is being captured"
+_LEAST_LET_GO = 16 << 10  # bytes of a storage: what is noted of one takes a thousand
 _MOST_PARTS = 8  # of a storage that is as large as "min_bytes", that move by themselves
 _REVIEWED_AT_ONCE = 2  # blocks that are expected again, at each save
 _PARAMETER = "a parameter or another leaf that requires a gradient, or a view of one"
@@ -91,6 +92,7 @@ class Admission:
         self._stays = stays
         self._recomputes, self._pass, self._holds_latest = False, -1, False
         self._storage_versions = WeakTable[tuple[int, int], StorageVersion]()
+        self._parted = WeakTable[int, PartedStorage]()
         self._wrappers = WeakTable[int, WrapperEntry]()
         self.left: dict[str, list[int]] = {}  # reason: how many, how many bytes
         self.eligible_bytes = self.deduplicated_bytes = self.moved_again_bytes = 0
@@ -265,9 +267,12 @@ class Admission:
         return "", _Choice(codec=codec if isinstance(codec, Codec) else _asked(codec, described))
 
     def may_go(self, tensor: Tensor) -> bool:
-        """Whether a plain tensor may be let go: it is none that stays by default, and on a device of ours."""
+        """Whether a plain tensor may be let go: it is none that stays by default, and on a device of ours.
+
+        It may be smaller than what moves: nothing is written and read for it.
+        """
         storage = tensor.untyped_storage()
-        if storage.nbytes() < self._min_bytes or _is_parameter(tensor):
+        if storage.nbytes() < min(self._min_bytes, _LEAST_LET_GO) or _is_parameter(tensor):
             return False
         if isinstance(self._session.tiers_of(tensor.device), str):
             return False
@@ -284,7 +289,9 @@ class Admission:
     ) -> Entry:
         stream = tiers.device.used(tensor) if tiers.device is not None else None
         nbytes, offset = storage.nbytes(), int(tensor.storage_offset())
-        storage_version = self._identify(tensor, storage, offset)
+        source = self._identify(tensor, storage, offset)
+        parted = self._parted_storage(tensor, storage, source, tiers, choice)
+        storage_version = source if parted is None else parted
         known = storage_version.block
         block = known() if known is not None else None
         if block is not None and block.rounds is not None and not _may_share(block, tensor, choice):
@@ -300,13 +307,10 @@ class Admission:
             gone = block
             if not needs_all:
                 region = StridedRegion(tensor)
-                # What autograd made and knows as no view shares its storage with others that have version
-                # counters of their own (the gates of an LSTM's cell on the CPU): each would move all of it.
-                is_apart = tensor._base is None and tensor.requires_grad
-                share = nbytes // 2 if is_apart else (nbytes - 1) // 4
-                if gone is not None or region.nbytes <= share:
+                share = nbytes // 2 if _is_apart(tensor) else (nbytes - 1) // 4
+                if gone is not None or (parted is None and region.nbytes <= share):
                     entry = self._pack_region(
-                        tensor, thread_state, modules, tiers, choice, storage_version, region, gone
+                        tensor, thread_state, modules, tiers, choice, source, region, gone
                     )
                     if entry is not None:
                         return entry
@@ -321,6 +325,8 @@ class Admission:
             self.deduplicated_bytes += tensor.nbytes
             self._session.saved_again(block)
             if block.waits and block.saves >= block.expected:
+                if parted is not None and parted.is_new:
+                    block.expected = 0  # it is not known whether parts of it are saved again
                 if block.thread_state is thread_state:
                     complete = tensor.requires_grad
                     tiers.evictor.admit(block, at_once=block.at_once, complete=complete)
@@ -328,6 +334,9 @@ class Admission:
                     tiers.evictor.adopt(block)
         block.entries += 1
         entry = Entry(block, tensor, offset * tensor.element_size())
+        if parted is not None:
+            parted.add(source)
+            entry.source = source
         if not isinstance(check, bool):
             entry.check = check
         return entry
@@ -393,8 +402,7 @@ class Admission:
                 block.stream = tiers.device.stream()
             block.origin = origin
             # A part of a storage whose other parts are saved by themselves counts as the whole does.
-            is_part = tensor._base is None and tensor.requires_grad
-            is_part = is_part and region.nbytes * _MOST_PARTS >= self._min_bytes
+            is_part = _is_apart(tensor) and region.nbytes * _MOST_PARTS >= self._min_bytes
             if region.nbytes >= self._min_bytes or choice.tier or is_part:
                 self._admit(block, tensor, thread_state, modules, tiers, choice, gone)
             else:
@@ -428,6 +436,30 @@ class Admission:
             self._storage_versions[key] = storage_version
         return storage_version
 
+    def _parted_storage(
+        self,
+        tensor: Tensor,
+        storage: torch.UntypedStorage,
+        source: StorageVersion,
+        tiers: DeviceTiers,
+        choice: _Choice,
+    ) -> PartedStorage | None:
+        """That ``tensor`` is one of a few parts of, which are mostly saved together: it moves as one block.
+
+        ``None``: it is no part, or its bytes are to be made smaller or made again by themselves. Nor on an
+        accelerator: a part that is saved after the block has left would be known to differ in backward only.
+        """
+        nbytes = storage.nbytes()
+        if tiers.device is not None or choice != _DEFAULT or not _is_apart(tensor):
+            return None
+        if not nbytes // _MOST_PARTS <= tensor.nbytes <= nbytes // 2:
+            return None
+        parted = self._parted.get(source.cdata)
+        if parted is None:
+            parted = PartedStorage(tensor, storage)
+            self._parted[source.cdata] = parted
+        return parted
+
     def _admit(
         self,
         block: Block,
@@ -445,6 +477,10 @@ class Admission:
         session.add(block, thread_state.apart)
         if gone is None:
             session.save_counts.begin(block, session.predictor.passes)
+            parted = block.storage_version
+            if isinstance(parted, PartedStorage) and not block.expected:
+                parted.is_new = True
+                block.expected = block.nbytes // tensor.nbytes
         else:
             session.save_counts.instead(block, gone)
             self.moved_again_bytes += block.nbytes
@@ -465,6 +501,7 @@ class Admission:
                     choice = self._planned(block, tensor, thread_state, modules, tiers)
                     self._allow(planner, thread_state, tensor.device)
         tier, codec, replay = choice
+        is_copy = block.origin is not block.storage_version
         block.to_disk, block.at_once = tier == "disk", bool(tier)
         if replay is not None:
             block.reduce = functools.partial(tiers.packer.let_go, replay)
@@ -473,13 +510,13 @@ class Admission:
             block.reduce = functools.partial(tiers.packer.pack, codec)
             block.dtype = tensor.dtype
             block.rounds = None if codec.exact else codec
-            block.is_whole = block.origin is not block.storage_version or _fills_its_storage(tensor)
-        if block.saves < block.expected and block.origin is block.storage_version:
+            block.is_whole = is_copy or _fills_its_storage(tensor)
+        if block.saves < block.expected and not is_copy:
             tiers.evictor.expect(block)
         else:
             # What has a gradient function was made by an operation that has ended. Another may be what this
             # operation made for itself and has yet to fill, without raising a version: rrelu's noise is.
-            complete = tensor.requires_grad or block.origin is not block.storage_version
+            complete = tensor.requires_grad or is_copy
             tiers.evictor.admit(block, at_once=block.at_once, complete=complete)
 
     def _allow(
@@ -658,6 +695,12 @@ def _may_be_being_filled(tensor: Tensor) -> bool:
     """
     base = tensor._base
     return not (tensor if base is None else base).requires_grad
+
+
+def _is_apart(tensor: Tensor) -> bool:
+    """Whether autograd made it and knows it as no view: where it is a part of its storage, the other parts have
+    version counters of their own, as the gates of an LSTM's cell on the CPU."""
+    return tensor._base is None and tensor.requires_grad
 
 
 def _gets_gradient(tensor: Tensor) -> bool:

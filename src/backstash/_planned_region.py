@@ -19,6 +19,7 @@ from ._saved.entry import Entry
 from ._session import Session
 from ._tiers.device_tiers import DeviceTiers
 from ._torch.modules import module_path
+from ._torch.storages import storage_identity
 
 __all__ = ["TOLD_RATE", "Once", "Planned"]
 
@@ -75,6 +76,7 @@ class Planned:
         """Whether a second run may be made now, to be compared."""
         self._number = -1
         self._latest = -1  # block, before it began
+        self._small: set[int] = set()  # storages that are no blocks
         self._told_seconds = 0.0
         self._is_whole = False
         self._entered = False
@@ -126,12 +128,17 @@ class Planned:
     def pack(self, number: int, tensor: Tensor, pack: Callable[[Tensor], object]) -> object:
         """Hold what is only recorded."""
         packed = pack(tensor)
-        if type(packed) is Entry and self.forward is not None:
+        if self.forward is None:
+            return packed
+        if type(packed) is Entry:
             block = packed.block
             serial = block.cleanup.serial
             is_new = serial > self._latest
             self._latest = max(self._latest, serial)
             self.forward.add(number, serial, block.nbytes, is_new=is_new)
+        elif (which := storage_identity(storage := tensor.untyped_storage())) not in self._small:
+            self._small.add(which)
+            self.forward.small_bytes += storage.nbytes()
         return packed
 
     def told(self, paused: Any) -> None:
@@ -155,5 +162,6 @@ class Planned:
             self._tell_seconds(self.forward)
 
     def _tell_seconds(self, forward: Forward) -> None:
-        forward.told_seconds = self._region.told_rate * forward.nbytes
+        nbytes = forward.nbytes + forward.small_bytes
+        forward.told_seconds = self._region.told_rate * nbytes
         forward.again_seconds = self._region.again_seconds

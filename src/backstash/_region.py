@@ -36,7 +36,7 @@ from ._planned_region import TOLD_RATE, Once, Planned
 from ._saved.access_order import ForwardPass
 from ._saved.entry import rerun_otherwise
 from ._saved.thread_state import ThreadState
-from ._saved.view import StridedRegion, reason_to_stay
+from ._saved.view import dense, reason_to_stay
 from ._session import Session
 from ._text import clean
 from ._torch.dispatch import (
@@ -185,7 +185,7 @@ class _Fingerprints:
             if device is not None:
                 mark = device.mark(storage, device.stream())
             elif is_part:
-                mark = fingerprint(StridedRegion(tensor).elements(tensor).untyped_storage())
+                mark = fingerprint(dense(tensor).untyped_storage())
             else:
                 mark = fingerprint(storage)
         if planned is not None:
@@ -361,8 +361,9 @@ class Run:
         """Why a second run is not known to be alike; ``""``: it is."""
         checks: list[Check] = []
 
-        def compare(each: Held, tensor: Tensor, mark: Any) -> bool:
-            return _is_alike(self.region.session, each, tensor, mark, checks)
+        def compare(each: Held, tensor: Tensor, mark: Any) -> object:
+            is_alike = _is_alike(self.region.session, each, tensor, mark, checks)
+            return _noted(tensor) if is_alike else None
 
         try:
             refused = self._again(held, compare, self._thread_state, given)
@@ -405,15 +406,14 @@ class Run:
         wanted = [each for ref in self._held if (each := ref()) is not None and each.packed is None]
         checks: list[tuple[Held, Check]] = []
 
-        def take(each: Held, tensor: Tensor, mark: Any) -> bool:
+        def take(each: Held, tensor: Tensor, mark: Any) -> object:
             found: list[Check] = []
             if not _is_alike(region.session, each, tensor, mark, found):
-                return False
+                return None
             checks.extend((each, check) for check in found)
-            closed = region.admission.closed
-            packed = (tensor.detach(), tensor._version) if closed else pack(tensor)
+            packed = _noted(tensor) if region.admission.closed else pack(tensor)
             made.append((each, packed))
-            return True
+            return packed
 
         made: list[tuple[Held, Any]] = []
         before = thread_state.outer, thread_state.apart
@@ -433,12 +433,15 @@ class Run:
     def _again(
         self,
         wanted: list[Held],
-        use: Callable[[Held, Tensor, Any], bool],
+        use: Callable[[Held, Tensor, Any], object],
         thread_state: ThreadState,
         given: list[Any],
     ) -> str:
         """Run the forward again with the leaves of its arguments ``given`` until ``use`` has had all of
-        ``wanted``; why not all were had, or ``""``."""
+        ``wanted``; why not all were had, or ``""``.
+
+        ``use`` returns what the second run's own graph is to hold of the tensor; ``None``: it has other bytes.
+        """
         region = self.region
         by_number = {each.number: each for each in wanted}
         last = max(by_number)
@@ -449,9 +452,13 @@ class Run:
             refused.extend([reason] if reason else [])
             raise _StopError
 
+        used: dict[int, object] = {}
+
         def had(each: Held, tensor: Tensor, mark: Any, version: int) -> None:
-            if mark is None or not use(each, tensor, mark):
+            packed = use(each, tensor, mark) if mark is not None else None
+            if packed is None:
                 stop(f"{self.name}'s forward, run twice, gives other bits")
+            used[each.number] = packed
             del by_number[each.number]
 
         fingerprints = _Fingerprints(region.session, had)
@@ -468,8 +475,9 @@ class Run:
                 fingerprints.add(each, tensor)
                 if number == last and not fingerprints.is_waiting:
                     stop()
-            kept = tensor if tensor.is_leaf else tensor.detach()
-            return kept, tensor._version
+            # Its memory is held by no more than what was made of it, which may leave before the run ends.
+            packed = used.pop(number, None)
+            return _noted(tensor) if packed is None else packed
 
         values = [
             each if requires is None else each.detach().requires_grad_(requires)
@@ -531,12 +539,17 @@ def _is_alike(session: Session, held: Held, tensor: Tensor, mark: Any, checks: l
     """Whether ``tensor`` has the bytes that ``held`` had; an accelerator's answer is in ``checks``."""
     device = _device_of(session, tensor)
     if device is None:
-        return torch.equal(held.told, mark)
+        return bool(held.told == mark)
     check = device.compare(held.told, tensor.untyped_storage())
     if check is None:
         return False
     checks.append(check)
     return True
+
+
+def _noted(tensor: Tensor) -> tuple[Tensor, int]:
+    """As it is, with its version."""
+    return (tensor if tensor.is_leaf else tensor.detach()), tensor._version
 
 
 class _RegionHook(Hook):

@@ -532,11 +532,12 @@ class Stash:
             for each in session.device_tiers:
                 if each.evictor.inflight.writes:
                     each.evictor.inflight.complete(thread_state)
-            placement, source = block.placement, block.storage_version
-            if placement.alias is not None or placement.is_unordered:
-                if source.changed:  # in the second case perhaps while it was copied
-                    tiers.evictor.resident.lose(block)
-                    placement = block.placement
+            placement = block.placement
+            if entry.was_changed:
+                if entry.source is not block.storage_version:
+                    raise _lost(entry, entry.source.probe._version)
+                tiers.evictor.resident.lose(block)
+                placement = block.placement
             if placement.lost_at is not None:
                 raise _lost(entry, placement.lost_at)
             session.predictor.use(block)
@@ -550,7 +551,7 @@ class Stash:
                     raise written_unseen(entry)
                 entry.check = None
             if placement.alias is not None:
-                view: Tensor | None = entry.view_of(placement.alias, 0)
+                view: Tensor | None = entry.view_in_place(placement.alias)
             else:
                 view = prefetcher.at_hand(entry)
             if view is not None:
@@ -570,16 +571,16 @@ class Stash:
         """The saved view, with nothing shared waited for or changed: for a nested call, and of a graph of the
         process that this one was forked from, as far as that has it in memory."""
         block = entry.block
-        placement, source = block.placement, block.storage_version
-        if (placement.alias is not None or placement.is_unordered) and source.changed:
-            raise _lost(entry, source.probe._version)
+        placement = block.placement
+        if entry.was_changed:
+            raise _lost(entry, entry.source.probe._version)
         if placement.lost_at is not None:
             raise _lost(entry, placement.lost_at)
         check = entry.check
         if check is not None and check.differs():
             raise written_unseen(entry)
         if placement.alias is not None:
-            return entry.view_of(placement.alias, 0)
+            return entry.view_in_place(placement.alias)
         derivation = placement.derivation
         if derivation is not None:
             given = derivation.given(self._unpack_apart)
@@ -628,8 +629,8 @@ class Stash:
         block = entry.block
         with self._session.section.lock:
             alias = block.placement.alias
-            if alias is not None and not block.storage_version.changed:
-                return entry.view_of(alias, 0)
+            if alias is not None and not entry.source.changed:
+                return entry.view_in_place(alias)
         raise UsageError(
             f"the {str(entry.dtype).removeprefix('torch.')} tensor of shape {tuple(entry.shape)} that "
             f"{block.cleanup.module or 'no module'} saved before this capture has moved, and a captured "
@@ -853,7 +854,7 @@ def _changed(shape: Any, dtype: torch.dtype, module: str, found: int, saved: int
 
 
 def _lost(entry: Entry, found: int) -> InplaceError:
-    module, saved = entry.block.cleanup.module or "no module", entry.block.storage_version.version
+    module, saved = entry.block.cleanup.module or "no module", entry.source.version
     return _changed(entry.shape, entry.dtype, module, found, saved)
 
 

@@ -41,7 +41,7 @@ from .._torch.device_memory import allocator_counts
 from .._torch.host_memory import empty_host_cache
 from .._torch.streams import capture_query, current_stream
 from .base import Check, Completion, Copy, Device, MemoryFigures
-from .fingerprint import fingerprint
+from .fingerprint import sums
 
 __all__ = ["Accelerator", "accelerator"]
 
@@ -299,7 +299,7 @@ class Accelerator(Device):
         """See :meth:`Device.mark`."""
         try:
             with nullcontext() if made_on == self.stream() else made_on:
-                return _Mark(fingerprint(storage), made_on.record_event())
+                return _Mark(sums(storage), made_on.record_event())
         except RuntimeError:
             return None
 
@@ -309,7 +309,7 @@ class Accelerator(Device):
         """See :meth:`Device.compare`."""
         stream = self.stream()
         try:
-            now = fingerprint(storage, first, nbytes)
+            now = sums(storage, first, nbytes)
             stream.wait_event(mark.event)
             mark.told.record_stream(stream)
             told = (now != mark.told).any()

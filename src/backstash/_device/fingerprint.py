@@ -4,14 +4,16 @@ A write through ``.data``, NumPy or a tensor with a version counter of its own r
 version does not tell what its bytes are. The memory of a block that has left is gone, and nothing but what was
 noted of it can be compared with what is saved now.
 
-The memory is read as words of 32 bits, each times an odd weight of 64 bits that its place gives it (multilinear
-hashing, Carter and Wegman 1979), and the products are laid out in squares. What is taken on are the sums of
-each square's rows and columns, modulo 2**64; these are words again, until they fill no more than one square.
-One word that changed changes its row's sum, since its weight is odd; of two that changed, or changed places,
-two rows or two columns tell; more must agree in several random sums at once. The weights are made anew in each
-process. What is left is four sums of 64 bits, each with weights of its own.
+The memory of the CPU is hashed as Python hashes bytes: SipHash (Aumasson and Bernstein 2012), of 64 bits, with
+a key that each process makes. Where the interpreter has another hash it is the SHA-256, which takes twice as
+long.
 
-Of little memory of the CPU it is the SHA-256: there the dozen operations take longer than their bytes.
+On an accelerator the memory is read as words of 32 bits, each times an odd weight of 64 bits that its place
+gives it (multilinear hashing, Carter and Wegman 1979), and the products are laid out in squares. What is taken
+on are the sums of each square's rows and columns, modulo 2**64; these are words again, until they fill no more
+than one square. One word that changed changes its row's sum, since its weight is odd; of two that changed, or
+changed places, two rows or two columns tell; more must agree in several random sums at once. The weights are
+made anew in each process. What is left is four sums of 64 bits, each with weights of its own.
 """
 
 from __future__ import annotations
@@ -20,23 +22,58 @@ import ctypes
 import functools
 import hashlib
 import os
+import sys
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from .._torch.dispatch import without_function_modes
 
-__all__ = ["fingerprint", "same_bytes"]
+__all__ = ["fingerprint", "same_bytes", "sums"]
 
 _SIDE = 180
-_WORDS = _SIDE * _SIDE  # of a square: in a core's own cache, and too few for torch to divide
-_SQUARES = 64  # at once on an accelerator: 16 MiB of products
+_WORDS = _SIDE * _SIDE  # of a square: in a core's own cache
+_AT_ONCE = 64 * _WORDS  # 16 MiB of products
 _SUMS = 4
-_FEW_BYTES = 128 << 10
 
 
-def fingerprint(storage: torch.UntypedStorage, first: int = 0, nbytes: int = -1) -> Tensor:
-    """Four integers on the storage's device that tell its bytes, whatever they mean.
+def _siphash() -> Callable[[int, int], int] | None:
+    """The hash of the interpreter's ``bytes``, of an address and a number of bytes; other threads go on.
+    ``None``: it has another."""
+    if not sys.hash_info.algorithm.startswith("siphash") or sys.hash_info.hash_bits != 64:
+        return None
+    interpreter = ctypes.CDLL(None, handle=ctypes.pythonapi._handle)
+    for name in ("Py_HashBuffer", "_Py_HashBytes"):  # of Python 3.14, and of those before
+        found = getattr(interpreter, name, None)
+        if found is not None:
+            found.argtypes, found.restype = (ctypes.c_void_p, ctypes.c_ssize_t), ctypes.c_ssize_t
+            return found  # type: ignore[no-any-return]
+    return None
+
+
+_hash = _siphash()
+
+
+def fingerprint(storage: torch.UntypedStorage, first: int = 0, nbytes: int = -1) -> object:
+    """What tells the bytes of a storage of the CPU: equal for equal bytes.
+
+    Args:
+        storage: whose memory is read.
+        first: of the bytes.
+        nbytes: how many; -1: all of them.
+    """
+    if nbytes < 0:
+        nbytes = storage.nbytes()
+    address = storage.data_ptr() + first
+    if _hash is not None:
+        return _hash(address, nbytes), nbytes
+    memory = (ctypes.c_char * nbytes).from_address(address)
+    return hashlib.sha256(memory, usedforsecurity=False).digest()
+
+
+def sums(storage: torch.UntypedStorage, first: int = 0, nbytes: int = -1) -> Tensor:
+    """Four integers on the storage's device that tell its bytes, whatever they mean; nothing waits for them.
 
     Args:
         storage: whose memory is read, on the current stream.
@@ -44,17 +81,11 @@ def fingerprint(storage: torch.UntypedStorage, first: int = 0, nbytes: int = -1)
         nbytes: how many; -1: all of them.
     """
     with without_function_modes(), torch.no_grad():
-        return _fingerprint(storage, first, nbytes)
+        return _sums(storage, first, storage.nbytes() if nbytes < 0 else nbytes)
 
 
-def _fingerprint(storage: torch.UntypedStorage, first: int, nbytes: int) -> Tensor:
+def _sums(storage: torch.UntypedStorage, first: int, nbytes: int) -> Tensor:
     device = storage.device
-    if nbytes < 0:
-        nbytes = storage.nbytes()
-    if device.type == "cpu" and 0 < nbytes <= _FEW_BYTES:
-        memory = (ctypes.c_char * nbytes).from_address(storage.data_ptr() + first)
-        digest = hashlib.sha256(memory, usedforsecurity=False).digest()
-        return torch.frombuffer(bytearray(digest), dtype=torch.int64)
     weights, factors = _weights(device)
     count = nbytes // 4
     words = torch.empty(0, dtype=torch.int32, device=device).set_(
@@ -62,15 +93,14 @@ def _fingerprint(storage: torch.UntypedStorage, first: int, nbytes: int) -> Tens
     )
     rest = torch.empty(0, dtype=torch.uint8, device=device)
     rest.set_(storage, first + count * 4, (nbytes - count * 4,), (1,))
-    at_once = _WORDS * (1 if device.type == "cpu" else _SQUARES)
     while len(words) > _WORDS:
         whole = len(words) // _WORDS * _WORDS
-        products = torch.empty(min(whole, at_once), dtype=torch.int64, device=device)
-        sums = []
-        for some in torch.split(words[:whole], at_once):
+        products = torch.empty(min(whole, _AT_ONCE), dtype=torch.int64, device=device)
+        found = []
+        for some in torch.split(words[:whole], _AT_ONCE):
             squares = products[: len(some)].copy_(some).view(-1, _SIDE, _SIDE).mul_(weights)
-            sums += [squares.sum(1), squares.sum(2)]
-        words = torch.cat([*(each.view(-1).view(torch.int32) for each in sums), words[whole:]])
+            found += [squares.sum(1), squares.sum(2)]
+        words = torch.cat([*(each.view(-1).view(torch.int32) for each in found), words[whole:]])
     told = torch.cat([words, rest.to(torch.int32)])
     return (told.to(torch.int64) * factors[:, : len(told)]).sum(1) + nbytes
 

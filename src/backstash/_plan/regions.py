@@ -47,6 +47,8 @@ class Forward:
     """How often each of these was saved once more in it."""
     nbytes: int = 0
     """Bytes of the blocks in ``saved``."""
+    small_bytes: int = 0
+    """Of tensors too small to be blocks that a second run would let go, too."""
     told_seconds: float = 0.0
     """Seconds that fingerprints of them take."""
     again_seconds: float = 0.0
@@ -204,6 +206,7 @@ def traced_regions(
                 max(each.seconds + each.told_seconds, each.again_seconds),
                 beside,
                 each.index,
+                each.small_bytes,
             )
         )
     return tuple(found)

@@ -7,7 +7,7 @@ memory yet, and not read. Where the host runs ahead of the device it sees no wri
 the window is full, and what is in it when backward begins is used from where it is, and held to the step's end.
 
 A region that runs again has nothing of its members in memory, until backward first uses one of them: then all
-that are not freed are, each until its free.
+that are not freed are, each until its free. So are the small tensors that it lets go with them.
 """
 
 from __future__ import annotations
@@ -73,13 +73,18 @@ def simulate(
     made: set[int] = set()  # those that were used
     order = [block for block in trace.uses() if choices[block].moved_bytes]
     next_read = 0
+    saves = trace.span("save") if again else {}
     region_of = {block: at for at in again for block in trace.regions[at].members}
     first_member = {trace.regions[at].members[0]: at for at in again}
+    last_member = {max(trace.regions[at].members, key=saves.__getitem__): at for at in again}
+    small: dict[
+        int, int
+    ] = {}  # bytes of small tensors that a region has let go, and not made again
     remade: dict[int, int] = {}  # members that are in memory again, and their bytes
     alive: set[int] = set()  # members
 
     for at, moment in enumerate(trace.moments):
-        now = moment.other_bytes + resident + inflight + ahead
+        now = moment.other_bytes + resident + inflight + ahead - sum(small.values())
         if now > peak:
             peak, peak_moment = now, at
         clock += moment.seconds
@@ -93,18 +98,23 @@ def simulate(
                 alive.add(block)
                 if block in first_member:
                     clock += region.save_seconds
+                if block in last_member:
+                    small[region_of[block]] = region.small_bytes
             elif moment.kind == "use" and block in alive and block not in remade:
                 clock += region.use_seconds
                 back = {each: trace.blocks[each].nbytes for each in region.members if each in alive}
                 remade |= back
                 resident += sum(back.values())
+                small.pop(region_of[block], None)
                 resident_peak = max(resident_peak, resident)
                 now = moment.other_bytes + resident + inflight + ahead + region.beside_bytes
+                now -= sum(small.values())
                 if now > peak:
                     peak, peak_moment = now, at + 1
             elif moment.kind == "free":
                 alive.discard(block)
                 resident -= remade.pop(block, 0)
+                small.pop(region_of[block], None)
         elif moment.kind == "save":
             clock += option.save_seconds
             resident += option.resident_bytes
@@ -163,7 +173,7 @@ def simulate(
                     ahead += nbytes
                 next_read += 1
     clock += trace.tail_seconds
-    now = trace.tail_other_bytes + resident + inflight + ahead
+    now = trace.tail_other_bytes + resident + inflight + ahead - sum(small.values())
     if now > peak:
         peak, peak_moment = now, len(trace.moments)
     return Forecast(clock, peak, stalled, resident_peak, peak_moment)

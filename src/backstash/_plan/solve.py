@@ -398,7 +398,7 @@ def _changes_of(
     region = problem.regions[index]
     seconds = region.save_seconds + region.use_seconds
     alive = {each for each in region.members if at is None or problem.is_alive(each, at)}
-    returned = 0 if at is None else problem.returned_bytes(index, at)
+    returned = -region.small_bytes if at is None else problem.returned_bytes(index, at)
 
     def held(names: Sequence[str]) -> tuple[float, int]:
         """What such choices of the members take, and hold."""

@@ -79,6 +79,8 @@ class TracedRegion:
     """Made again beside them, and freed when the second run has ended."""
     index: int = 0
     """Its place among the forwards of this name in the step, from 0."""
+    small_bytes: int = 0
+    """Of tensors that are no blocks, and that are let go and made again with them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +166,8 @@ class Trace:
         if not (self.links.down_rate and self.links.up_rate):
             raise ValueError("a rate of 0")
         members = [at for each in self.regions for at in each.members]
+        if not all(each.members and each.small_bytes >= 0 for each in self.regions):
+            raise ValueError("a region lets go of blocks")
         if any(not 0 <= at < len(self.blocks) for at in members):
             raise ValueError("a region of blocks that there are not")
 

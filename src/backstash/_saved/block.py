@@ -31,7 +31,7 @@ from .placement import Arrival, Placement, Resident
 from .thread_state import ThreadState
 from .view import with_bits_of
 
-__all__ = ["Block", "BlockCleanup", "Loaded", "StorageVersion"]
+__all__ = ["Block", "BlockCleanup", "Loaded", "PartedStorage", "StorageVersion"]
 
 _NO_HISTORY = bytearray()
 _NOTHING = torch.empty(0, device="cpu")
@@ -86,6 +86,12 @@ class StorageVersion:
         storage = storage_of(owner)  # another one after ``x.data = y``, which raises no version
         return storage is not None and storage_identity(storage) == self.cdata
 
+    def counted(self, view: Tensor) -> Tensor:
+        """``view``, with the version counter of what was saved."""
+        counted = self.probe.detach()
+        counted.data = view
+        return counted
+
     def is_of(self, tensor: Tensor) -> bool:
         """Whether ``tensor``, which has this storage, has the very bytes that were saved."""
         if not tensor._version == self.version == self.probe._version:
@@ -94,6 +100,35 @@ class StorageVersion:
         base = tensor._base
         owner = tensor if base is None else base
         return self.owner() is owner or same_counter(self.probe, tensor)
+
+
+class PartedStorage(StorageVersion):
+    """One storage of several tensors that are no views and have version counters of their own, as the gates of
+    ``nn.LSTMCell`` on the CPU. It has no version itself: each entry asks that of its part."""
+
+    __slots__ = ("is_new", "parts")
+
+    def __init__(self, tensor: Tensor, storage: torch.UntypedStorage) -> None:
+        super().__init__(tensor, storage)
+        self.is_new = False
+        """It is not known how often it will be saved; each part once, it is hoped."""
+        self.parts: list[StorageVersion] = []
+        """Those that were saved, oldest first."""
+
+    def add(self, part: StorageVersion) -> None:
+        """One of them was saved, perhaps not for the first time."""
+        if part not in self.parts:
+            self.parts.append(part)
+
+    @property
+    def changed(self) -> bool:
+        """A change of one part is none of the others'."""
+        return False
+
+    @property
+    def is_held(self) -> bool:
+        """Whether the program has any of the parts yet."""
+        return any(part.is_held for part in self.parts)
 
 
 class Loaded:
@@ -273,7 +308,7 @@ class Block:
         if device is not None:
             found = device.compare(self.fingerprint, storage) or False
         else:
-            found = torch.equal(self.fingerprint, fingerprint(storage))
+            found = self.fingerprint == fingerprint(storage)
         self.matched = self.matched or bool(found)
         return found
 

@@ -26,7 +26,8 @@ class Entry:
     """One saved view: a block, and how to rebuild the view from the block's bytes.
 
     ``region`` is set when the block holds the elements densely although the view had gaps: then they are
-    spread out again.
+    spread out again. ``source`` is whose version tells that the view was modified in place: the block's, or
+    where that is a storage of parts with versions of their own, the part's.
     """
 
     __slots__ = (
@@ -39,14 +40,16 @@ class Entry:
         "offset_bytes",
         "region",
         "shape",
+        "source",
         "stride",
         "turn",
     )
 
     def __init__(
-        self, block: Block, tensor: Tensor, offset_bytes: int, part: StridedRegion | None = None
+        self, block: Block, tensor: Tensor, offset_bytes: int, region: StridedRegion | None = None
     ) -> None:
         self.block = block
+        self.source = block.storage_version
         # Whether its bytes were those of the block, which had left; an accelerator knows when it gets there.
         self.check: Check | None = None
         self.dtype = tensor.dtype
@@ -56,7 +59,7 @@ class Entry:
         self.offset_bytes = offset_bytes  # of its first element from the block's first byte
         self.conj = tensor.is_conj()
         self.neg = tensor.is_neg()
-        self.region = part
+        self.region = region
         self.turn = 0
 
     @property
@@ -70,9 +73,25 @@ class Entry:
         return self.block.where
 
     @property
+    def was_changed(self) -> bool:
+        """Whether it was modified in place when its bytes were those of the block, as far as autograd can know.
+
+        A part of a storage may have been when others left with it: it counts as changed whenever it was.
+        """
+        block, placement = self.block, self.block.placement
+        if placement.alias is None and not placement.is_unordered:
+            return self.source is not block.storage_version and self.source.changed
+        return self.source.changed
+
+    @property
     def is_rounded(self) -> bool:
         """Whether a lossy codec was asked for."""
         return self.block.rounds is not None
+
+    def view_in_place(self, alias: Tensor) -> Tensor:
+        """The saved view of its block's own memory, with the version counter of what was saved."""
+        view = self.view_of(alias, 0)
+        return view if self.source is self.block.storage_version else self.source.counted(view)
 
     def view_of(self, base: Tensor, base_bytes: int) -> Tensor:
         """The saved view, cut from ``base`` whose storage has the block's first byte at ``base_bytes``.
@@ -200,7 +219,7 @@ def _with_inner(tensor: Any) -> Iterator[Tensor]:
             yield from _with_inner(part)
 
 
-def _told(tensor: Any) -> list[list[int]] | None:
+def _told(tensor: Any) -> list[object] | None:
     """Of all bytes that a wrapper is made of; ``None`` where they are not the CPU's, or a mode would see it."""
     parts = [each for each in _with_inner(tensor) if not is_wrapper_subclass(each)]
     storages = [storage_of(each) for each in parts]
@@ -210,7 +229,7 @@ def _told(tensor: Any) -> list[list[int]] | None:
     for storage in storages:
         if storage is None or storage.device.type != "cpu":
             return None
-        told.append(fingerprint(storage).tolist())
+        told.append(fingerprint(storage))
     return told
 
 

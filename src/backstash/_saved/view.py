@@ -15,6 +15,7 @@ from .._torch.tensors import is_functorch_wrapped, is_zero_tensor, toggle_bits
 __all__ = [
     "ALIGNMENT_BYTES",
     "StridedRegion",
+    "dense",
     "extent_bytes",
     "raw_alias",
     "reason_to_stay",
@@ -87,18 +88,18 @@ class StridedRegion:
         )
         return copy
 
-    def elements(self, tensor: Tensor) -> Tensor:
-        """Dense, in a storage that has nothing else."""
-        source = raw_alias(tensor).view(self.carrier)
-        strided = source.as_strided(self.sizes, self.strides, self.first)
-        return strided.clone(memory_format=torch.contiguous_format)
-
     def spread(self, dense: Tensor, dtype: torch.dtype) -> Tensor:
         """A flat tensor in which the elements of ``dense`` lie as in the storage they came from."""
         out = torch.empty(self.residue + self.extent, dtype=self.carrier, device=dense.device)
         place = out.as_strided(self.sizes, self.strides, self.residue)
         place.copy_(dense.view(self.carrier).view(self.sizes))
         return out.view(dtype)
+
+
+def dense(tensor: Tensor) -> Tensor:
+    """The elements of a plain tensor, in the order of their indices, in a storage that has nothing else."""
+    raw = raw_alias(tensor).view(_CARRIERS[tensor.element_size()])
+    return raw.clone(memory_format=torch.contiguous_format)
 
 
 def snapshot(tensor: Tensor) -> Tensor:

@@ -141,8 +141,8 @@ class Evictor:
         tier, segments, nbytes = self._tier, self._segments, block.nbytes
         if tier is None or (not self.health.is_well and self.health.refuses(nbytes)):
             return False
-        memory, source = self.resident.memory, block.storage_version
-        if source.probe._version != source.version:
+        memory = self.resident.memory
+        if block.storage_version.changed:
             self.resident.lose(block)
             return True
         if block.has_moved:

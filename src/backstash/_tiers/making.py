@@ -74,7 +74,7 @@ class Making:
             derivation.make(self._given, out.view(derivation.dtype))
             told = derivation.fingerprint
             storage = self.root.untyped_storage()
-            is_good = told is None or torch.equal(told, fingerprint(storage, self.low, self.nbytes))
+            is_good = told is None or told == fingerprint(storage, self.low, self.nbytes)
         if event_log.on:
             event_log.emit("decode", *facts, cause=derivation.where, began=began)
         self._given = None  # after the end: who is interrupted makes them anew
@@ -139,10 +139,8 @@ class Maker:
 def is_changed(derivation: Derivation) -> bool:
     """Whether what a block is made from is known to have been changed in place."""
     for entry in derivation.entries:
-        block, placement = entry.block, entry.block.placement
-        if placement.lost_at is not None:
-            return True
-        if placement.alias is not None and block.storage_version.changed:
+        placement = entry.block.placement
+        if placement.lost_at is not None or entry.was_changed:
             return True
         if placement.derivation is not None and is_changed(placement.derivation):
             return True

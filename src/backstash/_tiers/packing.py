@@ -461,7 +461,7 @@ def _check(
         return None
     storage, nbytes = root.untyped_storage(), entry.block.nbytes
     if device is None:
-        if not torch.equal(derivation.fingerprint, fingerprint(storage, low, nbytes)):
+        if derivation.fingerprint != fingerprint(storage, low, nbytes):
             raise recomputed_otherwise(entry, derivation)
         return None
     check = device.compare(derivation.fingerprint, storage, low, nbytes)

@@ -267,7 +267,7 @@ class Prefetcher:
         block = entry.block
         placement, making = block.placement, block.making
         if placement.alias is not None:
-            return entry.view_of(placement.alias, 0)
+            return entry.view_in_place(placement.alias)
         view = self.at_hand(entry)
         if view is None and making is not None and placement.derivation is not None:
             view = self._take_made(entry, block, making, placement.derivation)
@@ -319,7 +319,7 @@ class Prefetcher:
         """
         storage, nbytes = root.untyped_storage(), block.nbytes
         if self._memory is None:
-            differs = not torch.equal(block.fingerprint, fingerprint(storage, low, nbytes))
+            differs = block.fingerprint != fingerprint(storage, low, nbytes)
         else:
             if arrival is not None:
                 arrival.order()

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._saved.block import Block
+from .._saved.block import Block, PartedStorage
 from .._saved.entry import Entry
 from .._saved.placement import Derivation, NotAtHandError
 from .._saved.view import ALIGNMENT_BYTES, StridedRegion, extent_bytes
@@ -75,7 +75,8 @@ class Replay:
 
     def reason_against(self, block: Block) -> str:
         """Why ``block``, which is complete and in place, cannot be recomputed; ``""``: it can."""
-        if block.origin is not block.storage_version:
+        source = block.storage_version
+        if block.origin is not source or isinstance(source, PartedStorage):
             return "only a part of its storage was saved"
         for operand in self.operands:
             if type(operand) is not Entry:
@@ -86,7 +87,7 @@ class Replay:
                 return "its input is on another device"
             if operand.block.stream != block.stream:
                 return "its input was made on another stream"
-            if operand.block.placement.lost_at is not None or operand.block.storage_version.changed:
+            if operand.block.placement.lost_at is not None or operand.source.changed:
                 return "its input was changed in place"
         if self.depth > MOST_OPERATIONS:
             return (
@@ -105,7 +106,7 @@ class Replay:
                 source = alias if alias is not None or not self.sources else self.sources[at]
                 if source is None or source.untyped_storage().data_ptr() != block.address:
                     return None
-                value = operand.view_of(source, 0)
+                value = operand.view_in_place(source)
             found.append(value)
         return self.values(found)
 

@@ -176,7 +176,7 @@ class TwinDevice(Device):
             memory = torch.full((source.numel(),), _GARBAGE, dtype=torch.uint8)
             return _TwinCopy(self, self.ups, source, memory, cast("_TwinEvent | None", after))
 
-    def mark(self, storage: torch.UntypedStorage, made_on: Any) -> Tensor:
+    def mark(self, storage: torch.UntypedStorage, made_on: Any) -> object:
         """See :meth:`Device.mark`."""
         return fingerprint(storage)
 
@@ -184,7 +184,7 @@ class TwinDevice(Device):
         self, mark: Any, storage: torch.UntypedStorage, first: int = 0, nbytes: int = -1
     ) -> Check:
         """See :meth:`Device.compare`."""
-        return _TwinCheck(not torch.equal(mark, fingerprint(storage, first, nbytes)))
+        return _TwinCheck(mark != fingerprint(storage, first, nbytes))
 
     def pin(self, memory: Tensor) -> str:
         """See :meth:`Device.pin`."""
