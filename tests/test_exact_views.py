@@ -9,7 +9,9 @@ import torch.nn.functional as F
 
 from backstash import Action, Stash
 from backstash._torch.versions import same_counter
-from backstash.testing import MemoryStore
+from backstash.codecs import BFloat16
+from backstash.errors import InplaceError
+from backstash.testing import MemoryStore, TwinDevice, stash_on
 from oracle import check, gradients, on_disk, same_bits
 
 SIDE = 256
@@ -359,6 +361,25 @@ def test_a_part_changed_and_saved_again_is_given_back_as_it_was_saved_last(keep)
     stash.close()
 
 
+def test_a_part_that_is_changed_before_its_storage_leaves_is_changed_alone():
+    x, stash = leaf(16, 4 * 32), parts_stash(None)
+    with stash:
+        gates = [each.sigmoid_() for each in (x * 1).unsafe_chunk(4, 1)]
+        losses = [each.sum() for each in gates]
+        with torch.no_grad():
+            gates[1].mul_(2)
+        stash.set_keep(0)
+        _ = (x * 2).square()  # at this save it leaves
+    assert stash.stats().written_bytes >= x.nbytes
+    with pytest.raises(InplaceError, match="version"):
+        losses[1].backward()
+    (found,) = torch.autograd.grad(losses[0] + losses[2] + losses[3], x)
+    expected = x.detach().sigmoid() * (1 - x.detach().sigmoid())
+    expected[:, 32:64] = 0
+    torch.testing.assert_close(found, expected)
+    stash.close()
+
+
 @pytest.mark.parametrize("keep", [0, None])
 def test_parts_that_are_filled_after_their_storage_has_left(keep):
     """The first two go when the program lets go of them; the others have yet to be what they are saved as."""
@@ -404,6 +425,40 @@ def test_a_few_parts_of_many_are_copied():
     assert stash.stats().eligible_bytes == x.nbytes // 9
     (expected,) = torch.autograd.grad((x * 1).unsafe_chunk(9, 1)[4].sigmoid_().sum(), x)
     assert same_bits(found, expected)
+    stash.close()
+
+
+def test_parts_on_an_accelerator_are_copied():
+    """One that is saved after the rest has left would be known to differ in backward only."""
+
+    def run(stash):
+        x = leaf(16, 4 * 32)
+        with stash:
+            a, b, c, d = (x * 1).unsafe_chunk(4, 1)
+            loss = a.sigmoid_().square().sum() + b.sigmoid_().square().sum()
+            del a, b
+            for _ in range(4):
+                loss = loss + (x * 2).square().sum()
+            loss = loss + c.tanh_().square().sum() + d.sigmoid_().square().sum()
+        loss.backward()
+        return x.grad
+
+    stash = stash_on(TwinDevice(), host="1MiB", keep=0, min_bytes=1024)
+    assert same_bits(run(stash), run(contextlib.nullcontext()))
+    stash.close()
+
+
+def test_a_part_that_is_rounded_is_rounded_alone():
+    stash = Stash(
+        disk=MemoryStore(),
+        min_bytes=1024,
+        policy=lambda saved: Action("pack", codec=BFloat16()) if saved.index % 4 == 1 else None,
+    )
+    x = leaf(16, 4 * 32)
+    with stash:
+        gates = [each.sigmoid_() for each in (x * 1).unsafe_chunk(4, 1)]
+    for at, each in enumerate(gates):
+        assert same_bits(each.grad_fn._saved_result, each.detach()) == (at != 1)
     stash.close()
 
 

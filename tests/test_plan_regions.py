@@ -90,6 +90,33 @@ def test_a_plan_decides_how_many_run_again(memory, tmp_path):
     stash.close()
 
 
+def test_small_tensors_that_a_region_lets_go_are_in_the_trace(memory, tmp_path):
+    """Of 32 KiB, which are no blocks: in each of four steps one is saved, and once more."""
+
+    class Small(Layer):
+        def forward(self, x):
+            state = x[:16]
+            for _ in range(4):
+                state = torch.tanh(state * 1.5)
+                state = state * state
+            return super().forward(x) + state.sum()
+
+    options = {"budget": OTHER + SAVED // 2 + 8 * MIB, "min_bytes": "64KiB"}
+    net, stash = model(Small), memory(disk=tmp_path, **options)
+    with stash.recompute(*net):
+        plan = settle(net, stash, steps=6)
+    assert plan.trace.regions
+    first, *others = (each.small_bytes for each in plan.trace.regions)
+    assert first == 0, "no gradient flows through what it makes of its input"
+    assert others == [4 * 16 * 512 * 4] * (LAYERS - 1)
+    assert (
+        replace(plan.trace, regions=())
+        != plan.trace
+        == type(plan.trace).from_dict(plan.trace.as_dict())
+    )
+    stash.close()
+
+
 def test_what_a_second_run_takes_is_measured(memory, tmp_path):
     stash = memory(budget=OTHER + SAVED // 2 + 8 * MIB, disk=tmp_path)
 

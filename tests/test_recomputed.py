@@ -6,6 +6,7 @@ import threading
 from collections import Counter
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,8 +16,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from backstash import Action, Stash
+from backstash._saved.block import PartedStorage, StorageVersion
 from backstash._tiers import packing as _packing
 from backstash._tiers.packing import Packer
+from backstash._tiers.replay import Replay
 from backstash._torch.operations import RULES
 from backstash.errors import InplaceError, UsageError
 from backstash.testing import MemoryStore, TwinDevice, stash_on
@@ -687,3 +690,13 @@ def test_a_layer_norm_in_half_precision_that_no_module_tells_of(dtype, casts):
     assert bool(stash.stats().recomputed_bytes) == is_let_go
     reasons = [each for each in stash.stats().left if "no module tells its eps" in each]
     assert bool(reasons) != is_let_go
+
+
+def test_a_storage_of_parts_is_not_made_again_by_what_made_one_of_them():
+    """A plan may ask for it: the first part's operation is known when the block is made."""
+    storage = torch.zeros(64).untyped_storage()
+    replay, block = object.__new__(Replay), SimpleNamespace()
+    replay.operands, replay.depth = (), 0
+    for made, is_refused in ((StorageVersion, False), (PartedStorage, True)):
+        block.storage_version = block.origin = made(torch.zeros(64), storage)
+        assert bool(replay.reason_against(block)) == is_refused

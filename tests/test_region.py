@@ -191,8 +191,9 @@ def test_a_second_run_holds_no_more_than_the_stash_does():
         def forward(self, x):
             refs = []
             for _ in range(8):
-                x = (x * 1.1).sin()
+                x = x * 1.1
                 refs.append(StorageWeakRef(x.untyped_storage()))
+                x = x.sin()
                 alive.append(sum(not each.expired() for each in refs))
             return x
 
