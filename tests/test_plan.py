@@ -673,6 +673,14 @@ def test_giving_back_takes_a_twentieth_of_the_time_at_most(with_free, monkeypatc
     assert not planner._guard.release()
     clock[0] += 2.0
     assert planner._guard.release()
+    # A step that is tried begins with more than it should have, and gives it back once as soon as it must.
+    guard, held = planner._guard, planner._guard.most
+    monkeypatch.setattr(guard._meter, "now", lambda: held)
+    guard._most_kept_free = None
+    assert not guard.must_free_at_start(always=False, may_try=True) and guard.is_trying
+    assert guard.release() and guard._most_kept_free == 0
+    assert not guard.release()
+    assert guard.must_free_at_start(always=False, may_try=True) and not guard.release()
 
 
 @pytest.mark.parametrize("is_tight", [False, True])

@@ -53,6 +53,7 @@ class MemoryGuard:
         """Whether this step began with more than fits beside what it adds, and nothing was given back."""
         self.is_trying = False
         """Whether this step is the first of these."""
+        self._is_due = False  # the first release in a step that is tried waits for none before it
         # In backward: used since the last look, and since memory was given back; what was held at the last
         # look; and the most that came between two.
         self._unlooked_bytes = self._used_bytes = self._held_before = self._growth = 0
@@ -75,11 +76,12 @@ class MemoryGuard:
         so much that backward's largest growth between two looks could exceed the budget. Then none begins so
         from now on; else :meth:`end_trial` is told what it held.
         """
-        self.is_trying = self.keeps_free = False
+        self.is_trying = self.keeps_free = self._is_due = False
         held = self._start_bytes = self._meter.now()  # which is of no step
         if always or held <= self._most_at_start:
             return always
         self.is_trying = may_try and self._most_kept_free is None and held <= self.most
+        self._is_due = self.is_trying
         self.keeps_free = self.is_trying or held <= (self._most_kept_free or 0)
         return not self.keeps_free
 
@@ -193,13 +195,14 @@ class MemoryGuard:
             self._used_bytes = self._held_before = 0
 
     def release(self) -> bool:
-        """Give free memory back to the system, unless that has taken more than a twentieth of the time so far.
-        Returns whether it was done."""
+        """Give free memory back to the system, unless that has taken more than a twentieth of the time so far;
+        the first time in a step that is tried, in any case. Returns whether it was done."""
         if self.is_trying:
             self.fail_trial()
         now = time.perf_counter()
-        if now < self._release_after:
+        if now < self._release_after and not self._is_due:
             return False
+        self._is_due = False
         self.let_go()
         ended = time.perf_counter()
         self._release_after = ended + _RELEASE_REST * (ended - now)
