@@ -50,7 +50,8 @@ def linear_program(
             blocks[block, at] = 1
             for moment in range(first + 1, frees[block] + 1):
                 rows[moment, at] += trace.blocks[block].nbytes / MIB
-        for moment in range(max(saves[each] for each in region.members) + 1, first + 1):
+        until = min(first, *(frees[each] for each in region.members))
+        for moment in range(max(saves[each] for each in region.members) + 1, until + 1):
             rows[moment, at] -= region.small_bytes / MIB
     rows[last, count] = rows[last + 1, count + 1] = -1
     most = [

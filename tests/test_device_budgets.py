@@ -206,10 +206,10 @@ def test_a_device_too_full_for_what_is_tried_lets_the_step_go_on():
     run("""
 from backstash._tiers import packing
 tried = []
-def full(storage):
+def full(self, storage):
     tried.append(storage)
     raise torch.OutOfMemoryError("no room for a fingerprint")
-packing.fingerprint = full
+packing.Packer._mark = full
 first, x = model(here, 0), torch.randn(256, 64).to(here)
 true = gradients(first, x)
 stash = Stash(budget="600KiB", host="64MiB", min_bytes=0)
@@ -217,6 +217,26 @@ for _ in range(3):
     assert all(map(torch.equal, gradients(first, x, stash), true))
 assert tried
 tried.clear()
+stash.close()
+""")
+
+
+def test_what_is_tried_on_a_block_reads_no_memory_of_the_device_on_the_host():
+    """Its price has the device's own way to tell bytes; on a real one the other ends the process."""
+    run("""
+from backstash._device import fingerprint as _fingerprint
+from backstash._tiers import packing
+def read(*given):
+    raise AssertionError("the host reads the device's memory")
+packing.fingerprint = read
+marked, mark = [], packing.Packer._mark
+packing.Packer._mark = lambda self, storage: marked.append(self._device) or mark(self, storage)
+first, x = model(here, 0), torch.randn(256, 64).to(here)
+true = gradients(first, x)
+stash = Stash(budget="600KiB", host="64MiB", min_bytes=0)
+for _ in range(4):
+    assert all(map(torch.equal, gradients(first, x, stash), true))
+assert marked and None not in marked
 stash.close()
 """)
 

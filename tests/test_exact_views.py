@@ -2,16 +2,18 @@
 
 import contextlib
 import itertools
+import threading
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from backstash import Action, Stash
+from backstash import Action, Disk, Stash
 from backstash._torch.versions import same_counter
 from backstash.codecs import BFloat16
-from backstash.errors import InplaceError
-from backstash.testing import MemoryStore, TwinDevice, stash_on
+from backstash.errors import InplaceError, StashIOError, StashWarning
+from backstash.stores._file import UnnamedFile
+from backstash.testing import Failing, Gated, MemoryStore, TwinDevice, stash_on
 from oracle import check, gradients, on_disk, same_bits
 
 SIDE = 256
@@ -508,4 +510,90 @@ def test_cells_of_the_library(cell, keep):
     expected, stash = run(contextlib.nullcontext()), parts_stash(keep)
     for _ in range(3):
         assert all(map(same_bits, run(stash), expected))
+    stash.close()
+
+
+def large_parts(x, count=4):
+    """Of a storage of 1 MiB, which a worker writes from where it lies."""
+    return (x * 1).unsafe_chunk(count, 1)
+
+
+def test_a_part_that_is_written_between_the_write_and_its_checksum(tmp_path, monkeypatch):
+    """As by ``nn.GRUCell``, which changes a part of a storage in place that has left with the others."""
+    torch.manual_seed(0)
+    net, x = torch.nn.GRUCell(256, 256), torch.randn(512, 256)
+
+    def run(stash):
+        net.zero_grad()
+        with stash:
+            loss = net(x, x).square().sum()
+            resumed.set()
+        loss.backward()
+        resumed.clear()
+        return [each.grad.clone() for each in net.parameters()]
+
+    resumed, write = threading.Event(), UnnamedFile.write
+
+    def held_up(file, address, nbytes, offset):
+        write(file, address, nbytes, offset)
+        assert resumed.wait(30)
+
+    expected = run(contextlib.nullcontext())
+    monkeypatch.setattr(UnnamedFile, "write", held_up)
+    stash = Stash(disk=Disk(tmp_path, verify=True), keep=0, inflight="64MiB")
+    for _ in range(3):
+        assert all(map(same_bits, run(stash), expected))
+    assert stash.stats().written_bytes > 0
+    stash.close()
+
+
+def test_a_part_that_is_changed_while_the_others_are_written():
+    """The others are given back, also where one of them was saved again meanwhile."""
+    gated, x = Gated(MemoryStore()), leaf(256, 4 * 256)
+    stash = Stash(disk=gated, keep=0, inflight="64MiB")
+    a, b, _, d = large_parts(x)
+    weights = [leaf(256, 256, seed=seed) for seed in range(5)]
+    gated.writes.clear()
+    with stash:
+        first = sum((a * weight).sum() for weight in weights[:2])
+        del d
+        stash.set_keep(0)
+        _ = [(x * 2).square() for _ in range(3)]
+        again = sum((a * weight).sum() for weight in weights[2:])
+        b.sigmoid_()
+    gated.writes.set()
+    found = torch.autograd.grad(first + again, weights)
+    assert all(same_bits(each, a.detach()) for each in found)
+    del first, again
+    stash.close()
+
+
+def test_parts_whose_storage_could_not_leave():
+    """It is a copy that stays then: a part that was changed since is not given back from it."""
+
+    def run(stash):
+        x = leaf(256, 4 * 256)
+        with stash:
+            a, b, c, d = large_parts(x)
+            loss = a.sigmoid_().square().sum() + b.sigmoid_().square().sum()
+            del a, b
+            for _ in range(6):
+                loss = loss + (x * 2).square().sum()
+            if stash is not none:
+                stash._workers.close()  # all that was begun has ended
+                loss = loss + (x * 3).square().sum()
+            else:
+                loss = loss + (x * 3).square().sum()
+            loss = loss + c.tanh_().square().sum() + d.sigmoid_().square().sum()
+        loss.backward()
+        return x.grad
+
+    none = contextlib.nullcontext()
+    failing = Failing(MemoryStore())
+    failing.on_write = StashIOError(5, "the disk broke")
+    expected = run(none)
+    with pytest.warns(StashWarning):
+        stash = Stash(disk=failing, keep=0, inflight="64MiB")
+        found = run(stash)
+    assert same_bits(found, expected)
     stash.close()

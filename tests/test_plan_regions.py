@@ -117,6 +117,29 @@ def test_small_tensors_that_a_region_lets_go_are_in_the_trace(memory, tmp_path):
     stash.close()
 
 
+def test_small_tensors_that_others_hold_are_not_counted_as_freed(memory, tmp_path):
+    """A result that the next module is given is that one's input, and held by it."""
+
+    class Small(Layer):
+        def forward(self, x):
+            return torch.tanh(super().forward(x)[:16])
+
+    class Given(Layer):
+        def forward(self, x):
+            y = torch.sigmoid(x * 1.5)
+            return super().forward(x.repeat(32, 1)) + (y * y).sum()
+
+    net = nn.Sequential(*(part for _ in range(LAYERS) for part in (Small(), Given())))
+    options = {"budget": OTHER + SAVED + 8 * MIB, "min_bytes": "64KiB"}
+    stash = memory(disk=tmp_path, **options)
+    with stash.recompute(*net):
+        plan = settle(net, stash, steps=6)
+    found = {each.name + str(each.index): each.small_bytes for each in plan.trace.regions}
+    assert {found[f"*{at}"] for at in range(0, 2 * LAYERS, 2)} == {0}, "the next one's input"
+    assert {found[f"*{at}"] for at in range(1, 2 * LAYERS, 2)} == {16 * 512 * 4}
+    stash.close()
+
+
 def test_what_a_second_run_takes_is_measured(memory, tmp_path):
     stash = memory(budget=OTHER + SAVED // 2 + 8 * MIB, disk=tmp_path)
 

@@ -149,6 +149,17 @@ def test_small_tensors_of_a_region_are_let_go_and_made_again_with_its_members():
     assert [problem.returned_bytes(0, at(each)) // MIB for each in ("use2", "free2")] == [-3, 6]
 
 
+def test_small_tensors_of_a_graph_that_is_dropped_are_not_let_go_for_ever():
+    """Where no member is used, nothing is less after the first is freed."""
+    trace = chain([MIB, 2 * MIB])
+    moments = tuple(each for each in trace.moments if each.kind != "use")
+    region = TracedRegion("m", (0, 1), small_bytes=3 * MIB)
+    problem = Problem(replace(trace, moments=moments, regions=(region,)), 10**9, ("keep", "region"))
+    at = [moment.kind + str(moment.block) for moment in moments].index
+    assert problem.returned_bytes(0, at("free1")) == -3 * MIB
+    assert problem.returned_bytes(0, at("free0")) == 0
+
+
 def test_letting_go_of_small_tensors_counts_for_the_solve():
     """25 MiB are too much: a region of 20 MiB of blocks is enough with its small tensors, and two without."""
     trace = chain([10 * MIB] * 8)

@@ -343,6 +343,12 @@ def test_an_element_is_told_wherever_it_is(value, told):
     assert len(found) == len(places)
 
 
+def test_memory_of_another_device_is_not_read_by_the_host():
+    storage = torch.empty(64, device="meta").untyped_storage()
+    with pytest.raises(AssertionError, match="memory of meta"):
+        fingerprint(storage)
+
+
 def test_permutations_of_rows_and_columns_are_seen(told):
     """Their sums by rows and by columns are all the same."""
     eyes = (torch.eye(180)[torch.randperm(180)] for _ in range(200))

@@ -43,7 +43,9 @@ _NO_TIER = "no tier below: give disk="
 _NO_HOST = "no tier below: give host="
 _CAPTURED = "a graph of the accelerator is being captured"
 _LEAST_LET_GO = 16 << 10  # bytes of a storage: what is noted of one takes a thousand
-_MOST_PARTS = 8  # of a storage that is as large as "min_bytes", that move by themselves
+_MOST_PARTS = (
+    8  # of a storage, that move as one block or, where it is as large as "min_bytes", by themselves
+)
 _REVIEWED_AT_ONCE = 2  # blocks that are expected again, at each save
 _PARAMETER = "a parameter or another leaf that requires a gradient, or a view of one"
 
@@ -269,10 +271,12 @@ class Admission:
     def may_go(self, tensor: Tensor) -> bool:
         """Whether a plain tensor may be let go: it is none that stays by default, and on a device of ours.
 
-        It may be smaller than what moves: nothing is written and read for it.
+        It may be smaller than what moves, since nothing is written and read for it, if it is an operation's
+        result: of others, as noise that was made for a part of a batch, not every byte may have been written.
         """
         storage = tensor.untyped_storage()
-        if storage.nbytes() < min(self._min_bytes, _LEAST_LET_GO) or _is_parameter(tensor):
+        least = min(self._min_bytes, _LEAST_LET_GO) if tensor.requires_grad else self._min_bytes
+        if storage.nbytes() < least or _is_parameter(tensor):
             return False
         if isinstance(self._session.tiers_of(tensor.device), str):
             return False
@@ -298,7 +302,11 @@ class Admission:
             block = None
         # A rare "no" to whether the tensor needs all of its storage costs time, if it is wrong.
         needs_all = tensor.nbytes == nbytes and tensor.is_contiguous()
+        if parted is not None:
+            parted.add(source, tensor.nbytes)
         check: bool | Check = block is not None and block.placement.is_kept
+        if block is not None and parted is not None and block.address != storage.data_ptr():
+            check = False  # a copy, which could not leave: other parts may have been written since
         if block is not None and not check:
             # An accelerator's no would be an error, and elsewhere the storage may have been filled meanwhile.
             if tiers.device is None or needs_all or not _may_be_being_filled(tensor):
@@ -324,9 +332,7 @@ class Admission:
         else:
             self.deduplicated_bytes += tensor.nbytes
             self._session.saved_again(block)
-            if block.waits and block.saves >= block.expected:
-                if parted is not None and parted.is_new:
-                    block.expected = 0  # it is not known whether parts of it are saved again
+            if block.waits and _is_saved_often_enough(block, parted):
                 if block.thread_state is thread_state:
                     complete = tensor.requires_grad
                     tiers.evictor.admit(block, at_once=block.at_once, complete=complete)
@@ -335,7 +341,6 @@ class Admission:
         block.entries += 1
         entry = Entry(block, tensor, offset * tensor.element_size())
         if parted is not None:
-            parted.add(source)
             entry.source = source
         if not isinstance(check, bool):
             entry.check = check
@@ -675,6 +680,15 @@ def _may_share(block: Block, tensor: Tensor, choice: _Choice) -> bool:
     """Whether ``tensor`` may be given back as a block that a lossy codec rounds: it was to be rounded, too."""
     asked = choice.codec
     return asked is not None and not asked.exact and tensor.dtype == block.dtype
+
+
+def _is_saved_often_enough(block: Block, parted: PartedStorage | None) -> bool:
+    """Whether a block that waits in place was saved as often as is expected."""
+    if parted is None or not parted.is_new:
+        return block.saves >= block.expected
+    if parted.is_full:
+        block.expected = 0  # it is not known whether parts are saved again
+    return parted.is_full
 
 
 def _fills_its_storage(tensor: Tensor) -> bool:

@@ -6,14 +6,14 @@ is known what that costs, and which of it something outside saves, too. A second
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from ._admission import Admission
-from ._plan.regions import TRACED, Forward
+from ._plan.regions import TRACED, Forward, Regions
 from ._planner import Planner
 from ._saved.entry import Entry
 from ._session import Session
@@ -76,15 +76,13 @@ class Planned:
         """Whether a second run may be made now, to be compared."""
         self._number = -1
         self._latest = -1  # block, before it began
-        self._small: set[int] = set()  # storages that are no blocks
         self._told_seconds = 0.0
         self._is_whole = False
         self._entered = False
         with self._session.section.lock, self._session.section:
             self._session.begin_step(tiers)
             self.name, self._index = planner.begin_forward(path)
-            assert planner.regions is not None
-            self._stays = planner.regions.stays(self.name, self._index)
+            self._stays = self._regions.stays(self.name, self._index)
 
     @classmethod
     def of(cls, region: _Region, modules: list[nn.Module], device: torch.device) -> Planned | None:
@@ -108,10 +106,19 @@ class Planned:
                 self._latest = self._session.predictor.blocks - 1
             return way
 
-    def enter(self) -> None:
-        """Its forward begins."""
+    def enter(self, inputs: Collection[int]) -> None:
+        """Its forward begins; ``inputs``: the storages of what it is given, which are held."""
         if self.forward is not None:
+            with self._session.section.lock, self._session.section:
+                for each in inputs:
+                    self._regions.hold_small(each)
             self._planner.tell_forward("enter", self.forward, self._number)
+
+    @property
+    def _regions(self) -> Regions:
+        regions = self._planner.regions
+        assert regions is not None
+        return regions
 
     def leave(self, *, in_order: bool) -> None:
         """Its forward has ended; ``in_order``: and it is known that it can run again."""
@@ -136,9 +143,10 @@ class Planned:
             is_new = serial > self._latest
             self._latest = max(self._latest, serial)
             self.forward.add(number, serial, block.nbytes, is_new=is_new)
-        elif (which := storage_identity(storage := tensor.untyped_storage())) not in self._small:
-            self._small.add(which)
-            self.forward.small_bytes += storage.nbytes()
+        else:
+            storage = tensor.untyped_storage()
+            with self._session.section.lock, self._session.section:
+                self._regions.add_small(self.forward, storage_identity(storage), storage.nbytes())
         return packed
 
     def told(self, paused: Any) -> None:

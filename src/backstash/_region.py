@@ -249,7 +249,7 @@ class Run:
         self._held: list[weakref.ref[Held]] = []
         self.let_go_bytes = 0
         leaves, self._structure = tree_flatten((args, kwargs))
-        self._inputs = {
+        self.inputs = {
             storage_identity(each.untyped_storage()) for each in leaves if type(each) is Tensor
         }
         # While the class is not known: the inputs, to run again with, and their versions.
@@ -306,7 +306,7 @@ class Run:
         if type(tensor) is not Tensor or reason_to_stay(tensor):
             return False
         storage = tensor.untyped_storage()
-        if storage_identity(storage) in self._inputs:  # the entry of the input holds it
+        if storage_identity(storage) in self.inputs:  # the entry of the input holds it
             return False
         if tensor.dtype is torch.uint8 and tensor.dim() == 1 and tensor.nbytes == storage.nbytes():
             return False  # a library's workspace (oneDNN's LSTM), of which nobody writes every byte
@@ -476,7 +476,8 @@ class Run:
                 if number == last and not fingerprints.is_waiting:
                     stop()
             # Its memory is held by no more than what was made of it, which may leave before the run ends.
-            packed = used.pop(number, None)
+            packed = used.get(number)
+            used.clear()
             return _noted(tensor) if packed is None else packed
 
         values = [
@@ -682,7 +683,7 @@ class Region:
         run = Run(self, module, args, kwargs, conditions, key, outer, thread_state, inputs, planned)
         self._enter(frame, run)
         if planned is not None:
-            planned.enter()
+            planned.enter(run.inputs)
 
     def _reason_against(self, module: nn.Module) -> str:
         hook = foreign_hook(module, self._is_own)

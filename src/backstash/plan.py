@@ -83,7 +83,7 @@ class PlannedRegion:
     forwards: int
     """How many of it a step has."""
     nbytes: int
-    """The bytes that those which run again let go of; they are counted in the classes, too."""
+    """The bytes of the blocks that those which run again let go of; they are counted in the classes, too."""
     choices: tuple[tuple[str, int], ...]
     """In the order of the forwards: ``(("region", 8), ("once", 4))``; those that run ``"once"`` have what they
     save held as the classes say."""

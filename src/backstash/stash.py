@@ -99,7 +99,7 @@ class Stash:
         codec: what makes smaller the tensors that the default would move: a
             :class:`~backstash.codecs.Codec`, or ``callable(SavedTensor) -> Codec | None``. ``None``: bytes stay
             as they are. What a codec refuses is moved as it is, and ``stats().left`` says why.
-        min_bytes: smaller tensors stay where they are.
+        min_bytes: smaller tensors stay where they are; :meth:`recompute` lets go of results of 16 KiB and more.
         inflight: bytes that may be on their way down, their memory not yet let go.
         prefetch: bytes that may have come back before they are used, what later operations of the same
             backward want again included. One block that is larger, and wanted again (a mask that every

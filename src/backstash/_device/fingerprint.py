@@ -5,8 +5,8 @@ version does not tell what its bytes are. The memory of a block that has left is
 noted of it can be compared with what is saved now.
 
 The memory of the CPU is hashed as Python hashes bytes: SipHash (Aumasson and Bernstein 2012), of 64 bits, with
-a key that each process makes. Where the interpreter has another hash it is the SHA-256, which takes twice as
-long.
+a key that each process makes unless ``PYTHONHASHSEED`` is set. Where the interpreter has another hash it is the
+SHA-256, which takes longer.
 
 On an accelerator the memory is read as words of 32 bits, each times an odd weight of 64 bits that its place
 gives it (multilinear hashing, Carter and Wegman 1979), and the products are laid out in squares. What is taken
@@ -43,7 +43,10 @@ def _siphash() -> Callable[[int, int], int] | None:
     ``None``: it has another."""
     if not sys.hash_info.algorithm.startswith("siphash") or sys.hash_info.hash_bits != 64:
         return None
-    interpreter = ctypes.CDLL(None, handle=ctypes.pythonapi._handle)
+    try:
+        interpreter = ctypes.CDLL(None, handle=ctypes.pythonapi._handle)
+    except (TypeError, AttributeError, OSError):  # another system's, or another interpreter
+        return None
     for name in ("Py_HashBuffer", "_Py_HashBytes"):  # of Python 3.14, and of those before
         found = getattr(interpreter, name, None)
         if found is not None:
@@ -63,6 +66,8 @@ def fingerprint(storage: torch.UntypedStorage, first: int = 0, nbytes: int = -1)
         first: of the bytes.
         nbytes: how many; -1: all of them.
     """
+    if storage.device.type != "cpu":
+        raise AssertionError(f"memory of {storage.device}, which is read here")
     if nbytes < 0:
         nbytes = storage.nbytes()
     address = storage.data_ptr() + first

@@ -84,12 +84,15 @@ class Regions:
         self._bytes: dict[str, int] = {}
         self._forwards: list[Forward] = []
         self._again: Counter[int] = Counter()  # blocks that were saved again, anywhere
+        # By storage: the one forward whose second run would free it, and its bytes; None: none would.
+        self._small: dict[int, tuple[Forward, int] | None] = {}
 
     def begin_step(self) -> None:
         """None has begun in this step."""
         self._ended_counts = dict(self._counts)
         self._counts.clear()
         self._paths.clear()
+        self._small.clear()
 
     def is_repeated(self, path: str) -> bool:
         """Whether the module at ``path`` has run in this step already; from now on it has."""
@@ -148,6 +151,21 @@ class Regions:
     def is_recorded(self, forward: Forward, number: int) -> bool:
         """Whether that is a forward of the step which is recorded now."""
         return number < len(self._forwards) and self._forwards[number] is forward
+
+    def add_small(self, forward: Forward, storage: int, nbytes: int) -> None:
+        """A forward that is recorded has saved a tensor that is too small to be a block."""
+        if storage not in self._small:
+            self._small[storage] = forward, nbytes
+            forward.small_bytes += nbytes
+        elif (known := self._small[storage]) is not None and known[0] is not forward:
+            self.hold_small(storage)
+
+    def hold_small(self, storage: int) -> None:
+        """Something else holds that storage, too, so that letting go of it frees nothing."""
+        known = self._small.get(storage)
+        self._small[storage] = None
+        if known is not None:
+            known[0].small_bytes -= known[1]
 
     def saved_again(self, block: int) -> None:
         """While a step is recorded: a block that is known was saved once more."""

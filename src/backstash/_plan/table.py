@@ -31,8 +31,9 @@ class Problem:
     """By block, the region that it is a member of."""
     returns: list[int] = field(default_factory=list)
     """Of each region, the index of the first moment at which one of its members is used."""
-    let_go: list[int] = field(default_factory=list)
-    """Of each region, the index of the moment at which the last of its members is saved."""
+    without_small: list[range] = field(default_factory=list)
+    """Of each region that runs again, the moments before which its small tensors are not in memory: from the
+    last save of its members to the first use or free of one."""
     untouched: list[Option] = field(default_factory=list)
     """Of each block, that it stays and nothing is done about it."""
     leaves: bool = False
@@ -58,7 +59,11 @@ class Problem:
             self.region_of |= dict.fromkeys(region.members, at)
             used = (uses[each] for each in region.members if each in uses)
             self.returns.append(min(used, default=len(moments)))
-            self.let_go.append(max(self.saves[each] for each in region.members))
+            last = max(self.saves[each] for each in region.members)
+            frees = (self.frees[each] for each in region.members if each in self.frees)
+            self.without_small.append(
+                range(last + 1, min(self.returns[-1], *frees, len(moments)) + 1)
+            )
 
     def options(self, block: int) -> list[tuple[str, Option]]:
         """Those that may be chosen, but for the region's."""
@@ -72,8 +77,10 @@ class Problem:
     def returned_bytes(self, region: int, at: int) -> int:
         """Of a region that runs again, what is in memory in the interval before this moment: below 0, where
         small tensors are not that are otherwise."""
+        if at in self.without_small[region]:
+            return -self.regions[region].small_bytes
         if at <= self.returns[region]:
-            return -self.regions[region].small_bytes if at > self.let_go[region] else 0
+            return 0
         members, blocks = self.regions[region].members, self.trace.blocks
         return sum(blocks[each].nbytes for each in members if self.is_alive(each, at))
 

@@ -22,14 +22,14 @@ from torch import Tensor
 from .._device.base import Check, Device
 from .._device.fingerprint import fingerprint, same_bytes
 from .._runtime.reclaim import Cleanup, Ledger, ReclaimQueue
-from .._torch.dispatch import count_dispatch_modes
+from .._torch.dispatch import count_dispatch_modes, without_function_modes
 from .._torch.storages import free_weak_ref, storage_identity, storage_of, weak_ref
 from .._torch.versions import same_counter
 from ..codecs import Codec
 from .access_order import ForwardPass
 from .placement import Arrival, Placement, Resident
 from .thread_state import ThreadState
-from .view import with_bits_of
+from .view import ALIGNMENT_BYTES, with_bits_of
 
 __all__ = ["Block", "BlockCleanup", "Loaded", "PartedStorage", "StorageVersion"]
 
@@ -106,19 +106,26 @@ class PartedStorage(StorageVersion):
     """One storage of several tensors that are no views and have version counters of their own, as the gates of
     ``nn.LSTMCell`` on the CPU. It has no version itself: each entry asks that of its part."""
 
-    __slots__ = ("is_new", "parts")
+    __slots__ = ("_left_bytes", "is_new", "parts")
 
     def __init__(self, tensor: Tensor, storage: torch.UntypedStorage) -> None:
         super().__init__(tensor, storage)
         self.is_new = False
-        """It is not known how often it will be saved; each part once, it is hoped."""
+        """Whether it is not known how often it will be saved: once each part, it is assumed."""
         self.parts: list[StorageVersion] = []
         """Those that were saved, oldest first."""
+        self._left_bytes = storage.nbytes()  # that none of these has
 
-    def add(self, part: StorageVersion) -> None:
+    def add(self, part: StorageVersion, nbytes: int) -> None:
         """One of them was saved, perhaps not for the first time."""
         if part not in self.parts:
             self.parts.append(part)
+            self._left_bytes -= nbytes
+
+    @property
+    def is_full(self) -> bool:
+        """Whether all of it is in parts that were saved."""
+        return self._left_bytes <= 0
 
     @property
     def changed(self) -> bool:
@@ -176,7 +183,7 @@ class Block:
 
     Args:
         storage_version: whose bytes they are.
-        alias: a tensor with the memory and the version counter, without a graph.
+        alias: a tensor with the memory and the version counter (of parts, that of one), without a graph.
         reclaim_queue: gets the block's cleanup when it dies.
         number: of the device whose tiers count it.
     """
@@ -277,6 +284,20 @@ class Block:
     def waits(self) -> bool:
         """Whether it is in place and no budget counts it, until it was saved as often as is expected."""
         return self.placement.is_kept and not self.cleanup.resident_bytes
+
+    def set_apart(self) -> bool:
+        """Take the bytes to memory of its own, on the CPU: a part of its storage that was not saved yet may be
+        written while a worker reads. ``False``: that memory is aligned otherwise."""
+        alias = self.placement.alias
+        assert alias is not None
+        with without_function_modes(), torch.no_grad():
+            whole = torch.empty(0, dtype=torch.uint8, device="cpu")
+            copy = whole.set_(alias.untyped_storage(), 0, (self.nbytes,), (1,)).clone()
+        address = copy.data_ptr()
+        if (address - self.address) % ALIGNMENT_BYTES:
+            return False
+        self.placement, self.address = Resident(copy), address
+        return True
 
     def take_fingerprint(self, device: Device | None) -> None:
         """Note what its bytes are, which leave now, so that a later save can be compared with them."""

@@ -32,7 +32,8 @@ class _Counted(Protocol):
 class SaveCounts:
     """Learns the most saves of each block. The caller holds the stash's lock.
 
-    A block's ``expected`` is how many saves of it there will be; 0 where that is not known.
+    A block's ``expected`` is how many saves of it there will be; where that is not known it is 0, or what the
+    caller assumes.
     """
 
     def __init__(self) -> None:

@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from .._saved.block import Block, BlockCleanup
+from .._saved.block import Block, BlockCleanup, PartedStorage
 from .._saved.thread_state import ThreadState
 from .._torch.engine import sequence_number
 from ..errors import StashFullError
@@ -70,7 +70,8 @@ class Evictor:
             block.thread_state.operation = sequence_number()
 
     def expect(self, block: Block) -> None:
-        """Take a new block that will be saved again: until then its memory is the program's, in no budget."""
+        """Take a new block that is expected to be saved again: until then its memory is the program's, in no
+        budget."""
         if self.resident.event_log.on:
             self.resident.saved(block)
         block.thread_state.expecting.append(weakref.ref(block))
@@ -147,10 +148,14 @@ class Evictor:
             return True
         if block.has_moved:
             return True  # stays in place, wherever that is now: what was resized once may be again
+        is_small = segments is not None and nbytes < _segments.SMALL_BYTES
+        if isinstance(block.storage_version, PartedStorage) and not is_small:
+            if not block.set_apart():
+                return True
         if block.saves != block.expected:
             block.take_fingerprint(memory.device if memory is not None else None)
         try:
-            if segments is not None and nbytes < _segments.SMALL_BYTES:
+            if segments is not None and is_small:
                 segments.gather(block, thread_state)
             else:
                 inflight = self.inflight

@@ -203,7 +203,8 @@ class Packer:
                 return None
             self._replayed.add(key)
             began = self._now()
-            fingerprint(alias.untyped_storage())
+            if self._mark(alias.untyped_storage()) is None:
+                return None
             told_seconds = self._seconds_since(began)
         except (torch.OutOfMemoryError, MemoryError):
             return None
