@@ -13,7 +13,7 @@ from backstash._torch.versions import same_counter
 from backstash.codecs import BFloat16
 from backstash.errors import InplaceError, StashIOError, StashWarning
 from backstash.stores._file import UnnamedFile
-from backstash.testing import Failing, Gated, MemoryStore, TwinDevice, stash_on
+from backstash.testing import Failing, MemoryStore, TwinDevice, stash_on
 from oracle import check, gradients, on_disk, same_bits
 
 SIDE = 256
@@ -519,52 +519,43 @@ def large_parts(x, count=4):
 
 
 def test_a_part_that_is_written_between_the_write_and_its_checksum(tmp_path, monkeypatch):
-    """As by ``nn.GRUCell``, which changes a part of a storage in place that has left with the others."""
-    torch.manual_seed(0)
-    net, x = torch.nn.GRUCell(256, 256), torch.randn(512, 256)
-
-    def run(stash):
-        net.zero_grad()
-        with stash:
-            loss = net(x, x).square().sum()
-            resumed.set()
-        loss.backward()
-        resumed.clear()
-        return [each.grad.clone() for each in net.parameters()]
-
-    resumed, write = threading.Event(), UnnamedFile.write
+    """A part may be changed in place after its storage has left with the others."""
+    weight, changed, write = leaf(256, 256), threading.Event(), UnnamedFile.write
 
     def held_up(file, address, nbytes, offset):
         write(file, address, nbytes, offset)
-        assert resumed.wait(30)
+        assert changed.wait(30)
 
-    expected = run(contextlib.nullcontext())
     monkeypatch.setattr(UnnamedFile, "write", held_up)
-    stash = Stash(disk=Disk(tmp_path, verify=True), keep=0, inflight="64MiB")
-    for _ in range(3):
-        assert all(map(same_bits, run(stash), expected))
-    assert stash.stats().written_bytes > 0
+    stash, x = Stash(disk=Disk(tmp_path, verify=True), keep=0, inflight="64MiB"), leaf(256, 4 * 256)
+    with stash:
+        a, b, _, _ = large_parts(x)
+        loss, expected = (a * weight).sum(), a.detach().clone()
+        del a
+        for _ in range(4):  # saves at which the stash sees that the program has let go of it
+            (x * 2).square()
+        assert stash.stats().inflight_bytes >= x.nbytes
+        b.sigmoid_()
+        changed.set()
+    stash._workers.close()
+    stash.stats()  # the write has ended, and its memory is let go
+    assert same_bits(torch.autograd.grad(loss, weight)[0], expected)
+    del loss
     stash.close()
 
 
-def test_a_part_that_is_changed_while_the_others_are_written():
-    """The others are given back, also where one of them was saved again meanwhile."""
-    gated, x = Gated(MemoryStore()), leaf(256, 4 * 256)
-    stash = Stash(disk=gated, keep=0, inflight="64MiB")
-    a, b, _, d = large_parts(x)
-    weights = [leaf(256, 256, seed=seed) for seed in range(5)]
-    gated.writes.clear()
+def test_a_part_that_is_saved_again_and_again_waits_for_the_others():
+    """In a first step, of which nothing is known."""
+    x, weights = leaf(16, 4 * 32), [leaf(16, 32, seed=seed) for seed in range(5)]
+    stash = parts_stash(0)
     with stash:
-        first = sum((a * weight).sum() for weight in weights[:2])
-        del d
-        stash.set_keep(0)
-        _ = [(x * 2).square() for _ in range(3)]
-        again = sum((a * weight).sum() for weight in weights[2:])
-        b.sigmoid_()
-    gated.writes.set()
-    found = torch.autograd.grad(first + again, weights)
+        a, b, c, d = (x * 1).unsafe_chunk(4, 1)
+        loss = sum((a * weight).sum() for weight in weights)
+        loss = loss + sum(each.sigmoid_().sum() for each in (b, c, d))
+        assert stash.stats().written_bytes == x.nbytes
+    assert stash.stats().eligible_bytes == x.nbytes
+    found = torch.autograd.grad(loss, weights)
     assert all(same_bits(each, a.detach()) for each in found)
-    del first, again
     stash.close()
 
 
