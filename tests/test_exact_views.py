@@ -7,8 +7,10 @@ import threading
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from backstash import Action, Disk, Stash
+from backstash._saved.block import Block
 from backstash._torch.versions import same_counter
 from backstash.codecs import BFloat16
 from backstash.errors import InplaceError, StashIOError, StashWarning
@@ -587,4 +589,59 @@ def test_parts_whose_storage_could_not_leave():
         stash = Stash(disk=failing, keep=0, inflight="64MiB")
         found = run(stash)
     assert same_bits(found, expected)
+    stash.close()
+
+
+def could_not_leave(x):
+    """A stash with parts whose storage is a copy now, since the disk broke; and these."""
+    failing = Failing(MemoryStore())
+    failing.on_write = StashIOError(5, "the disk broke")
+    stash = Stash(disk=failing, keep=0, inflight="64MiB")
+    with pytest.warns(StashWarning), stash:
+        gates = [each.sigmoid_() for each in large_parts(x)]
+        stash._workers.close()
+        (x * 3).square()
+    return stash, gates
+
+
+def test_a_copy_that_a_backward_has_changed_is_not_shared():
+    """The tensor itself is what it was, and is saved once more at its new version."""
+    stash, (gate, *_) = could_not_leave(leaf(256, 4 * 256))
+    before = gate.detach().clone()
+    with torch.no_grad():
+        gate.grad_fn._saved_result.zero_()  # as a custom backward may
+    assert same_bits(gate.detach(), before) and gate._version > 1
+    with stash:
+        loss = gate.square().sum()
+    assert same_bits(torch.autograd.grad(loss, gate)[0], 2 * before)
+    stash.close()
+
+
+def test_parts_that_no_copy_can_be_made_of_stay(monkeypatch):
+    monkeypatch.setattr(Block, "set_apart", lambda block: False)
+    x, stash = leaf(256, 4 * 256), Stash(disk=MemoryStore(), keep=0)
+    with stash:
+        loss = sum(each.sigmoid_().sum() for each in large_parts(x))
+        (x * 3).square()
+    assert stash.stats().keep_bytes >= x.nbytes
+    (expected,) = torch.autograd.grad(x.sigmoid().sum(), x)
+    assert same_bits(torch.autograd.grad(loss, x)[0], expected)
+    stash.close()
+
+
+def test_no_mode_of_the_program_sees_that_parts_are_copied():
+    seen = []
+
+    class Sees(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    stash, x = Stash(disk=MemoryStore(), keep=0, inflight=0), leaf(256, 4 * 256)
+    with Sees(), stash:
+        gates = [each.sigmoid_() for each in large_parts(x)]
+        (x * 3).square()
+    assert stash.stats().written_bytes >= x.nbytes
+    assert torch.ops.aten.sigmoid_.default in seen and torch.ops.aten.clone.default not in seen
+    del gates
     stash.close()

@@ -303,11 +303,12 @@ class Admission:
         # A rare "no" to whether the tensor needs all of its storage costs time, if it is wrong.
         needs_all = tensor.nbytes == nbytes and tensor.is_contiguous()
         if parted is not None:
-            parted.add(source, tensor.nbytes)
+            parted.add(source, offset, tensor.nbytes)
         check: bool | Check = block is not None and block.placement.is_kept
-        if block is not None and parted is not None and block.address != storage.data_ptr():
-            check = False  # a copy, which could not leave: other parts may have been written since
-        if block is not None and not check:
+        if parted is not None and block is not None and block.is_copy_of(storage):
+            # It is on its way, or could not leave: a part may have been written since, here or there.
+            check = block.has_in_place(storage)
+        elif block is not None and not check:
             # An accelerator's no would be an error, and elsewhere the storage may have been filled meanwhile.
             if tiers.device is None or needs_all or not _may_be_being_filled(tensor):
                 check = block.has(storage, tiers.device)

@@ -143,7 +143,7 @@ class Planned:
             is_new = serial > self._latest
             self._latest = max(self._latest, serial)
             self.forward.add(number, serial, block.nbytes, is_new=is_new)
-        else:
+        elif not self._session.section.is_nested():
             storage = tensor.untyped_storage()
             with self._session.section.lock, self._session.section:
                 self._regions.add_small(self.forward, storage_identity(storage), storage.nbytes())

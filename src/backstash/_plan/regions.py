@@ -155,8 +155,8 @@ class Regions:
     def add_small(self, forward: Forward, storage: int, nbytes: int) -> None:
         """A forward that is recorded has saved a tensor that is too small to be a block."""
         if storage not in self._small:
-            self._small[storage] = forward, nbytes
             forward.small_bytes += nbytes
+            self._small[storage] = forward, nbytes
         elif (known := self._small[storage]) is not None and known[0] is not forward:
             self.hold_small(storage)
 

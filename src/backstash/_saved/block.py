@@ -22,7 +22,7 @@ from torch import Tensor
 from .._device.base import Check, Device
 from .._device.fingerprint import fingerprint, same_bytes
 from .._runtime.reclaim import Cleanup, Ledger, ReclaimQueue
-from .._torch.dispatch import count_dispatch_modes, without_function_modes
+from .._torch.dispatch import count_dispatch_modes, without_dispatch_modes, without_function_modes
 from .._torch.storages import free_weak_ref, storage_identity, storage_of, weak_ref
 from .._torch.versions import same_counter
 from ..codecs import Codec
@@ -106,7 +106,7 @@ class PartedStorage(StorageVersion):
     """One storage of several tensors that are no views and have version counters of their own, as the gates of
     ``nn.LSTMCell`` on the CPU. It has no version itself: each entry asks that of its part."""
 
-    __slots__ = ("_left_bytes", "is_new", "parts")
+    __slots__ = ("_nbytes", "_saved", "is_new", "parts")
 
     def __init__(self, tensor: Tensor, storage: torch.UntypedStorage) -> None:
         super().__init__(tensor, storage)
@@ -114,18 +114,19 @@ class PartedStorage(StorageVersion):
         """Whether it is not known how often it will be saved: once each part, it is assumed."""
         self.parts: list[StorageVersion] = []
         """Those that were saved, oldest first."""
-        self._left_bytes = storage.nbytes()  # that none of these has
+        self._nbytes = storage.nbytes()
+        self._saved: dict[int, int] = {}  # by where a part begins: its bytes
 
-    def add(self, part: StorageVersion, nbytes: int) -> None:
+    def add(self, part: StorageVersion, offset: int, nbytes: int) -> None:
         """One of them was saved, perhaps not for the first time."""
         if part not in self.parts:
             self.parts.append(part)
-            self._left_bytes -= nbytes
+            self._saved[offset] = nbytes
 
     @property
     def is_full(self) -> bool:
         """Whether all of it is in parts that were saved."""
-        return self._left_bytes <= 0
+        return sum(self._saved.values()) >= self._nbytes
 
     @property
     def changed(self) -> bool:
@@ -286,18 +287,32 @@ class Block:
         return self.placement.is_kept and not self.cleanup.resident_bytes
 
     def set_apart(self) -> bool:
-        """Take the bytes to memory of its own, on the CPU: a part of its storage that was not saved yet may be
-        written while a worker reads. ``False``: that memory is aligned otherwise."""
+        """Take the bytes of parts to memory of its own, on the CPU: any part may be written while a worker
+        reads, which is a change of that one alone. ``False``: there is no such memory."""
         alias = self.placement.alias
         assert alias is not None
-        with without_function_modes(), torch.no_grad():
-            whole = torch.empty(0, dtype=torch.uint8, device="cpu")
-            copy = whole.set_(alias.untyped_storage(), 0, (self.nbytes,), (1,)).clone()
+        storage = alias.untyped_storage()
+        if storage_identity(storage) != self.storage_version.cdata:
+            return True  # it was, when it was to leave before
+        modes = without_function_modes(), without_dispatch_modes(), torch.inference_mode(False)
+        try:
+            with modes[0], modes[1], modes[2], torch.no_grad():
+                whole = torch.empty(0, dtype=torch.uint8, device="cpu")
+                copy = whole.set_(storage, 0, (self.nbytes,), (1,)).clone()
+        except (RuntimeError, MemoryError):
+            return False
         address = copy.data_ptr()
         if (address - self.address) % ALIGNMENT_BYTES:
             return False
-        self.placement, self.address = Resident(copy), address
+        self.address, self.placement = address, Resident(copy)
         return True
+
+    def is_copy_of(self, storage: torch.UntypedStorage) -> bool:
+        """Whether the bytes are in memory that :meth:`set_apart` took, and not in ``storage``."""
+        alias = self.placement.alias
+        return alias is not None and storage_identity(alias.untyped_storage()) != storage_identity(
+            storage
+        )
 
     def take_fingerprint(self, device: Device | None) -> None:
         """Note what its bytes are, which leave now, so that a later save can be compared with them."""
@@ -314,7 +329,7 @@ class Block:
     def has_in_place(self, storage: torch.UntypedStorage) -> bool:
         """Whether another storage of the CPU has the bytes of this block, which is in place."""
         alias = self.placement.alias
-        if alias is None or count_dispatch_modes() > 0:
+        if alias is None or count_dispatch_modes() > 0 or storage.nbytes() != self.nbytes:
             return False
         return same_bytes(alias.untyped_storage(), storage)
 

@@ -124,6 +124,8 @@ class Evictor:
                 resident.queue.appendleft(block)
                 if not newest.cleanup.resident_bytes or not self._send(newest, thread_state):
                     return
+                if newest.cleanup.resident_bytes:
+                    return  # it stays, as memory that was resized does
             elif not self._send(block, thread_state):
                 self.health.deferred.append(block)  # a smaller one may find room
         if resident.short_bytes:
@@ -148,19 +150,18 @@ class Evictor:
             return True
         if block.has_moved:
             return True  # stays in place, wherever that is now: what was resized once may be again
-        is_small = segments is not None and nbytes < _segments.SMALL_BYTES
-        if isinstance(block.storage_version, PartedStorage) and not is_small:
-            if not block.set_apart():
-                return True
-        if block.saves != block.expected:
-            block.take_fingerprint(memory.device if memory is not None else None)
+        inflight, is_gathered = self.inflight, nbytes < _segments.SMALL_BYTES
         try:
-            if segments is not None and is_small:
-                segments.gather(block, thread_state)
-            else:
-                inflight = self.inflight
+            if segments is None or not is_gathered:
                 if inflight.nbytes + nbytes > inflight.window_bytes:
                     inflight.make_room(nbytes, thread_state)
+                if isinstance(block.storage_version, PartedStorage) and not block.set_apart():
+                    return False
+            if block.saves != block.expected:
+                block.take_fingerprint(memory.device if memory is not None else None)
+            if segments is not None and is_gathered:
+                segments.gather(block, thread_state)
+            else:
                 self._begin_write(block, tier, thread_state)
         except StashFullError as error:
             self.health.full(error, nbytes)
