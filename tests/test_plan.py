@@ -1437,3 +1437,14 @@ def test_other_budgets_are_planned_from_the_same_step(memory, tmp_path):
         Plan.load(path).at("1GiB")
     with pytest.raises(UsageError, match="no trace"):
         Plan.from_trace({"format": 1}, "1GiB")
+
+
+def test_a_step_is_tried_only_where_one_operation_more_keeps_the_budget():
+    """What came between two looks may come between any two."""
+    held, growth = [90], 8
+    guard = MemoryGuard(SimpleNamespace(now=lambda: held[0]), 98, 100, lambda: None)
+    guard.plan_for(30)
+    guard._sampled_growth = growth
+    for held[0], is_tried in ((93, False), (92, True)):
+        assert guard.must_free_at_start(always=False, may_try=True) != is_tried
+        assert guard.is_trying == is_tried

@@ -72,15 +72,18 @@ class MemoryGuard:
         it used none of it again; or ``always``.
 
         To take that memory again takes time, and most steps use again what is free. So one step is tried
-        (``may_try``: this one may be it): in it nothing is given back until a look finds more than ``most``, or
-        so much that backward's largest growth between two looks could exceed the budget. Then none begins so
-        from now on; else :meth:`end_trial` is told what it held.
+        (``may_try``: this one may be it), which begins with so little that the largest growth between two looks
+        keeps the budget: in it nothing is given back until a look finds more than ``most``, or so much that
+        this growth could exceed the budget. Then none begins so from now on; else :meth:`end_trial` is told
+        what it held.
         """
         self.is_trying = self.keeps_free = self._is_due = False
         held = self._start_bytes = self._meter.now()  # which is of no step
         if always or held <= self._most_at_start:
             return always
-        self.is_trying = may_try and self._most_kept_free is None and held <= self.most
+        growth = max(self._growth, self._sampled_growth)
+        is_safe = held <= self.most and held + growth <= self.most + self._margin
+        self.is_trying = may_try and self._most_kept_free is None and is_safe
         self._is_due = self.is_trying
         self.keeps_free = self.is_trying or held <= (self._most_kept_free or 0)
         return not self.keeps_free
