@@ -215,7 +215,10 @@ def names_of_torch() -> set[str]:
     return {name for holder in holders for name in dir(holder) if is_private(name)}
 
 
-PYTHON_S = {"_is_owned"}  # of threading.RLock, as threading.Condition asks it
+PYTHON_S = {
+    "_is_owned",  # of threading.RLock, as threading.Condition asks it
+    "_Py_HashBytes",  # of the interpreter, public from Python 3.14 as Py_HashBuffer
+}
 
 
 def is_private(name: str) -> bool:

@@ -293,15 +293,16 @@ class Admission:
     ) -> Entry:
         stream = tiers.device.used(tensor) if tiers.device is not None else None
         nbytes, offset = storage.nbytes(), int(tensor.storage_offset())
-        source = self._identify(tensor, storage, offset)
-        parted = self._parted_storage(tensor, storage, source, tiers, choice)
+        # A rare "no" to whether the tensor needs all of its storage costs time, if it is wrong.
+        needs_all = tensor.nbytes == nbytes and tensor.is_contiguous()
+        source, parted = self._identify(tensor, storage, offset), None
+        if not needs_all:
+            parted = self._parted_storage(tensor, storage, source, tiers, choice)
         storage_version = source if parted is None else parted
         known = storage_version.block
         block = known() if known is not None else None
         if block is not None and block.rounds is not None and not _may_share(block, tensor, choice):
             block = None
-        # A rare "no" to whether the tensor needs all of its storage costs time, if it is wrong.
-        needs_all = tensor.nbytes == nbytes and tensor.is_contiguous()
         if parted is not None:
             parted.add(source, offset, tensor.nbytes)
         check: bool | Check = block is not None and block.placement.is_kept
@@ -483,10 +484,8 @@ class Admission:
         session.add(block, thread_state.apart)
         if gone is None:
             session.save_counts.begin(block, session.predictor.passes)
-            parted = block.storage_version
-            if isinstance(parted, PartedStorage) and not block.expected:
-                parted.is_new = True
-                block.expected = block.nbytes // tensor.nbytes
+            if not block.expected:
+                block.expected = block.storage_version.assumed_saves(tensor.nbytes)
         else:
             session.save_counts.instead(block, gone)
             self.moved_again_bytes += block.nbytes

@@ -532,12 +532,15 @@ class Stash:
             for each in session.device_tiers:
                 if each.evictor.inflight.writes:
                     each.evictor.inflight.complete(thread_state)
-            placement = block.placement
-            if entry.was_changed:
-                if entry.source is not block.storage_version:
-                    raise _lost(entry, entry.source.probe._version)
-                tiers.evictor.resident.lose(block)
-                placement = block.placement
+            placement, source = block.placement, entry.source
+            is_part = source is not block.storage_version
+            # As Entry.was_changed, with no call; where memory was let go, perhaps while it was copied.
+            if placement.alias is not None or placement.is_unordered or is_part:
+                if source.changed:
+                    if is_part:
+                        raise _lost(entry, source.probe._version)
+                    tiers.evictor.resident.lose(block)
+                    placement = block.placement
             if placement.lost_at is not None:
                 raise _lost(entry, placement.lost_at)
             session.predictor.use(block)

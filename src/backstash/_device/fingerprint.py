@@ -44,8 +44,8 @@ def _siphash() -> Callable[[int, int], int] | None:
     if not sys.hash_info.algorithm.startswith("siphash") or sys.hash_info.hash_bits != 64:
         return None
     try:
-        interpreter = ctypes.CDLL(None, handle=ctypes.pythonapi._handle)
-    except (TypeError, AttributeError, OSError):  # another system's, or another interpreter
+        interpreter = ctypes.CDLL(None)  # all that the process has loaded
+    except (TypeError, OSError):  # another system's
         return None
     for name in ("Py_HashBuffer", "_Py_HashBytes"):  # of Python 3.14, and of those before
         found = getattr(interpreter, name, None)

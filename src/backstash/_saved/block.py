@@ -52,6 +52,8 @@ class StorageVersion:
         "version",
     )
     __del__: Callable[[], None]
+    is_parted = False
+    """Whether it is of several tensors that have version counters of their own."""
 
     def __init__(self, tensor: Tensor, storage: torch.UntypedStorage) -> None:
         # What StorageWeakRef does, whose own __del__ is Python: see _runtime/reclaim.
@@ -76,6 +78,11 @@ class StorageVersion:
     def changed(self) -> bool:
         """Whether the storage was modified in place since it was saved, as far as autograd can know."""
         return self.probe._version != self.version
+
+    def assumed_saves(self, nbytes: int) -> int:
+        """How often a block of it is saved, of which nothing is known but that ``nbytes`` of it were; 0: nor is
+        that."""
+        return 0
 
     @property
     def is_held(self) -> bool:
@@ -107,6 +114,7 @@ class PartedStorage(StorageVersion):
     ``nn.LSTMCell`` on the CPU. It has no version itself: each entry asks that of its part."""
 
     __slots__ = ("_nbytes", "_saved", "is_new", "parts")
+    is_parted = True
 
     def __init__(self, tensor: Tensor, storage: torch.UntypedStorage) -> None:
         super().__init__(tensor, storage)
@@ -122,6 +130,11 @@ class PartedStorage(StorageVersion):
         if part not in self.parts:
             self.parts.append(part)
             self._saved[offset] = nbytes
+
+    def assumed_saves(self, nbytes: int) -> int:
+        """See :meth:`StorageVersion.assumed_saves`: once each part."""
+        self.is_new = True
+        return self._nbytes // nbytes
 
     @property
     def is_full(self) -> bool:

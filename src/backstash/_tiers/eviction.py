@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from .._saved.block import Block, BlockCleanup, PartedStorage
+from .._saved.block import Block, BlockCleanup
 from .._saved.thread_state import ThreadState
 from .._torch.engine import sequence_number
 from ..errors import StashFullError
@@ -144,8 +144,8 @@ class Evictor:
         tier, segments, nbytes = self._tier, self._segments, block.nbytes
         if tier is None or (not self.health.is_well and self.health.refuses(nbytes)):
             return False
-        memory = self.resident.memory
-        if block.storage_version.changed:
+        memory, source = self.resident.memory, block.storage_version
+        if source.probe._version != source.version and not source.is_parted:  # no call: see changed
             self.resident.lose(block)
             return True
         if block.has_moved:
@@ -155,7 +155,7 @@ class Evictor:
             if segments is None or not is_gathered:
                 if inflight.nbytes + nbytes > inflight.window_bytes:
                     inflight.make_room(nbytes, thread_state)
-                if isinstance(block.storage_version, PartedStorage) and not block.set_apart():
+                if source.is_parted and not block.set_apart():
                     return False
             if block.saves != block.expected:
                 block.take_fingerprint(memory.device if memory is not None else None)

@@ -21,7 +21,7 @@ from .._plan.trace import Option
 from .._runtime.critical_section import CriticalSection
 from .._runtime.reclaim import ReclaimQueue
 from .._runtime.trace import profiled
-from .._saved.block import Block, PartedStorage, StorageVersion
+from .._saved.block import Block, StorageVersion
 from .._saved.entry import Entry, recomputed_otherwise
 from .._saved.placement import Arrival, Derivation, Derived
 from .._torch.dispatch import count_dispatch_modes, without_dispatch, without_function_modes
@@ -285,8 +285,7 @@ class Packer:
             inner.entries = 1
             resident.hold(inner)
         # Of parts, another thread may have filled one since they were encoded: no later save shares them.
-        is_parted = isinstance(block.storage_version, PartedStorage)
-        if block.saves != block.expected and not is_parted:
+        if block.saves != block.expected and not block.storage_version.is_parted:
             block.take_fingerprint(self._device)
         # From here on the payload is what there is: counts and queues follow.
         block.placement = Derived(_Packing(codec, encoded.recipe, block.dtype, entry))

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._saved.block import Block, PartedStorage
+from .._saved.block import Block
 from .._saved.entry import Entry
 from .._saved.placement import Derivation, NotAtHandError
 from .._saved.view import ALIGNMENT_BYTES, StridedRegion, extent_bytes
@@ -76,7 +76,7 @@ class Replay:
     def reason_against(self, block: Block) -> str:
         """Why ``block``, which is complete and in place, cannot be recomputed; ``""``: it can."""
         source = block.storage_version
-        if block.origin is not source or isinstance(source, PartedStorage):
+        if block.origin is not source or source.is_parted:
             return "only a part of its storage was saved"
         for operand in self.operands:
             if type(operand) is not Entry:
