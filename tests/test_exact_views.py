@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from backstash import Action, Disk, Stash
 from backstash._saved.block import Block
 from backstash._torch.versions import same_counter
-from backstash.codecs import BFloat16
+from backstash.codecs import EXACT, BFloat16
 from backstash.errors import InplaceError, StashIOError, StashWarning
 from backstash.stores._file import UnnamedFile
 from backstash.testing import Failing, MemoryStore, TwinDevice, stash_on
@@ -384,26 +384,26 @@ def test_a_part_that_is_changed_before_its_storage_leaves_is_changed_alone():
     stash.close()
 
 
+def filled_late(stash):
+    """A gradient. Two parts go when the program lets go of them; the others are filled afterwards."""
+    x = leaf(16, 4 * 32)
+    with stash:
+        a, b, c, d = (x * 1).unsafe_chunk(4, 1)
+        loss = a.sigmoid_().square().sum() + b.sigmoid_().square().sum()
+        del a, b
+        for _ in range(4):  # saves at which the stash looks
+            loss = loss + (x * 2).square().sum()
+        loss = loss + c.tanh_().square().sum() + d.sigmoid_().square().sum()
+    loss.backward()
+    return x.grad
+
+
 @pytest.mark.parametrize("keep", [0, None])
 def test_parts_that_are_filled_after_their_storage_has_left(keep):
-    """The first two go when the program lets go of them; the others have yet to be what they are saved as."""
-
-    def run(stash):
-        x = leaf(16, 4 * 32)
-        with stash:
-            a, b, c, d = (x * 1).unsafe_chunk(4, 1)
-            loss = a.sigmoid_().square().sum() + b.sigmoid_().square().sum()
-            del a, b
-            for _ in range(4):  # saves at which the stash looks
-                loss = loss + (x * 2).square().sum()
-            loss = loss + c.tanh_().square().sum() + d.sigmoid_().square().sum()
-        loss.backward()
-        return x.grad
-
     for _ in range(2):
         stash = parts_stash(keep)
         for _ in range(3):
-            assert same_bits(run(stash), run(contextlib.nullcontext()))
+            assert same_bits(filled_late(stash), filled_late(contextlib.nullcontext()))
         stash.close()
 
 
@@ -434,21 +434,26 @@ def test_a_few_parts_of_many_are_copied():
 
 def test_parts_on_an_accelerator_are_copied():
     """One that is saved after the rest has left would be known to differ in backward only."""
-
-    def run(stash):
-        x = leaf(16, 4 * 32)
-        with stash:
-            a, b, c, d = (x * 1).unsafe_chunk(4, 1)
-            loss = a.sigmoid_().square().sum() + b.sigmoid_().square().sum()
-            del a, b
-            for _ in range(4):
-                loss = loss + (x * 2).square().sum()
-            loss = loss + c.tanh_().square().sum() + d.sigmoid_().square().sum()
-        loss.backward()
-        return x.grad
-
     stash = stash_on(TwinDevice(), host="1MiB", keep=0, min_bytes=1024)
-    assert same_bits(run(stash), run(contextlib.nullcontext()))
+    assert same_bits(filled_late(stash), filled_late(contextlib.nullcontext()))
+    stash.close()
+
+
+def test_a_packed_storage_of_parts_is_shared_by_no_later_save():
+    """Another thread may have filled a part after they were encoded, and before their bytes were noted."""
+    x = torch.zeros(16, 4 * 32, requires_grad=True)
+    stash = parts_stash(None)
+    with stash:
+        gates = [each.sigmoid_() for each in (x * 1).unsafe_chunk(4, 1)]
+        block = gates[0].grad_fn._raw_saved_result.data.block
+        block.dtype = x.dtype
+        stash._session.device_tiers[0].packer.pack(EXACT, block)
+        assert block.where == "packed" and block.fingerprint is None
+        loss = gates[0].square().sum()
+        assert loss.grad_fn.next_functions[0][0]._raw_saved_self.data.block is not block
+    (found,) = torch.autograd.grad(loss + sum(each.sum() for each in gates[1:]), x)
+    expected = torch.full((16, 4 * 32), 0.25)
+    assert same_bits(found, expected)
     stash.close()
 
 
