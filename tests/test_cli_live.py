@@ -5,7 +5,6 @@ import os
 import pty
 import re
 import select
-import subprocess
 import sys
 import textwrap
 import threading
@@ -17,6 +16,7 @@ import pytest
 from backstash.cli import _live
 from backstash.cli._live import live_parts, live_text
 from backstash.cli._status_line import StatusLine
+from children import child
 from long_tests import takes_long
 
 TRAIN = """
@@ -52,7 +52,7 @@ def on_terminal(
     ]
     ours, theirs = pty.openpty()
     environ = os.environ | {"TERM": "xterm-256color", "COLUMNS": str(columns)} | variables
-    with subprocess.Popen(
+    with child(
         command, cwd=tmp_path, env=environ, stdin=theirs, stdout=theirs, stderr=theirs
     ) as process:
         os.close(theirs)

@@ -17,6 +17,7 @@ import pytest
 from backstash.cli import main
 from backstash.cli._launch import interpreter_options
 from backstash.plan import Plan, PlannedClass, StepFigures
+from children import child
 from long_tests import mostly_long, takes_long
 
 # The import is for the plain runs: PyTorch's own first calls differ at times (_first_calls.py).
@@ -174,14 +175,13 @@ def test_keyboard_interrupt_from_outside_is_a_death_by_signal(tmp_path: Path) ->
     write(tmp_path / "script.py", "import time\nprint('ready', flush=True)\ntime.sleep(60)\n")
     run = ["-m", "backstash", "run", "--disk", str(tmp_path), "script.py"]
     for number in (signal.SIGINT, signal.SIGTERM):
-        with subprocess.Popen(
+        with child(
             [sys.executable, *run],
             cwd=tmp_path,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             text=True,
         ) as process:
-            assert process.stdout is not None
             assert process.stdout.readline() == "ready\n"
             process.send_signal(number)
             assert process.wait(30) == -number

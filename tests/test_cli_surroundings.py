@@ -14,6 +14,7 @@ import pytest
 
 from backstash.cli import main
 from backstash.cli._launch import interpreter_options
+from children import child
 from long_tests import mostly_long, takes_long
 from test_cli_run import TRAIN, start, under_stash, write
 
@@ -366,7 +367,7 @@ def test_a_reader_of_stderr_that_went_away(tmp_path: Path, first: str) -> None:
     )
     read, writing = os.pipe()
     command = [*RUN.split(), "--json", "run.json", "script.py"]
-    with subprocess.Popen(command, cwd=tmp_path, stderr=writing) as process:
+    with child(command, cwd=tmp_path, stderr=writing) as process:
         os.close(writing)
         os.close(read)
         (tmp_path / "gone").touch()
@@ -435,22 +436,20 @@ def terminated(directory: Path, script: str) -> tuple[int, str, dict[str, Any]]:
     """How a script under `backstash run` ends by SIGTERM, sent when it has printed a line."""
     write(directory / "script.py", script)
     command = [*RUN.split(), "--json", "run.json", "script.py"]
-    with subprocess.Popen(
-        command, cwd=directory, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdout is not None and process.stderr is not None
+    pipe = subprocess.PIPE
+    with child(command, cwd=directory, stdout=pipe, stderr=pipe, text=True) as process:
         process.stdout.readline()
         process.send_signal(signal.SIGTERM)
-        errors = process.stderr.read()
-        status = process.wait(60)
-    return status, errors, json.loads((directory / "run.json").read_text())
+        _, errors = process.communicate(timeout=60)
+    return process.returncode, errors, json.loads((directory / "run.json").read_text())
 
 
 FOR_EVER = """
 import os, signal, sys, threading, time
 import torch
 x = torch.ones(400, 400, requires_grad=True)
-x.exp().sin().sum().backward()
+for _ in range(5):  # of which the first start threads: one that starts may lose the signal, see _sigterm
+    x.exp().sin().sum().backward()
 assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 """
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from children import child
 from long_tests import takes_long
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -160,13 +161,13 @@ def test_resnet_finishes_only_with_a_stash(tmp_path: Path) -> None:
 
 def test_resnet_leaves_no_control_group_when_terminated(tmp_path: Path) -> None:
     command = [sys.executable, str(EXAMPLES / "resnet_on_cpu.py"), "--tiny"]
-    with subprocess.Popen(command, cwd=tmp_path, env=ENVIRON, stdout=subprocess.DEVNULL) as process:
+    with child(command, cwd=tmp_path, env=ENVIRON, stdout=subprocess.DEVNULL) as process:
         while not control_groups() and process.poll() is None:
             time.sleep(0.05)
         if not control_groups():
             pytest.skip("no control group can be made here")
         process.terminate()
-        assert process.wait() == 128 + signal.SIGTERM
+        assert process.wait(60) == 128 + signal.SIGTERM
     assert control_groups() == []
 
 

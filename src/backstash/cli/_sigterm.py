@@ -5,6 +5,10 @@ By default the signal ends a process at once. A handler of Python's own would be
 computed what it computes. So the handler is ``faulthandler``'s: written in C, it runs at once, writes to
 a pipe that a thread reads, and is none of those that Python shows. A handler that the script sets
 replaces it: then the end is the script's own.
+
+It writes nothing on a thread that Python does not know. The system gives the signal to such a one where the
+main thread is just starting a thread, which holds its signals back for some microseconds: it is lost then, and
+the next one is answered.
 """
 
 from __future__ import annotations
