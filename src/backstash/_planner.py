@@ -191,11 +191,7 @@ class Planner:
         if self._first_steps.mode == "left":
             self._meter.resume(self._meter.pause())  # a host that is ahead would tell its own time
         elif must_give_back and self._device is None:
-            # What is held now is of what came since backward, an evaluation perhaps, and no step's.
-            paused, before = self._meter.pause(), self._meter.now()
-            self._guard.let_go()
-            self._anew_bytes = max(0, before - self._meter.now())
-            self._meter.resume(paused)
+            self._give_back()
         seconds = self._meter.begin_step()
         self._guard.begin_step()
         record = recording.end_step(anew_bytes) if recording.is_on else None
@@ -231,6 +227,14 @@ class Planner:
             self._guard.is_trying = not recording.is_on  # else it is measured for something else
             if self._guard.is_trying:
                 recording.start()
+
+    def _give_back(self) -> None:
+        """Of a step that has just begun: what is held is of what came since the last backward, an evaluation
+        perhaps, and no step's."""
+        paused, before = self._meter.pause(), self._meter.now()
+        self._guard.let_go()
+        self._anew_bytes = max(0, before - self._meter.now())
+        self._meter.resume(paused)
 
     def _end_kept_free(self, ended: EndedStep) -> None:
         """A step has ended that gave nothing back as it began: see :meth:`MemoryGuard.must_free_at_start`."""
@@ -773,7 +777,9 @@ class Planner:
         plan = plan_of(self._budget, trace, solution, smallest, bias_bytes, stays)
         self._plan = _with(plan, device=self._device_name, windows=self._limits.given_windows)
         at_start = trace.moments[0].other_bytes if trace.moments else 0
-        self._guard.plan_for(solution.forecast.peak_bytes - at_start)
+        is_left = self._plan.state == "left alone"
+        grown_bytes = solution.forecast.peak_bytes - at_start
+        begins_with_too_much = self._guard.plan_for(grown_bytes, is_left=is_left)
         held = [
             block.nbytes
             for block, name in zip(trace.blocks, solution.choices, strict=True)
@@ -782,8 +788,10 @@ class Planner:
         self._bytes_at_start = at_start
         self._shape.follow(held, _saved_by(trace) - sum(held))
         self._most_other_bytes = max(self._most_other_bytes, _most_other(trace))
-        if self._plan.state == "left alone":
+        if is_left:
             self._guard.let_go()  # what moving needed
+        elif begins_with_too_much and self._device is None:
+            self._give_back()
         self._follow(self._plan)
         self._limits.planned_windows = (
             solution.windows.inflight_bytes,

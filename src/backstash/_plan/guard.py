@@ -53,19 +53,25 @@ class MemoryGuard:
         """Whether this step began with more than fits beside what it adds, and nothing was given back."""
         self.is_trying = False
         """Whether this step is the first of these."""
-        self._is_due = False  # the first release in a step that is tried waits for none before it
+        self._is_due = False  # the first release in a step that keeps what is free waits for none before it
         # In backward: used since the last look, and since memory was given back; what was held at the last
         # look; and the most that came between two.
         self._unlooked_bytes = self._used_bytes = self._held_before = self._growth = 0
         self._sampled_growth = 0  # the most that was sampled between two looks, beyond the first
         self._has_plan = False
 
-    def plan_for(self, grown_bytes: int) -> None:
-        """Steps hold from now on at most so many bytes more than at their beginning."""
+    def plan_for(self, grown_bytes: int, *, is_left: bool = False) -> bool:
+        """Steps hold from now on at most so many bytes more than at their beginning; ``is_left``: all stays in
+        place, so that what came between two looks where blocks moved tells nothing. Returns whether the step
+        that has just begun does so with too much: then free memory is to be given back."""
         self._has_plan = True
         self._most_at_start = self.most + self._margin - grown_bytes
         if self._most_kept_free:
             self._most_kept_free = None  # under the plan before
+        self.is_trying = self.keeps_free = self._is_due = False
+        if is_left:
+            self._growth = self._sampled_growth = 0
+        return self._meter.now() > self._most_at_start
 
     def must_free_at_start(self, *, always: bool, may_try: bool) -> bool:
         """Whether memory that is free is given back as a step begins: where the step would exceed the budget if
@@ -84,8 +90,7 @@ class MemoryGuard:
         growth = max(self._growth, self._sampled_growth)
         is_safe = held <= self.most and held + growth <= self.most + self._margin
         self.is_trying = may_try and self._most_kept_free is None and is_safe
-        self._is_due = self.is_trying
-        self.keeps_free = self.is_trying or held <= (self._most_kept_free or 0)
+        self.keeps_free = self._is_due = self.is_trying or held <= (self._most_kept_free or 0)
         return not self.keeps_free
 
     def end_trial(self, peak_bytes: int, *, is_alike: bool) -> None:
@@ -153,7 +158,7 @@ class MemoryGuard:
         """
         self._held_before = 0  # what came since then is no growth of a backward's
         held = self.held()
-        if self.is_trying and held + self._growth_now > self.most + self._margin and self.release():
+        if self.keeps_free and held + self._growth_now > self.most + self._margin and self.release():
             held = self.held()
         over = held - self._line
         if over > 0 and self.release():
@@ -166,8 +171,9 @@ class MemoryGuard:
     @property
     def _growth_now(self) -> int:
         """What may come between two looks. What operations take until they end is in what a plan was made
-        from, so that steps under one hold it: it counts before there is one, and in a step that is tried."""
-        counts = self.is_trying or not self._has_plan
+        from, so that steps under one hold it: it counts before there is one, and in a step that keeps what is
+        free."""
+        counts = self.keeps_free or not self._has_plan
         return max(self._growth, self._sampled_growth if counts else 0)
 
     def has_room(self, nbytes: int) -> bool:
@@ -199,7 +205,7 @@ class MemoryGuard:
 
     def release(self) -> bool:
         """Give free memory back to the system, unless that has taken more than a twentieth of the time so far;
-        the first time in a step that is tried, in any case. Returns whether it was done."""
+        the first time in a step that began with what is free, in any case. Returns whether it was done."""
         if self.is_trying:
             self.fail_trial()
         now = time.perf_counter()
