@@ -6,6 +6,7 @@ Bounds on a peak are not exact: which of the plans within a budget is taken depe
 import gc
 import itertools
 import json
+import math
 import mmap
 import threading
 import time
@@ -820,7 +821,7 @@ def test_what_an_operation_takes_until_it_ends_counts_before_there_is_a_plan():
     assert backward((50, 52), (61, 61)) == [61], "40 were sampled beyond 50"
     guard.plan_for(30 * MIB)
     assert backward((50, 52), (61, 61)) == []
-    guard.is_trying = True
+    guard.keeps_free = True
     assert backward((50, 52), (61, 61)) == [61], "what is free was not given back before this step"
 
 
@@ -1028,6 +1029,42 @@ def test_a_step_that_gives_memory_back_after_all_is_the_last_one_tried(guarded, 
     guard._growth = before * MIB
     assert run(75, *levels) == (False, True, True)
     assert run(75, 85) == (True, False, False)
+
+
+def test_growth_where_blocks_moved_keeps_no_step_from_being_tried_where_all_stays(guarded):
+    guard, run = guarded
+    guard._growth = guard._sampled_growth = 30 * MIB
+    guard.plan_for(30 * MIB)
+    assert run(75, 95) == (True, False, False), "with 30 more it would exceed 100"
+    guard.plan_for(30 * MIB, is_left=True)
+    assert run(75, 95) == (False, True, False)
+
+
+def test_a_step_that_keeps_what_is_free_gives_it_back_as_soon_as_it_must(guarded):
+    """However little time has passed since that was done: it is the first time in this step."""
+    guard, run = guarded
+    assert run(75, 90) == (False, True, False)
+    assert run(75, 90) == (False, False, False) and guard.keeps_free
+    guard._meter.now = lambda: 75 * MIB
+    assert not guard.must_free_at_start(always=False, may_try=True)
+    guard._release_after = math.inf
+    assert guard.release() and not guard.release()
+
+
+def test_the_first_step_under_a_plan_gives_back_what_is_free(memory, tmp_path):
+    """It begins before the plan is followed, with what the steps before it have left."""
+    free, given_back = [0], []
+    memory.other = lambda: OTHER + free[0]
+    budget = OTHER + SAVED // 2 + 8 * MIB
+    stash = memory(budget=budget, disk=tmp_path, inflight="1MiB", prefetch="1MiB")
+    net, planner = model(), stash._planner
+    while stash.plan.state == "measuring":
+        step(net, stash)
+        free[0] = 12 * MIB  # after the step: what backward has freed
+        planner._guard.let_go = lambda: (given_back.append(planner._steps), free.__setitem__(0, 0))
+    assert stash.plan.state == "planned" and given_back[-1] == planner._steps
+    assert memory.peaks[0] <= budget
+    stash.close()
 
 
 def test_an_accelerators_guard_tries_none():

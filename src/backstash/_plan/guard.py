@@ -53,7 +53,9 @@ class MemoryGuard:
         """Whether this step began with more than fits beside what it adds, and nothing was given back."""
         self.is_trying = False
         """Whether this step is the first of these."""
-        self._is_due = False  # the first release in a step that keeps what is free waits for none before it
+        self._is_due = (
+            False  # the first release in a step that keeps what is free waits for none before it
+        )
         # In backward: used since the last look, and since memory was given back; what was held at the last
         # look; and the most that came between two.
         self._unlooked_bytes = self._used_bytes = self._held_before = self._growth = 0
@@ -158,7 +160,11 @@ class MemoryGuard:
         """
         self._held_before = 0  # what came since then is no growth of a backward's
         held = self.held()
-        if self.keeps_free and held + self._growth_now > self.most + self._margin and self.release():
+        if (
+            self.keeps_free
+            and held + self._growth_now > self.most + self._margin
+            and self.release()
+        ):
             held = self.held()
         over = held - self._line
         if over > 0 and self.release():
