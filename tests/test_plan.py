@@ -1059,10 +1059,11 @@ def test_the_first_step_under_a_plan_gives_back_what_is_free(memory, tmp_path):
     stash = memory(budget=budget, disk=tmp_path, inflight="1MiB", prefetch="1MiB")
     net, planner = model(), stash._planner
     while stash.plan.state == "measuring":
+        free[0] = 12 * MIB  # what the backward before has freed
+        given_back.clear()
+        planner._guard.let_go = lambda: (given_back.append(planner._asked), free.__setitem__(0, 0))
         step(net, stash)
-        free[0] = 12 * MIB  # after the step: what backward has freed
-        planner._guard.let_go = lambda: (given_back.append(planner._steps), free.__setitem__(0, 0))
-    assert stash.plan.state == "planned" and given_back[-1] == planner._steps
+    assert stash.plan.state == "planned" and given_back == [0], "before its first block"
     assert memory.peaks[0] <= budget
     stash.close()
 
