@@ -143,6 +143,26 @@ def test_a_budget_that_cannot_be_kept_is_said_before_the_second_step(memory, tmp
     stash.close()
 
 
+def test_without_a_disk_it_is_said_then_where_no_choice_could_keep_it(memory):
+    """What can be done without is known after the second step, which names the smallest budget."""
+    stash = memory(budget=OTHER // 2)
+    net = model()
+    step(net, stash)
+    with pytest.warns(
+        StashWarning, match=r"cannot be kept: beside the tensors .* 100 MiB; the second"
+    ):
+        step(net, stash)
+    with pytest.warns(StashWarning, match="the smallest that this step can keep is"):
+        step(net, stash)
+    stash.close()
+    stash = memory(budget=OTHER + MIB)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(2):
+            step(net, stash)
+    stash.close()
+
+
 def test_a_plan_is_followed_from_a_file(memory, tmp_path):
     budget = OTHER + SAVED // 2 + 3 * MIB
     stash = memory(budget=budget, disk=tmp_path, inflight="2MiB", prefetch="2MiB")
@@ -1013,11 +1033,13 @@ def test_one_step_is_tried_that_keeps_what_is_free(guarded):
     assert run(75, 95) == (False, True, False), "the last one told nothing"
     assert run(75, 98) == (False, False, False), "it used again what was free"
     assert run(78, 98) == (False, False, False), "it leaves as much below 98 as the tried one did"
-    assert run(79, 95) == (True, False, False), "it does not"
-    assert run(75, 99) == (False, False, True)
+    assert run(79, 95, may_try=False) == (True, False, False), "it does not"
+    assert run(79, 95) == (False, True, False), "so it is tried"
+    assert run(82, 98) == (False, False, False)
     guard.plan_for(28 * MIB)
     assert run(75, 95) == (False, True, False), "under another plan"
-    guard.fail_trial()
+    assert run(75, 99) == (False, False, True)
+    assert run(75, 95) == (True, False, False), "it had to give memory back"
     guard.plan_for(28 * MIB)
     assert run(75, 95) == (True, False, False), "nor under any other plan"
 
@@ -1037,7 +1059,14 @@ def test_growth_where_blocks_moved_keeps_no_step_from_being_tried_where_all_stay
     guard.plan_for(30 * MIB)
     assert run(75, 95) == (True, False, False), "with 30 more it would exceed 100"
     guard.plan_for(30 * MIB, is_left=True)
+    assert guard._growth_now == 30 * MIB, "in steps that give back what is free"
     assert run(75, 95) == (False, True, False)
+    assert guard._growth_now == 0
+    guard.begin_step()
+    for held in (60, 66):
+        guard._meter.now = lambda held=held: held * MIB
+        guard.tell_used(2 * MIB)
+    assert guard._growth_now == 6 * MIB
 
 
 def test_a_step_that_keeps_what_is_free_gives_it_back_as_soon_as_it_must(guarded):
@@ -1049,6 +1078,7 @@ def test_a_step_that_keeps_what_is_free_gives_it_back_as_soon_as_it_must(guarded
     assert not guard.must_free_at_start(always=False, may_try=True)
     guard._release_after = math.inf
     assert guard.release() and not guard.release()
+    assert guard.must_free_at_start(always=False, may_try=True), "none begins so from now on"
 
 
 def test_the_first_step_under_a_plan_gives_back_what_is_free(memory, tmp_path):

@@ -311,7 +311,7 @@ class Planner:
             self._plan_for_first_steps()
             solving.wait()
         if solving.found is not None:
-            self._adopt()
+            self._adopt(begins_step=False)
             self._recording.stop()
 
     def _traced(self, record: StepRecord, links: Links, costs: Costs = _FREE) -> Trace:
@@ -389,10 +389,15 @@ class Planner:
             inflight, prefetch = self._limits.windows
             self._limits.set_windows((min(inflight, most), min(prefetch, most)))
             self._look_whether_it_fits(first_trace)
+        elif (other := _most_other(first_trace)) > self._budget:
+            self._tell(
+                f"{self._named} cannot be kept: beside the tensors that are saved for backward this step holds "
+                f"{format_bytes(other)}; the second step tells which budget is the smallest that can be kept"
+            )
 
     def _look_whether_it_fits(self, trace: Trace) -> None:
-        """After the first step, where everything can move; else after the second, which tells what else can be
-        done."""
+        """After the first step, where everything can move; else after the second, which tells what can be
+        recomputed and packed."""
         smallest = smallest_budget(
             trace, allowed=self._allowed(), windows=self._limits.given_windows
         )
@@ -770,7 +775,7 @@ class Planner:
         """Have a plan made that leaves ``spare_bytes`` of the target, if there is one that does."""
         self._solving.begin(trace, self._target(), allowed=self._allowed(), spare_bytes=spare_bytes)
 
-    def _adopt(self) -> None:
+    def _adopt(self, *, begins_step: bool = True) -> None:
         trace, solution, smallest = self._solving.take()
         stays = self.regions.all_stays if self.regions is not None else {}
         bias_bytes = self._corrections.bias_bytes
@@ -779,7 +784,7 @@ class Planner:
         at_start = trace.moments[0].other_bytes if trace.moments else 0
         is_left = self._plan.state == "left alone"
         grown_bytes = solution.forecast.peak_bytes - at_start
-        begins_with_too_much = self._guard.plan_for(grown_bytes, is_left=is_left)
+        holds_too_much = self._guard.plan_for(grown_bytes, is_left=is_left)
         held = [
             block.nbytes
             for block, name in zip(trace.blocks, solution.choices, strict=True)
@@ -788,10 +793,6 @@ class Planner:
         self._bytes_at_start = at_start
         self._shape.follow(held, _saved_by(trace) - sum(held))
         self._most_other_bytes = max(self._most_other_bytes, _most_other(trace))
-        if is_left:
-            self._guard.let_go()  # what moving needed
-        elif begins_with_too_much and self._device is None:
-            self._give_back()
         self._follow(self._plan)
         self._limits.planned_windows = (
             solution.windows.inflight_bytes,
@@ -806,6 +807,10 @@ class Planner:
         self._corrections.begin()
         if not self._first_steps.learns:
             self._first_steps.forget()
+        if begins_step and is_left:
+            self._guard.let_go()  # what moving needed
+        elif begins_step and holds_too_much and self._device is None:
+            self._give_back()
         self._recording.start()
 
     def _apply_loaded(self) -> None:

@@ -60,19 +60,20 @@ class MemoryGuard:
         # look; and the most that came between two.
         self._unlooked_bytes = self._used_bytes = self._held_before = self._growth = 0
         self._sampled_growth = 0  # the most that was sampled between two looks, beyond the first
+        # Of both, the most since all is left in place; None: it is not.
+        self._left_growth: int | None = None
         self._has_plan = False
 
     def plan_for(self, grown_bytes: int, *, is_left: bool = False) -> bool:
         """Steps hold from now on at most so many bytes more than at their beginning; ``is_left``: all stays in
-        place, so that what came between two looks where blocks moved tells nothing. Returns whether the step
-        that has just begun does so with too much: then free memory is to be given back."""
+        place, so that for steps which keep what is free it does not count what came between two looks where
+        blocks moved. Returns whether more is held now than leaves room for such a step."""
         self._has_plan = True
         self._most_at_start = self.most + self._margin - grown_bytes
         if self._most_kept_free:
             self._most_kept_free = None  # under the plan before
         self.is_trying = self.keeps_free = self._is_due = False
-        if is_left:
-            self._growth = self._sampled_growth = 0
+        self._left_growth = 0 if is_left else None
         return self._meter.now() > self._most_at_start
 
     def must_free_at_start(self, *, always: bool, may_try: bool) -> bool:
@@ -83,16 +84,20 @@ class MemoryGuard:
         (``may_try``: this one may be it), which begins with so little that the largest growth between two looks
         keeps the budget: in it nothing is given back until a look finds more than ``most``, or so much that
         this growth could exceed the budget. Then none begins so from now on; else :meth:`end_trial` is told
-        what it held.
+        what it held, and later ones begin so until one has to give memory back. One that begins with more than
+        is known to keep ``most`` is tried, too.
         """
         self.is_trying = self.keeps_free = self._is_due = False
         held = self._start_bytes = self._meter.now()  # which is of no step
         if always or held <= self._most_at_start:
             return always
-        growth = max(self._growth, self._sampled_growth)
+        growth = self._left_growth
+        if growth is None:
+            growth = max(self._growth, self._sampled_growth)
         is_safe = held <= self.most and held + growth <= self.most + self._margin
-        self.is_trying = may_try and self._most_kept_free is None and is_safe
-        self.keeps_free = self._is_due = self.is_trying or held <= (self._most_kept_free or 0)
+        known = self._most_kept_free
+        self.is_trying = may_try and is_safe and (known is None or 0 < known < held)
+        self.keeps_free = self._is_due = self.is_trying or held <= (known or 0)
         return not self.keeps_free
 
     def end_trial(self, peak_bytes: int, *, is_alike: bool) -> None:
@@ -101,7 +106,7 @@ class MemoryGuard:
         If the step had another shape than the planned one (``is_alike``), only an excess counts."""
         if peak_bytes > self.most:
             self.fail_trial()
-        elif is_alike and self._most_kept_free is None:
+        elif is_alike and self._most_kept_free != 0:
             self._most_kept_free = self._start_bytes + self.most - peak_bytes
 
     def fail_trial(self) -> None:
@@ -179,6 +184,8 @@ class MemoryGuard:
         """What may come between two looks. What operations take until they end is in what a plan was made
         from, so that steps under one hold it: it counts before there is one, and in a step that keeps what is
         free."""
+        if self.keeps_free and self._left_growth is not None:
+            return self._left_growth
         counts = self.keeps_free or not self._has_plan
         return max(self._growth, self._sampled_growth if counts else 0)
 
@@ -202,8 +209,11 @@ class MemoryGuard:
         self._unlooked_bytes, held = 0, self.held()
         sampled = self._meter.take_highest()  # an operation may hold more until it ends
         if self._held_before:
-            self._growth = max(self._growth, held - self._held_before)
-            self._sampled_growth = max(self._sampled_growth, sampled - self._held_before)
+            growth, sampled_growth = held - self._held_before, sampled - self._held_before
+            self._growth = max(self._growth, growth)
+            self._sampled_growth = max(self._sampled_growth, sampled_growth)
+            if self._left_growth is not None:
+                self._left_growth = max(self._left_growth, growth, sampled_growth)
         self._held_before = held
         is_near = held + self._growth_now > self._most_now + self._margin
         if is_near and self._used_bytes > self.most // _USED_PART and self.release():
@@ -212,7 +222,7 @@ class MemoryGuard:
     def release(self) -> bool:
         """Give free memory back to the system, unless that has taken more than a twentieth of the time so far;
         the first time in a step that began with what is free, in any case. Returns whether it was done."""
-        if self.is_trying:
+        if self.keeps_free:
             self.fail_trial()
         now = time.perf_counter()
         if now < self._release_after and not self._is_due:
