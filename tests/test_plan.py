@@ -163,6 +163,39 @@ def test_without_a_disk_it_is_said_then_where_no_choice_could_keep_it(memory):
     stash.close()
 
 
+def test_of_several_graphs_the_one_that_is_needed_last_moves(memory, tmp_path):
+    """Of a pipeline's stage under 1F1B three microbatches are in flight, and there is room for two. Where the
+    oldest go, each that comes third makes one move: three in all."""
+    budget = OTHER + 13 * MIB  # of which 98% are used, and 2 MiB are for the windows
+    stash = memory(budget=budget, disk=tmp_path, inflight="1MiB", prefetch="1MiB")
+    net = nn.Sequential(*(Erf() for _ in range(4)))
+
+    def run(stash):
+        graphs, given, written = [], [], stash.stats().written_bytes
+        for turn in "FFFBFBFBBB":
+            if turn == "F":
+                seeded = torch.Generator().manual_seed(len(given))
+                given.append(torch.randn(512, 512, generator=seeded, requires_grad=True))
+                with stash:
+                    graphs.append(net(given[-1] * 2).sum())
+            else:
+                graphs.pop(0).backward()
+        return [each.grad for each in given], stash.stats().written_bytes - written
+
+    true, _ = run(Stash())
+    for _ in range(12):
+        memory.peaks[0] = 0
+        found, written = run(stash)
+        assert are_same(found, true)
+        _ = stash.plan
+    assert stash.plan.state == "planned" and memory.peaks[0] <= budget
+    assert written <= 6 * MIB, "one microbatch saves 4, and three move where the oldest go"
+    keeping = memory(keep="8MiB", disk=tmp_path, inflight="1MiB", prefetch="1MiB")
+    assert run(keeping)[1] > 10 * MIB
+    stash.close()
+    keeping.close()
+
+
 def test_a_plan_is_followed_from_a_file(memory, tmp_path):
     budget = OTHER + SAVED // 2 + 3 * MIB
     stash = memory(budget=budget, disk=tmp_path, inflight="2MiB", prefetch="2MiB")
