@@ -229,8 +229,8 @@ class Planner:
                 recording.start()
 
     def _give_back(self) -> None:
-        """Of a step that has just begun: what is held is of what came since the last backward, an evaluation
-        perhaps, and no step's."""
+        """Have free memory given back as a step begins. What is held then is of what came since the last backward,
+        an evaluation perhaps, and of no step."""
         paused, before = self._meter.pause(), self._meter.now()
         self._guard.let_go()
         self._anew_bytes = max(0, before - self._meter.now())

@@ -53,9 +53,8 @@ class MemoryGuard:
         """Whether this step began with more than fits beside what it adds, and nothing was given back."""
         self.is_trying = False
         """Whether this step is the first of these."""
-        self._is_due = (
-            False  # the first release in a step that keeps what is free waits for none before it
-        )
+        # The first release in a step that keeps what is free waits for none before it.
+        self._is_due = False
         # In backward: used since the last look, and since memory was given back; what was held at the last
         # look; and the most that came between two.
         self._unlooked_bytes = self._used_bytes = self._held_before = self._growth = 0
@@ -65,9 +64,16 @@ class MemoryGuard:
         self._has_plan = False
 
     def plan_for(self, grown_bytes: int, *, is_left: bool = False) -> bool:
-        """Steps hold from now on at most so many bytes more than at their beginning; ``is_left``: all stays in
-        place, so that for steps which keep what is free it does not count what came between two looks where
-        blocks moved. Returns whether more is held now than leaves room for such a step."""
+        """Steps hold from now on at most so many bytes more than at their beginning.
+
+        Args:
+            grown_bytes: these.
+            is_left: all stays in place. Then growth that was seen while blocks moved keeps no step from
+                beginning with what is free.
+
+        Returns:
+            Whether more is held now than a step may begin with.
+        """
         self._has_plan = True
         self._most_at_start = self.most + self._margin - grown_bytes
         if self._most_kept_free:

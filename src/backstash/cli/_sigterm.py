@@ -6,9 +6,8 @@ computed what it computes. So the handler is ``faulthandler``'s: written in C, i
 a pipe that a thread reads, and is none of those that Python shows. A handler that the script sets
 replaces it: then the end is the script's own.
 
-It writes nothing on a thread that Python does not know. The system gives the signal to such a one where the
-main thread is just starting a thread, which holds its signals back for some microseconds: it is lost then, and
-the next one is answered.
+It writes nothing on a thread that Python does not know yet. While the main thread starts another it holds its
+signals back, and the system may give the signal to that one: then it is lost, and the next one is answered.
 """
 
 from __future__ import annotations
