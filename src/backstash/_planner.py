@@ -229,8 +229,10 @@ class Planner:
                 recording.start()
 
     def _give_back(self) -> None:
-        """Have free memory given back as a step begins. What is held then is of what came since the last backward,
-        an evaluation perhaps, and of no step."""
+        """Have free memory given back as a step begins.
+
+        What is held then is of what came since the last backward, an evaluation perhaps, and of no step.
+        """
         paused, before = self._meter.pause(), self._meter.now()
         self._guard.let_go()
         self._anew_bytes = max(0, before - self._meter.now())
