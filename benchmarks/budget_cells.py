@@ -62,7 +62,7 @@ SETTLED = (
     40  # steps at most until a plan is followed and measured, and made again where it was corrected
 )
 UNCHANGED = 4  # steps that it is followed then
-TIMED = 4
+TIMED = 7
 PROBED = 36
 PLANNED = ("budget", "regions")  # for the second all blocks are given to Stash.recompute
 
@@ -415,7 +415,7 @@ def predictions(name: str, tiny: bool, kind: str, disk: str, on: str = "cpu") ->
     # The probe after a step is a part of it to the stash. While memory is sampled it takes longer.
     probes: dict[str, list[float]] = {"left alone": [], "planned": []}
     moved_bytes = 0
-    for _ in range(14):
+    for _ in range(20):
         step(stash)
         assert stash.plan is not None
         if stash.plan.trace is not None:

@@ -161,6 +161,10 @@ class Planned:
         """See :meth:`pause`; the seconds in between, 0 where no step is recorded."""
         return self._planner.resume(paused) if paused is not None else 0.0
 
+    def end_trial(self, paused: Any) -> float:
+        """A second run that was to be compared has ended: as :meth:`resume`."""
+        return self._planner.end_trial(paused) if paused is not None else 0.0
+
     def was_alike(self, nbytes: int) -> None:
         """It was run again, and gave the same; so many bytes were noted."""
         if nbytes and self._told_seconds:

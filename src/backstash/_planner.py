@@ -24,7 +24,7 @@ from __future__ import annotations
 import sys
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -40,8 +40,9 @@ from ._plan.recorder import Costs, StepRecord, links_of, trace_of
 from ._plan.recording import StepRecording
 from ._plan.regions import AGAIN, ONCE, TRACED, Forward, Regions, name_of
 from ._plan.shape import EndedStep, StepShape
+from ._plan.simulate import Windows
 from ._plan.solve import smallest_budget
-from ._plan.solving import Solving, left_alone
+from ._plan.solving import Kept, Solving, left_alone
 from ._plan.table import REGION
 from ._plan.trace import Links, Option, Trace
 from ._runtime.trace import EventLog
@@ -252,7 +253,7 @@ class Planner:
 
     def _measure(self, record: StepRecord | None, seconds: float, asked_bytes: int) -> None:
         first, solving = self._first_steps, self._solving
-        first.add(record, seconds, asked_bytes)
+        first.add(record, seconds, asked_bytes, self._meter.sampled_peak_bytes())
         made = len(first.records)
         if made == 0:
             if self._steps == 1:
@@ -262,7 +263,7 @@ class Planner:
             self._shape.begin_plan(asked_bytes)
             self._look_at_first()
         elif (mode := first.next_mode(self._spare_bytes)) is not None:
-            if record is not None or mode == "left":
+            if record is not None or mode in ("left", "sampled"):
                 self._begin_mode(mode)
         elif not solving.is_running and solving.found is None and not solving.has_failed:
             self._plan_for_first_steps()
@@ -277,10 +278,12 @@ class Planner:
             self._guard.raise_to(last.peak_bytes + spare)
         if first.may_exceed:
             self._limits.set_windows((_LEAST_WINDOW_BYTES, _LEAST_WINDOW_BYTES))
-        if mode == "left":
-            self._recording.stop()
-        elif mode == "all":
+        if mode == "all":
             return
+        if mode in ("left", "sampled"):
+            self._recording.stop()
+        if mode == "sampled":
+            self._meter.start()
         if first.may_exceed:
             self._limits.set_resident(spare)
             return
@@ -297,11 +300,25 @@ class Planner:
         self._links, self._costs = first.costs()
         self._shape.begin_plan(first.told_bytes(first.largest))
         trace, differs = self._traced(first.largest, self._links, self._costs), 0
+        if first.left_peak_bytes:
+            plain = left_alone(trace)[1].forecast
+            more = max(0, first.left_peak_bytes - plain.peak_bytes)
+            trace = trace.keeping(1 + more / max(1, plain.resident_peak_bytes))
         if not first.learns:  # where some steps may hold more
             for pair in first.alike():
                 held = [_most_other(self._traced(each, self._links, self._costs)) for each in pair]
                 differs = abs(held[0] - held[1])  # as they will again
+            if self._tier is not None and first.largest_moved_all:
+                tier = self._tier
+                everything = [tier if tier in each.options else "keep" for each in trace.blocks]
+                windows = Windows(*self._limits.windows)
+                self._keep_if_it_fits(everything, windows, first.largest.peak_bytes)
         self._solve(trace, differs)
+
+    def _keep_if_it_fits(self, choices: Sequence[str], windows: Windows, peak_bytes: int) -> None:
+        """Steps with these choices were measured: if they kept the budget, no correction rules them out."""
+        if peak_bytes <= usable_bytes(self._budget):
+            self._solving.keep(Kept(tuple(choices), windows, peak_bytes))
 
     def conclude(self) -> None:
         """No more steps will come: plan for what was measured, if that is enough."""
@@ -367,6 +384,7 @@ class Planner:
         self._shape.stop_waiting()
         self._shape.begin_plan(asked_bytes)
         self._corrections.begin_larger()
+        self._solving.forget_kept()
         self._solve(trace)
 
     def _look_at_first(self) -> None:
@@ -517,14 +535,11 @@ class Planner:
         if not is_left and self._corrections.leave_all(moved, usable, left[2]):
             self._solving.found = left
             return
-        saved = _saved_by(trace)
-        is_other = self._corrections.correct(
-            predicted.peak_bytes,
-            self._budget,
-            saved,
-            is_left=is_left,
-            can_hold_less=solution.fits,
-        )
+        if measured[0] > self._budget:
+            self._solving.give_up(solution.choices)
+        elif not is_left:
+            self._keep_if_it_fits(solution.choices, solution.windows, measured[0])
+        is_other = self._corrections.correct(self._budget, can_hold_less=solution.fits)
         links = self._corrections.other_links(trace.links)
         if is_other or links is not trace.links:
             self._links = links
@@ -585,7 +600,7 @@ class Planner:
             return False
         if self._refused:
             return False
-        if self._first_steps.mode == "left":
+        if self._first_steps.mode in ("left", "sampled"):
             return True
         if self._plan.state == "loaded" and self._choices is not None:
             if not self._choices.matched:  # else it would not be known whether it is this model's
@@ -710,6 +725,16 @@ class Planner:
         """What a region was tried by since :meth:`pause` is no part of the step. Returns its seconds."""
         return self._meter.resume(paused)
 
+    def end_trial(self, paused: Any) -> float:
+        """As :meth:`resume`, of a forward that ran twice: the memory that its second run took is given back, or
+        it would be taken for the step's own."""
+        seconds = self._meter.resume(paused)
+        if self._device is None:
+            paused = self._meter.pause()
+            self._guard.let_go()
+            self._meter.resume(paused)
+        return seconds
+
     def may_try(self, name: str) -> bool:
         """Whether a forward of this name may run twice now, to be compared: when it is known that not
         everything fits, and where there is room for what it saves."""
@@ -775,7 +800,13 @@ class Planner:
 
     def _solve(self, trace: Trace, spare_bytes: int = 0) -> None:
         """Have a plan made that leaves ``spare_bytes`` of the target, if there is one that does."""
-        self._solving.begin(trace, self._target(), allowed=self._allowed(), spare_bytes=spare_bytes)
+        self._solving.begin(
+            trace,
+            self._target(),
+            allowed=self._allowed(),
+            spare_bytes=spare_bytes,
+            bias_bytes=self._corrections.bias_bytes,
+        )
 
     def _adopt(self, *, begins_step: bool = True) -> None:
         trace, solution, smallest = self._solving.take()
@@ -806,7 +837,9 @@ class Planner:
         self._limits.set_resident(self._limits.resident)
         windows = sum(self._limits.windows)
         self._limits.unplanned = max(0, self._target() - self._most_other_bytes - windows)
-        self._corrections.begin()
+        predicted = self._plan.predicted
+        assert predicted is not None
+        self._corrections.follow(predicted.peak_bytes, _saved_by(trace), is_left=is_left)
         if not self._first_steps.learns:
             self._first_steps.forget()
         if begins_step and is_left:

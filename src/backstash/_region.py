@@ -342,7 +342,7 @@ class Run:
                 paused = planned.pause() if planned is not None else None
                 reason = self._compared(held, given)
                 if planned is not None:
-                    region.again_seconds = planned.resume(paused)
+                    region.again_seconds = planned.end_trial(paused)
             if reason:
                 region.refuse(self, reason if in_order else "", self.let_go_bytes)
                 return

@@ -17,6 +17,7 @@ _MOST_FOLLOWED = 12  # steps that are measured under a plan, where few of them a
 _OFF = 0.10  # of the seconds
 _SPARED = 0.02  # of the peak that was predicted
 _SPARED_OF_SAVED = 16  # the part of what is saved, where that is less
+_FAR = 2  # times as much
 _CORRECTIONS = 4
 _STEPS_OFF = 3  # in a row
 
@@ -29,6 +30,10 @@ class Corrections:
         """What is added to each peak that is predicted."""
         self._least_bias_bytes: int | None = None  # with less the budget was exceeded
         self._kept_with_bytes: int | None = None  # the last bias with which the budget was kept
+        # Of the plan: the peak that was predicted, what its step saves, and whether all of that stays.
+        self._predicted_peak_bytes = self._planned_bytes = 0
+        self._is_left = False
+        self._saved_bytes = 0  # of the last step that was measured under it
         self._figures: list[
             tuple[int, float]
         ] = []  # peaks in bytes, and seconds, of steps like the plan's
@@ -40,6 +45,18 @@ class Corrections:
         self._replans = 0  # for the peaks of steps of one shape
         self._timed_again = 0  # how often steps were measured again for their time
 
+    def follow(self, predicted_peak_bytes: int, saved_bytes: int, *, is_left: bool) -> None:
+        """A plan is followed from now on.
+
+        Args:
+            predicted_peak_bytes: of its steps.
+            saved_bytes: by the step that was planned for.
+            is_left: all is left in place.
+        """
+        self._predicted_peak_bytes, self._planned_bytes = predicted_peak_bytes, saved_bytes
+        self._is_left = is_left
+        self.begin()
+
     def begin(self, *, again: bool = False) -> None:
         """Steps under a plan begin to be measured; ``again``: since :meth:`is_off` said so."""
         self._figures.clear()
@@ -50,8 +67,10 @@ class Corrections:
 
     def add(self, record: StepRecord, budget: int, *, is_alike: bool) -> bool:
         """One has ended, which saved as much as the one that was planned for (``is_alike``), or not. Whether
-        that is enough, as one that exceeded the budget is."""
+        that is enough: as one is that exceeded the budget; or one of those that all save the same which held
+        so much less than was predicted that the plan is made again."""
         self._followed_steps += 1
+        saved_before, self._saved_bytes = self._saved_bytes, record.saved_bytes
         if self._is_again:
             self._followed.append(record)
         if self._followed_steps > 1 and is_alike:  # the first still holds what was moved before
@@ -61,6 +80,9 @@ class Corrections:
             self._figures.append((peak_bytes, record.seconds))
             if peak_bytes > budget:
                 return True
+            far = self._predicted_peak_bytes - peak_bytes > _FAR * self._little
+            if far and self._saved_bytes == saved_before and self._least_bias_bytes is None:
+                return not self._is_left and self._replans < _CORRECTIONS
         return len(self._figures) >= _VALIDATED_STEPS or self._followed_steps >= _MOST_FOLLOWED
 
     def begin_larger(self) -> None:
@@ -96,21 +118,18 @@ class Corrections:
         seconds = self._timed or [each for _, each in self._figures]
         return max(peak for peak, _ in self._figures), typical(seconds)
 
-    def correct(
-        self,
-        predicted_peak_bytes: int,
-        budget: int,
-        saved_bytes: int,
-        *,
-        is_left: bool,
-        can_hold_less: bool = True,
-    ) -> bool:
+    @property
+    def _little(self) -> float:
+        """So many bytes that were spared are of no account."""
+        return min(_SPARED * self._predicted_peak_bytes, self._planned_bytes / _SPARED_OF_SAVED)
+
+    def correct(self, budget: int, *, can_hold_less: bool = True) -> bool:
         """Take what was measured into account. Whether the plan is to be made again: where the budget was
         exceeded, unless no plan can hold less, more than a few times; or where the peak was not what was
         predicted, a few times, unless all is left in place."""
         assert self.measured is not None
         peak, _ = self.measured
-        off = peak - predicted_peak_bytes
+        off = peak - self._predicted_peak_bytes
         # What was over is taken off whole, and never given back; of what was spared, three quarters are.
         bias_bytes = self.bias_bytes + (off if off > 0 else off * 3 // 4)
         if peak > budget:
@@ -122,8 +141,7 @@ class Corrections:
             self._least_bias_bytes = bias_bytes
         else:
             self._kept_with_bytes = self.bias_bytes
-            little = min(_SPARED * predicted_peak_bytes, saved_bytes / _SPARED_OF_SAVED)
-            if is_left or self._replans >= _CORRECTIONS or abs(off) <= little:
+            if self._is_left or self._replans >= _CORRECTIONS or abs(off) <= self._little:
                 return False
         if self._least_bias_bytes is not None:
             bias_bytes = max(bias_bytes, self._least_bias_bytes)

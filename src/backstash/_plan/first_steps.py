@@ -12,14 +12,16 @@ from .trace import Links
 
 __all__ = ["FirstSteps", "Mode"]
 
-Mode = Literal["all", "half", "left"]
-"""What a step moves: everything, every other block, or nothing, since it is left alone."""
+Mode = Literal["all", "half", "left", "sampled"]
+"""What a step moves: everything, every other block, or nothing, since it is left alone; the last one of these has
+its memory sampled."""
 
 _TO_LEARN = 1  # bytes: the budget by which `backstash plan` asks what any other one would cost
 _ALIKE = 0.02  # how much two steps of one shape may differ in what they save
 _LEFT_ALIKE = 0.125  # likewise where one of them was left alone, whose last saves are not told
 _LEARNT_PAIRS = 3  # of steps that are measured where only what a plan would cost is to be learnt
-_LEFT_STEPS = 3  # likewise that are left alone; memory was given back before the first of them
+# Likewise that are left alone. Memory was given back before the first of them; the one after them is sampled.
+_LEFT_STEPS = 4
 
 
 class FirstSteps:
@@ -45,19 +47,24 @@ class FirstSteps:
         ] = []  # of each: of all storages that it saved, see Planner.tell_saved
         self.left: list[tuple[float, int]] = []
         """Of each step that was left alone: its seconds, and the bytes of all storages that it saved."""
+        self._sampled: tuple[int, int] | None = None  # of the last one: its peak, and these bytes
         self.mode: Mode = "all"
         """Of the step under way."""
 
-    def add(self, record: StepRecord | None, seconds: float, told_bytes: int) -> None:
+    def add(
+        self, record: StepRecord | None, seconds: float, told_bytes: int, peak_bytes: int
+    ) -> None:
         """A step has ended, which took ``seconds`` and saved storages of ``told_bytes``.
 
-        One that was left alone has no record.
+        One that was left alone has no record; ``peak_bytes`` are the most that were sampled in the last of them.
         """
         if record is not None:
             self.records.append(record)
             self._told_bytes.append(told_bytes)
         if self.mode == "left":
             self.left.append((seconds, told_bytes))
+        if self.mode == "sampled":
+            self._sampled = peak_bytes, told_bytes
 
     def forget(self) -> None:
         """A plan was made from them."""
@@ -78,8 +85,10 @@ class FirstSteps:
         done = len(self.records) - 1
         if done < 2 * (_LEARNT_PAIRS if self.learns else 1):
             return "half" if done % 2 else "all"
-        if not self.learns or len(self.left) == _LEFT_STEPS:
+        if not self.learns or self._sampled is not None:
             return None
+        if len(self.left) == _LEFT_STEPS:
+            return "sampled"
         return "left" if self.records[1].moved_bytes <= spare_bytes() // 2 else None
 
     @property
@@ -92,6 +101,11 @@ class FirstSteps:
         """The step to plan for: the earliest that saved as much as any, but for the very first."""
         most = max(each.saved_bytes for each in self.records[1:])
         return next(each for each in self.records[1:] if each.saved_bytes >= most * (1 - _ALIKE))
+
+    @property
+    def largest_moved_all(self) -> bool:
+        """Whether :attr:`largest` is the first of a pair."""
+        return self.records.index(self.largest) % 2 == 1
 
     def told_bytes(self, record: StepRecord) -> int:
         """Of all storages that this step saved."""
@@ -112,9 +126,18 @@ class FirstSteps:
         links = links_of([*itertools.chain(*told)])
         costs = typical_costs(told, links)
         whole = self.told_bytes(self.largest)
-        left = [
-            seconds
-            for seconds, nbytes in self.left[1:]
-            if abs(nbytes - whole) <= _LEFT_ALIKE * whole
-        ]
+        left = [seconds for seconds, nbytes in self.left[1:] if _is_alike(nbytes, whole)]
         return links, replace(costs, left_seconds=typical(left) if left else None)
+
+    @property
+    def left_peak_bytes(self) -> int:
+        """The most memory of a step like the largest that was left alone; 0: it is not known."""
+        if self._sampled is None:
+            return 0
+        peak_bytes, nbytes = self._sampled
+        return peak_bytes if _is_alike(nbytes, self.told_bytes(self.largest)) else 0
+
+
+def _is_alike(left_bytes: int, moved_bytes: int) -> bool:
+    """Whether two steps saved as much, of which one was left alone."""
+    return abs(left_bytes - moved_bytes) <= _LEFT_ALIKE * moved_bytes

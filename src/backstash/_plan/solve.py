@@ -25,7 +25,7 @@ from .simulate import Forecast, Windows, simulate
 from .table import REGION, Group, Problem, Table
 from .trace import Option, Trace
 
-__all__ = ["Solution", "smallest_budget", "solve"]
+__all__ = ["Solution", "follow", "rank", "smallest_budget", "solve"]
 
 _ROUNDS = 120  # of the subgradient method
 _MOMENTS = 6  # at most so many that bind
@@ -86,10 +86,20 @@ def solve(
         different = {tuple(candidate.choices): candidate for candidate in candidates}
         for candidate in different.values():
             repaired.append((_repair(problem, each, candidate), problem, candidate.link_seconds))
-    repaired.sort(key=lambda each: _rank(each[0]))
-    best = min((_fill(*each) for each in repaired[:_FILLED]), key=_rank)
+    repaired.sort(key=lambda each: rank(each[0]))
+    best = min((_fill(*each) for each in repaired[:_FILLED]), key=rank)
     bound, _ = _prices(Problem(_left(trace), budget, names), tried[-1], plain.peak_moment)
     return replace(best, bound_seconds=bound, left_after=problem.left_after(best.choices))
+
+
+def follow(
+    trace: Trace, choices: Sequence[str], windows: Windows, *, allowed: Sequence[str]
+) -> Solution:
+    """What such choices for a step come to; it is not looked at whether they fit into any budget."""
+    problem = Problem(trace, 0, allowed)
+    forecast = _run(problem, choices, windows)
+    left_after = problem.left_after(choices)
+    return Solution(tuple(choices), windows, forecast, 0.0, fits=True, left_after=left_after)
 
 
 def smallest_budget(
@@ -105,13 +115,13 @@ def smallest_budget(
 def _left(trace: Trace) -> Trace:
     """The same step, where it takes nothing to keep a block: for a bound, as any may be left alone."""
     blocks = (
-        replace(each, options={**each.options, "keep": Option(each.nbytes)})
-        for each in trace.blocks
+        replace(each, options={**each.options, "keep": left})
+        for each, left in zip(trace.blocks, trace.left_alone(), strict=True)
     )
     return replace(trace, blocks=tuple(blocks))
 
 
-def _rank(solution: Solution) -> tuple[bool, float]:
+def rank(solution: Solution) -> tuple[bool, float]:
     """The least is the best: one that fits by its time, another by its peak."""
     forecast = solution.forecast
     return not solution.fits, forecast.step_seconds if solution.fits else forecast.peak_bytes

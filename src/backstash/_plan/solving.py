@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 from .simulate import Windows, simulate
-from .solve import Solution, smallest_budget, solve
+from .solve import Solution, follow, rank, smallest_budget, solve
 from .trace import Trace
 
-__all__ = ["Solved", "Solving", "left_alone"]
+__all__ = ["Kept", "Solved", "Solving", "left_alone"]
 
 Solved = tuple[Trace, Solution, int]
 """What was planned for, how, and the smallest budget that such a step can keep."""
@@ -23,8 +24,22 @@ def left_alone(trace: Trace) -> Solved:
     return trace, solution, plain.peak_bytes
 
 
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """Choices for a step that was measured, and kept the budget."""
+
+    choices: tuple[str, ...]
+    windows: Windows
+    peak_bytes: int
+    """That were measured."""
+
+
 class Solving:
     """Of one planner: the latest solution, and the one that is made.
+
+    What was measured of one plan corrects what is predicted of every choice, of some of them too far. So
+    choices that were measured to keep the budget are never ruled out by a correction: where they take less time
+    than what is found within the target, they are the solution.
 
     Args:
         windows: of both directions, where they are given; see :func:`solve`.
@@ -40,12 +55,39 @@ class Solving:
         self._thread: threading.Thread | None = None
         self._windows = windows
         self._notes = notes
+        self._kept: dict[tuple[str, ...], Kept] = {}
+
+    def keep(self, kept: Kept) -> None:
+        """Steps with these choices were measured, and kept the budget."""
+        self._kept[kept.choices] = kept
+
+    def give_up(self, choices: tuple[str, ...]) -> None:
+        """A step with these choices exceeded it."""
+        self._kept.pop(choices, None)
+
+    def forget_kept(self) -> None:
+        """Another step is planned for than was measured."""
+        self._kept.clear()
 
     def begin(
-        self, trace: Trace, target: int, *, allowed: Sequence[str], spare_bytes: int = 0
+        self,
+        trace: Trace,
+        target: int,
+        *,
+        allowed: Sequence[str],
+        spare_bytes: int = 0,
+        bias_bytes: int = 0,
     ) -> None:
-        """Begin to solve for ``target`` bytes, ``spare_bytes`` of them left free if they can be."""
-        self.found = None
+        """Begin to solve for ``target`` bytes, ``spare_bytes`` of them left free if they can be.
+
+        Args:
+            trace: of the step.
+            target: the most bytes that may be predicted.
+            allowed: see :func:`solve`.
+            spare_bytes: see above.
+            bias_bytes: by how much more is measured than is predicted.
+        """
+        self.found, kept = None, [*self._kept.values()]
 
         def work() -> None:
             try:
@@ -54,6 +96,11 @@ class Solving:
                 if not solution.fits and spare_bytes:
                     planned_for = trace
                     solution = solve(trace, target, allowed=allowed, windows=self._windows)
+                found = _kept_of(planned_for, kept, allowed, bias_bytes)
+                best = min([solution, *found], key=rank)
+                # The bound is of what is predicted to fit, which these choices are not.
+                bound = min(solution.bound_seconds, best.forecast.step_seconds)
+                solution = replace(best, bound_seconds=bound)
                 smallest = solution.forecast.peak_bytes
                 if not solution.fits:
                     smallest = smallest_budget(trace, allowed=allowed, windows=self._windows)
@@ -103,3 +150,13 @@ class Solving:
         self._thread = None
         if self.found is None:
             self.found = self._taken
+
+
+def _kept_of(
+    trace: Trace, kept: Iterable[Kept], allowed: Sequence[str], bias_bytes: int
+) -> Iterable[Solution]:
+    for each in kept:
+        solution = follow(trace, each.choices, each.windows, allowed=allowed)
+        peak_bytes = each.peak_bytes - bias_bytes  # it is predicted to be what it was
+        forecast = replace(solution.forecast, peak_bytes=peak_bytes)
+        yield replace(solution, forecast=forecast)
