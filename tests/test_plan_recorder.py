@@ -140,25 +140,26 @@ def test_where_nothing_moves_nothing_is_told():
     assert costs_of(full, full, LINKS) == Costs()
 
 
+def corrected(of, peak, predicted, budget, saved, *, is_left=False, can_hold_less=True):
+    of.follow(predicted, saved, is_left=is_left)
+    of.exceed(peak, 1.0)
+    return of.correct(budget, can_hold_less=can_hold_less)
+
+
 def test_a_plan_is_made_again_until_the_peak_is_what_was_predicted():
     """Over: all of it at once; below: by three quarters, four times."""
     of = Corrections()
-    of.exceed(110, 1.0)
-    assert of.correct(100, 105, 100, is_left=False) and of.bias_bytes == 10
+    assert corrected(of, 110, 100, 105, 100) and of.bias_bytes == 10
     assert of.measured == (110, 1.0)
     of.begin()
     assert of.measured is None
     found = []
     for _ in range(4):
-        of.begin()
-        of.exceed(1000, 1.0)
-        found.append(of.correct(1100, 2000, 1000, is_left=False))
+        found.append(corrected(of, 1000, 1100, 2000, 1000))
     assert found == [False] * 4, "what was exceeded is never given back"
     spared = Corrections()
     for _ in range(5):
-        spared.begin()
-        spared.exceed(1000, 1.0)
-        found.append(spared.correct(1100, 2000, 1000, is_left=False))
+        found.append(corrected(spared, 1000, 1100, 2000, 1000))
     assert found[4:] == [True] * 4 + [False] and spared.bias_bytes == -300
 
 
@@ -166,9 +167,7 @@ def test_a_plan_that_can_hold_no_less_is_made_again_a_few_times_only():
     """Else steps were measured for ever, each exceeding by a little. The figures kept are a few, too."""
     of, found = Corrections(), []
     for _ in range(6):
-        of.begin()
-        of.exceed(110, 1.0)
-        found.append(of.correct(100, 105, 100, is_left=False, can_hold_less=False))
+        found.append(corrected(of, 110, 100, 105, 100, can_hold_less=False))
     assert found == [True] * 4 + [False] * 2 and of.bias_bytes == 40
     for peak in range(100):
         of.exceed(200 - peak, 1.0)
@@ -185,16 +184,13 @@ def test_a_plan_that_can_hold_no_less_is_made_again_a_few_times_only():
 def test_a_peak_within_a_fiftieth_is_what_was_predicted(peak, saved, is_made_again):
     """Or within a sixteenth of what is saved, where that is less."""
     of = Corrections()
-    of.exceed(peak, 1.0)
-    assert of.correct(1000, 2000, saved, is_left=False) is is_made_again
+    assert corrected(of, peak, 1000, 2000, saved) is is_made_again
 
 
 def test_what_is_left_in_place_is_planned_again_only_where_it_exceeds():
     of = Corrections()
-    of.exceed(500, 1.0)
-    assert not of.correct(1000, 2000, 1000, is_left=True)
-    of.exceed(2001, 1.0)
-    assert of.correct(1000, 2000, 1000, is_left=True)
+    assert not corrected(of, 500, 1000, 2000, 1000, is_left=True)
+    assert corrected(of, 2001, 1000, 2000, 1000, is_left=True)
 
 
 def test_all_is_left_where_what_was_measured_has_room_for_it_until_that_exceeds():
@@ -203,9 +199,7 @@ def test_all_is_left_where_what_was_measured_has_room_for_it_until_that_exceeds(
     of.exceed(900, 1.0)
     assert not of.leave_all(101, 1000, 1100)
     assert of.leave_all(100, 1000, 1100) and of.bias_bytes == -100
-    of.begin()
-    of.exceed(1051, 1.0)
-    assert of.correct(1000, 1050, 500, is_left=True) and of.bias_bytes == 0
+    assert corrected(of, 1051, 1000, 1050, 500, is_left=True) and of.bias_bytes == 0
     of.begin()
     of.exceed(900, 1.0)
     assert not of.leave_all(100, 1000, 1100), "it was tried"
@@ -305,9 +299,7 @@ def test_steps_that_are_timed_again_leave_the_plan_s_corrections():
         assert [of.is_off(9.0, 2.0) for _ in range(3)] == [False, False, True], number
     found = []
     for _ in range(6):
-        of.begin()
-        of.exceed(1000, 1.0)
-        found.append(of.correct(1100, 2000, 1000, is_left=False))
+        found.append(corrected(of, 1000, 1100, 2000, 1000))
         if len(found) == 5:
             of.begin_larger()
     assert found == [True] * 4 + [False, True]
@@ -321,14 +313,9 @@ def test_a_forward_that_ended_in_another_step_is_none_of_this_one():
 
 def test_what_exceeded_goes_back_to_what_kept_the_budget():
     of = Corrections()
-    of.exceed(900, 1.0)
-    assert of.correct(1000, 1000, 500, is_left=False) and of.bias_bytes == -75
-    of.begin()
-    of.exceed(1100, 1.0)
-    assert of.correct(960, 1000, 500, is_left=False) and of.bias_bytes == 0
-    of.begin()
-    of.exceed(1010, 1.0)
-    assert of.correct(980, 1000, 500, is_left=False) and of.bias_bytes == 30, "it has grown"
+    assert corrected(of, 900, 1000, 1000, 500) and of.bias_bytes == -75
+    assert corrected(of, 1100, 960, 1000, 500) and of.bias_bytes == 0
+    assert corrected(of, 1010, 980, 1000, 500) and of.bias_bytes == 30, "it has grown"
 
 
 def test_a_second_run_takes_what_one_took_that_was_compared_and_the_hooks_of_its_saves():

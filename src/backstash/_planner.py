@@ -487,7 +487,8 @@ class Planner:
         self._limits.set_resident(self._limits.resident)  # the guard may have lowered it
         predicted = self._plan.predicted
         if record is not None:
-            if self._corrections.add(record, self._budget, is_alike=is_alike):
+            looked_bytes = min(found.peak_bytes, self._budget)
+            if self._corrections.add(record, self._budget, looked_bytes, is_alike=is_alike):
                 self._recording.stop()
                 self._correct()
             return

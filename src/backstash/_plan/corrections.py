@@ -65,7 +65,9 @@ class Corrections:
         self._followed.clear()
         self._is_again = again
 
-    def add(self, record: StepRecord, budget: int, *, is_alike: bool) -> bool:
+    def add(
+        self, record: StepRecord, budget: int, looked_bytes: int = 0, *, is_alike: bool
+    ) -> bool:
         """One has ended, which saved as much as the one that was planned for (``is_alike``), or not. Whether
         that is enough: as one is that exceeded the budget; or one of those that all save the same which held
         so much less than was predicted that the plan is made again."""
@@ -74,15 +76,17 @@ class Corrections:
         if self._is_again:
             self._followed.append(record)
         if self._followed_steps > 1 and is_alike:  # the first still holds what was moved before
-            peak_bytes = record.peak_bytes
+            # Where no thread can be started to sample, looks are all there is.
+            peak_bytes = max(record.peak_bytes, looked_bytes)
             if peak_bytes > budget:
                 peak_bytes = record.graph_peak_bytes
             self._figures.append((peak_bytes, record.seconds))
             if peak_bytes > budget:
                 return True
-            far = self._predicted_peak_bytes - peak_bytes > _FAR * self._little
-            if far and self._saved_bytes == saved_before and self._least_bias_bytes is None:
-                return not self._is_left and self._replans < _CORRECTIONS
+            is_far = self._predicted_peak_bytes - peak_bytes > _FAR * self._little
+            may_plan = self._least_bias_bytes is None and self._replans < _CORRECTIONS
+            if is_far and may_plan and not self._is_left and self._saved_bytes == saved_before:
+                return True
         return len(self._figures) >= _VALIDATED_STEPS or self._followed_steps >= _MOST_FOLLOWED
 
     def begin_larger(self) -> None:
