@@ -3,6 +3,7 @@
 Bounds on a peak are not exact: which of the plans within a budget is taken depends on the seconds measured.
 """
 
+import dataclasses
 import gc
 import itertools
 import json
@@ -572,14 +573,16 @@ def test_where_steps_take_turns_the_largest_of_the_first_is_planned_for(memory, 
     stash.close()
 
 
-def test_steps_that_were_left_alone_tell_the_time_of_no_larger_one(memory, tmp_path):
+def test_steps_that_were_left_alone_tell_nothing_of_larger_ones(memory, tmp_path):
     stash, net = memory(budget=1, disk=tmp_path), model()
+    first = stash._planner._first_steps
+    memory.other = lambda: OTHER + (99 * MIB if first.mode == "sampled" else 0)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", StashWarning)
         for number in range(15):
             sized(net, stash, 4 if 7 <= number < 12 else 16)
             _ = stash.plan
-    assert len(stash._planner._first_steps.left) == 4
+    assert len(first.left) == 4
     trace = stash.plan.trace
     assert trace is not None and trace.left_seconds is None and trace.kept_ratio == 1
     stash.close()
@@ -1266,6 +1269,52 @@ def test_a_budget_that_is_kept_is_not_too_small(memory, tmp_path):
         assert (plan.state == "planned") == (plan.smallest_budget_bytes is None)
     assert plan.state == "planned" and memory.peaks[0] <= budget
     assert "too small" not in str(plan)
+    stash.close()
+
+
+def test_choices_that_were_measured_to_keep_the_budget_are_not_ruled_out(memory, tmp_path):
+    """An allocator that holds more while some stay. By as much as the plan exceeded, everything was not to fit
+    that moves, and did; until it exceeds, too."""
+    more, budget = 12 * MIB, OTHER + 10 * MIB
+    stash = memory(budget=budget, disk=tmp_path, inflight="6MiB", prefetch="6MiB")
+    planner, net, always = stash._planner, model(), [False]
+
+    def other():
+        kept = any(name == "keep" for each in planner._plan.classes for name, _ in each.choices)
+        return OTHER + more * (kept or always[0])
+
+    memory.other = other
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", StashWarning)  # "was exceeded", "cannot be kept"
+        plan = settle(net, stash, steps=20)
+        bias_bytes = planner._corrections.bias_bytes
+        assert bias_bytes >= 4 * MIB, "of the plan that kept some"
+        assert plan.state == "planned" and plan.smallest_budget_bytes is None
+        assert all(name == "disk" for each in plan.classes for name, _ in each.choices)
+        assert plan.predicted.peak_bytes <= usable_bytes(budget) < bias_bytes + OTHER + 6 * MIB
+        assert 0 < plan.bound.step_seconds <= plan.predicted.step_seconds
+        memory.peaks[0] = 0
+        settle(net, stash, steps=4)
+        assert memory.peaks[0] <= budget
+        always[0] = True
+        assert settle(net, stash, steps=20).state == "too small"
+    stash.close()
+
+
+def test_a_plan_that_comes_out_the_same_is_not_measured_again(memory, tmp_path):
+    stash, net = memory(budget=OTHER + SAVED // 2 + 4 * MIB, disk=tmp_path), model()
+    planner, plan = stash._planner, settle(net, stash, steps=20)
+    assert plan.state == "planned" and not planner._recording.is_on
+    trace, measured = planner._solving.taken[0], plan.measured
+    planner._corrections.bias_bytes += 1
+    planner._solve(trace)
+    again = settle(net, stash, steps=1)
+    assert again.predicted.peak_bytes == plan.predicted.peak_bytes + 1
+    assert again.classes == plan.classes and again.measured == measured
+    assert not planner._recording.is_on and planner._corrections.measured is not None
+    planner._solve(dataclasses.replace(trace, blocks=tuple(list(trace.blocks))))
+    assert settle(net, stash, steps=1).measured is None, "of another step"
+    assert planner._recording.is_on
     stash.close()
 
 

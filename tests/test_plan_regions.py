@@ -159,6 +159,31 @@ def test_what_a_second_run_takes_is_measured(memory, tmp_path):
     stash.close()
 
 
+def test_what_a_second_run_that_is_compared_leaves_free_is_not_the_step_s(memory, tmp_path):
+    """An allocator keeps what it took; else every plan would count it."""
+    stash, free = memory(budget=OTHER + SAVED // 2 + 8 * MIB, disk=tmp_path), [0]
+
+    class Keeping(Layer):
+        def forward(self, x):
+            if stash._thread_state().runs_again and stash._planner._choices is None:
+                free[0] += 2 * MIB
+            return super().forward(x)
+
+    memory.other = lambda: OTHER + free[0]
+    stash._planner._guard.let_go = lambda: free.__setitem__(0, 0)
+    net, held = model(Keeping), []
+    with stash.recompute(*net):
+        for number in range(6):
+            step(net, stash)
+            if number == 1:
+                held.append(free[0])
+            _ = stash.plan
+        assert held == [0]
+        assert max(each.other_bytes for each in stash.plan.trace.moments) < OTHER + 5 * MIB
+        assert all(each.use_seconds > 0 for each in stash.plan.trace.regions)
+    stash.close()
+
+
 def test_what_is_made_again_is_left_as_it_is_where_there_is_room(memory, tmp_path):
     net, budget = model(), OTHER + SAVED // 2 + 8 * MIB
     stash = memory(budget=budget, disk=tmp_path)

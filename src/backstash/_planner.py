@@ -554,7 +554,7 @@ class Planner:
     def count(self, block: Block) -> None:
         """A block is being admitted, by the plan or by a policy: see whether the step is larger than any that
         was planned for."""
-        larger = self._shape.count(block.nbytes, is_planned=self._solving.has_taken)
+        larger = self._shape.count(block.nbytes, is_planned=self._solving.taken is not None)
         if larger is not None:
             self._meet_larger(*larger)
         self._recording.tell_class(block.cleanup.serial, "")
@@ -810,15 +810,24 @@ class Planner:
         )
 
     def _adopt(self, *, begins_step: bool = True) -> None:
-        trace, solution, smallest = self._solving.take()
+        before, (trace, solution, smallest) = self._solving.taken, self._solving.take()
+        is_same = (  # and was measured: only another peak is predicted of it than before
+            self._plan.measured is not None
+            and before is not None
+            and before[0].blocks is trace.blocks
+            and before[1].choices == solution.choices
+            and before[1].windows == solution.windows
+        )
         stays = self.regions.all_stays if self.regions is not None else {}
         bias_bytes = self._corrections.bias_bytes
         plan = plan_of(self._budget, trace, solution, smallest, bias_bytes, stays)
-        self._plan = _with(plan, device=self._device_name, windows=self._limits.given_windows)
+        measured = self._plan.measured if is_same else None
+        windows = self._limits.given_windows
+        self._plan = _with(plan, device=self._device_name, windows=windows, measured=measured)
         at_start = trace.moments[0].other_bytes if trace.moments else 0
         is_left = self._plan.state == "left alone"
         grown_bytes = solution.forecast.peak_bytes - at_start
-        holds_too_much = self._guard.plan_for(grown_bytes, is_left=is_left)
+        holds_too_much = not is_same and self._guard.plan_for(grown_bytes, is_left=is_left)
         held = [
             block.nbytes
             for block, name in zip(trace.blocks, solution.choices, strict=True)
@@ -836,18 +845,20 @@ class Planner:
         slack = max(0, self._budget - bias_bytes - solution.forecast.peak_bytes)
         self._limits.resident = solution.forecast.resident_peak_bytes + slack
         self._limits.set_resident(self._limits.resident)
-        windows = sum(self._limits.windows)
-        self._limits.unplanned = max(0, self._target() - self._most_other_bytes - windows)
-        predicted = self._plan.predicted
-        assert predicted is not None
-        self._corrections.follow(predicted.peak_bytes, _saved_by(trace), is_left=is_left)
+        under_way = sum(self._limits.windows)
+        self._limits.unplanned = max(0, self._target() - self._most_other_bytes - under_way)
+        predicted_bytes = solution.forecast.peak_bytes + bias_bytes
+        self._corrections.follow(
+            predicted_bytes, _saved_by(trace), is_left=is_left, is_measured=is_same
+        )
         if not self._first_steps.learns:
             self._first_steps.forget()
         if begins_step and is_left:
             self._guard.let_go()  # what moving needed
         elif begins_step and holds_too_much and self._device is None:
             self._give_back()
-        self._recording.start()
+        if not is_same:
+            self._recording.start()
 
     def _apply_loaded(self) -> None:
         plan = self._plan

@@ -45,17 +45,26 @@ class Corrections:
         self._replans = 0  # for the peaks of steps of one shape
         self._timed_again = 0  # how often steps were measured again for their time
 
-    def follow(self, predicted_peak_bytes: int, saved_bytes: int, *, is_left: bool) -> None:
+    def follow(
+        self,
+        predicted_peak_bytes: int,
+        saved_bytes: int,
+        *,
+        is_left: bool,
+        is_measured: bool = False,
+    ) -> None:
         """A plan is followed from now on.
 
         Args:
             predicted_peak_bytes: of its steps.
             saved_bytes: by the step that was planned for.
             is_left: all is left in place.
+            is_measured: it is the one before, of which only another peak is predicted.
         """
         self._predicted_peak_bytes, self._planned_bytes = predicted_peak_bytes, saved_bytes
         self._is_left = is_left
-        self.begin()
+        if not is_measured:
+            self.begin()
 
     def begin(self, *, again: bool = False) -> None:
         """Steps under a plan begin to be measured; ``again``: since :meth:`is_off` said so."""

@@ -13,8 +13,8 @@ from .trace import Links
 __all__ = ["FirstSteps", "Mode"]
 
 Mode = Literal["all", "half", "left", "sampled"]
-"""What a step moves: everything, every other block, or nothing, since it is left alone; the last one of these has
-its memory sampled."""
+"""What a step moves: everything, every other block, or nothing, since it is left alone; the last one of these
+has its memory sampled."""
 
 _TO_LEARN = 1  # bytes: the budget by which `backstash plan` asks what any other one would cost
 _ALIKE = 0.02  # how much two steps of one shape may differ in what they save
@@ -56,7 +56,7 @@ class FirstSteps:
     ) -> None:
         """A step has ended, which took ``seconds`` and saved storages of ``told_bytes``.
 
-        One that was left alone has no record; ``peak_bytes`` are the most that were sampled in the last of them.
+        One that was left alone has no record; ``peak_bytes`` are the most that were sampled in the last one.
         """
         if record is not None:
             self.records.append(record)

@@ -49,7 +49,8 @@ class Solving:
     def __init__(self, windows: tuple[int | None, int | None], notes: dict[str, None]) -> None:
         self.found: Solved | None = None
         """The latest; ``None``: there is none yet, or another one is made."""
-        self._taken: Solved | None = None
+        self.taken: Solved | None = None
+        """The one that is followed."""
         self.has_failed = False
         """Whether one could not be made; what was followed before is followed on."""
         self._thread: threading.Thread | None = None
@@ -108,7 +109,7 @@ class Solving:
             except Exception as error:  # the step is worth more than the plan
                 note = f"no plan could be made ({error!r}): what was done before goes on"
                 self._notes[note] = None
-                self.has_failed, self.found = True, self._taken
+                self.has_failed, self.found = True, self.taken
 
         thread = threading.Thread(target=work, name="backstash plan", daemon=True)
         try:
@@ -124,19 +125,14 @@ class Solving:
         return self._thread is not None and self._thread.is_alive()
 
     @property
-    def has_taken(self) -> bool:
-        """Whether one is followed."""
-        return self._taken is not None
-
-    @property
     def is_new(self) -> bool:
         """Whether :attr:`found` was not taken yet."""
-        return self.found is not self._taken
+        return self.found is not self.taken
 
     def take(self) -> Solved:
         """The one that was found; it is followed from now on."""
         assert self.found is not None
-        self._taken = self.found
+        self.taken = self.found
         return self.found
 
     def wait(self) -> None:
@@ -149,7 +145,7 @@ class Solving:
         """In a forked process: the thread is the other one's, and so is what it was making."""
         self._thread = None
         if self.found is None:
-            self.found = self._taken
+            self.found = self.taken
 
 
 def _kept_of(
