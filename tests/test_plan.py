@@ -29,6 +29,9 @@ from backstash._plan.guard import MemoryGuard
 from backstash._plan.meter import ProcessMeter
 from backstash._plan.meter import _sample as sample
 from backstash._plan.recorder import typical_costs
+from backstash._plan.simulate import Windows
+from backstash._plan.solving import Kept, Solving
+from backstash._plan.trace import Links, Moment, Option, Trace, TracedBlock
 from backstash.errors import SizeError, StashWarning, UsageError
 from backstash.plan import Plan, usable_bytes
 from counted_memory import MIB, OTHER, CountedMemory
@@ -1299,6 +1302,36 @@ def test_choices_that_were_measured_to_keep_the_budget_are_not_ruled_out(memory,
         always[0] = True
         assert settle(net, stash, steps=20).state == "too small"
     stash.close()
+
+
+def test_choices_that_use_more_of_the_budget_than_plans_do_are_corrected(memory, tmp_path):
+    stash = memory(budget=OTHER + 8 * MIB, disk=tmp_path, inflight="7MiB", prefetch="7MiB")
+    memory.other = lambda: OTHER + MIB // 2
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", StashWarning)
+        settle(model(), stash, steps=6)
+    assert usable_bytes(OTHER + 8 * MIB) < memory.peaks[0] <= OTHER + 8 * MIB
+    assert not stash._planner._solving._kept
+    stash.close()
+
+
+def test_what_was_measured_of_other_steps_is_no_choice():
+    def solved(blocks, *, peak):
+        trace = Trace(blocks, moments, Links(1.0, 1.0))
+        solving = Solving((8 * MIB, 8 * MIB), {})
+        solving.keep(Kept(known, ("disk",) * 2, Windows(8 * MIB, 8 * MIB), peak))
+        solving.begin(trace, 2 * MIB, allowed=["keep", "disk"])
+        solving.wait()
+        return solving.found[1]
+
+    def two():
+        option = {"keep": Option(MIB), "disk": Option(0, 0, 0, MIB)}
+        return tuple(TracedBlock("", MIB, dict(option)) for _ in range(2))
+
+    moments = tuple(Moment(*each, 0.1, MIB) for each in (("save", 0), ("save", 1), ("use", 1)))
+    known = two()
+    assert solved(known, peak=MIB).fits
+    assert not solved(two(), peak=MIB).fits
 
 
 def test_a_plan_that_comes_out_the_same_is_not_measured_again(memory, tmp_path):

@@ -312,13 +312,15 @@ class Planner:
                 tier = self._tier
                 everything = [tier if tier in each.options else "keep" for each in trace.blocks]
                 windows = Windows(*self._limits.windows)
-                self._keep_if_it_fits(everything, windows, first.largest.peak_bytes)
+                self._keep_if_it_fits(trace, everything, windows, first.largest.peak_bytes)
         self._solve(trace, differs)
 
-    def _keep_if_it_fits(self, choices: Sequence[str], windows: Windows, peak_bytes: int) -> None:
+    def _keep_if_it_fits(
+        self, trace: Trace, choices: Sequence[str], windows: Windows, peak_bytes: int
+    ) -> None:
         """Steps with these choices were measured: if they kept the budget, no correction rules them out."""
         if peak_bytes <= usable_bytes(self._budget):
-            self._solving.keep(Kept(tuple(choices), windows, peak_bytes))
+            self._solving.keep(Kept(trace.blocks, tuple(choices), windows, peak_bytes))
 
     def conclude(self) -> None:
         """No more steps will come: plan for what was measured, if that is enough."""
@@ -384,7 +386,6 @@ class Planner:
         self._shape.stop_waiting()
         self._shape.begin_plan(asked_bytes)
         self._corrections.begin_larger()
-        self._solving.forget_kept()
         self._solve(trace)
 
     def _look_at_first(self) -> None:
@@ -539,7 +540,7 @@ class Planner:
         if measured[0] > self._budget:
             self._solving.give_up(solution.choices)
         elif not is_left:
-            self._keep_if_it_fits(solution.choices, solution.windows, measured[0])
+            self._keep_if_it_fits(trace, solution.choices, solution.windows, measured[0])
         is_other = self._corrections.correct(self._budget, can_hold_less=solution.fits)
         links = self._corrections.other_links(trace.links)
         if is_other or links is not trace.links:

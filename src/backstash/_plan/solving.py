@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from .simulate import Windows, simulate
 from .solve import Solution, follow, rank, smallest_budget, solve
-from .trace import Trace
+from .trace import Trace, TracedBlock
 
 __all__ = ["Kept", "Solved", "Solving", "left_alone"]
 
@@ -28,6 +28,8 @@ def left_alone(trace: Trace) -> Solved:
 class Kept:
     """Choices for a step that was measured, and kept the budget."""
 
+    blocks: tuple[TracedBlock, ...]
+    """Of the step."""
     choices: tuple[str, ...]
     windows: Windows
     peak_bytes: int
@@ -66,10 +68,6 @@ class Solving:
         """A step with these choices exceeded it."""
         self._kept.pop(choices, None)
 
-    def forget_kept(self) -> None:
-        """Another step is planned for than was measured."""
-        self._kept.clear()
-
     def begin(
         self,
         trace: Trace,
@@ -88,7 +86,8 @@ class Solving:
             spare_bytes: see above.
             bias_bytes: by how much more is measured than is predicted.
         """
-        self.found, kept = None, [*self._kept.values()]
+        kept = [each for each in self._kept.values() if each.blocks is trace.blocks]
+        self.found = None
 
         def work() -> None:
             try:
