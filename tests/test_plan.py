@@ -1305,8 +1305,7 @@ def test_choices_that_were_measured_to_keep_the_budget_are_not_ruled_out(memory,
 
 
 def test_choices_that_use_more_of_the_budget_than_plans_do_are_corrected(memory, tmp_path):
-    stash = memory(budget=OTHER + 8 * MIB, disk=tmp_path, inflight="7MiB", prefetch="7MiB")
-    memory.other = lambda: OTHER + MIB // 2
+    stash = memory(budget=OTHER + 8 * MIB, disk=tmp_path, inflight="6MiB", prefetch="6MiB")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", StashWarning)
         for _ in range(4):
