@@ -1305,13 +1305,15 @@ def test_choices_that_were_measured_to_keep_the_budget_are_not_ruled_out(memory,
 
 
 def test_choices_that_use_more_of_the_budget_than_plans_do_are_corrected(memory, tmp_path):
-    stash = memory(budget=OTHER + 8 * MIB, disk=tmp_path, inflight="6MiB", prefetch="6MiB")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", StashWarning)
-        for _ in range(4):
-            step(model(), stash)
-    assert usable_bytes(OTHER + 8 * MIB) < memory.peaks[0] <= OTHER + 8 * MIB
-    assert not stash._planner._solving._kept
+    budget = OTHER + SAVED // 2 + 4 * MIB
+    stash = memory(budget=budget, disk=tmp_path)
+    settle(model(), stash, steps=6)
+    planner = stash._planner
+    trace, solution, _ = planner._solving.taken
+    for peak, is_kept in ((usable_bytes(budget), True), (usable_bytes(budget) + 1, False)):
+        planner._solving._kept.clear()
+        planner._keep_if_it_fits(trace, solution.choices, solution.windows, peak)
+        assert bool(planner._solving._kept) == is_kept
     stash.close()
 
 
