@@ -10,7 +10,12 @@ MIB = 1 << 20
 
 
 def linear_program(
-    trace: Any, budget: int, window: int, reserved: tuple[int, int] = (0, 0)
+    trace: Any,
+    budget: int,
+    window: int,
+    reserved: tuple[int, int] = (0, 0),
+    *,
+    whole_regions: bool = False,
 ) -> float:
     """The least seconds of any choice, fractions of a block allowed; to keep one takes nothing, as if it was
     left alone.
@@ -20,6 +25,7 @@ def linear_program(
         budget: in bytes.
         window: bytes that may be on their way down when forward ends.
         reserved: bytes of the budget that what is on its way takes, in forward and in backward.
+        whole_regions: each runs again whole or not at all; else fractions of one are allowed, too.
 
     Infinite where nothing fits.
     """
@@ -60,14 +66,12 @@ def linear_program(
     ]
     forward = sum(moment.seconds for moment in trace.moments[:first_use])
     most += [forward + window / trace.links.down_rate, trace.compute_seconds - forward]
-    found = optimize.linprog(
-        cost,
-        A_ub=rows.tocsr(),
-        b_ub=most,
-        A_eq=blocks.tocsr(),
-        b_eq=[1] * len(trace.blocks),
-        method="highs",
-    )
+    constraints = [
+        optimize.LinearConstraint(rows.tocsr(), -math.inf, most),
+        optimize.LinearConstraint(blocks.tocsr(), 1, 1),
+    ]
+    are_whole = [0] * (count + 2) + [int(whole_regions)] * len(regions)
+    found = optimize.milp(cost, constraints=constraints, integrality=are_whole)
     if found.status == 2:
         return math.inf
     assert found.status == 0

@@ -278,9 +278,15 @@ def test_a_device_that_runs_out_of_memory_within_a_plan_is_planned_for_with_less
         assert torch.equal(step(stash), true)
         _ = stash.plan
     assert stash.plan.state == "planned"
-    bias = stash._planner._corrections.bias_bytes
+    planner = stash._planner
+    bias, (trace, solution, _) = planner._corrections.bias_bytes, planner._solving.taken
+    planner._keep_if_it_fits(trace, solution.choices, solution.windows, 113 * MIB)
+    assert planner._solving._kept, "what plans may use of the budget"
     assert "7.25 MiB less of it from now on, so run it again" in run_out(stash)
-    assert stash._planner._corrections.bias_bytes == bias + 116 * MIB // 16
+    assert planner._corrections.bias_bytes == bias + 116 * MIB // 16
+    assert not planner._solving._kept
+    planner._keep_if_it_fits(trace, solution.choices, solution.windows, 113 * MIB)
+    assert not planner._solving._kept, "the device has not as much"
     for _ in range(8):
         assert torch.equal(step(stash), true)
         _ = stash.plan

@@ -313,6 +313,21 @@ def test_one_step_is_enough_that_holds_far_less_than_was_predicted(varies):
     assert found(120 * MIB) == [False] * 3 + [True], "less was not enough once"
 
 
+def test_the_bias_of_choices_that_were_measured_before_is_of_what_was_simulated():
+    """What was measured of them says nothing of the others; but that they exceed now, another plan is for."""
+    of = Corrections()
+    assert corrected(of, 1110, 1000, 1050, 500) and of.bias_bytes == 110
+    of.follow(980, 500, is_left=False, simulated_peak_bytes=960)
+    of.exceed(1060, 1.0)
+    assert of.correct(1050) and of.bias_bytes == 110, "100 are in it"
+    of.follow(980, 500, is_left=False, simulated_peak_bytes=960)
+    of.exceed(1080, 1.0)
+    assert of.correct(1050) and of.bias_bytes == 120
+    of.follow(980, 500, is_left=False, simulated_peak_bytes=960)
+    of.exceed(985, 1.0)
+    assert not of.correct(1050), "as predicted"
+
+
 def test_looks_count_where_nothing_is_sampled():
     of = Corrections()
     of.follow(100, 100, is_left=False)

@@ -163,7 +163,11 @@ class Planned:
 
     def end_trial(self, paused: Any) -> float:
         """A second run that was to be compared has ended: as :meth:`resume`."""
-        return self._planner.end_trial(paused) if paused is not None else 0.0
+        section = self._session.section
+        if paused is None or section.is_nested():
+            return self.resume(paused)
+        with section.lock, section:
+            return self._planner.end_trial(paused)
 
     def was_alike(self, nbytes: int) -> None:
         """It was run again, and gave the same; so many bytes were noted."""

@@ -182,7 +182,8 @@ class Planner:
         kept_free = self._guard.keeps_free
         if kept_free:
             self._end_kept_free(ended)
-        highest_bytes = max(self._guard.take_highest(), self._guard.late_bytes())
+        looked_bytes = self._guard.take_highest()
+        highest_bytes = max(looked_bytes, self._guard.late_bytes())
         is_left = self._plan.state == "left alone"
         anew_bytes, self._anew_bytes = self._anew_bytes, 0
         must_give_back = self._guard.must_free_at_start(
@@ -223,7 +224,8 @@ class Planner:
             else:
                 by_blocks = record is not None or self._plan.left_after is None
                 is_alike = self._shape.is_alike(ended, by_blocks=by_blocks)
-                self._watch(record, StepFigures(highest_bytes, seconds), is_alike=is_alike)
+                found = StepFigures(highest_bytes, seconds)
+                self._watch(record, found, looked_bytes, is_alike=is_alike)
         if self._guard.is_trying:
             self._guard.is_trying = not recording.is_on  # else it is measured for something else
             if self._guard.is_trying:
@@ -301,9 +303,11 @@ class Planner:
         self._shape.begin_plan(first.told_bytes(first.largest))
         trace, differs = self._traced(first.largest, self._links, self._costs), 0
         if first.left_peak_bytes:
-            plain = left_alone(trace)[1].forecast
-            more = max(0, first.left_peak_bytes - plain.peak_bytes)
-            trace = trace.keeping(1 + more / max(1, plain.resident_peak_bytes))
+            beside = first.left_peak_bytes - left_alone(trace)[1].forecast.peak_bytes
+            if (
+                0 < beside <= _saved_by(trace)
+            ):  # else it is of something else: an evaluation, perhaps
+                trace = replace(trace, beside_left_bytes=beside)
         if not first.learns:  # where some steps may hold more
             for pair in first.alike():
                 held = [_most_other(self._traced(each, self._links, self._costs)) for each in pair]
@@ -318,9 +322,12 @@ class Planner:
     def _keep_if_it_fits(
         self, trace: Trace, choices: Sequence[str], windows: Windows, peak_bytes: int
     ) -> None:
-        """Steps with these choices were measured: if they kept the budget, no correction rules them out."""
-        if peak_bytes <= usable_bytes(self._budget):
+        """Steps with these choices were measured: if they used no more than plans may, they may be planned
+        again, whatever is predicted of them then."""
+        if peak_bytes <= usable_bytes(self._budget) - self._corrections.short_bytes:
             self._solving.keep(Kept(trace.blocks, tuple(choices), windows, peak_bytes))
+        else:
+            self._solving.give_up(tuple(choices))
 
     def conclude(self) -> None:
         """No more steps will come: plan for what was measured, if that is enough."""
@@ -451,6 +458,7 @@ class Planner:
         ):
             least = self._budget // _SHORT_PART
             self._corrections.run_short(least)
+            self._solving.forget_kept()
             if self._solving.found is not None and not self._solving.is_running:
                 self._solve(self._solving.found[0])
             return (
@@ -479,7 +487,9 @@ class Planner:
                     "measured saves and holds"
                 )
 
-    def _watch(self, record: StepRecord | None, found: StepFigures, *, is_alike: bool) -> None:
+    def _watch(
+        self, record: StepRecord | None, found: StepFigures, looked_bytes: int, *, is_alike: bool
+    ) -> None:
         """A step under the plan has ended; ``is_alike``: it saved as much as the one that was planned for."""
         solving = self._solving
         if solving.found is not None and not solving.is_running and solving.is_new:
@@ -488,7 +498,6 @@ class Planner:
         self._limits.set_resident(self._limits.resident)  # the guard may have lowered it
         predicted = self._plan.predicted
         if record is not None:
-            looked_bytes = min(found.peak_bytes, self._budget)
             if self._corrections.add(record, self._budget, looked_bytes, is_alike=is_alike):
                 self._recording.stop()
                 self._correct()
@@ -514,6 +523,12 @@ class Planner:
         if measured is not None:
             self._plan = _with(self._plan, measured=StepFigures(*measured))
 
+    def _note_kept(self) -> None:
+        """Steps under the plan kept the budget. Those that were measured first hold more, since more of them
+        moves."""
+        if self._plan.state == "too small":
+            self._plan = _with(self._plan, state="planned", smallest_budget_bytes=None)
+
     def _correct(self) -> None:
         """Tell what was measured; where the peak was not what was predicted, plan again."""
         measured = self._corrections.measured
@@ -521,9 +536,8 @@ class Planner:
             self._corrections.forget_followed()
             return
         self._note_measured()
-        if self._plan.state == "too small" and measured[0] <= self._budget:
-            # The steps that were measured first hold more, since more of them moves.
-            self._plan = _with(self._plan, state="planned", smallest_budget_bytes=None)
+        if measured[0] <= self._budget:
+            self._note_kept()
         if self._solving.found is None or self._solving.is_running:
             return  # another plan is being made
         predicted, is_left = self._plan.predicted, self._plan.state == "left alone"
@@ -537,9 +551,7 @@ class Planner:
         if not is_left and self._corrections.leave_all(moved, usable, left[2]):
             self._solving.found = left
             return
-        if measured[0] > self._budget:
-            self._solving.give_up(solution.choices)
-        elif not is_left:
+        if not is_left:
             self._keep_if_it_fits(trace, solution.choices, solution.windows, measured[0])
         is_other = self._corrections.correct(self._budget, can_hold_less=solution.fits)
         links = self._corrections.other_links(trace.links)
@@ -728,13 +740,13 @@ class Planner:
         return self._meter.resume(paused)
 
     def end_trial(self, paused: Any) -> float:
-        """As :meth:`resume`, of a forward that ran twice: the memory that its second run took is given back, or
-        it would be taken for the step's own."""
+        """As :meth:`resume`, of a forward that ran twice. What its second run has freed is given back to the
+        system: later moments of the step would hold it, too, and it would be taken for their own."""
         seconds = self._meter.resume(paused)
         if self._device is None:
-            paused = self._meter.pause()
-            self._guard.let_go()
-            self._meter.resume(paused)
+            given_back_before = self._anew_bytes
+            self._give_back()
+            self._anew_bytes += given_back_before
         return seconds
 
     def may_try(self, name: str) -> bool:
@@ -807,13 +819,14 @@ class Planner:
             self._target(),
             allowed=self._allowed(),
             spare_bytes=spare_bytes,
-            bias_bytes=self._corrections.bias_bytes,
         )
 
     def _adopt(self, *, begins_step: bool = True) -> None:
         before, (trace, solution, smallest) = self._solving.taken, self._solving.take()
-        is_same = (  # and was measured: only another peak is predicted of it than before
-            self._plan.measured is not None
+        found = self._plan.measured
+        is_same = (  # as the one before, which was measured and kept the budget
+            found is not None
+            and found.peak_bytes <= self._budget
             and before is not None
             and before[0].blocks is trace.blocks
             and before[1].choices == solution.choices
@@ -822,12 +835,14 @@ class Planner:
         stays = self.regions.all_stays if self.regions is not None else {}
         bias_bytes = self._corrections.bias_bytes
         plan = plan_of(self._budget, trace, solution, smallest, bias_bytes, stays)
-        measured = self._plan.measured if is_same else None
         windows = self._limits.given_windows
-        self._plan = _with(plan, device=self._device_name, windows=windows, measured=measured)
+        self._plan = _with(plan, device=self._device_name, windows=windows)
+        if is_same:
+            self._plan = _with(self._plan, measured=found)
+            self._note_kept()
         at_start = trace.moments[0].other_bytes if trace.moments else 0
         is_left = self._plan.state == "left alone"
-        grown_bytes = solution.forecast.peak_bytes - at_start
+        grown_bytes = max(solution.forecast.peak_bytes, solution.measured_bytes or 0) - at_start
         holds_too_much = not is_same and self._guard.plan_for(grown_bytes, is_left=is_left)
         held = [
             block.nbytes
@@ -843,14 +858,18 @@ class Planner:
             solution.windows.prefetch_bytes,
         )
         self._limits.set_windows(self._limits.planned_windows)
-        slack = max(0, self._budget - bias_bytes - solution.forecast.peak_bytes)
+        predicted_bytes = solution.predicted_bytes(bias_bytes)
+        slack = max(0, self._budget - predicted_bytes)
         self._limits.resident = solution.forecast.resident_peak_bytes + slack
         self._limits.set_resident(self._limits.resident)
         under_way = sum(self._limits.windows)
         self._limits.unplanned = max(0, self._target() - self._most_other_bytes - under_way)
-        predicted_bytes = solution.forecast.peak_bytes + bias_bytes
         self._corrections.follow(
-            predicted_bytes, _saved_by(trace), is_left=is_left, is_measured=is_same
+            predicted_bytes,
+            _saved_by(trace),
+            is_left=is_left,
+            is_measured=is_same,
+            simulated_peak_bytes=solution.forecast.peak_bytes,
         )
         if not self._first_steps.learns:
             self._first_steps.forget()
@@ -858,7 +877,9 @@ class Planner:
             self._guard.let_go()  # what moving needed
         elif begins_step and holds_too_much and self._device is None:
             self._give_back()
-        if not is_same:
+        if is_same:
+            self._correct()  # for the peak that is predicted now
+        else:
             self._recording.start()
 
     def _apply_loaded(self) -> None:

@@ -386,7 +386,7 @@ def plan_of(
         budget_bytes,
         state,
         tuple(classes),
-        StepFigures(forecast.peak_bytes + bias_bytes, forecast.step_seconds),
+        StepFigures(solution.predicted_bytes(bias_bytes), forecast.step_seconds),
         None,
         StepFigures(budget_bytes, solution.bound_seconds) if solution.fits else None,
         StepFigures(plain.peak_bytes + bias_bytes, plain.step_seconds),

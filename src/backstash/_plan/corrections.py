@@ -17,7 +17,7 @@ _MOST_FOLLOWED = 12  # steps that are measured under a plan, where few of them a
 _OFF = 0.10  # of the seconds
 _SPARED = 0.02  # of the peak that was predicted
 _SPARED_OF_SAVED = 16  # the part of what is saved, where that is less
-_FAR = 2  # times as much
+_FAR = 2  # times what is spared of no account
 _CORRECTIONS = 4
 _STEPS_OFF = 3  # in a row
 
@@ -27,11 +27,14 @@ class Corrections:
 
     def __init__(self) -> None:
         self.bias_bytes = 0
-        """What is added to each peak that is predicted."""
+        """What is added to each peak that is simulated."""
+        self.short_bytes = 0
+        """Of this, what the device did not have of the budget."""
         self._least_bias_bytes: int | None = None  # with less the budget was exceeded
         self._kept_with_bytes: int | None = None  # the last bias with which the budget was kept
-        # Of the plan: the peak that was predicted, what its step saves, and whether all of that stays.
-        self._predicted_peak_bytes = self._planned_bytes = 0
+        # Of the plan: the peaks that were predicted and simulated, what its step saves, and whether all of it
+        # stays.
+        self._predicted_peak_bytes = self._simulated_peak_bytes = self._planned_bytes = 0
         self._is_left = False
         self._saved_bytes = 0  # of the last step that was measured under it
         self._figures: list[
@@ -52,6 +55,7 @@ class Corrections:
         *,
         is_left: bool,
         is_measured: bool = False,
+        simulated_peak_bytes: int | None = None,
     ) -> None:
         """A plan is followed from now on.
 
@@ -59,8 +63,12 @@ class Corrections:
             predicted_peak_bytes: of its steps.
             saved_bytes: by the step that was planned for.
             is_left: all is left in place.
-            is_measured: it is the one before, of which only another peak is predicted.
+            is_measured: it is the one before, of which another peak is predicted now, and no more.
+            simulated_peak_bytes: without a bias; default: what was predicted less the bias.
         """
+        if simulated_peak_bytes is None:
+            simulated_peak_bytes = predicted_peak_bytes - self.bias_bytes
+        self._simulated_peak_bytes = simulated_peak_bytes
         self._predicted_peak_bytes, self._planned_bytes = predicted_peak_bytes, saved_bytes
         self._is_left = is_left
         if not is_measured:
@@ -78,17 +86,27 @@ class Corrections:
         self, record: StepRecord, budget: int, looked_bytes: int = 0, *, is_alike: bool
     ) -> bool:
         """One has ended, which saved as much as the one that was planned for (``is_alike``), or not. Whether
-        that is enough: as one is that exceeded the budget; or one of those that all save the same which held
-        so much less than was predicted that the plan is made again."""
+        that is enough.
+
+        One that exceeded the budget is. Where all save the same, so is one that held far less than was
+        predicted, if the plan is then made again.
+
+        Args:
+            record: of the step.
+            budget: in bytes.
+            looked_bytes: the most that was held whenever the memory was looked at in the step.
+            is_alike: see above.
+        """
         self._followed_steps += 1
         saved_before, self._saved_bytes = self._saved_bytes, record.saved_bytes
         if self._is_again:
             self._followed.append(record)
         if self._followed_steps > 1 and is_alike:  # the first still holds what was moved before
-            # Where no thread can be started to sample, looks are all there is.
-            peak_bytes = max(record.peak_bytes, looked_bytes)
+            peak_bytes = record.peak_bytes
             if peak_bytes > budget:
                 peak_bytes = record.graph_peak_bytes
+            # Where no thread can be started to sample, looks are all there is.
+            peak_bytes = max(peak_bytes, looked_bytes)
             self._figures.append((peak_bytes, record.seconds))
             if peak_bytes > budget:
                 return True
@@ -105,6 +123,7 @@ class Corrections:
     def run_short(self, nbytes: int) -> None:
         """The device did not have the budget: so many bytes less of it are used, for good."""
         self.bias_bytes += nbytes
+        self.short_bytes += nbytes
         self._least_bias_bytes, self._kept_with_bytes = self.bias_bytes, None
 
     def forget_followed(self) -> None:
@@ -133,7 +152,7 @@ class Corrections:
 
     @property
     def _little(self) -> float:
-        """So many bytes that were spared are of no account."""
+        """A peak that is beside the prediction by no more is as predicted."""
         return min(_SPARED * self._predicted_peak_bytes, self._planned_bytes / _SPARED_OF_SAVED)
 
     def correct(self, budget: int, *, can_hold_less: bool = True) -> bool:
@@ -142,12 +161,16 @@ class Corrections:
         predicted, a few times, unless all is left in place."""
         assert self.measured is not None
         peak, _ = self.measured
-        off = peak - self._predicted_peak_bytes
+        off, was_kept = peak - self._predicted_peak_bytes, False
         # What was over is taken off whole, and never given back; of what was spared, three quarters are.
         bias_bytes = self.bias_bytes + (off if off > 0 else off * 3 // 4)
         if peak > budget:
             if not can_hold_less and self._replans >= _CORRECTIONS:
                 return False
+            was_kept = self._predicted_peak_bytes != self._simulated_peak_bytes + self.bias_bytes
+            if was_kept:  # what was measured of it was predicted again
+                off = peak - self._simulated_peak_bytes - self.bias_bytes
+                bias_bytes = self.bias_bytes + max(0, off)
             kept_with, self._kept_with_bytes = self._kept_with_bytes, None
             if kept_with is not None and kept_with > self.bias_bytes:
                 bias_bytes = kept_with
@@ -158,7 +181,7 @@ class Corrections:
                 return False
         if self._least_bias_bytes is not None:
             bias_bytes = max(bias_bytes, self._least_bias_bytes)
-        if bias_bytes == self.bias_bytes:
+        if bias_bytes == self.bias_bytes and not was_kept:
             return False
         self._replans += 1
         self.bias_bytes = bias_bytes

@@ -201,7 +201,8 @@ def typical_costs(pairs: Sequence[tuple[StepRecord, StepRecord]], links: Links) 
         (typical([save for save, _ in way]), typical([use for _, use in way]))
         for way in ([each.kept for each in found], [each.moved for each in found])
     )
-    anew = typical([each.anew_seconds for pair in pairs for each in pair])
+    # In the first of a pair memory may have been given back more often, after what was tried in it.
+    anew = typical([part.anew_seconds for _, part in pairs])
     return Costs(per_byte, kept, moved, max(0.0, typical(computing)), anew)
 
 

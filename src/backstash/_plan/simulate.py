@@ -60,11 +60,11 @@ def simulate(
     links, latency = trace.links, trace.links.latency_seconds
     stalled = down_free = up_free = 0.0
     all_stay = all(
-        each.resident_bytes >= block.nbytes
+        each.resident_bytes == block.nbytes
         for each, block in zip(choices, trace.blocks, strict=True)
     )
     clock = trace.beside_seconds(all_stay=all_stay)
-    resident = beside = inflight = ahead = resident_peak = 0
+    resident = inflight = ahead = resident_peak = 0
     peak, peak_moment = 0, 0
     writing: deque[tuple[float, int]] = deque()  # (its end, its block), oldest first
     written_at: dict[int, float] = {}
@@ -84,7 +84,7 @@ def simulate(
     alive: set[int] = set()  # members
 
     for at, moment in enumerate(trace.moments):
-        now = moment.other_bytes + resident + beside + inflight + ahead - sum(small.values())
+        now = moment.other_bytes + resident + inflight + ahead - sum(small.values())
         if now > peak:
             peak, peak_moment = now, at
         clock += moment.seconds
@@ -107,9 +107,7 @@ def simulate(
                 resident += sum(back.values())
                 small.pop(region_of[block], None)
                 resident_peak = max(resident_peak, resident)
-                now = (
-                    moment.other_bytes + resident + beside + inflight + ahead + region.beside_bytes
-                )
+                now = moment.other_bytes + resident + inflight + ahead + region.beside_bytes
                 now -= sum(small.values())
                 if now > peak:
                     peak, peak_moment = now, at + 1
@@ -119,9 +117,7 @@ def simulate(
                 small.pop(region_of[block], None)
         elif moment.kind == "save":
             clock += option.save_seconds
-            held = min(option.resident_bytes, trace.blocks[block].nbytes)
-            resident += held
-            beside += option.resident_bytes - held
+            resident += option.resident_bytes
             resident_peak = max(resident_peak, resident)
             nbytes = option.moved_bytes
             if nbytes:
@@ -158,9 +154,7 @@ def simulate(
                 stalled += ready[block] - clock
                 clock = ready[block]
         else:
-            held = min(option.resident_bytes, trace.blocks[block].nbytes)
-            resident -= held
-            beside -= option.resident_bytes - held
+            resident -= option.resident_bytes
             if block in ready:
                 ahead -= option.moved_bytes
             if block in made:
@@ -179,7 +173,9 @@ def simulate(
                     ahead += nbytes
                 next_read += 1
     clock += trace.tail_seconds
-    now = trace.tail_other_bytes + resident + beside + inflight + ahead - sum(small.values())
+    now = trace.tail_other_bytes + resident + inflight + ahead - sum(small.values())
     if now > peak:
         peak, peak_moment = now, len(trace.moments)
+    if all_stay:
+        peak += trace.beside_left_bytes
     return Forecast(clock, peak, stalled, resident_peak, peak_moment)

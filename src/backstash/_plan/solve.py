@@ -50,6 +50,13 @@ class Solution:
     """Whether the forecast's peak is within the budget."""
     left_after: int | None = None
     """After so many blocks all stay, and are left alone; ``None``: each is looked at."""
+    measured_bytes: int | None = None
+    """Of choices that were measured before: their peak, which is predicted again."""
+
+    def predicted_bytes(self, bias_bytes: int) -> int:
+        """The peak, where steps were seen to hold so many bytes more than the simulation says."""
+        measured = self.measured_bytes
+        return self.forecast.peak_bytes + bias_bytes if measured is None else measured
 
 
 def solve(
@@ -89,7 +96,21 @@ def solve(
     repaired.sort(key=lambda each: rank(each[0]))
     best = min((_fill(*each) for each in repaired[:_FILLED]), key=rank)
     bound, _ = _prices(Problem(_left(trace), budget, names), tried[-1], plain.peak_moment)
-    return replace(best, bound_seconds=bound, left_after=problem.left_after(best.choices))
+    forecast = _with_what_is_kept_beside(trace, best.forecast, plain, budget)
+    left_after = problem.left_after(best.choices)
+    return replace(best, forecast=forecast, bound_seconds=bound, left_after=left_after)
+
+
+def _with_what_is_kept_beside(
+    trace: Trace, forecast: Forecast, plain: Forecast, budget: int
+) -> Forecast:
+    """With what an allocator keeps beside tensors that stay, in proportion to these. It rules out no choice:
+    near the budget it is given back."""
+    if not trace.beside_left_bytes:
+        return forecast
+    beside = trace.beside_left_bytes * forecast.resident_peak_bytes // plain.resident_peak_bytes
+    peak_bytes = max(forecast.peak_bytes, min(budget, forecast.peak_bytes + beside))
+    return replace(forecast, peak_bytes=peak_bytes)
 
 
 def follow(
@@ -115,8 +136,8 @@ def smallest_budget(
 def _left(trace: Trace) -> Trace:
     """The same step, where it takes nothing to keep a block: for a bound, as any may be left alone."""
     blocks = (
-        replace(each, options={**each.options, "keep": left})
-        for each, left in zip(trace.blocks, trace.left_alone(), strict=True)
+        replace(each, options={**each.options, "keep": Option(each.nbytes)})
+        for each in trace.blocks
     )
     return replace(trace, blocks=tuple(blocks))
 

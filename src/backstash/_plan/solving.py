@@ -26,22 +26,22 @@ def left_alone(trace: Trace) -> Solved:
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """Choices for a step that was measured, and kept the budget."""
+    """Choices that were measured, and used no more of the budget than plans may."""
 
     blocks: tuple[TracedBlock, ...]
     """Of the step."""
     choices: tuple[str, ...]
     windows: Windows
     peak_bytes: int
-    """That were measured."""
+    """The highest that was measured of such steps."""
 
 
 class Solving:
     """Of one planner: the latest solution, and the one that is made.
 
     What was measured of one plan corrects what is predicted of every choice, of some of them too far. So
-    choices that were measured to keep the budget are never ruled out by a correction: where they take less time
-    than what is found within the target, they are the solution.
+    choices that were measured to keep the budget (:class:`Kept`) are not ruled out by a correction: where they
+    take less time than what is found within the target, they are the solution.
 
     Args:
         windows: of both directions, where they are given; see :func:`solve`.
@@ -61,12 +61,18 @@ class Solving:
         self._kept: dict[tuple[str, ...], Kept] = {}
 
     def keep(self, kept: Kept) -> None:
-        """Steps with these choices were measured, and kept the budget."""
+        """Steps with these choices may be planned again."""
         self._kept[kept.choices] = kept
 
     def give_up(self, choices: tuple[str, ...]) -> None:
-        """A step with these choices exceeded it."""
-        self._kept.pop(choices, None)
+        """Steps with these choices held more. If they did not before, the process has grown, and nothing is
+        known of the others any more."""
+        if choices in self._kept:
+            self._kept.clear()
+
+    def forget_kept(self) -> None:
+        """The device has less than was thought: nothing is known of what it has room for."""
+        self._kept.clear()
 
     def begin(
         self,
@@ -75,19 +81,12 @@ class Solving:
         *,
         allowed: Sequence[str],
         spare_bytes: int = 0,
-        bias_bytes: int = 0,
     ) -> None:
-        """Begin to solve for ``target`` bytes, ``spare_bytes`` of them left free if they can be.
-
-        Args:
-            trace: of the step.
-            target: the most bytes that may be predicted.
-            allowed: see :func:`solve`.
-            spare_bytes: see above.
-            bias_bytes: by how much more is measured than is predicted.
-        """
-        kept = [each for each in self._kept.values() if each.blocks is trace.blocks]
-        self.found = None
+        """Begin to solve for ``target`` bytes, ``spare_bytes`` of them left free if they can be."""
+        self._kept = {
+            choices: each for choices, each in self._kept.items() if each.blocks is trace.blocks
+        }
+        self.found, kept = None, [*self._kept.values()]
 
         def work() -> None:
             try:
@@ -96,9 +95,8 @@ class Solving:
                 if not solution.fits and spare_bytes:
                     planned_for = trace
                     solution = solve(trace, target, allowed=allowed, windows=self._windows)
-                found = _kept_of(planned_for, kept, allowed, bias_bytes)
-                best = min([solution, *found], key=rank)
-                # The bound is of what is predicted to fit, which these choices are not.
+                best = min([solution, *_kept_of(planned_for, kept, allowed)], key=rank)
+                # The bound is that of choices that are predicted to fit; those that were kept may not be.
                 bound = min(solution.bound_seconds, best.forecast.step_seconds)
                 solution = replace(best, bound_seconds=bound)
                 smallest = solution.forecast.peak_bytes
@@ -147,11 +145,7 @@ class Solving:
             self.found = self.taken
 
 
-def _kept_of(
-    trace: Trace, kept: Iterable[Kept], allowed: Sequence[str], bias_bytes: int
-) -> Iterable[Solution]:
+def _kept_of(trace: Trace, kept: Iterable[Kept], allowed: Sequence[str]) -> Iterable[Solution]:
     for each in kept:
         solution = follow(trace, each.choices, each.windows, allowed=allowed)
-        peak_bytes = each.peak_bytes - bias_bytes  # it is predicted to be what it was
-        forecast = replace(solution.forecast, peak_bytes=peak_bytes)
-        yield replace(solution, forecast=forecast)
+        yield replace(solution, measured_bytes=each.peak_bytes)

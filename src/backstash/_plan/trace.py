@@ -112,8 +112,9 @@ class Trace:
     """Of a step that does not leave everything in place: memory is given back before it, and taken again."""
     left_seconds: float | None = None
     """Of a step that did leave everything in place; ``None``: it takes as long as computing."""
-    kept_ratio: float = 1.0
-    """Bytes of memory that a byte of a block takes which stays: allocators keep some beside it."""
+    beside_left_bytes: int = 0
+    """What a step that leaves everything in place was seen to hold beside what the moments and the blocks say:
+    an allocator keeps it, and gives it back when it is told to."""
 
     @property
     def compute_seconds(self) -> float:
@@ -128,7 +129,7 @@ class Trace:
 
     def left_alone(self) -> list[Option]:
         """Of each block, what it takes where all of them stay: nothing is done about any then."""
-        return [Option(int(block.nbytes * self.kept_ratio)) for block in self.blocks]
+        return [Option(block.nbytes) for block in self.blocks]
 
     def span(self, kind: str) -> dict[int, int]:
         """For each block the index of its moment of this kind."""
@@ -140,17 +141,6 @@ class Trace:
             replace(each, other_bytes=each.other_bytes + nbytes) for each in self.moments
         )
         return replace(self, moments=moments, tail_other_bytes=self.tail_other_bytes + nbytes)
-
-    def keeping(self, ratio: float) -> Trace:
-        """The same step in a process where a byte that stays takes so many."""
-        blocks = []
-        for block in self.blocks:
-            kept = block.options.get("keep")
-            options = dict(block.options)
-            if kept is not None:
-                options["keep"] = replace(kept, resident_bytes=int(block.nbytes * ratio))
-            blocks.append(replace(block, options=options))
-        return replace(self, blocks=tuple(blocks), kept_ratio=ratio)
 
     def moving_at_most(self, nbytes: int, name: str) -> Trace:
         """The same step where the tier of this ``name`` can hold so many bytes: what is saved first may go."""
@@ -172,12 +162,10 @@ class Trace:
         if any(each.block not in range(len(self.blocks)) for each in self.moments):
             raise ValueError("a moment of no block")
         numbers = [each.seconds for each in self.moments]
-        numbers += [each.other_bytes for each in self.moments]
+        numbers += [self.beside_left_bytes, *(each.other_bytes for each in self.moments)]
         numbers += [self.links.down_rate, self.links.up_rate, self.links.latency_seconds]
         if any(not math.isfinite(each) or each < 0 for each in numbers):
             raise ValueError("seconds, bytes and rates are not below 0")
-        if not (math.isfinite(self.kept_ratio) and self.kept_ratio >= 1):
-            raise ValueError("a byte that stays takes no less than one")
         if not (self.links.down_rate and self.links.up_rate):
             raise ValueError("a rate of 0")
         members = [at for each in self.regions for at in each.members]
@@ -224,7 +212,7 @@ class Trace:
                 ),
                 float(values.get("anew_seconds", 0.0)),
                 None if left is None else float(left),
-                float(values.get("kept_ratio", 1.0)),
+                int(values.get("beside_left_bytes", 0)),
             )
             trace.check()
             return trace

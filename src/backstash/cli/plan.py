@@ -17,7 +17,7 @@ _USAGE = (
 )
 _DESCRIPTION = """\
 Run a Python training script, unmodified, for a few steps, and say what each budget for its memory would cost:
-the predicted peak and step time, and how much stays and how much moves. Ten steps are measured, with
+the predicted peak and step time, and how much stays and how much moves. Twelve steps are measured, with
 everything, half of it or, where the machine has memory for that, nothing moved; when that is planned for, about
 two steps later, the script ends as if it had called sys.exit(). Of one that ends before, what was measured
 counts, if its fourth step had begun. A step ends where an optimizer of torch.optim steps: a script that has
