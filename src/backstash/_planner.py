@@ -304,9 +304,8 @@ class Planner:
         trace, differs = self._traced(first.largest, self._links, self._costs), 0
         if first.left_peak_bytes:
             beside = first.left_peak_bytes - left_alone(trace)[1].forecast.peak_bytes
-            if (
-                0 < beside <= _saved_by(trace)
-            ):  # else it is of something else: an evaluation, perhaps
+            # More than all that is saved is of something else: an evaluation, perhaps.
+            if 0 < beside <= _saved_by(trace):
                 trace = replace(trace, beside_left_bytes=beside)
         if not first.learns:  # where some steps may hold more
             for pair in first.alike():
@@ -540,8 +539,7 @@ class Planner:
             self._note_kept()
         if self._solving.found is None or self._solving.is_running:
             return  # another plan is being made
-        predicted, is_left = self._plan.predicted, self._plan.state == "left alone"
-        assert predicted is not None
+        is_left = self._plan.state == "left alone"
         # The same trace: under a plan, memory that an allocator keeps when tensors die would count as
         # other memory, although the plan's tensors are what it is for.
         trace, solution, _ = self._solving.found
@@ -814,12 +812,7 @@ class Planner:
 
     def _solve(self, trace: Trace, spare_bytes: int = 0) -> None:
         """Have a plan made that leaves ``spare_bytes`` of the target, if there is one that does."""
-        self._solving.begin(
-            trace,
-            self._target(),
-            allowed=self._allowed(),
-            spare_bytes=spare_bytes,
-        )
+        self._solving.begin(trace, self._target(), allowed=self._allowed(), spare_bytes=spare_bytes)
 
     def _adopt(self, *, begins_step: bool = True) -> None:
         before, (trace, solution, smallest) = self._solving.taken, self._solving.take()

@@ -75,12 +75,7 @@ class Solving:
         self._kept.clear()
 
     def begin(
-        self,
-        trace: Trace,
-        target: int,
-        *,
-        allowed: Sequence[str],
-        spare_bytes: int = 0,
+        self, trace: Trace, target: int, *, allowed: Sequence[str], spare_bytes: int = 0
     ) -> None:
         """Begin to solve for ``target`` bytes, ``spare_bytes`` of them left free if they can be."""
         self._kept = {
