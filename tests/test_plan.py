@@ -1311,36 +1311,43 @@ def test_choices_that_were_measured_to_keep_the_budget_are_not_ruled_out(memory,
     stash.close()
 
 
-def test_choices_that_use_more_of_the_budget_than_plans_do_are_corrected(memory, tmp_path):
+def test_choices_that_came_near_the_budget_are_for_where_nothing_else_fits(memory, tmp_path):
     budget = OTHER + SAVED // 2 + 4 * MIB
     stash = memory(budget=budget, disk=tmp_path)
     settle(model(), stash, steps=6)
     planner = stash._planner
     trace, solution, _ = planner._solving.taken
-    for peak, is_kept in ((usable_bytes(budget), True), (usable_bytes(budget) + 1, False)):
+    most = usable_bytes(budget)
+    found = []
+    for peak in (most, most + 1, budget, budget + 1):
         planner._solving._kept.clear()
         planner._keep_if_it_fits(trace, solution.choices, solution.windows, peak)
-        assert bool(planner._solving._kept) == is_kept
+        found.append([each.is_near for each in planner._solving._kept.values()])
+    assert found == [[False], [True], [True], []]
     stash.close()
 
 
 def test_what_was_measured_of_other_steps_is_no_choice():
-    def solved(blocks, *, peak):
-        trace = Trace(blocks, moments, Links(1.0, 1.0))
+    def solved(blocks, *, is_near=False, target=2 * MIB, choice="disk", rate=1.0):
+        trace = Trace(blocks, moments, Links(rate, rate))
         solving = Solving((8 * MIB, 8 * MIB), {})
-        solving.keep(Kept(known, ("disk",) * 2, Windows(8 * MIB, 8 * MIB), peak))
-        solving.begin(trace, 2 * MIB, allowed=["keep", "disk"])
+        windows = Windows(8 * MIB, 8 * MIB)
+        solving.keep(Kept(known, (choice,) * 2, windows, 2 * MIB, is_near))
+        solving.begin(trace, target, allowed=["keep", "disk"])
         solving.wait()
         return solving.found[1]
 
     def two():
-        option = {"keep": Option(MIB), "disk": Option(0, 0, 0, MIB)}
+        option = {"keep": Option(MIB), "disk": Option(0, 0.5, 0, MIB)}
         return tuple(TracedBlock("", MIB, dict(option)) for _ in range(2))
 
     moments = tuple(Moment(*each, 0.1, MIB) for each in (("save", 0), ("save", 1), ("use", 1)))
     known = two()
-    assert solved(known, peak=MIB).fits
-    assert not solved(two(), peak=MIB).fits
+    assert solved(known).fits and solved(known, is_near=True).fits
+    assert not solved(two()).fits and not solved(two(), is_near=True).fits
+    for is_near in (False, True):
+        found = solved(known, is_near=is_near, target=3 * MIB - 1, choice="keep", rate=1e8)
+        assert found.fits and (found.choices == ("keep",) * 2) != is_near, "moving one takes longer"
 
 
 def test_a_plan_that_comes_out_the_same_is_not_measured_again(memory, tmp_path):
@@ -1390,7 +1397,7 @@ def test_a_plan_that_comes_out_the_same_is_corrected_by_what_was_measured_of_it(
 def test_choices_that_held_more_later_are_given_up_with_all_others(memory, tmp_path):
     """The process has grown since they were measured."""
     solving = Solving((None, None), {})
-    known = [Kept((), (name,), Windows(0, 0), 1) for name in ("disk", "keep")]
+    known = [Kept((), (name,), Windows(0, 0), 1, False) for name in ("disk", "keep")]
     for each in known:
         solving.keep(each)
     solving.give_up(("pack",))

@@ -321,10 +321,12 @@ class Planner:
     def _keep_if_it_fits(
         self, trace: Trace, choices: Sequence[str], windows: Windows, peak_bytes: int
     ) -> None:
-        """Steps with these choices were measured: if they used no more than plans may, they may be planned
-        again, whatever is predicted of them then."""
-        if peak_bytes <= usable_bytes(self._budget) - self._corrections.short_bytes:
-            self._solving.keep(Kept(trace.blocks, tuple(choices), windows, peak_bytes))
+        """Steps with these choices were measured: if they kept the budget, they may be planned again, whatever
+        is predicted of them then."""
+        short_bytes = self._corrections.short_bytes
+        if peak_bytes <= self._budget - short_bytes:
+            is_near = peak_bytes > usable_bytes(self._budget) - short_bytes
+            self._solving.keep(Kept(trace.blocks, tuple(choices), windows, peak_bytes, is_near))
         else:
             self._solving.give_up(tuple(choices))
 

@@ -26,7 +26,7 @@ def left_alone(trace: Trace) -> Solved:
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """Choices that were measured, and used no more of the budget than plans may."""
+    """Choices that were measured, and kept the budget."""
 
     blocks: tuple[TracedBlock, ...]
     """Of the step."""
@@ -34,6 +34,8 @@ class Kept:
     windows: Windows
     peak_bytes: int
     """The highest that was measured of such steps."""
+    is_near: bool
+    """Whether that is more of the budget than plans use."""
 
 
 class Solving:
@@ -41,7 +43,8 @@ class Solving:
 
     What was measured of one plan corrects what is predicted of every choice, of some of them too far. So
     choices that were measured to keep the budget (:class:`Kept`) are not ruled out by a correction: where they
-    take less time than what is found within the target, they are the solution.
+    take less time than what is found within the target, they are the solution; those that came near the budget,
+    where nothing else fits.
 
     Args:
         windows: of both directions, where they are given; see :func:`solve`.
@@ -90,7 +93,11 @@ class Solving:
                 if not solution.fits and spare_bytes:
                     planned_for = trace
                     solution = solve(trace, target, allowed=allowed, windows=self._windows)
-                best = min([solution, *_kept_of(planned_for, kept, allowed)], key=rank)
+                best = solution
+                for is_near in (False, True):
+                    if not is_near or not best.fits:
+                        among = [each for each in kept if each.is_near is is_near]
+                        best = min([best, *_kept_of(planned_for, among, allowed)], key=rank)
                 # The bound is that of choices that are predicted to fit; those that were kept may not be.
                 bound = min(solution.bound_seconds, best.forecast.step_seconds)
                 solution = replace(best, bound_seconds=bound)
