@@ -1269,7 +1269,7 @@ def test_a_budget_that_is_kept_is_not_too_small(memory, tmp_path):
     stash = memory(budget=budget, disk=tmp_path, inflight="1MiB", prefetch="1MiB")
     planner = stash._planner
     planner._corrections._replans = 99  # no other plan is tried
-    memory.other = lambda: OTHER + (5 * MIB if planner._choices is None else 0)
+    memory.other = lambda: OTHER + (7 * MIB if planner._choices is None else 0)
     with pytest.warns(StashWarning, match="cannot be kept"):
         assert settle(model(), stash, steps=5).state == "too small"
     memory.peaks[0] = 0
