@@ -1297,11 +1297,9 @@ def test_choices_that_were_measured_to_keep_the_budget_are_not_ruled_out(memory,
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", StashWarning)  # "was exceeded", "cannot be kept"
         plan = settle(net, stash, steps=20)
-        bias_bytes = planner._corrections.bias_bytes
-        assert bias_bytes >= 4 * MIB, "of the plan that kept some"
         assert plan.state == "planned" and plan.smallest_budget_bytes is None
         assert all(name == "disk" for each in plan.classes for name, _ in each.choices)
-        assert plan.predicted.peak_bytes <= usable_bytes(budget) < bias_bytes + OTHER + 6 * MIB
+        assert plan.predicted.peak_bytes <= usable_bytes(budget)
         assert 0 < plan.bound.step_seconds <= plan.predicted.step_seconds
         memory.peaks[0] = 0
         settle(net, stash, steps=4)
