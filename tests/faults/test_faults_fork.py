@@ -321,18 +321,17 @@ def test_a_forked_process_waits_for_no_move_that_a_thread_of_the_old_one_made():
 
 
 WAITING = """
-import linecache, os, signal, sys, threading, warnings
+import linecache, os, signal, sys, threading, time, warnings
 from backstash._runtime import workers
 from backstash.errors import StashForkedError
 from faulty import *
 from nesting import Caller
 warnings.simplefilter("ignore", DeprecationWarning)  # a fork beside a thread: that is what is tried
 children = []
-def forks(*_):
+def forks():
     children.append(os.fork())
     if children[-1] == 0:
         signal.alarm(20)
-signal.signal(signal.SIGUSR1, forks)
 def wait(at):
     "Fork at a line, or by a signal while the lock is waited for; what that line is."
     begun, may_end = threading.Event(), threading.Event()
@@ -348,10 +347,14 @@ def wait(at):
     def send():
         while not workers.moving.waits:
             pass
-        signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR1)
-        while len(children) == number:
-            pass
+        while len(children) == number:  # one that comes just before the lock is waited for ends no wait
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR1)
+            time.sleep(0.01)
         may_end.set()
+    def forks_once(*_):
+        if len(children) == number:
+            forks()
+    signal.signal(signal.SIGUSR1, forks_once)
     if at < 0:
         workers.moving = Waits()
         threading.Thread(target=send, daemon=True).start()
