@@ -17,11 +17,13 @@ class CountedMemory:
 
     def __init__(self, monkeypatch, **defaults):
         self.peaks, self.other = [0], lambda: OTHER
+        self._most = 0  # that was ever held
         self._defaults = {"min_bytes": 0, **defaults}
         self._stashes = []
         self._left = Counter()  # by address and size: what is left in place without being a block
         self._hook = Admission.hook
         monkeypatch.setattr(ProcessMeter, "now", lambda meter: self.now())
+        monkeypatch.setattr("backstash._plan.meter._peak_bytes", lambda: self._most)
         monkeypatch.setattr(Admission, "hook", lambda *given: self._counting(*given))
 
     def __call__(self, **arguments):
@@ -44,8 +46,13 @@ class CountedMemory:
 
     def now(self):
         held = self.other() + self.saved_bytes()
-        self.peaks[0] = max(self.peaks[0], held)
+        self.hold(held)
         return held
+
+    def hold(self, nbytes):
+        """The process has so much, for a moment in which nobody looks."""
+        self.peaks[0] = max(self.peaks[0], nbytes)
+        self._most = max(self._most, nbytes)
 
     def _counting(self, admission, thread_state):
         """The hook, which also counts what it leaves in place as long as autograd holds it."""

@@ -9,6 +9,8 @@ import itertools
 import json
 import math
 import mmap
+import subprocess
+import sys
 import threading
 import time
 import warnings
@@ -831,6 +833,37 @@ def test_a_budget_that_was_exceeded_is_planned_for_again(with_free, memory):
     assert more > moved
 
 
+def test_what_an_operation_held_that_no_look_saw_is_planned_for(with_free, memory):
+    """Where the process never held as much before: nothing is sampled under a plan that was measured."""
+    planner, _, _, run = with_free
+    run()
+    moved, look = run(), planner._guard.tell_used
+
+    def operation(nbytes):
+        memory.hold(planner._budget + 4 * MIB)  # until it ends
+        look(nbytes)
+
+    planner._guard.tell_used = operation
+    run()
+    planner._guard.tell_used = look
+    for _ in range(8):
+        more = run()
+        planner.plan  # noqa: B018  # waits for it
+    assert more > moved
+    assert planner.plan.predicted.peak_bytes <= planner._budget
+
+
+def test_what_the_process_held_between_two_steps_is_of_neither(with_free, memory):
+    """In an evaluation, say."""
+    planner, _, _, run = with_free
+    run()
+    moved, bias = run(), planner._corrections.bias_bytes
+    for part in range(1, 4):
+        memory.hold(planner._budget + 4 * part * MIB)
+        assert run() == moved
+    assert planner._corrections.bias_bytes == bias and planner._exceeding == 0
+
+
 def test_what_is_free_is_given_back_before_less_is_kept(with_free, memory):
     planner, free, given_back, run = with_free
     planner._plan = replace(planner._plan, left_after=None)  # memory is looked at for each block
@@ -920,6 +953,43 @@ def test_what_an_operation_takes_until_it_ends_counts_before_there_is_a_plan():
     assert backward((50, 52), (61, 61)) == []
     guard.keeps_free = True
     assert backward((50, 52), (61, 61)) == [61], "what is free was not given back before this step"
+
+
+def test_where_the_process_never_held_as_much_a_look_sees_what_an_operation_took(monkeypatch):
+    ever, given_back = [0], []
+    monkeypatch.setattr("backstash._plan.meter._peak_bytes", lambda: ever[0] * MIB)
+    meter = ProcessMeter(lambda: 0)
+    meter.now = lambda: 50 * MIB
+    guard = MemoryGuard(meter, 98 * MIB, 100 * MIB, lambda: given_back.append(ever[0]))
+    guard.begin_step()
+    for ever[0] in (60, 90, 90):
+        guard.tell_used(2 * MIB)
+    assert guard.take_highest() == 90 * MIB and given_back == []
+    meter.now = lambda: 61 * MIB
+    guard.tell_used(2 * MIB)
+    assert given_back == [90], "40 more than 50 came at once"
+    assert guard.take_highest() == 61 * MIB, "it is told once"
+
+
+def test_the_peak_of_a_process_is_told_where_it_rises():
+    script = """
+import mmap, resource
+from backstash._plan.meter import ProcessMeter
+MIB = 1 << 20
+meter, before = ProcessMeter(), ProcessMeter().now()
+nbytes = max(256 * MIB, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10)  # of what started it
+def touch(nbytes):
+    with mmap.mmap(-1, nbytes) as memory:
+        for at in range(0, nbytes, mmap.PAGESIZE):
+            memory[at] = 1
+touch(nbytes)
+raised = meter.raised_peak_bytes()
+assert -24 * MIB < raised - before - nbytes < 24 * MIB, (before, raised)
+assert meter.now() < before + 24 * MIB
+touch(nbytes - 96 * MIB)
+assert meter.raised_peak_bytes() == 0
+"""
+    subprocess.run([sys.executable, "-c", script], check=True)
 
 
 def test_samples_are_fewer_in_long_steps(monkeypatch):

@@ -143,7 +143,7 @@ def test_where_nothing_moves_nothing_is_told():
 def corrected(of, peak, predicted, budget, saved, *, is_left=False, can_hold_less=True):
     of.follow(predicted, saved, is_left=is_left)
     of.exceed(peak, 1.0)
-    return of.correct(budget, can_hold_less=can_hold_less)
+    return of.correct(budget, budget * 49 // 50, can_hold_less=can_hold_less)
 
 
 def test_a_plan_is_made_again_until_the_peak_is_what_was_predicted():
@@ -319,13 +319,13 @@ def test_the_bias_of_choices_that_were_measured_before_is_of_what_was_simulated(
     assert corrected(of, 1110, 1000, 1050, 500) and of.bias_bytes == 110
     of.follow(980, 500, is_left=False, simulated_peak_bytes=960)
     of.exceed(1060, 1.0)
-    assert of.correct(1050) and of.bias_bytes == 110, "100 are in it"
+    assert of.correct(1050, 1029) and of.bias_bytes == 110, "100 are in it"
     of.follow(980, 500, is_left=False, simulated_peak_bytes=960)
     of.exceed(1080, 1.0)
-    assert of.correct(1050) and of.bias_bytes == 120
+    assert of.correct(1050, 1029) and of.bias_bytes == 120
     of.follow(980, 500, is_left=False, simulated_peak_bytes=960)
     of.exceed(985, 1.0)
-    assert not of.correct(1050), "as predicted"
+    assert not of.correct(1050, 1029), "as predicted"
 
 
 def test_looks_count_where_nothing_is_sampled():
@@ -358,11 +358,26 @@ def test_a_forward_that_ended_in_another_step_is_none_of_this_one():
     assert seconds(trace_of(step, LINKS, Costs(), "disk")) == [1.0]
 
 
-def test_what_exceeded_goes_back_to_what_kept_the_budget():
+def test_what_exceeded_goes_halfway_back_to_what_kept_the_budget_and_then_all_the_way():
+    """900 were held with 1000 simulated, and 1100 with 1100: 980 are expected with 1040."""
     of = Corrections()
     assert corrected(of, 900, 1000, 1000, 500) and of.bias_bytes == -75
-    assert corrected(of, 1100, 960, 1000, 500) and of.bias_bytes == 0
+    assert corrected(of, 1100, 1025, 1000, 500) and of.bias_bytes == -60
+    assert corrected(of, 1010, 980, 1000, 500) and of.bias_bytes == 0
     assert corrected(of, 1010, 980, 1000, 500) and of.bias_bytes == 30, "it has grown"
+
+
+@pytest.mark.parametrize("kept, exceeded", [((990, 950), (1100, 1025)), ((900, 950), (1100, 900))])
+def test_what_exceeded_goes_back_all_the_way_where_no_line_tells_more(kept, exceeded):
+    """What kept the budget used more of it than plans do; what exceeded was to hold less."""
+    of = Corrections()
+    of._planned_bytes = 500
+    of.follow(1030, 500, is_left=False, simulated_peak_bytes=kept[1])
+    of.bias_bytes = 30
+    of.exceed(kept[0], 1.0)
+    of.correct(1000, 980)
+    kept_bias, of.bias_bytes = of._kept.bias_bytes, -50
+    assert corrected(of, *exceeded, 1000, 500) and of.bias_bytes == kept_bias == 30
 
 
 def test_a_second_run_takes_what_one_took_that_was_compared_and_the_hooks_of_its_saves():

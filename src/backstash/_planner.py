@@ -553,7 +553,7 @@ class Planner:
             return
         if not is_left:
             self._keep_if_it_fits(trace, solution.choices, solution.windows, measured[0])
-        is_other = self._corrections.correct(self._budget, can_hold_less=solution.fits)
+        is_other = self._corrections.correct(self._budget, usable, can_hold_less=solution.fits)
         links = self._corrections.other_links(trace.links)
         if is_other or links is not trace.links:
             self._links = links

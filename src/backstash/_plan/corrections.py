@@ -5,7 +5,7 @@ So it is where later steps take another time, and bytes no longer move as fast a
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from .recorder import StepRecord, links_of, typical
 from .trace import Links
@@ -22,6 +22,28 @@ _CORRECTIONS = 4
 _STEPS_OFF = 3  # in a row
 
 
+@dataclass(frozen=True, slots=True)
+class _KeptPlan:
+    """A plan that kept the budget."""
+
+    bias_bytes: int
+    """With which it was made."""
+    simulated_peak_bytes: int
+    measured_peak_bytes: int
+    may_go_between: bool = True
+    """No plan was made yet between this one and one that exceeded the budget."""
+
+    def bias_between(self, simulated_bytes: int, measured_bytes: int, usable: int) -> int:
+        """The bias with which a plan is to hold ``usable`` bytes, on the line from this plan to one that
+        exceeded the budget; this one's, where that was tried or the line tells no less."""
+        if not self.may_go_between:
+            return self.bias_bytes
+        grown = measured_bytes - self.measured_peak_bytes
+        more = simulated_bytes - self.simulated_peak_bytes
+        bound = self.simulated_peak_bytes + more * (usable - self.measured_peak_bytes) // grown
+        return min(self.bias_bytes, usable - bound)
+
+
 class Corrections:
     """Of one planner, over all of its plans."""
 
@@ -31,7 +53,7 @@ class Corrections:
         self.short_bytes = 0
         """Of this, what the device did not have of the budget."""
         self._least_bias_bytes: int | None = None  # with less the budget was exceeded
-        self._kept_with_bytes: int | None = None  # the last bias with which the budget was kept
+        self._kept: _KeptPlan | None = None  # the last plan that kept the budget
         # Of the plan: the peaks that were predicted and simulated, what its step saves, and whether all of it
         # stays.
         self._predicted_peak_bytes = self._simulated_peak_bytes = self._planned_bytes = 0
@@ -124,7 +146,7 @@ class Corrections:
         """The device did not have the budget: so many bytes less of it are used, for good."""
         self.bias_bytes += nbytes
         self.short_bytes += nbytes
-        self._least_bias_bytes, self._kept_with_bytes = self.bias_bytes, None
+        self._least_bias_bytes, self._kept = self.bias_bytes, None
 
     def forget_followed(self) -> None:
         """None of the steps that were measured was like the plan's."""
@@ -151,14 +173,25 @@ class Corrections:
         return max(peak for peak, _ in self._figures), typical(seconds)
 
     @property
+    def _kept_now(self) -> _KeptPlan:
+        assert self.measured is not None
+        return _KeptPlan(self.bias_bytes, self._simulated_peak_bytes, self.measured[0])
+
+    @property
     def _little(self) -> float:
         """A peak that is beside the prediction by no more is as predicted."""
         return min(_SPARED * self._predicted_peak_bytes, self._planned_bytes / _SPARED_OF_SAVED)
 
-    def correct(self, budget: int, *, can_hold_less: bool = True) -> bool:
+    def correct(self, budget: int, usable: int, *, can_hold_less: bool = True) -> bool:
         """Take what was measured into account. Whether the plan is to be made again: where the budget was
         exceeded, unless no plan can hold less, more than a few times; or where the peak was not what was
-        predicted, a few times, unless all is left in place."""
+        predicted, a few times, unless all is left in place.
+
+        Args:
+            budget: in bytes.
+            usable: bytes of it.
+            can_hold_less: the plan does not hold as little as any could.
+        """
         assert self.measured is not None
         peak, _ = self.measured
         off, was_kept = peak - self._predicted_peak_bytes, False
@@ -171,12 +204,16 @@ class Corrections:
             if was_kept:  # what was measured of it was predicted again
                 off = peak - self._simulated_peak_bytes - self.bias_bytes
                 bias_bytes = self.bias_bytes + max(0, off)
-            kept_with, self._kept_with_bytes = self._kept_with_bytes, None
-            if kept_with is not None and kept_with > self.bias_bytes:
-                bias_bytes = kept_with
+            kept, self._kept = self._kept, None
+            if kept is not None and kept.bias_bytes > self.bias_bytes:
+                # What is held grows faster than what is simulated.
+                between = kept.bias_between(self._simulated_peak_bytes, peak, usable)
+                if self.bias_bytes < between < kept.bias_bytes:
+                    self._kept = replace(kept, may_go_between=False)
+                bias_bytes = between
             self._least_bias_bytes = bias_bytes
         else:
-            self._kept_with_bytes = self.bias_bytes
+            self._kept = self._kept_now
             if self._is_left or self._replans >= _CORRECTIONS or abs(off) <= self._little:
                 return False
         if self._least_bias_bytes is not None:
@@ -201,7 +238,7 @@ class Corrections:
         peak = self.measured[0] + moved_bytes
         if peak > usable:
             return False
-        self._kept_with_bytes, self.bias_bytes = self.bias_bytes, peak - predicted_peak_bytes
+        self._kept, self.bias_bytes = self._kept_now, peak - predicted_peak_bytes
         return True
 
     def other_links(self, links: Links) -> Links:

@@ -123,6 +123,7 @@ class MemoryGuard:
         """One begins, and the meter knows it: less may have to be kept from now on."""
         self._line = self._most_now = self.most
         self._used_bytes = self._held_before = 0
+        self._meter.raised_peak_bytes()  # until now it is of no step
 
     def raise_to(self, nbytes: int) -> None:
         """In this step ``nbytes`` may be held: it is measured to learn, and no budget is kept."""
@@ -135,9 +136,13 @@ class MemoryGuard:
 
     def held(self) -> int:
         """What is held now."""
-        held = self._meter.now()
-        self.highest_bytes = max(self.highest_bytes, held)
-        return held
+        return self._look()[0]
+
+    def _look(self) -> tuple[int, int]:
+        """What is held now; and the most since the last look, as far as that is known, else 0."""
+        held, raised = self._meter.now(), self._meter.raised_peak_bytes()
+        self.highest_bytes = max(self.highest_bytes, held, raised)
+        return held, raised
 
     def part_of_what_is_left(self, parts: int, threads: int) -> int:
         """So much for each of some threads, until this is asked again; -1: none."""
@@ -212,8 +217,9 @@ class MemoryGuard:
         self._unlooked_bytes += nbytes
         if self._unlooked_bytes < _LOOK_BYTES:
             return
-        self._unlooked_bytes, held = 0, self.held()
-        sampled = self._meter.take_highest()  # an operation may hold more until it ends
+        self._unlooked_bytes, (held, raised) = 0, self._look()
+        # An operation may hold more until it ends.
+        sampled = max(raised, self._meter.take_highest())
         if self._held_before:
             growth, sampled_growth = held - self._held_before, sampled - self._held_before
             self._growth = max(self._growth, growth)

@@ -1,7 +1,7 @@
 """What a step takes: memory and time, of the process or of another device, while the step is measured.
 
-The system's peak of the process (``VmHWM``) cannot be used: to reset it would take it from the program and from
-other tools.
+The system's peak of the process is of its whole life: to reset it would take it from the program and from other
+tools. Where it rises, though, it is known to the byte what was held, and since when.
 """
 
 from __future__ import annotations
@@ -157,6 +157,11 @@ class Meter(ABC):
         recent, self._recent = self._recent, [0]
         return recent[0]
 
+    def raised_peak_bytes(self) -> int:
+        """The most that was ever held, if that is more than it was when this was asked last; else 0, or where
+        only samples tell."""
+        return 0
+
     def _take_samples(self) -> list[Sample]:
         return sorted(taken(self._samples))
 
@@ -180,6 +185,7 @@ class ProcessMeter(Meter):
         self._began = self._ended = 0.0  # of the step before, which is where this one begins
         self._faults = 0  # page faults of the step before
         self._faults_before = _page_faults()  # and of all before this one
+        self._peak_bytes = _peak_bytes()
         try:
             self._last_bytes = self._read()
         except OSError as error:
@@ -217,6 +223,12 @@ class ProcessMeter(Meter):
             max(_INTERVAL_SECONDS, seconds / _SAMPLES), _MOST_INTERVAL_SECONDS
         )
         return seconds
+
+    def raised_peak_bytes(self) -> int:
+        """See :meth:`Meter.raised_peak_bytes`. A process that begins with the peak of the one that started it,
+        as Linux has it, tells nothing below that."""
+        before, self._peak_bytes = self._peak_bytes, _peak_bytes()
+        return self._peak_bytes if self._peak_bytes > before else 0
 
     def hear(self, told: tuple[Any, ...]) -> None:
         """See :meth:`Meter.hear`."""
@@ -256,6 +268,11 @@ class ProcessMeter(Meter):
     def forget(self) -> None:
         """See :meth:`Meter.forget`."""
         self.take()
+
+
+def _peak_bytes() -> int:
+    """The most that this process ever held; getrusage(2) says it in KiB."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
 
 
 def _page_faults() -> int:
