@@ -1,10 +1,19 @@
 """From what is told of a step to its trace: what is computing, and what the stash adds."""
 
+from dataclasses import replace
+
 import pytest
 
 from backstash._plan.corrections import Corrections
 from backstash._plan.meter import Measured
-from backstash._plan.recorder import Costs, StepRecord, costs_of, trace_of, typical_costs
+from backstash._plan.recorder import (
+    Costs,
+    StepRecord,
+    beside_left,
+    costs_of,
+    trace_of,
+    typical_costs,
+)
 from backstash._plan.regions import Forward
 from backstash._plan.trace import Links, Option
 
@@ -138,6 +147,15 @@ def test_two_steps_that_move_alike_tell_nothing_of_a_byte_and_the_later_of_the_c
 def test_where_nothing_moves_nothing_is_told():
     full = moving(seconds=9.0, nbytes=0, hook=4.0)
     assert costs_of(full, full, LINKS) == Costs()
+
+
+def test_what_a_step_computes_beside_one_that_was_left_alone_is_of_its_blocks():
+    """Each takes half of its part when it is saved, and half when it is used."""
+    costs = Costs(1e-9, (0.5, 0.25), (1.0, 0.75), 10.0, 0.125)
+    found = beside_left(costs, 4, 8.0)
+    assert found == Costs(1e-9, (0.75, 0.5), (1.25, 1.0), 8.0, 0.125, 8.0)
+    assert beside_left(costs, 4, 11.0) == replace(costs, left_seconds=11.0)
+    assert beside_left(Costs(), 4, 8.0) == Costs(left_seconds=8.0), "nothing moved"
 
 
 def corrected(of, peak, predicted, budget, saved, *, is_left=False, can_hold_less=True):

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from typing import Literal
 
-from .recorder import Costs, StepRecord, links_of, typical, typical_costs
+from .recorder import Costs, StepRecord, beside_left, links_of, typical, typical_costs
 from .trace import Links
 
 __all__ = ["FirstSteps", "Mode"]
@@ -127,7 +126,7 @@ class FirstSteps:
         costs = typical_costs(told, links)
         whole = self.told_bytes(self.largest)
         left = [seconds for seconds, nbytes in self.left[1:] if _is_alike(nbytes, whole)]
-        return links, replace(costs, left_seconds=typical(left) if left else None)
+        return links, beside_left(costs, self.largest.blocks, typical(left)) if left else costs
 
     @property
     def left_peak_bytes(self) -> int:

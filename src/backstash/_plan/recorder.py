@@ -206,6 +206,24 @@ def typical_costs(pairs: Sequence[tuple[StepRecord, StepRecord]], links: Links) 
     return Costs(per_byte, kept, moved, max(0.0, typical(computing)), anew)
 
 
+def beside_left(costs: Costs, blocks: int, left_seconds: float) -> Costs:
+    """The same costs, beside a step that is left alone and took ``left_seconds``.
+
+    What a step of so many blocks computes for longer, it does for these, if for nothing in the hooks: for the
+    small tensors beside them, with caches that the hooks have used. A plan that leaves most blocks alone takes
+    less of it.
+    """
+    computing = costs.computing_seconds
+    beside = max(0.0, computing - left_seconds) if computing is not None else 0.0
+    if computing is None or not beside:
+        return replace(costs, left_seconds=left_seconds)
+    each = beside / blocks / 2
+    kept, moved = ((save + each, use + each) for save, use in (costs.kept, costs.moved))
+    return replace(
+        costs, kept=kept, moved=moved, computing_seconds=left_seconds, left_seconds=left_seconds
+    )
+
+
 class _Intervals:
     """Between the moments of a recorded step: seconds of computing, and memory that is not the stash's."""
 
