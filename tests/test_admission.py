@@ -597,6 +597,78 @@ def test_without_memory_for_a_copy_the_whole_is_held(monkeypatch):
     assert around.pack(base[:1000]).block.nbytes == 4 * KIB
 
 
+# Slices that make up their storage.
+
+
+def slices(around, parts=8, nbytes=800, base=None):
+    """The entries of so many slices, one after the other."""
+    base = made(8 * nbytes) if base is None else base
+    return [around.pack(base[at * nbytes :][:nbytes]) for at in range(parts)]
+
+
+def test_slices_that_made_up_all_of_their_storage_are_one_block_the_next_time():
+    around = Around(min_bytes=1000)
+    first = slices(around)
+    assert len({each.block for each in first}) == 8 and around.expected == []
+    second = slices(around)
+    assert {each.block for each in second} == {second[0].block} and second[0].block.nbytes == 6400
+    assert [each.offset_bytes for each in second] == list(range(0, 6400, 800))
+    assert second[0].block.expected == second[0].block.saves == 8
+    assert around.expected == [second[0].block], "until all of them were saved it waits"
+    assert [block for block, *_ in around.admitted] == [second[0].block]
+
+
+def test_slices_that_do_not_make_up_their_storage_are_copied_the_next_time():
+    around = Around(min_bytes=1000)
+    slices(around)
+    assert slices(around, parts=3)[0].block.nbytes == 6400, "one that is not known yet"
+    assert slices(around, parts=7)[0].block.nbytes < 1000
+    assert slices(around, parts=8)[0].block.nbytes < 1000
+    assert slices(around, parts=8)[0].block.nbytes == 6400
+
+
+def test_slices_that_are_saved_twice_are_no_others():
+    around = Around(min_bytes=1000)
+    for _ in range(3):
+        base = made(6400)
+        found = [*slices(around, parts=4, base=base), *slices(around, parts=4, base=base)]
+        assert found[0].block.nbytes < 1000
+
+
+def test_slices_of_another_size_or_module_are_copied(monkeypatch):
+    around = Around(min_bytes=1000)
+    slices(around)
+    assert slices(around, nbytes=808)[0].block.nbytes < 1000
+    monkeypatch.setattr("backstash._admission.module_path", lambda modules: "another")
+    assert slices(around)[0].block.nbytes < 1000
+
+
+def test_of_too_many_classes_of_storages_nothing_is_known(monkeypatch):
+    monkeypatch.setattr("backstash._saved.slice_counts._MOST_CLASSES", 1)
+    around = Around(min_bytes=1000)
+    for _ in range(2):
+        for nbytes in (800, 808):
+            assert slices(around, nbytes=nbytes)[0].block.nbytes < 1000
+
+
+def test_slices_of_an_accelerator_s_storage_are_copied():
+    around = Around(min_bytes=1000, device=Driver())
+    for _ in range(2):
+        assert len({each.block for each in slices(around)}) == 8
+
+
+def test_slices_of_which_another_was_changed_since_the_block_left_are_copied():
+    """Unseen: what has left is not what the storage has."""
+    around = Around(min_bytes=1000)
+    slices(around)
+    base = made(6400)
+    first, *_ = slices(around, parts=4, base=base)
+    leaves(first.block)
+    base.data[6000:] = 2
+    last = around.pack(base[5600:])
+    assert last.block is not first.block and last.block.nbytes < 1000
+
+
 # Subclasses.
 
 

@@ -16,6 +16,7 @@ from ._planner import Planner
 from ._runtime.weak import WeakTable
 from ._saved.block import Block, PartedStorage, StorageVersion
 from ._saved.entry import Entry, WrapperEntry
+from ._saved.slice_counts import SliceCounts
 from ._saved.thread_state import ThreadState
 from ._saved.view import StridedRegion, raw_alias, reason_to_stay, snapshot
 from ._session import Session
@@ -44,7 +45,7 @@ _NO_HOST = "no tier below: give host="
 _CAPTURED = "a graph of the accelerator is being captured"
 _LEAST_LET_GO = 16 << 10  # bytes of a storage: what is noted of one takes a thousand
 _MOST_PARTS = 8  # of a storage: smaller ones do not move as one block
-_REVIEWED_AT_ONCE = 2  # blocks that are expected again, at each save
+_REVIEWED_AT_ONCE = 2  # blocks that are expected again, at each new one
 _PARAMETER = "a parameter or another leaf that requires a gradient, or a view of one"
 
 
@@ -94,6 +95,7 @@ class Admission:
         self._storage_versions = WeakTable[tuple[int, int], StorageVersion]()
         self._parted = WeakTable[int, PartedStorage]()
         self._wrappers = WeakTable[int, WrapperEntry]()
+        self._slice_counts = SliceCounts()
         self.left: dict[str, list[int]] = {}  # reason: how many, how many bytes
         self.eligible_bytes = self.deduplicated_bytes = self.moved_again_bytes = 0
         self.let_go_bytes = 0  # by regions
@@ -202,8 +204,6 @@ class Admission:
         with section.lock, section:
             if session.reclaim_queue:
                 session.drain()
-            if thread_state.expecting:
-                session.review(thread_state, _REVIEWED_AT_ONCE)
             return self._pack_block(tensor, storage, thread_state, modules, tiers, choice)
 
     def _choose(
@@ -311,12 +311,19 @@ class Admission:
             # An accelerator's no would be an error, and elsewhere the storage may have been filled meanwhile.
             if tiers.device is None or needs_all or not _may_be_being_filled(tensor):
                 check = block.has(storage, tiers.device)
+        if source.slices is not None:
+            source.slices.add(offset, tensor.nbytes)
         if block is None or not check:
             gone = block
+            if thread_state.expecting:
+                self._session.review(thread_state, _REVIEWED_AT_ONCE)
             if not needs_all:
                 region = StridedRegion(tensor)
                 share = nbytes // 2 if _is_apart(tensor) else (nbytes - 1) // 4
-                if gone is not None or (parted is None and region.nbytes <= share):
+                is_slice = parted is None and region.nbytes <= share
+                if gone is not None or (
+                    is_slice and not self._are_slices_all(source, tensor, modules, tiers)
+                ):
                     entry = self._pack_region(
                         tensor, thread_state, modules, tiers, choice, source, region, gone
                     )
@@ -373,9 +380,9 @@ class Admission:
         Or one of a storage whose block ``gone`` has left, and which may have been written since. ``None``
         when the regions that overlap have come to cost what the whole does.
         """
-        if origin.slices is None:
-            origin.slices = {}
-        known = origin.slices.get(region.key)
+        if origin.regions is None:
+            origin.regions = {}
+        known = origin.regions.get(region.key)
         block = known() if known is not None else None
         if block is not None and block.rounds is not None and not _may_share(block, tensor, choice):
             block = None
@@ -420,7 +427,7 @@ class Admission:
                 planner = session.planner_at_work(tiers) if session.planners else None
                 if planner is not None and not (thread_state.runs_again or thread_state.is_tried):
                     self._allow(planner, thread_state, tensor.device, is_block=False)
-            origin.slices[region.key] = weakref.ref(block)
+            origin.regions[region.key] = weakref.ref(block)
             origin.copied_bytes += region.nbytes
         block.entries += 1
         skipped = region.residue * region.itemsize
@@ -428,6 +435,24 @@ class Admission:
         if not isinstance(check, bool):
             entry.check = check
         return entry
+
+    def _are_slices_all(
+        self,
+        source: StorageVersion,
+        tensor: Tensor,
+        modules: list[nn.Module],
+        tiers: DeviceTiers,
+    ) -> bool:
+        """Whether small slices of a storage, of which ``tensor`` is one, are expected to make up all of it: it
+        is one block then. Not on an accelerator: one that is written unseen between two saves would be known to
+        differ in backward only, if the block has left."""
+        if tiers.device is not None:
+            return False
+        if source.slices is None:
+            nbytes = tensor.untyped_storage().nbytes()
+            source.slices = self._slice_counts.begin(module_path(modules), nbytes)
+            source.slices.add(int(tensor.storage_offset()), tensor.nbytes)
+        return source.slices.expected > 0
 
     def _identify(
         self, tensor: Tensor, storage: torch.UntypedStorage, offset: int
@@ -482,7 +507,10 @@ class Admission:
         session.add(block, thread_state.apart)
         if gone is None:
             session.save_counts.begin(block, session.predictor.passes)
-            if not block.expected:
+            slices = block.storage_version.slices
+            if slices is not None:
+                block.expected = max(block.expected, slices.expected)
+            elif not block.expected:
                 block.expected = block.storage_version.assumed_saves(tensor.nbytes)
         else:
             session.save_counts.instead(block, gone)

@@ -28,6 +28,7 @@ from .._torch.versions import same_counter
 from ..codecs import Codec
 from .access_order import ForwardPass
 from .placement import Arrival, Placement, Resident
+from .slice_counts import Slices
 from .thread_state import ThreadState
 from .view import ALIGNMENT_BYTES, with_bits_of
 
@@ -48,6 +49,7 @@ class StorageVersion:
         "copied_bytes",
         "owner",
         "probe",
+        "regions",
         "slices",
         "version",
     )
@@ -69,9 +71,8 @@ class StorageVersion:
             empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
             self.probe.data = with_bits_of(tensor, empty)
         self.block: weakref.ref[Block] | None = None  # of the whole storage
-        self.slices: dict[object, weakref.ref[Block]] | None = (
-            None  # copies of regions, by their key
-        )
+        self.regions: dict[object, weakref.ref[Block]] | None = None  # copied, by their key
+        self.slices: Slices | None = None  # what is saved of it, where small slices are
         self.copied_bytes = 0  # of small regions so far
 
     @property
@@ -312,6 +313,8 @@ class Block:
             with modes[0], modes[1], modes[2], torch.no_grad():
                 whole = torch.empty(0, dtype=torch.uint8, device="cpu")
                 copy = whole.set_(storage, 0, (self.nbytes,), (1,)).clone()
+            if self.nbytes % alias.dtype.itemsize == 0:
+                copy = copy.view(alias.dtype)  # so that no part has to, at each use
         except (RuntimeError, MemoryError):
             return False
         address = copy.data_ptr()

@@ -99,8 +99,7 @@ class Entry:
         A view of ``base``, so that both share one version counter; only a part with gaps is copied.
         """
         itemsize = self.dtype.itemsize
-        if base.dtype != self.dtype:
-            base = _flat(base, itemsize).view(self.dtype)
+        base = self.in_its_dtype(base)
         first, odd = divmod(base_bytes + self.offset_bytes, itemsize)
         if odd:
             raise AssertionError(f"a view at byte {base_bytes + self.offset_bytes} of {self.dtype}")
@@ -111,6 +110,12 @@ class Entry:
         if self.conj or self.neg:
             out = toggle_bits(out, conj=self.conj, neg=self.neg)
         return out
+
+    def in_its_dtype(self, base: Tensor) -> Tensor:
+        """``base``, or its storage as a flat tensor of the view's dtype, on its version counter."""
+        return (
+            base if base.dtype == self.dtype else _flat(base, self.dtype.itemsize).view(self.dtype)
+        )
 
 
 def written_unseen(entry: Entry) -> InplaceError:

@@ -306,7 +306,7 @@ class Prefetcher:
             return entry.view_of(root, low)
         block.served = 0
         # One assignment: an interrupt finds all of it or nothing.
-        loaded = block.loaded = Loaded(root, low, arrival)
+        loaded = block.loaded = Loaded(entry.in_its_dtype(root), low, arrival)
         self._hold(block)
         if block.nbytes > self.window_bytes > 0 and self._may_stay_beside(block):
             self._beside = weakref.ref(block)
@@ -450,7 +450,7 @@ class Prefetcher:
                 return
         elif self._tier.runs_ahead:
             self._tier.poll()
-        self._used_bytes += block.nbytes
+        self._used_bytes += block.nbytes // max(1, block.entries)  # each of them is used
         if self._used_bytes < self.window_bytes // _LOOKS_IN_A_WINDOW:
             return  # small ones, and what comes next was asked for
         self._used_bytes = 0
