@@ -30,7 +30,7 @@ from backstash._admission import FITS
 from backstash._plan.guard import MemoryGuard
 from backstash._plan.meter import ProcessMeter
 from backstash._plan.meter import _sample as sample
-from backstash._plan.recorder import beside_left, typical_costs
+from backstash._plan.recorder import typical_costs
 from backstash._plan.simulate import Windows
 from backstash._plan.solving import Kept, Solving
 from backstash._plan.trace import Links, Moment, Option, Trace, TracedBlock
@@ -469,7 +469,8 @@ def test_with_a_budget_that_no_step_could_keep_steps_with_room_tell_what_moving_
     assert plan.smallest_budget_bytes is not None
     full, half, *others = planner._first_steps.records[3:]
     told = typical_costs([(full, half), tuple(others)], planner._links)
-    assert planner._costs == beside_left(told, 16, left_seconds)
+    assert planner._costs == told
+    assert plan.trace.left_seconds == pytest.approx(left_seconds)
     assert plan.at(1 << 40).predicted.step_seconds == plan.plain.step_seconds
     stash.close()
 
@@ -970,6 +971,27 @@ def test_where_the_process_never_held_as_much_a_look_sees_what_an_operation_took
     guard.tell_used(2 * MIB)
     assert given_back == [90], "40 more than 50 came at once"
     assert guard.take_highest() == 61 * MIB, "it is told once"
+    guard.begin_step()
+    guard.tell_used(MIB // 2)
+    ever[0] = 95
+    guard.tell_used(MIB // 4)
+    assert guard.take_highest() == 95 * MIB, "it may be the last use of the step"
+
+
+def test_a_look_ahead_of_need_takes_nothing_from_what_backward_is_told(monkeypatch):
+    ever, given_back = [60], []
+    monkeypatch.setattr("backstash._plan.meter._peak_bytes", lambda: ever[0] * MIB)
+    meter = ProcessMeter(lambda: 0)
+    meter.now = lambda: 50 * MIB
+    guard = MemoryGuard(meter, 98 * MIB, 100 * MIB, lambda: given_back.append(ever[0]))
+    guard.begin_step()
+    guard.tell_used(2 * MIB)
+    ever[0] = 90
+    assert guard.has_room(MIB)
+    guard.tell_used(2 * MIB)
+    meter.now = lambda: 61 * MIB
+    guard.tell_used(2 * MIB)
+    assert given_back == [90]
 
 
 def test_the_peak_of_a_process_is_told_where_it_rises():
@@ -1281,10 +1303,22 @@ def test_what_is_held_because_nothing_was_given_back_is_not_blamed_on_the_plan(
     guard = planner._guard
     run()
     guard.keeps_free, guard.highest_bytes = keeps_free, planner._budget * 2
+    guard._start_bytes = guard._most_at_start + planner._budget
     run()
     assert planner._exceeding == (not keeps_free)
     assert (planner._corrections.bias_bytes > 50 * MIB) == (not keeps_free)
     assert guard._most_kept_free == 0 or not keeps_free, "none begins so from now on"
+
+
+def test_what_is_held_beyond_that_is(with_free):
+    planner, _, _, run = with_free
+    guard, budget = planner._guard, planner._budget
+    run()
+    guard.keeps_free, guard.highest_bytes = True, budget + 9 * MIB
+    guard._start_bytes = guard._most_at_start + 5 * MIB
+    predicted = planner._corrections._predicted_peak_bytes
+    run()
+    assert planner._corrections.bias_bytes == budget + 4 * MIB - predicted
 
 
 def test_a_budget_s_backward_gives_back_what_it_freed(with_free):

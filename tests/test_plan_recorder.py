@@ -151,11 +151,59 @@ def test_where_nothing_moves_nothing_is_told():
 
 def test_what_a_step_computes_beside_one_that_was_left_alone_is_of_its_blocks():
     """Each takes half of its part when it is saved, and half when it is used."""
-    costs = Costs(1e-9, (0.5, 0.25), (1.0, 0.75), 10.0, 0.125)
-    found = beside_left(costs, 4, 8.0)
-    assert found == Costs(1e-9, (0.75, 0.5), (1.25, 1.0), 8.0, 0.125, 8.0)
-    assert beside_left(costs, 4, 11.0) == replace(costs, left_seconds=11.0)
-    assert beside_left(Costs(), 4, 8.0) == Costs(left_seconds=8.0), "nothing moved"
+    costs = Costs(kept=(0.5, 0.25), moved=(1.0, 0.75), computing_seconds=3.0)
+    found = beside_left(costs, 2, 2.0)
+    assert found == replace(costs, beside_each=0.5, computing_seconds=2.0, left_seconds=2.0)
+    assert beside_left(costs, 2, 4.0) == replace(costs, left_seconds=4.0)
+    assert beside_left(costs, 2, None) == costs
+    assert beside_left(Costs(), 2, 2.0) == Costs(left_seconds=2.0), "nothing moved"
+    step = record(told("save", 1.0, number=0), told("save", 2.0, number=1))
+    trace = trace_of(step, LINKS, found, "disk")
+    assert trace.compute_seconds == pytest.approx(2.0)
+    for block in trace.blocks:
+        kept, moved = block.options["keep"], block.options["disk"]
+        assert (kept.save_seconds, kept.use_seconds) == (0.75, 0.5)
+        assert (moved.save_seconds, moved.use_seconds) == (1.25, 1.0)
+
+
+def test_a_block_that_is_saved_more_often_takes_more_in_the_hooks():
+    """And no more to move."""
+    step = record(told("save", 1.0, number=0), told("save", 2.0, number=1))
+    step.saves[1] = 3
+    trace = trace_of(step, LINKS, Costs(kept=(2.0, 1.0), moved=(6.0, 4.0)), "disk")
+    kept = [each.options["keep"] for each in trace.blocks]
+    moved = [each.options["disk"] for each in trace.blocks]
+    assert [each.save_seconds for each in kept] == [1.0, 3.0]
+    assert [each.use_seconds for each in kept] == [0.5, 1.5]
+    assert [each.save_seconds for each in moved] == [5.0, 7.0]
+    assert [each.use_seconds for each in moved] == [3.5, 4.5]
+
+
+def followed(*steps, budget=2000):
+    """What came of steps under a plan: each with its sampled peak, what looks saw, and whether it was alike."""
+    of = Corrections()
+    of.follow(1000, 500, is_left=False)
+    ended = []
+    for peak, looked, is_alike in steps:
+        step = record(told("save", 1.0, number=0), told("use", 3.0, number=0))
+        step.measured.samples[:] = [(at / 10, peak, 0) for at in range(20)]
+        ended.append(of.add(step, budget, looked, is_alike=is_alike))
+    return of, ended
+
+
+def test_a_peak_that_no_sample_saw_in_the_first_step_is_expected_of_the_next():
+    """What the process never held before is told once."""
+    of, ended = followed((1500, 1600, True), (1000, 900, True), (1010, 900, True))
+    assert of._figures == [(1100, 4.0), (1110, 4.0)] and not any(ended)
+    of, ended = followed((1500, 2100, True), (1500, 900, True))
+    assert ended == [False, True] and of.measured == (2100, 4.0)
+    of, _ = followed((1500, 1400, True), (1000, 900, True))
+    assert of._figures == [(1000, 4.0)]
+
+
+def test_a_step_of_another_shape_counts_where_it_exceeds():
+    of, ended = followed((1000, 900, True), (1500, 900, False), (2001, 900, False))
+    assert ended == [False, False, True] and of._figures == [(2001, 4.0)]
 
 
 def corrected(of, peak, predicted, budget, saved, *, is_left=False, can_hold_less=True):
@@ -376,7 +424,7 @@ def test_a_forward_that_ended_in_another_step_is_none_of_this_one():
     assert seconds(trace_of(step, LINKS, Costs(), "disk")) == [1.0]
 
 
-def test_what_exceeded_goes_halfway_back_to_what_kept_the_budget_and_then_all_the_way():
+def test_what_exceeded_goes_part_of_the_way_back_to_what_kept_the_budget_and_then_all_the_way():
     """900 were held with 1000 simulated, and 1100 with 1100: 980 are expected with 1040."""
     of = Corrections()
     assert corrected(of, 900, 1000, 1000, 500) and of.bias_bytes == -75
@@ -385,16 +433,23 @@ def test_what_exceeded_goes_halfway_back_to_what_kept_the_budget_and_then_all_th
     assert corrected(of, 1010, 980, 1000, 500) and of.bias_bytes == 30, "it has grown"
 
 
-@pytest.mark.parametrize("kept, exceeded", [((990, 950), (1100, 1025)), ((900, 950), (1100, 900))])
-def test_what_exceeded_goes_back_all_the_way_where_no_line_tells_more(kept, exceeded):
-    """What kept the budget used more of it than plans do; what exceeded was to hold less."""
+@pytest.mark.parametrize(
+    ("kept", "exceeded", "bias"),
+    [
+        ((990, 950), (1100, 1025), -50),
+        ((900, 950), (1100, 900), -50),
+        ((900, 1050), (1010, 980), -10),
+    ],
+)
+def test_what_exceeded_goes_back_all_the_way_where_no_line_tells_more(kept, exceeded, bias):
+    """What kept the budget used more of it than plans do; what exceeded was to hold as much, or less."""
     of = Corrections()
     of._planned_bytes = 500
     of.follow(1030, 500, is_left=False, simulated_peak_bytes=kept[1])
     of.bias_bytes = 30
     of.exceed(kept[0], 1.0)
     of.correct(1000, 980)
-    kept_bias, of.bias_bytes = of._kept.bias_bytes, -50
+    kept_bias, of.bias_bytes = of._kept.bias_bytes, bias
     assert corrected(of, *exceeded, 1000, 500) and of.bias_bytes == kept_bias == 30
 
 

@@ -36,7 +36,7 @@ from ._plan.corrections import Corrections
 from ._plan.first_steps import FirstSteps, Mode
 from ._plan.guard import MemoryGuard
 from ._plan.meter import Meter, ProcessMeter, Sample
-from ._plan.recorder import Costs, StepRecord, links_of, trace_of
+from ._plan.recorder import Costs, StepRecord, beside_left, links_of, trace_of
 from ._plan.recording import StepRecording
 from ._plan.regions import AGAIN, ONCE, TRACED, Forward, Regions, name_of
 from ._plan.shape import EndedStep, StepShape
@@ -179,8 +179,8 @@ class Planner:
         self._limits.begin_step(tiers, self._guard.has_room, self._ran_out)
         recording, first = self._recording, self._steps == 0
         ended, self._asked = self._shape.begin_step(is_first=first), 0
-        kept_free = self._guard.keeps_free
-        if kept_free:
+        kept_free_bytes = self._guard.kept_free_bytes
+        if self._guard.keeps_free:
             self._end_kept_free(ended)
         looked_bytes = self._guard.take_highest()
         highest_bytes = max(looked_bytes, self._guard.late_bytes())
@@ -216,8 +216,8 @@ class Planner:
             self._measure(record, seconds, ended.asked_bytes)
         elif not first:
             highest_bytes = max(highest_bytes, self._meter.known_peak_bytes)
-            if kept_free:  # else no plan could help
-                highest_bytes = min(highest_bytes, self._budget)
+            # What this step began with is no reason for another plan.
+            highest_bytes = max(min(highest_bytes, self._budget), highest_bytes - kept_free_bytes)
             self._count_exceeding(highest_bytes)
             if ended.was_larger:
                 self._plan_for_larger(record, ended.asked_bytes)
@@ -301,7 +301,8 @@ class Planner:
         first.mode = "all"
         self._links, self._costs = first.costs()
         self._shape.begin_plan(first.told_bytes(first.largest))
-        trace, differs = self._traced(first.largest, self._links, self._costs), 0
+        costs = beside_left(self._costs, first.largest.blocks, first.left_seconds)
+        trace, differs = self._traced(first.largest, self._links, costs), 0
         if first.left_peak_bytes:
             beside = first.left_peak_bytes - left_alone(trace)[1].forecast.peak_bytes
             # More than all that is saved is of something else: an evaluation, perhaps.

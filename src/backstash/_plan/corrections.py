@@ -20,6 +20,7 @@ _SPARED_OF_SAVED = 16  # the part of what is saved, where that is less
 _FAR = 2  # times what is spared of no account
 _CORRECTIONS = 4
 _STEPS_OFF = 3  # in a row
+_SAMPLED = 8  # samples of a step: with fewer no thread took them
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +65,7 @@ class Corrections:
         ] = []  # peaks in bytes, and seconds, of steps like the plan's
         self._timed: list[float] = []  # seconds of such steps that were not measured block by block
         self._followed_steps = 0
+        self._unseen_bytes = 0  # by which a look in one of these saw more than samples did
         self._followed: list[StepRecord] = []  # these, where they tell how fast bytes move now
         self._is_again = False
         self._off_steps = self._wait_steps = 0
@@ -100,7 +102,7 @@ class Corrections:
         """Steps under a plan begin to be measured; ``again``: since :meth:`is_off` said so."""
         self._figures.clear()
         self._timed.clear()
-        self._followed_steps = 0
+        self._followed_steps = self._unseen_bytes = 0
         self._followed.clear()
         self._is_again = again
 
@@ -123,12 +125,17 @@ class Corrections:
         saved_before, self._saved_bytes = self._saved_bytes, record.saved_bytes
         if self._is_again:
             self._followed.append(record)
-        if self._followed_steps > 1 and is_alike:  # the first still holds what was moved before
-            peak_bytes = record.peak_bytes
-            if peak_bytes > budget:
-                peak_bytes = record.graph_peak_bytes
-            # Where no thread can be started to sample, looks are all there is.
-            peak_bytes = max(peak_bytes, looked_bytes)
+        # Where no thread can be started to sample, looks are all there is. They also see an operation's peak
+        # that no sample does: once, where the process never held as much.
+        sampled_bytes, unseen_bytes = record.peak_bytes, self._unseen_bytes
+        if len(record.samples) >= _SAMPLED:
+            self._unseen_bytes = max(unseen_bytes, looked_bytes - sampled_bytes)
+        if self._followed_steps == 1:
+            return False  # it still holds what was moved before
+        if sampled_bytes > budget:
+            sampled_bytes = record.graph_peak_bytes
+        peak_bytes = max(sampled_bytes + unseen_bytes, looked_bytes)
+        if is_alike or peak_bytes > budget:
             self._figures.append((peak_bytes, record.seconds))
             if peak_bytes > budget:
                 return True
@@ -141,6 +148,7 @@ class Corrections:
     def begin_larger(self) -> None:
         """A plan is made for larger steps than before, whose peaks are corrected as often."""
         self._replans = 0
+        self._kept = None
 
     def run_short(self, nbytes: int) -> None:
         """The device did not have the budget: so many bytes less of it are used, for good."""
@@ -208,9 +216,9 @@ class Corrections:
             if kept is not None and kept.bias_bytes > self.bias_bytes:
                 # What is held grows faster than what is simulated.
                 between = kept.bias_between(self._simulated_peak_bytes, peak, usable)
-                if self.bias_bytes < between < kept.bias_bytes:
+                bias_bytes = between if between > self.bias_bytes else kept.bias_bytes
+                if bias_bytes < kept.bias_bytes:
                     self._kept = replace(kept, may_go_between=False)
-                bias_bytes = between
             self._least_bias_bytes = bias_bytes
         else:
             self._kept = self._kept_now

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Iterable
 from typing import Literal
 
-from .recorder import Costs, StepRecord, beside_left, links_of, typical, typical_costs
+from .recorder import Costs, StepRecord, links_of, typical, typical_costs
 from .trace import Links
 
 __all__ = ["FirstSteps", "Mode"]
@@ -123,10 +123,14 @@ class FirstSteps:
         late = [pair for pair in pairs if pair[0] is not self.records[1]] if self.learns else []
         told = late or pairs
         links = links_of([*itertools.chain(*told)])
-        costs = typical_costs(told, links)
+        return links, typical_costs(told, links)
+
+    @property
+    def left_seconds(self) -> float | None:
+        """Of a step like the largest that was left alone; ``None``: there was none."""
         whole = self.told_bytes(self.largest)
         left = [seconds for seconds, nbytes in self.left[1:] if _is_alike(nbytes, whole)]
-        return links, beside_left(costs, self.largest.blocks, typical(left)) if left else costs
+        return typical(left) if left else None
 
     @property
     def left_peak_bytes(self) -> int:

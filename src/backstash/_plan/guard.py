@@ -59,6 +59,9 @@ class MemoryGuard:
         # look; and the most that came between two.
         self._unlooked_bytes = self._used_bytes = self._held_before = self._growth = 0
         self._sampled_growth = 0  # the most that was sampled between two looks, beyond the first
+        self._raised_bytes = (
+            0  # the most since the last look in backward, where the process never held as much
+        )
         # Of both, the most since all is left in place; None: it is not.
         self._left_growth: int | None = None
         self._has_plan = False
@@ -119,10 +122,15 @@ class MemoryGuard:
         """A step that gave nothing back as it began held too much: none does so from now on."""
         self._most_kept_free = 0
 
+    @property
+    def kept_free_bytes(self) -> int:
+        """With how much more this step began than fits beside all that it adds; 0: memory was given back."""
+        return max(0, self._start_bytes - self._most_at_start) if self.keeps_free else 0
+
     def begin_step(self) -> None:
         """One begins, and the meter knows it: less may have to be kept from now on."""
         self._line = self._most_now = self.most
-        self._used_bytes = self._held_before = 0
+        self._used_bytes = self._held_before = self._raised_bytes = 0
         self._meter.raised_peak_bytes()  # until now it is of no step
 
     def raise_to(self, nbytes: int) -> None:
@@ -136,13 +144,16 @@ class MemoryGuard:
 
     def held(self) -> int:
         """What is held now."""
-        return self._look()[0]
+        held = self._meter.now()
+        self._look_at_peak()
+        self.highest_bytes = max(self.highest_bytes, held)
+        return held
 
-    def _look(self) -> tuple[int, int]:
-        """What is held now; and the most since the last look, as far as that is known, else 0."""
-        held, raised = self._meter.now(), self._meter.raised_peak_bytes()
-        self.highest_bytes = max(self.highest_bytes, held, raised)
-        return held, raised
+    def _look_at_peak(self) -> None:
+        raised = self._meter.raised_peak_bytes()
+        if raised:
+            self._raised_bytes = max(self._raised_bytes, raised)
+            self.highest_bytes = max(self.highest_bytes, raised)
 
     def part_of_what_is_left(self, parts: int, threads: int) -> int:
         """So much for each of some threads, until this is asked again; -1: none."""
@@ -216,10 +227,11 @@ class MemoryGuard:
         self._used_bytes += nbytes
         self._unlooked_bytes += nbytes
         if self._unlooked_bytes < _LOOK_BYTES:
+            self._look_at_peak()  # this may be the last use of the step
             return
-        self._unlooked_bytes, (held, raised) = 0, self._look()
+        self._unlooked_bytes, held = 0, self.held()
         # An operation may hold more until it ends.
-        sampled = max(raised, self._meter.take_highest())
+        sampled, self._raised_bytes = max(self._raised_bytes, self._meter.take_highest()), 0
         if self._held_before:
             growth, sampled_growth = held - self._held_before, sampled - self._held_before
             self._growth = max(self._growth, growth)

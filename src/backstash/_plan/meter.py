@@ -1,7 +1,7 @@
 """What a step takes: memory and time, of the process or of another device, while the step is measured.
 
 The system's peak of the process is of its whole life: to reset it would take it from the program and from other
-tools. Where it rises, though, it is known to the byte what was held, and since when.
+tools. Where it rises, though, it is known what was held since it was last asked for.
 """
 
 from __future__ import annotations
@@ -226,9 +226,12 @@ class ProcessMeter(Meter):
 
     def raised_peak_bytes(self) -> int:
         """See :meth:`Meter.raised_peak_bytes`. A process that begins with the peak of the one that started it,
-        as Linux has it, tells nothing below that."""
-        before, self._peak_bytes = self._peak_bytes, _peak_bytes()
-        return self._peak_bytes if self._peak_bytes > before else 0
+        as Linux has it, tells nothing below that; nor does one whose peak another tool has reset."""
+        peak_bytes = _peak_bytes()
+        if peak_bytes <= self._peak_bytes:
+            return 0
+        self._peak_bytes = peak_bytes
+        return peak_bytes
 
     def hear(self, told: tuple[Any, ...]) -> None:
         """See :meth:`Meter.hear`."""

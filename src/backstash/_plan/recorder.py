@@ -33,6 +33,8 @@ class StepRecord:
     """By the number of a block that was priced: its options beside staying and moving."""
     again: dict[int, int] = field(default_factory=dict)
     """By the number of a block that was saved more than once: how many blocks the step had the last time."""
+    saves: dict[int, int] = field(default_factory=dict)
+    """By the number of a block that was saved more than once: how often."""
     forwards: list[Forward] = field(default_factory=list)
     """Of the modules that may run again; the events ``"enter"`` and ``"leave"`` have their index here."""
     stays: Stays = field(default_factory=dict)
@@ -143,7 +145,7 @@ def links_of(records: list[StepRecord]) -> Links:
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """What the stash adds to the computing thread's time, waits left out, in seconds."""
+    """What the stash adds to the computing thread's time, waits left out, in seconds; of blocks, on average."""
 
     per_moved_byte: float = 0.0
     """Outside of the hooks: for memory that has to be taken anew, and what shares the machine."""
@@ -157,6 +159,8 @@ class Costs:
     """See :class:`Trace`."""
     left_seconds: float | None = None
     """See :class:`Trace`."""
+    beside_each: float = 0.0
+    """Outside of the hooks, for one block: half when it is saved, and half when it is used."""
 
 
 def costs_of(full: StepRecord, part: StepRecord, links: Links) -> Costs:
@@ -206,22 +210,19 @@ def typical_costs(pairs: Sequence[tuple[StepRecord, StepRecord]], links: Links) 
     return Costs(per_byte, kept, moved, max(0.0, typical(computing)), anew)
 
 
-def beside_left(costs: Costs, blocks: int, left_seconds: float) -> Costs:
-    """The same costs, beside a step that is left alone and took ``left_seconds``.
+def beside_left(costs: Costs, blocks: int, left_seconds: float | None) -> Costs:
+    """The same costs, where a step that was left alone took ``left_seconds``; ``None``: there was none.
 
-    What a step of so many blocks computes for longer, it does for these, if for nothing in the hooks: for the
-    small tensors beside them, with caches that the hooks have used. A plan that leaves most blocks alone takes
-    less of it.
+    What steps of so many ``blocks`` computed for longer is for these, beside the hooks' own time: small tensors
+    were packed, too, and the hooks have emptied caches. A plan that leaves most blocks alone takes less of it.
     """
     computing = costs.computing_seconds
-    beside = max(0.0, computing - left_seconds) if computing is not None else 0.0
-    if computing is None or not beside:
-        return replace(costs, left_seconds=left_seconds)
-    each = beside / blocks / 2
-    kept, moved = ((save + each, use + each) for save, use in (costs.kept, costs.moved))
-    return replace(
-        costs, kept=kept, moved=moved, computing_seconds=left_seconds, left_seconds=left_seconds
-    )
+    beside = 0.0
+    if computing is not None and left_seconds is not None:
+        beside = max(0.0, computing - left_seconds)
+        computing -= beside
+    each = beside / max(1, blocks)
+    return replace(costs, beside_each=each, computing_seconds=computing, left_seconds=left_seconds)
 
 
 class _Intervals:
@@ -281,11 +282,13 @@ def trace_of(
         record: of the step.
         links: of the tier below.
         costs: what the stash adds. What it added in the hooks, and for the bytes that moved, is taken off the
-            interval in which it did, and off the next ones where that is too short, and given to the options.
+            interval in which it did, and off the next ones where that is too short; all intervals are scaled to
+            ``computing_seconds``. Options have the costs.
         tier: the name of the option that moves a block.
         runs_ahead: see :class:`Trace`.
     """
     offers, intervals = _offers(record), _Intervals(record, costs.per_moved_byte)
+    saves_each = 1 + sum(each - 1 for each in record.saves.values()) / max(1, record.blocks)
     blocks: list[TracedBlock] = []
     index: dict[int, int] = {}
     moments: list[Moment] = []
@@ -307,7 +310,8 @@ def trace_of(
         if kind == "save":
             index[number] = len(blocks)
             group = record.groups.get(number, "")
-            options = _options(nbytes, costs, tier, offers.get(group, {}))
+            part = record.saves.get(number, 1) / saves_each
+            options = _options(nbytes, costs, tier, offers.get(group, {}), part)
             blocks.append(TracedBlock(group, nbytes, options, record.again.get(number, 0)))
         elif kind == "use" and number in used:
             continue
@@ -324,7 +328,12 @@ def trace_of(
             forward.seconds *= faster
     regions = _alike(traced_regions(record.forwards, record.stays, blocks, index), blocks)
     regions = tuple(  # what it saves goes through the hooks all the same
-        replace(each, use_seconds=each.use_seconds + len(each.members) * costs.kept[1])
+        replace(
+            each,
+            save_seconds=each.save_seconds + len(each.members) * costs.beside_each / 2,
+            use_seconds=each.use_seconds
+            + len(each.members) * (costs.kept[1] + costs.beside_each / 2),
+        )
         for each in regions
     )
     return Trace(
@@ -341,14 +350,28 @@ def trace_of(
 
 
 def _options(
-    nbytes: int, costs: Costs, tier: str, offers: Mapping[str, Option]
+    nbytes: int, costs: Costs, tier: str, offers: Mapping[str, Option], part: float
 ) -> dict[str, Option]:
-    """The ways to hold a block; ``offers``: those beside staying and moving, without what the hooks take."""
-    (save, use), (moved_save, moved_use) = costs.kept, costs.moved
+    """The ways to hold a block.
+
+    Args:
+        nbytes: of it.
+        costs: of blocks.
+        tier: see :func:`trace_of`.
+        offers: the ways beside staying and moving, without what the hooks take.
+        part: as how many blocks it counts in the hooks, by how often it was saved.
+    """
+    (kept_save, kept_use), (moved_save, moved_use) = costs.kept, costs.moved
+    save, use = (part * each + costs.beside_each / 2 for each in costs.kept)
     transfer = costs.per_moved_byte * nbytes
     return {
         "keep": Option(nbytes, save, use),
-        tier: Option(0, moved_save + transfer, moved_use + transfer, nbytes),
+        tier: Option(
+            0,
+            save + max(0.0, moved_save - kept_save) + transfer,
+            use + max(0.0, moved_use - kept_use) + transfer,
+            nbytes,
+        ),
     } | {
         name: replace(
             each, save_seconds=each.save_seconds + save, use_seconds=each.use_seconds + use

@@ -83,6 +83,7 @@ class StepRecording:
         self._groups: dict[int, str] = {}
         self._offers: dict[int, dict[str, Option]] = {}
         self._again: dict[int, int] = {}
+        self._saves: dict[int, int] = {}
 
     def tell_class(self, serial: int, group: str) -> None:
         """Of the block of this number; ``""``: it is not known yet."""
@@ -99,6 +100,7 @@ class StepRecording:
         """The block of this number was saved once more, when the step had ``counted`` of them."""
         if self.is_on:
             self._again[serial] = counted
+            self._saves[serial] = self._saves.get(serial, 1) + 1
             if self._regions is not None:
                 self._regions.saved_again(serial)
 
@@ -110,6 +112,7 @@ class StepRecording:
             self._groups,
             self._offers,
             self._again,
+            self._saves,
             regions.take() if regions is not None else [],
             regions.all_stays if regions is not None else {},
         )
