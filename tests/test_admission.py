@@ -9,6 +9,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from backstash import Action
 from backstash._admission import SMALL, Admission
 from backstash._runtime.reclaim import ReclaimQueue
+from backstash._saved.block import Block
 from backstash._saved.entry import Entry, WrapperEntry
 from backstash._saved.placement import Stored
 from backstash._saved.save_counts import SaveCounts
@@ -78,6 +79,7 @@ class Around:
             device=device,
             tier=object() if has_tier else None,
             evictor=SimpleNamespace(admit=self.admit, expect=self.expect, adopt=self.adopt),
+            prefetcher=SimpleNamespace(window_bytes=1 << 30),
         )
         self.session = SimpleNamespace(
             section=Section(),
@@ -601,15 +603,20 @@ def test_without_memory_for_a_copy_the_whole_is_held(monkeypatch):
 
 
 def slices(around, parts=8, nbytes=800, base=None):
-    """The entries of so many slices, one after the other."""
+    """The entries of so many slices of 8, one after the other."""
     base = made(8 * nbytes) if base is None else base
     return [around.pack(base[at * nbytes :][:nbytes]) for at in range(parts)]
+
+
+def are_one_block(entries):
+    return entries[0].block.nbytes > 1000
 
 
 def test_slices_that_made_up_all_of_their_storage_are_one_block_the_next_time():
     around = Around(min_bytes=1000)
     first = slices(around)
     assert len({each.block for each in first}) == 8 and around.expected == []
+    around.next_pass()
     second = slices(around)
     assert {each.block for each in second} == {second[0].block} and second[0].block.nbytes == 6400
     assert [each.offset_bytes for each in second] == list(range(0, 6400, 800))
@@ -619,52 +626,100 @@ def test_slices_that_made_up_all_of_their_storage_are_one_block_the_next_time():
 
 
 def test_slices_that_do_not_make_up_their_storage_are_copied_the_next_time():
+    around, found = Around(min_bytes=1000), []
+    for parts in (8, 3, 7, 8, 8):
+        found.append(are_one_block(slices(around, parts)))
+        around.next_pass()
+    assert found == [False, True, False, False, True]
+
+
+def test_slices_that_are_saved_twice_are_no_others_and_are_expected_twice():
     around = Around(min_bytes=1000)
-    slices(around)
-    assert slices(around, parts=3)[0].block.nbytes == 6400, "one that is not known yet"
-    assert slices(around, parts=7)[0].block.nbytes < 1000
-    assert slices(around, parts=8)[0].block.nbytes < 1000
-    assert slices(around, parts=8)[0].block.nbytes == 6400
+    for parts, is_one in ((4, False), (4, False), (8, False), (8, True)):
+        base = made(6400)
+        found = [*slices(around, parts, base=base), *slices(around, parts, base=base)]
+        assert are_one_block(found) == is_one
+        around.next_pass()
+    assert found[0].block.expected == found[0].block.saves == 16
+    assert around.admitted[-1][0] is found[0].block
 
 
-def test_slices_that_are_saved_twice_are_no_others():
+def test_what_is_expanded_is_counted_once():
     around = Around(min_bytes=1000)
     for _ in range(3):
-        base = made(6400)
-        found = [*slices(around, parts=4, base=base), *slices(around, parts=4, base=base)]
-        assert found[0].block.nbytes < 1000
+        base = made(64, 100)
+        around.pack(base[:, :1].expand(64, 100))
+        assert are_one_block([around.pack(base[:, 1:2].expand(64, 100))]) is False
+        around.next_pass()
+
+
+def test_slices_are_known_by_their_place_in_the_pass():
+    """Some storages are interleaved, and others of the same size are not made up."""
+    around = Around(min_bytes=1000)
+    for step in range(3):
+        bases = [made(6400) for _ in range(3)]
+        found = [
+            [around.pack(base[at * 800 :][:800]) for base in bases[: 3 if at == 0 else 2]]
+            for at in range(8)
+        ]
+        assert [are_one_block([each]) for each in found[0]] == [step > 0, step > 0, False]
+        around.next_pass()
 
 
 def test_slices_of_another_size_or_module_are_copied(monkeypatch):
     around = Around(min_bytes=1000)
     slices(around)
-    assert slices(around, nbytes=808)[0].block.nbytes < 1000
+    around.next_pass()
+    assert not are_one_block(slices(around, nbytes=808))
+    base = made(6400)
+    assert not are_one_block([around.pack(base[at * 400 :][:400]) for at in range(16)])
     monkeypatch.setattr("backstash._admission.module_path", lambda modules: "another")
-    assert slices(around)[0].block.nbytes < 1000
+    assert not are_one_block(slices(around))
 
 
-def test_of_too_many_classes_of_storages_nothing_is_known(monkeypatch):
-    monkeypatch.setattr("backstash._saved.slice_counts._MOST_CLASSES", 1)
+def test_of_too_many_storages_nothing_is_known(monkeypatch):
+    monkeypatch.setattr("backstash._saved.slice_counts._MOST_STORAGES", 1)
     around = Around(min_bytes=1000)
     for _ in range(2):
-        for nbytes in (800, 808):
-            assert slices(around, nbytes=nbytes)[0].block.nbytes < 1000
+        assert not any(are_one_block(slices(around, nbytes=nbytes)) for nbytes in (800, 808))
+        around.next_pass()
+
+
+@pytest.mark.parametrize("window", [6399, 6400])
+def test_slices_are_copied_where_the_window_does_not_hold_all_of_them(window):
+    around = Around(min_bytes=1000)
+    around.tiers.prefetcher.window_bytes = window
+    slices(around)
+    around.next_pass()
+    assert are_one_block(slices(around)) == (window == 6400)
+
+
+def test_a_block_of_slices_that_was_read_twice_is_none_any_more():
+    around = Around(min_bytes=1000)
+    for step in range(4):
+        found = slices(around)
+        assert are_one_block(found) == (step == 1)
+        if step == 1:
+            found[0].block.storage_version.slices.refuse()
+        around.next_pass()
 
 
 def test_slices_of_an_accelerator_s_storage_are_copied():
     around = Around(min_bytes=1000, device=Driver())
     for _ in range(2):
         assert len({each.block for each in slices(around)}) == 8
+        around.next_pass()
 
 
-def test_slices_of_which_another_was_changed_since_the_block_left_are_copied():
-    """Unseen: what has left is not what the storage has."""
+def test_a_slice_whose_block_has_left_is_copied(monkeypatch):
+    """The whole is not compared for each of them."""
     around = Around(min_bytes=1000)
     slices(around)
+    around.next_pass()
     base = made(6400)
     first, *_ = slices(around, parts=4, base=base)
     leaves(first.block)
-    base.data[6000:] = 2
+    monkeypatch.setattr(Block, "has", None)
     last = around.pack(base[5600:])
     assert last.block is not first.block and last.block.nbytes < 1000
 

@@ -194,11 +194,13 @@ def followed(*steps, budget=2000):
 def test_a_peak_that_no_sample_saw_in_the_first_step_is_expected_of_the_next():
     """What the process never held before is told once."""
     of, ended = followed((1500, 1600, True), (1000, 900, True), (1010, 900, True))
-    assert of._figures == [(1100, 4.0), (1110, 4.0)] and not any(ended)
+    assert of._figures == [(1100, 4.0)] * 2 and not any(ended)
     of, ended = followed((1500, 2100, True), (1500, 900, True))
     assert ended == [False, True] and of.measured == (2100, 4.0)
     of, _ = followed((1500, 1400, True), (1000, 900, True))
     assert of._figures == [(1000, 4.0)]
+    of, _ = followed((1000, 1100, True), (1100, 900, True))
+    assert of._figures == [(1100, 4.0)], "sampled now, it is not counted twice"
 
 
 def test_a_step_of_another_shape_counts_where_it_exceeds():

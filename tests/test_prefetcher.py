@@ -174,6 +174,22 @@ def test_one_read_serves_every_view_of_a_block_and_is_let_go_after_the_last():
     assert (block.served, up.ahead_bytes) == (1, SIZE)
 
 
+def test_a_block_of_slices_that_is_read_again_before_all_of_them_were_used_is_told_so():
+    around, told = Around(), []
+    up, (block, one, two) = around.prefetcher, around.block(7, entries=2)
+    block.storage_version.slices = SimpleNamespace(refuse=lambda: told.append(up.misses))
+    _, *others = around.block(8, entries=2)
+    around.view(one)
+    around.view(others[0])
+    up.let_go()
+    assert not is_held(block) and told == []
+    around.view(two)
+    assert told == [3]
+    around.view(one)
+    around.view(one)  # another use of the graph
+    assert up.misses == 4 and told == [3]
+
+
 def test_a_block_with_one_entry_is_served_without_being_held():
     around = Around()
     up, (block, entry) = around.prefetcher, around.block(7, skew=64)

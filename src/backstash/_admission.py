@@ -45,7 +45,9 @@ _NO_HOST = "no tier below: give host="
 _CAPTURED = "a graph of the accelerator is being captured"
 _LEAST_LET_GO = 16 << 10  # bytes of a storage: what is noted of one takes a thousand
 _MOST_PARTS = 8  # of a storage: smaller ones do not move as one block
-_REVIEWED_AT_ONCE = 2  # blocks that are expected again, at each new one
+_REVIEWED_AT_ONCE = (
+    2  # blocks that are expected again, at each new one; one where one is saved again
+)
 _PARAMETER = "a parameter or another leaf that requires a gradient, or a view of one"
 
 
@@ -296,6 +298,11 @@ class Admission:
         source, parted = self._identify(tensor, storage, offset), None
         if not needs_all:
             parted = self._parted_storage(tensor, storage, source, tiers, choice)
+        slices = source.slices
+        if slices is not None:
+            begin = offset * tensor.element_size()
+            is_plain = not slices.is_new(begin) or 0 not in tensor.stride()
+            slices.add(begin, tensor.nbytes if is_plain else StridedRegion(tensor).nbytes)
         storage_version = source if parted is None else parted
         known = storage_version.block
         block = known() if known is not None else None
@@ -309,10 +316,10 @@ class Admission:
             check = block.has_in_place(storage)
         elif block is not None and not check:
             # An accelerator's no would be an error, and elsewhere the storage may have been filled meanwhile.
-            if tiers.device is None or needs_all or not _may_be_being_filled(tensor):
+            # Of slices each is compared by itself, with its copy: the whole would be read for each of them.
+            may_ask = tiers.device is None or needs_all or not _may_be_being_filled(tensor)
+            if may_ask and (slices is None or needs_all):
                 check = block.has(storage, tiers.device)
-        if source.slices is not None:
-            source.slices.add(offset, tensor.nbytes)
         if block is None or not check:
             gone = block
             if thread_state.expecting:
@@ -322,7 +329,7 @@ class Admission:
                 share = nbytes // 2 if _is_apart(tensor) else (nbytes - 1) // 4
                 is_slice = parted is None and region.nbytes <= share
                 if gone is not None or (
-                    is_slice and not self._are_slices_all(source, tensor, modules, tiers)
+                    is_slice and not self._are_slices_all(source, tensor, region, modules, tiers)
                 ):
                     entry = self._pack_region(
                         tensor, thread_state, modules, tiers, choice, source, region, gone
@@ -339,6 +346,8 @@ class Admission:
         else:
             self.deduplicated_bytes += tensor.nbytes
             self._session.saved_again(block)
+            if thread_state.expecting:
+                self._session.review(thread_state, 1)
             if block.waits and _is_saved_often_enough(block, parted):
                 if block.thread_state is thread_state:
                     complete = tensor.requires_grad
@@ -440,19 +449,22 @@ class Admission:
         self,
         source: StorageVersion,
         tensor: Tensor,
+        region: StridedRegion,
         modules: list[nn.Module],
         tiers: DeviceTiers,
     ) -> bool:
-        """Whether small slices of a storage, of which ``tensor`` is one, are expected to make up all of it: it
-        is one block then. Not on an accelerator: one that is written unseen between two saves would be known to
-        differ in backward only, if the block has left."""
+        """Whether small slices of a storage, of which ``tensor`` is one, are expected to make up all of it, and
+        the window holds it from its first use to its last: it is one block then. Not on an accelerator: one
+        that is written unseen between two saves would be known to differ in backward only, if the block has
+        left."""
         if tiers.device is not None:
             return False
+        nbytes = tensor.untyped_storage().nbytes()
         if source.slices is None:
-            nbytes = tensor.untyped_storage().nbytes()
-            source.slices = self._slice_counts.begin(module_path(modules), nbytes)
-            source.slices.add(int(tensor.storage_offset()), tensor.nbytes)
-        return source.slices.expected > 0
+            in_pass, module = self._session.predictor.passes, module_path(modules)
+            source.slices = self._slice_counts.begin(in_pass, module, nbytes, region.nbytes)
+            source.slices.add(region.first * region.itemsize, region.nbytes)
+        return source.slices.expected > 0 and nbytes <= tiers.prefetcher.window_bytes
 
     def _identify(
         self, tensor: Tensor, storage: torch.UntypedStorage, offset: int
@@ -508,8 +520,8 @@ class Admission:
         if gone is None:
             session.save_counts.begin(block, session.predictor.passes)
             slices = block.storage_version.slices
-            if slices is not None:
-                block.expected = max(block.expected, slices.expected)
+            if slices is not None and slices.expected:
+                block.expected = slices.expected
             elif not block.expected:
                 block.expected = block.storage_version.assumed_saves(tensor.nbytes)
         else:

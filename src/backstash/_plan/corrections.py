@@ -66,6 +66,7 @@ class Corrections:
         self._timed: list[float] = []  # seconds of such steps that were not measured block by block
         self._followed_steps = 0
         self._unseen_bytes = 0  # by which a look in one of these saw more than samples did
+        self._least_bytes = 0  # of these, the least peak that was sampled
         self._followed: list[StepRecord] = []  # these, where they tell how fast bytes move now
         self._is_again = False
         self._off_steps = self._wait_steps = 0
@@ -102,7 +103,7 @@ class Corrections:
         """Steps under a plan begin to be measured; ``again``: since :meth:`is_off` said so."""
         self._figures.clear()
         self._timed.clear()
-        self._followed_steps = self._unseen_bytes = 0
+        self._followed_steps = self._unseen_bytes = self._least_bytes = 0
         self._followed.clear()
         self._is_again = again
 
@@ -130,11 +131,13 @@ class Corrections:
         sampled_bytes, unseen_bytes = record.peak_bytes, self._unseen_bytes
         if len(record.samples) >= _SAMPLED:
             self._unseen_bytes = max(unseen_bytes, looked_bytes - sampled_bytes)
+        self._least_bytes = min(self._least_bytes or sampled_bytes, sampled_bytes)
         if self._followed_steps == 1:
             return False  # it still holds what was moved before
         if sampled_bytes > budget:
             sampled_bytes = record.graph_peak_bytes
-        peak_bytes = max(sampled_bytes + unseen_bytes, looked_bytes)
+        unseen_bytes = self._least_bytes + unseen_bytes if unseen_bytes else 0
+        peak_bytes = max(sampled_bytes, unseen_bytes, looked_bytes)
         if is_alike or peak_bytes > budget:
             self._figures.append((peak_bytes, record.seconds))
             if peak_bytes > budget:

@@ -288,7 +288,9 @@ def trace_of(
         runs_ahead: see :class:`Trace`.
     """
     offers, intervals = _offers(record), _Intervals(record, costs.per_moved_byte)
-    saves_each = 1 + sum(each - 1 for each in record.saves.values()) / max(1, record.blocks)
+    saved = [event[4] for event in record.told if event[0] == "save"]
+    saves_each = sum(record.saves.get(each, 1) for each in saved) / max(1, len(saved))
+    parts: list[float] = []
     blocks: list[TracedBlock] = []
     index: dict[int, int] = {}
     moments: list[Moment] = []
@@ -310,8 +312,8 @@ def trace_of(
         if kind == "save":
             index[number] = len(blocks)
             group = record.groups.get(number, "")
-            part = record.saves.get(number, 1) / saves_each
-            options = _options(nbytes, costs, tier, offers.get(group, {}), part)
+            parts.append(record.saves.get(number, 1) / saves_each)
+            options = _options(nbytes, costs, tier, offers.get(group, {}), parts[-1])
             blocks.append(TracedBlock(group, nbytes, options, record.again.get(number, 0)))
         elif kind == "use" and number in used:
             continue
@@ -332,7 +334,7 @@ def trace_of(
             each,
             save_seconds=each.save_seconds + len(each.members) * costs.beside_each / 2,
             use_seconds=each.use_seconds
-            + len(each.members) * (costs.kept[1] + costs.beside_each / 2),
+            + sum(parts[member] * costs.kept[1] + costs.beside_each / 2 for member in each.members),
         )
         for each in regions
     )

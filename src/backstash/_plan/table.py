@@ -100,7 +100,7 @@ class Problem:
         if not self.leaves:
             return None
         ends = (self.ends[at] for at, name in enumerate(choices) if name != "keep")
-        return min(max(ends, default=0), len(choices))
+        return max(ends, default=0)
 
     def taken(self, choices: Sequence[str]) -> list[Option]:
         """What these choices are, where all after the last that does not stay are left alone."""

@@ -313,8 +313,8 @@ class Block:
             with modes[0], modes[1], modes[2], torch.no_grad():
                 whole = torch.empty(0, dtype=torch.uint8, device="cpu")
                 copy = whole.set_(storage, 0, (self.nbytes,), (1,)).clone()
-            if self.nbytes % alias.dtype.itemsize == 0:
-                copy = copy.view(alias.dtype)  # so that no part has to, at each use
+                if self.nbytes % alias.dtype.itemsize == 0:
+                    copy = copy.view(alias.dtype)  # so that no part has to be, at each use
         except (RuntimeError, MemoryError):
             return False
         address = copy.data_ptr()

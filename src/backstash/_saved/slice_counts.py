@@ -2,53 +2,95 @@
 
 A small slice of a large storage is copied, so that the rest is not held for its sake. A loop over time saves a
 slice at each step, and in the end has copied the whole, at the cost of a copy at each save and each use. What
-the slices of the last storage came to, of as many bytes and saved by the same module, is expected of the next.
+the slices of a storage came to in the last pass is expected of the one in its place: of as many bytes, saved in
+slices as large by the same module, after as many others like it.
 
-A wrong guess costs memory, that of the slices which are not saved, and nothing else.
+A wrong guess costs memory, that of the slices which are not saved, and nothing else. A block that has to be
+read twice in one backward, since the window does not hold it until its last use, is none the next time.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 __all__ = ["SliceCounts", "Slices"]
 
-_MOST_CLASSES = 1 << 12  # of storages: with more, nothing is known of any
+_MOST_STORAGES = 1 << 12  # in different places: with more, nothing is known of any
 _MOST_SLICES = 1 << 16  # of a storage: of more nothing is learned
 
 
+@dataclass(slots=True)
+class _Tally:
+    """What the slices of one storage came to."""
+
+    saves: int = 0
+    saved_bytes: int = 0
+    """Of slices that begin in different places."""
+    is_refused: bool = False
+    """As one block it was read more than once."""
+
+
 class Slices:
-    """Of one storage, those that were saved."""
+    """Those of one storage.
 
-    __slots__ = ("_bytes_at", "_saved_bytes", "expected")
+    Args:
+        expected: how many saves there will be of slices that make up the storage; 0: they may not.
+        tally: of this storage.
+    """
 
-    def __init__(self, expected: int) -> None:
+    __slots__ = ("_begins", "_tally", "expected")
+
+    def __init__(self, expected: int, tally: _Tally) -> None:
         self.expected = expected
-        """How many saves there will be of slices that make up the storage; 0: they may not."""
-        self._bytes_at: dict[int, int] = {}  # by where a slice begins, in elements
-        self._saved_bytes = 0
+        self._tally = tally
+        self._begins: set[int] = set()
 
-    def add(self, offset: int, nbytes: int) -> None:
-        """One was saved, perhaps not for the first time."""
-        if offset not in self._bytes_at and len(self._bytes_at) < _MOST_SLICES:
-            self._bytes_at[offset] = nbytes
-            self._saved_bytes += nbytes
+    def is_new(self, begin: int) -> bool:
+        """Whether none was saved that begins at this byte."""
+        return begin not in self._begins
 
-    def saves_of(self, storage_bytes: int) -> int:
-        """How many slices were saved, if these are all of the storage; else 0."""
-        return len(self._bytes_at) if self._saved_bytes >= storage_bytes else 0
+    def add(self, begin: int, nbytes: int) -> None:
+        """One was saved that begins at byte ``begin``; ``nbytes`` count only where it is new."""
+        tally = self._tally
+        tally.saves += 1
+        if begin not in self._begins and len(self._begins) < _MOST_SLICES:
+            self._begins.add(begin)
+            tally.saved_bytes += nbytes
+
+    def refuse(self) -> None:
+        """The block of this storage is being read a second time in one backward."""
+        self._tally.is_refused = True
 
 
 class SliceCounts:
-    """Learns of each class of storages. The caller holds the stash's lock."""
+    """Learns of storages by their places in a pass. The caller holds the stash's lock."""
 
     def __init__(self) -> None:
-        self._last: dict[tuple[str, int], Slices] = {}
+        self._last: dict[tuple[str, int, int, int], _Tally] = {}
+        self._begun: dict[tuple[str, int, int], int] = {}  # how many of a kind this pass has had
+        self._pass = -1
 
-    def begin(self, module: str, storage_bytes: int) -> Slices:
-        """The first slice of a storage is being saved, by the module of this path."""
-        key = module, storage_bytes
-        last = self._last.get(key)
-        if len(self._last) >= _MOST_CLASSES:
+    def begin(self, in_pass: int, module: str, storage_bytes: int, nbytes: int) -> Slices:
+        """The first slice of a storage is being saved.
+
+        Args:
+            in_pass: the number of the pass.
+            module: the path of the one that saves it.
+            storage_bytes: of the whole.
+            nbytes: of the slice.
+        """
+        if in_pass != self._pass:
+            self._pass = in_pass
+            self._begun.clear()
+        kind = module, storage_bytes, nbytes
+        number = self._begun.get(kind, 0)
+        self._begun[kind] = number + 1
+        if len(self._last) >= _MOST_STORAGES:
             self._last.clear()
-        slices = Slices(last.saves_of(storage_bytes) if last is not None else 0)
-        self._last[key] = slices
-        return slices
+        last = self._last.get((*kind, number))
+        tally = self._last[(*kind, number)] = _Tally()
+        if last is None:
+            return Slices(0, tally)
+        tally.is_refused = last.is_refused
+        is_all = last.saved_bytes >= storage_bytes and not last.is_refused
+        return Slices(last.saves if is_all else 0, tally)

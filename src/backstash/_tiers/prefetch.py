@@ -35,7 +35,7 @@ from .._runtime.workers import Work
 from .._saved.block import Block, BlockCleanup, Loaded
 from .._saved.entry import Entry, written_unseen
 from .._saved.placement import Backing, Derivation, Load, NotAtHandError
-from .._torch.dispatch import without_function_modes
+from .._torch.dispatch import without_dispatch_modes, without_function_modes
 from .._torch.engine import current_node, keeps_graph
 from .base import LowerTier
 from .making import Maker, Making, is_changed
@@ -304,9 +304,15 @@ class Prefetcher:
             if arrival is not None:
                 arrival.order()
             return entry.view_of(root, low)
+        slices = block.storage_version.slices
+        if slices is not None and 0 < block.served < block.entries:
+            slices.refuse()
         block.served = 0
+        if root.dtype != entry.dtype:
+            with without_function_modes(), without_dispatch_modes():
+                root = entry.in_its_dtype(root)  # once for all entries
         # One assignment: an interrupt finds all of it or nothing.
-        loaded = block.loaded = Loaded(entry.in_its_dtype(root), low, arrival)
+        loaded = block.loaded = Loaded(root, low, arrival)
         self._hold(block)
         if block.nbytes > self.window_bytes > 0 and self._may_stay_beside(block):
             self._beside = weakref.ref(block)
