@@ -79,7 +79,6 @@ class Around:
             device=device,
             tier=object() if has_tier else None,
             evictor=SimpleNamespace(admit=self.admit, expect=self.expect, adopt=self.adopt),
-            prefetcher=SimpleNamespace(window_bytes=1 << 30),
         )
         self.session = SimpleNamespace(
             section=Section(),
@@ -682,25 +681,6 @@ def test_of_too_many_storages_nothing_is_known(monkeypatch):
     around = Around(min_bytes=1000)
     for _ in range(2):
         assert not any(are_one_block(slices(around, nbytes=nbytes)) for nbytes in (800, 808))
-        around.next_pass()
-
-
-@pytest.mark.parametrize("window", [6399, 6400])
-def test_slices_are_copied_where_the_window_does_not_hold_all_of_them(window):
-    around = Around(min_bytes=1000)
-    around.tiers.prefetcher.window_bytes = window
-    slices(around)
-    around.next_pass()
-    assert are_one_block(slices(around)) == (window == 6400)
-
-
-def test_a_block_of_slices_that_was_read_twice_is_none_any_more():
-    around = Around(min_bytes=1000)
-    for step in range(4):
-        found = slices(around)
-        assert are_one_block(found) == (step == 1)
-        if step == 1:
-            found[0].block.storage_version.slices.refuse()
         around.next_pass()
 
 

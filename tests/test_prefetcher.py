@@ -174,20 +174,23 @@ def test_one_read_serves_every_view_of_a_block_and_is_let_go_after_the_last():
     assert (block.served, up.ahead_bytes) == (1, SIZE)
 
 
-def test_a_block_of_slices_that_is_read_again_before_all_of_them_were_used_is_told_so():
-    around, told = Around(), []
-    up, (block, one, two) = around.prefetcher, around.block(7, entries=2)
-    block.storage_version.slices = SimpleNamespace(refuse=lambda: told.append(up.misses))
-    _, *others = around.block(8, entries=2)
-    around.view(one)
-    around.view(others[0])
-    up.let_go()
-    assert not is_held(block) and told == []
-    around.view(two)
-    assert told == [3]
-    around.view(one)
-    around.view(one)  # another use of the graph
-    assert up.misses == 4 and told == [3]
+@pytest.mark.parametrize("has_slices", [False, True])
+def test_a_block_of_slices_is_held_from_its_first_use_to_its_last_beside_the_window(has_slices):
+    """Else each of them would read all of it."""
+    around = Around()
+    up, (block, *entries) = around.prefetcher, around.block(7, entries=3)
+    if has_slices:
+        block.storage_version.slices = object()
+    others = [around.block(8, entries=2) for _ in entries]
+    for entry, (_, other, _) in zip(entries, others, strict=True):
+        assert values(around.view(entry)) == {7}
+        around.view(other)
+        up.let_go()
+        assert is_held(block) == (has_slices and entry is not entries[-1])
+        assert up.ahead_bytes == SIZE, "of the other block"
+    assert up.misses - 3 == (1 if has_slices else 3)
+    around.view(entries[0])  # another use of the graph
+    assert is_held(block)
 
 
 def test_a_block_with_one_entry_is_served_without_being_held():

@@ -453,18 +453,17 @@ class Admission:
         modules: list[nn.Module],
         tiers: DeviceTiers,
     ) -> bool:
-        """Whether small slices of a storage, of which ``tensor`` is one, are expected to make up all of it, and
-        the window holds it from its first use to its last: it is one block then. Not on an accelerator: one
-        that is written unseen between two saves would be known to differ in backward only, if the block has
-        left."""
+        """Whether small slices of a storage, of which ``tensor`` is one, are expected to make up all of it: it
+        is one block then. Not on an accelerator: one that is written unseen between two saves would be known to
+        differ in backward only, if the block has left."""
         if tiers.device is not None:
             return False
-        nbytes = tensor.untyped_storage().nbytes()
         if source.slices is None:
+            nbytes = tensor.untyped_storage().nbytes()
             in_pass, module = self._session.predictor.passes, module_path(modules)
             source.slices = self._slice_counts.begin(in_pass, module, nbytes, region.nbytes)
             source.slices.add(region.first * region.itemsize, region.nbytes)
-        return source.slices.expected > 0 and nbytes <= tiers.prefetcher.window_bytes
+        return source.slices.expected > 0
 
     def _identify(
         self, tensor: Tensor, storage: torch.UntypedStorage, offset: int

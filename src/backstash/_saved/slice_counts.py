@@ -5,8 +5,7 @@ slice at each step, and in the end has copied the whole, at the cost of a copy a
 the slices of a storage came to in the last pass is expected of the one in its place: of as many bytes, saved in
 slices as large by the same module, after as many others like it.
 
-A wrong guess costs memory, that of the slices which are not saved, and nothing else. A block that has to be
-read twice in one backward, since the window does not hold it until its last use, is none the next time.
+A wrong guess costs memory, that of the slices which are not saved, and nothing else.
 """
 
 from __future__ import annotations
@@ -26,8 +25,6 @@ class _Tally:
     saves: int = 0
     saved_bytes: int = 0
     """Of slices that begin in different places."""
-    is_refused: bool = False
-    """As one block it was read more than once."""
 
 
 class Slices:
@@ -57,10 +54,6 @@ class Slices:
             self._begins.add(begin)
             tally.saved_bytes += nbytes
 
-    def refuse(self) -> None:
-        """The block of this storage is being read a second time in one backward."""
-        self._tally.is_refused = True
-
 
 class SliceCounts:
     """Learns of storages by their places in a pass. The caller holds the stash's lock."""
@@ -89,8 +82,5 @@ class SliceCounts:
             self._last.clear()
         last = self._last.get((*kind, number))
         tally = self._last[(*kind, number)] = _Tally()
-        if last is None:
-            return Slices(0, tally)
-        tally.is_refused = last.is_refused
-        is_all = last.saved_bytes >= storage_bytes and not last.is_refused
-        return Slices(last.saves if is_all else 0, tally)
+        is_all = last is not None and last.saved_bytes >= storage_bytes
+        return Slices(last.saves if last is not None and is_all else 0, tally)

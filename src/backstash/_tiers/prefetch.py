@@ -304,15 +304,16 @@ class Prefetcher:
             if arrival is not None:
                 arrival.order()
             return entry.view_of(root, low)
-        slices = block.storage_version.slices
-        if slices is not None and 0 < block.served < block.entries:
-            slices.refuse()
         block.served = 0
         if root.dtype != entry.dtype:
             with without_function_modes(), without_dispatch_modes():
                 root = entry.in_its_dtype(root)  # once for all entries
         # One assignment: an interrupt finds all of it or nothing.
         loaded = block.loaded = Loaded(root, low, arrival)
+        if block.storage_version.slices is not None:
+            return self._serve(
+                entry, block, loaded
+            )  # in use, not ahead: each slice would read all of it
         self._hold(block)
         if block.nbytes > self.window_bytes > 0 and self._may_stay_beside(block):
             self._beside = weakref.ref(block)
