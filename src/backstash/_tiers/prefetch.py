@@ -310,10 +310,10 @@ class Prefetcher:
                 root = entry.in_its_dtype(root)  # once for all entries
         # One assignment: an interrupt finds all of it or nothing.
         loaded = block.loaded = Loaded(root, low, arrival)
-        if block.storage_version.slices is not None:
-            return self._serve(
-                entry, block, loaded
-            )  # in use, not ahead: each slice would read all of it
+        slices = block.storage_version.slices
+        if slices is not None and slices.expected:
+            # In use, not ahead of need: each slice would have to read all of it.
+            return self._serve(entry, block, loaded)
         self._hold(block)
         if block.nbytes > self.window_bytes > 0 and self._may_stay_beside(block):
             self._beside = weakref.ref(block)
