@@ -957,13 +957,20 @@ def test_what_an_operation_takes_until_it_ends_counts_before_there_is_a_plan():
     assert backward((50, 52), (61, 61)) == [61], "what is free was not given back before this step"
 
 
-def test_where_the_process_never_held_as_much_a_look_sees_what_an_operation_took(monkeypatch):
+@pytest.fixture
+def raised(monkeypatch):
+    """A guard in a process that holds 50 MiB, the MiB that it ever held, and these as memory was given back."""
     ever, given_back = [0], []
     monkeypatch.setattr("backstash._plan.meter._peak_bytes", lambda: ever[0] * MIB)
     meter = ProcessMeter(lambda: 0)
     meter.now = lambda: 50 * MIB
     guard = MemoryGuard(meter, 98 * MIB, 100 * MIB, lambda: given_back.append(ever[0]))
     guard.begin_step()
+    return meter, guard, ever, given_back
+
+
+def test_where_the_process_never_held_as_much_a_look_sees_what_an_operation_took(raised):
+    meter, guard, ever, given_back = raised
     for ever[0] in (60, 90, 90):
         guard.tell_used(2 * MIB)
     assert guard.take_highest() == 90 * MIB and given_back == []
@@ -978,13 +985,8 @@ def test_where_the_process_never_held_as_much_a_look_sees_what_an_operation_took
     assert guard.take_highest() == 95 * MIB, "it may be the last use of the step"
 
 
-def test_a_look_ahead_of_need_takes_nothing_from_what_backward_is_told(monkeypatch):
-    ever, given_back = [60], []
-    monkeypatch.setattr("backstash._plan.meter._peak_bytes", lambda: ever[0] * MIB)
-    meter = ProcessMeter(lambda: 0)
-    meter.now = lambda: 50 * MIB
-    guard = MemoryGuard(meter, 98 * MIB, 100 * MIB, lambda: given_back.append(ever[0]))
-    guard.begin_step()
+def test_a_look_ahead_of_need_takes_nothing_from_what_backward_is_told(raised):
+    meter, guard, ever, given_back = raised
     guard.tell_used(2 * MIB)
     ever[0] = 90
     assert guard.has_room(MIB)

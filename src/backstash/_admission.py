@@ -45,9 +45,7 @@ _NO_HOST = "no tier below: give host="
 _CAPTURED = "a graph of the accelerator is being captured"
 _LEAST_LET_GO = 16 << 10  # bytes of a storage: what is noted of one takes a thousand
 _MOST_PARTS = 8  # of a storage: smaller ones do not move as one block
-_REVIEWED_AT_ONCE = (
-    2  # blocks that are expected again, at each new one; one where one is saved again
-)
+_REVIEWED_AT_ONCE = 2  # blocks that are expected again, at each new one
 _PARAMETER = "a parameter or another leaf that requires a gradient, or a view of one"
 
 

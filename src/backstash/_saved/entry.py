@@ -113,9 +113,9 @@ class Entry:
 
     def in_its_dtype(self, base: Tensor) -> Tensor:
         """``base``, or its storage as a flat tensor of the view's dtype, on its version counter."""
-        return (
-            base if base.dtype == self.dtype else _flat(base, self.dtype.itemsize).view(self.dtype)
-        )
+        if base.dtype == self.dtype:
+            return base
+        return _flat(base, self.dtype.itemsize).view(self.dtype)
 
 
 def written_unseen(entry: Entry) -> InplaceError:
