@@ -28,6 +28,7 @@ come true where no machine's noise is; it says nothing of any real device's spee
 import argparse
 import contextlib
 import functools
+import gc
 import hashlib
 import itertools
 import json
@@ -41,6 +42,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -70,8 +72,11 @@ PLANNED = ("budget", "regions")  # for the second all blocks are given to Stash.
 class Attention(nn.Module):
     """A block of a GPT; with ``gated``, of a Llama: RMSNorm and a gated MLP."""
 
-    def __init__(self, width: int, *, gated: bool = False, experts: int = 0) -> None:
+    def __init__(
+        self, width: int, heads: int, *, gated: bool = False, experts: int = 0
+    ) -> None:
         super().__init__()
+        self.heads = heads
         norm = nn.RMSNorm if gated else nn.LayerNorm
         self.first, self.second = norm(width), norm(width)
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
@@ -93,7 +98,7 @@ class Attention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         batch, length, width = x.shape
         q, k, v = (
-            each.view(batch, length, 4, width // 4).transpose(1, 2)
+            each.view(batch, length, self.heads, width // self.heads).transpose(1, 2)
             for each in self.qkv(self.first(x)).chunk(3, -1)
         )
         mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -195,33 +200,68 @@ class Chain(nn.Module):
         return self.tail(x)
 
 
-def model(name: str, tiny: bool, small: bool = False) -> tuple[Any, Callable[[], Tensor]]:
-    """The model, and what gives it a batch; ``small``: with fewer numbers in each tensor."""
-    batch, length, width = (4, 64, 128) if tiny or small else (8, 256, 192)
-    side = 16 if tiny or small else 64
-    words = 256
+@dataclass(frozen=True)
+class Size:
+    """Of all six models."""
+
+    batch: int
+    length: int
+    width: int
+    """Of the models of text."""
+    blocks: int
+    layers: int
+    """Of the LSTM."""
+    residuals: tuple[tuple[int, int, int], ...]
+    """Channels in and out and the stride of each block of the ResNet."""
+    channels: int
+    """Of the U-Net at its first level."""
+    side: int
+    """Of an image, in pixels."""
+    rows: int
+    """Of a batch of the LSTM, ``length // 4`` long."""
+    images: int
+    """Of a batch of the U-Net, and half of the ResNet's."""
+    heads: int = 4
+    dtype: torch.dtype = torch.float32
+
+
+def residuals(width: int) -> tuple[tuple[int, int, int], ...]:
+    return ((width, width, 1),) * 3 + ((width, 2 * width, 2), (2 * width, 2 * width, 1))
+
+
+TINY = Size(4, 64, 128, 2, 2, ((8, 8, 1), (8, 16, 2)), 8, 16, 32, 4)
+SMALL = Size(4, 64, 128, 6, 3, residuals(24), 8, 16, 32, 4)
+FULL = Size(8, 256, 192, 6, 3, residuals(24), 32, 64, 64, 8)
+# For an accelerator: some 10 GB saved in a step, of 0.1 s and more.
+LARGE = Size(4, 2048, 2048, 16, 3, residuals(64), 64, 256, 256, 32, 16, torch.bfloat16)
+
+
+def model(name: str, size: Size) -> tuple[Any, Callable[[], Tensor]]:
+    """The model, and what gives it a batch."""
+    width, side, words = size.width, size.side, 256
     if name in ("gpt", "llama", "experts"):
         makes = {
-            "gpt": lambda: Attention(width),
-            "llama": lambda: Attention(width, gated=True),
-            "experts": lambda: Attention(width, experts=4),
+            "gpt": lambda: Attention(width, size.heads),
+            "llama": lambda: Attention(width, size.heads, gated=True),
+            "experts": lambda: Attention(width, size.heads, experts=4),
         }
-        blocks = [makes[name]() for _ in range(2 if tiny else 6)]
+        blocks = [makes[name]() for _ in range(size.blocks)]
         net = Chain(nn.Embedding(words, width), blocks, nn.Linear(width, words))
-        return net, lambda: torch.randint(words, (batch, length))
+        return net.to(size.dtype), lambda: torch.randint(words, (size.batch, size.length))
     if name == "resnet":
-        widths = [(8, 8, 1), (8, 16, 2)] if tiny else [(24, 24, 1)] * 3 + [(24, 48, 2), (48, 48, 1)]
-        first = widths[0][0]
-        stages = [Residual(*each) for each in widths]
-        end = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(widths[-1][1], 10))
+        first, last = size.residuals[0][0], size.residuals[-1][1]
+        end = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(last, 10))
+        stages = [Residual(*each) for each in size.residuals]
         net = Chain(nn.Conv2d(3, first, 3, 1, 1), stages, end)
-        return net, lambda: torch.randn(2 * batch, 3, side, side)
-    if name == "unet":
-        return UNet(8 if tiny or small else 32), lambda: torch.randn(batch, 3, side, side)
-    assert name == "lstm", name
-    layers: list[nn.Module] = [Recurrent(width) for _ in range(2 if tiny else 3)]
-    net = Chain(nn.Linear(width, width), layers, nn.Linear(width, words))
-    return net, lambda: torch.randn(8 * batch, length // 4, width)
+        shape: tuple[int, ...] = (2 * size.images, 3, side, side)
+    elif name == "unet":
+        net, shape = UNet(size.channels), (size.images, 3, side, side)
+    else:
+        assert name == "lstm", name
+        layers: list[nn.Module] = [Recurrent(width) for _ in range(size.layers)]
+        net = Chain(nn.Linear(width, width), layers, nn.Linear(width, words))
+        shape = (size.rows, size.length // 4, width)
+    return net.to(size.dtype), lambda: torch.randn(shape, dtype=size.dtype)
 
 
 MODELS = ("gpt", "llama", "resnet", "unet", "lstm", "experts")
@@ -231,7 +271,11 @@ class Ground:
     """Where a step runs, and what measures it: the CPU, as it is here, or an accelerator."""
 
     device = torch.device("cpu")
-    is_small = False
+    size = FULL
+
+    def made(self) -> AbstractContextManager[Any]:
+        """Within it new tensors are on the device, where it can make them."""
+        return contextlib.nullcontext()
 
     def reset_peak(self) -> None:
         """From now on :meth:`peak_bytes` counts anew."""
@@ -275,8 +319,14 @@ class Accelerator(Ground):
 
             simulated.register()
             simulated.begin(0.01, 0)
-            self.is_small = True
+        self.size = SMALL if name == "simulated" else LARGE
         self.device = torch.device(name, 0)
+        # A kernel that has no deterministic form would make losses differ that are not wrong.
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+    def made(self) -> AbstractContextManager[Any]:
+        return self.device if self.size is LARGE else contextlib.nullcontext()
 
     def reset_peak(self) -> None:
         torch.accelerator.synchronize()
@@ -300,7 +350,7 @@ class Accelerator(Ground):
         return 0.0
 
     def stash(self, disk: str, **options: Any) -> Stash:
-        return Stash(host="8GiB", **options)
+        return Stash(host="48GiB" if self.size is LARGE else "8GiB", **options)
 
 
 def ground_of(name: str) -> Ground:
@@ -314,7 +364,8 @@ def step_of(
     ground = ground or Ground()
     device = ground.device
     torch.manual_seed(0)
-    net, batch = model(name, tiny, ground.is_small)
+    with ground.made():
+        net, batch = model(name, TINY if tiny else ground.size)
     net.to(device)
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-4)
 
@@ -330,7 +381,8 @@ def step_of(
         return block(x)  # type: ignore[no-any-return]
 
     def step(context: AbstractContextManager[Any]) -> str:
-        x = batch().to(device)
+        with ground.made():
+            x = batch().to(device)
         optimizer.zero_grad()
         under[:] = [context]
         with context:
@@ -471,6 +523,52 @@ def ways_of(predicted: dict[str, dict[str, Any]], tiny: bool) -> Iterator[str]:
     yield from ("checkpoint all", "checkpoint other")
 
 
+class Processes:
+    """Where cells run: each in one of its own; an accelerator's, a model's one after the other in one.
+
+    There the allocator counts a cell's peak whatever was before, and a process takes as long to begin as a cell.
+    """
+
+    def __init__(self, command: list[str], environ: dict[str, str], is_shared: bool) -> None:
+        self._command, self._environ, self._is_shared = command, environ, is_shared
+        self._name, self._process, self._errors = "", None, tempfile.TemporaryFile("w+")
+        self._process: subprocess.Popen[str] | None
+
+    def answer(self, name: str, way: str) -> dict[str, Any] | str:
+        """What a cell has found, or the end of what its process wrote."""
+        if self._process is None or self._name != name:
+            self.close()
+            self._errors.seek(0)
+            self._errors.truncate()
+            self._name, self._process = name, subprocess.Popen(
+                [*self._command, "--cells", name],
+                env=self._environ,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._errors,
+                text=True,
+            )
+        process = self._process
+        assert process.stdin is not None and process.stdout is not None
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.write(way + "\n")
+            process.stdin.flush()
+        line = process.stdout.readline()
+        if not (line and self._is_shared):
+            self.close()
+        if line:
+            return json.loads(line)  # type: ignore[no-any-return]
+        self._errors.seek(0)
+        said = self._errors.read().strip().splitlines() or [f"exit status {process.returncode}"]
+        return "\n".join(said[-20:])
+
+    def close(self) -> None:
+        """End the process that is there."""
+        if self._process is not None:
+            self._process.communicate()
+            self._process = None
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
@@ -484,18 +582,32 @@ def main() -> None:
     parser.add_argument("--device", default="cpu", help="cpu, cuda, xpu, or simulated: see above")
     parser.add_argument("--out", type=Path, help="the results, as JSON")
     parser.add_argument("--draw", type=Path, metavar="PICTURE", help="only draw what --out has")
-    parser.add_argument("--cell", nargs=2, metavar=("MODEL", "WAY"), help="this one, here")
+    parser.add_argument(
+        "--seconds", type=float, help="begin no cell after so many; default: no limit"
+    )
+    parser.add_argument(
+        "--cells", metavar="MODEL", help="only those of which standard input has a line, here"
+    )
     given = parser.parse_args()
-    if given.cell:
-        name, way = given.cell
-        what, _, kind = way.partition(" ")
-        run, way = (predictions, kind) if what == "predict" else (work, way)
-        print(json.dumps(run(name, given.tiny, way, given.disk, given.device)))
+    if given.cells:
+        for line in sys.stdin:
+            what, _, kind = (way := line.strip()).partition(" ")
+            run, way = (predictions, kind) if what == "predict" else (work, way)
+            found = run(given.cells, given.tiny, way, given.disk, given.device)
+            print(json.dumps(found), flush=True)
+            gc.collect()
+            if torch.accelerator.is_available():
+                torch.accelerator.empty_cache()
         return
+    until = time.monotonic() + (given.seconds or float("inf"))
     if given.draw is not None:
         draw(json.loads(given.out.read_text())["models"], given.draw)
         return
     allocator = choose("auto", os.environ, find())
+    command = [sys.executable, __file__, "--disk", given.disk, "--device", given.device]
+    command += ["--tiny"] if given.tiny else []
+    environ = os.environ | dict(allocator.environment)
+    processes = Processes(command, environ, given.device not in ("cpu", "simulated"))
     device = "" if given.device == "cpu" else f"--device {given.device} "
     regions = "--regions " if given.regions else ""
     results: dict[str, Any] = {"models": {}}
@@ -511,18 +623,10 @@ def main() -> None:
     }
 
     def cell(name: str, way: str) -> dict[str, Any]:
-        command = [sys.executable, __file__, "--disk", given.disk, "--device", given.device]
-        command += ["--cell", name, way]
-        done = subprocess.run(
-            [*command, *(["--tiny"] if given.tiny else [])],
-            env=os.environ | dict(allocator.environment),
-            capture_output=True,
-            text=True,
-        )
-        if done.returncode:
-            said = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
-            return {"way": way, "failed": "\n".join(said[-20:])}
-        return json.loads(done.stdout)  # type: ignore[no-any-return]
+        if time.monotonic() > until:
+            return {"way": way, "failed": "no time was left"}
+        found = processes.answer(name, way)
+        return {"way": way, "failed": found} if isinstance(found, str) else found
 
     def keep() -> None:
         if given.out is not None:
@@ -541,6 +645,7 @@ def main() -> None:
             entry["cells"].append(cell(name, way))
             keep()
         print(table(name, entry), flush=True)
+    processes.close()
     results["summary"] = summary(results["models"])
     keep()
     print("\n".join(f"{name}: {value}" for name, value in results["summary"].items()))

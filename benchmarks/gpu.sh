@@ -3,14 +3,16 @@
 #
 #   benchmarks/gpu.sh OUT [SECONDS]      all of it, within SECONDS (570)
 #
-# Writes OUT/machine.txt, checks.txt, checks.json, blocks.txt, bench.txt and bench.json; the last two grow as it
-# goes, so a run that is cut off leaves what it measured. Status 1 when a check failed.
+# Writes OUT/machine.txt, checks.txt, checks.json, blocks.txt, budgets.txt, budgets.json, bench.txt and bench.json;
+# the JSON files grow as it goes, so a run that is cut off leaves what it measured. Status 1 when a check failed.
 #
 #   PYTHON    the interpreter (python3)
 #   DEVICE    what to measure (cuda); cpu plays one, tiny, to try the script
 #   DISK      where the disk tier is (/var/tmp); not a file system in memory
 #   HOST      host memory for stashes (three quarters of what is to spare)
-#   PARTS     "checks bench"; one of them leaves all the time to it
+#   PARTS     "checks budgets bench": which; the first takes a quarter of the time at most, the second half of
+#             what is left, the last all the rest
+#   MODELS    those of budgets ("gpt,resnet,unet,lstm,llama,experts")
 
 set -uo pipefail
 out=${1:?usage: benchmarks/gpu.sh OUT [SECONDS]}
@@ -32,8 +34,9 @@ SECONDS=0
     ulimit -l
 } >"$out/machine.txt" 2>&1
 
-parts=${PARTS:-checks bench}
-status=0 bench=0
+parts=${PARTS:-checks budgets bench}
+models=${MODELS:-gpt,resnet,unet,lstm,llama,experts}
+status=0 budgets=0 bench=0
 checks_seconds=$((seconds / 4))
 [[ $parts == checks ]] && checks_seconds=$((seconds - 30))
 [[ $parts == *checks* ]] && {
@@ -47,6 +50,16 @@ checks_seconds=$((seconds / 4))
 }
 
 left=$((seconds - SECONDS - 15))
+[[ $parts == *bench* ]] && left=$((left / 2))
+options=(--device "$device" --seconds $((left - 30)) --models "$models" --disk "${DISK:-/var/tmp}")
+[[ $device == cpu ]] && options+=(--tiny)
+[[ $parts == *budgets* ]] && {
+    timeout -k 5 $((left + 10)) "$python" "$root/benchmarks/budget_cells.py" "${options[@]}" --regions \
+        --out "$out/budgets.json" 2>&1 | tee "$out/budgets.txt"
+    budgets=${PIPESTATUS[0]}
+}
+
+left=$((seconds - SECONDS - 15))
 options=(--device "$device" --seconds "$left" --disk "${DISK:-/var/tmp}" --out "$out/bench.json" --repeats 3 --steps 2)
 [[ -n ${HOST:-} ]] && options+=(--host "$HOST")
 [[ $device == cpu ]] && options+=(--tiny --repeats 1 --steps 1)
@@ -55,5 +68,5 @@ options=(--device "$device" --seconds "$left" --disk "${DISK:-/var/tmp}" --out "
     bench=${PIPESTATUS[0]}
 }
 
-echo "checks: status $status; benchmark: status $bench; $SECONDS s; see $out"
-exit $((status != 0 || bench != 0))
+echo "checks: status $status; budgets: status $budgets; benchmark: status $bench; $SECONDS s; see $out"
+exit $((status != 0 || budgets != 0 || bench != 0))

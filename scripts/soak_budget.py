@@ -54,7 +54,7 @@ def train(way: str, steps: int, budget: int, disk: str) -> dict[str, Any]:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     torch.manual_seed(0)
-    net, _ = budget_cells.model("gpt", False)
+    net, _ = budget_cells.model("gpt", budget_cells.FULL)
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-4)
     stash: Any = contextlib.nullcontext()
     if way != "plain":
