@@ -72,9 +72,7 @@ PLANNED = ("budget", "regions")  # for the second all blocks are given to Stash.
 class Attention(nn.Module):
     """A block of a GPT; with ``gated``, of a Llama: RMSNorm and a gated MLP."""
 
-    def __init__(
-        self, width: int, heads: int, *, gated: bool = False, experts: int = 0
-    ) -> None:
+    def __init__(self, width: int, heads: int, *, gated: bool = False, experts: int = 0) -> None:
         super().__init__()
         self.heads = heads
         norm = nn.RMSNorm if gated else nn.LayerNorm
@@ -526,7 +524,7 @@ def ways_of(predicted: dict[str, dict[str, Any]], tiny: bool) -> Iterator[str]:
 class Processes:
     """Where cells run: each in one of its own; an accelerator's, a model's one after the other in one.
 
-    There the allocator counts a cell's peak whatever was before, and a process takes as long to begin as a cell.
+    There the allocator counts a cell's peak whatever was before, and a process starts as long as a cell runs.
     """
 
     def __init__(self, command: list[str], environ: dict[str, str], is_shared: bool) -> None:
@@ -540,13 +538,16 @@ class Processes:
             self.close()
             self._errors.seek(0)
             self._errors.truncate()
-            self._name, self._process = name, subprocess.Popen(
-                [*self._command, "--cells", name],
-                env=self._environ,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=self._errors,
-                text=True,
+            self._name, self._process = (
+                name,
+                subprocess.Popen(
+                    [*self._command, "--cells", name],
+                    env=self._environ,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=self._errors,
+                    text=True,
+                ),
             )
         process = self._process
         assert process.stdin is not None and process.stdout is not None

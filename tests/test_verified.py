@@ -5,6 +5,7 @@ gives the graph that was made after it the right gradient, and so does a stash; 
 the bytes that were saved.
 """
 
+import os
 import threading
 
 import pytest
@@ -301,11 +302,21 @@ def test_an_accelerator_compares_by_itself_and_raises_when_asked(tmp_path, write
 # The fingerprint.
 
 
-@pytest.fixture(params=["the interpreter's hash", "SHA-256", "an accelerator's sums"])
+@pytest.fixture(
+    params=["the interpreter's hash", "SHA-256", "an accelerator's sums", "a kernel's sums"]
+)
 def told(request, monkeypatch):
     """One way to tell bytes: of a storage, the first byte and how many, something that has an ``==``."""
     if request.param == "SHA-256":
         monkeypatch.setattr(_fingerprint, "_hash", None)
+    elif request.param == "a kernel's sums":
+        if os.environ.get("TRITON_INTERPRET") != "1":  # it is read when Triton is imported
+            pytest.skip("needs Triton, and TRITON_INTERPRET=1 from the start")
+        from backstash._device import fingerprint_kernel
+
+        return lambda storage, first=0, nbytes=-1: _fingerprint._sums_by_kernel(
+            fingerprint_kernel, storage, first, storage.nbytes() if nbytes < 0 else nbytes
+        ).tolist()
     elif request.param != "the interpreter's hash":
         return lambda *given: sums(*given).tolist()
     else:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import time
 import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -149,7 +148,7 @@ class Admission:
         self, tensor: Tensor, thread_state: ThreadState, storage: torch.UntypedStorage
     ) -> object:
         """While a step is measured: what this takes is no computing."""
-        began = time.perf_counter()
+        began = self._session.hook_begins()
         try:
             return self._pack_large(tensor, thread_state, storage)
         finally:

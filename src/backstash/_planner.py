@@ -110,7 +110,7 @@ class Planner:
         self._recording = StepRecording(
             event_log, self._meter, self.regions, self._guard, gives_back=tier is None
         )
-        self._first_steps = FirstSteps(self._budget)
+        self._first_steps = FirstSteps(self._budget, copies_aside=device is not None)
         self._steps = 0
         self._has_failed = False  # this step, as far as is known
         self._class_of = ClassOf()
@@ -742,12 +742,17 @@ class Planner:
 
     def end_trial(self, paused: Any) -> float:
         """As :meth:`resume`, of a forward that ran twice. What its second run has freed is given back to the
-        system: later moments of the step would hold it, too, and it would be taken for their own."""
+        system: later moments of the step would hold it, too, and it would be taken for their own.
+
+        Returns:
+            What the second run took; 0: that is not known.
+        """
         seconds = self._meter.resume(paused)
-        if self._device is None:
-            given_back_before = self._anew_bytes
-            self._give_back()
-            self._anew_bytes += given_back_before
+        if self._device is not None:
+            return 0.0  # the host, which compares, takes longer than the device
+        given_back_before = self._anew_bytes
+        self._give_back()
+        self._anew_bytes += given_back_before
         return seconds
 
     def may_try(self, name: str) -> bool:
@@ -799,10 +804,14 @@ class Planner:
         """What can still be taken."""
         return spare_bytes() if self._device is None else self._device.free_bytes()
 
-    def hook_took(self, kind: str, began: float) -> None:
+    def hook_begins(self) -> Any:
+        """For :meth:`hook_took`."""
+        return self._meter.hook_begins()
+
+    def hook_took(self, kind: str, began: Any) -> None:
         """``"pack hook"`` or ``"unpack hook"``, for a block, from ``began`` to now."""
         if self._recording.is_on:
-            self._meter.hear((kind, began, time.perf_counter() - began, 0, -1))
+            self._meter.hook_took(kind, began)
 
     # Making a plan, and following it.
 

@@ -18,7 +18,7 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from types import FrameType
 from typing import Any
@@ -39,6 +39,7 @@ from ._saved.thread_state import ThreadState
 from ._saved.view import dense, reason_to_stay
 from ._session import Session
 from ._text import clean
+from ._tiers.device_tiers import DeviceTiers
 from ._torch.dispatch import (
     count_dispatch_modes,
     count_function_modes,
@@ -264,6 +265,8 @@ class Run:
         self._fingerprints: _Fingerprints | None = _Fingerprints(
             region.session, self._let_go, planned
         )
+        self.is_wrong = False
+        """Whether an accelerator has found that the second run gave other bits."""
 
     # The first run.
 
@@ -359,11 +362,10 @@ class Run:
 
     def _compared(self, held: list[Held], given: list[Any]) -> str:
         """Why a second run is not known to be alike; ``""``: it is."""
-        checks: list[Check] = []
+        marks = _Marks(self.region.session)
 
         def compare(each: Held, tensor: Tensor, mark: Any) -> object:
-            is_alike = _is_alike(self.region.session, each, tensor, mark, checks)
-            return _noted(tensor) if is_alike else None
+            return _noted(tensor) if marks.are_alike(each, tensor, mark) else None
 
         try:
             refused = self._again(held, compare, self._thread_state, given)
@@ -371,9 +373,10 @@ class Run:
             raise  # something is not what plain PyTorch's is
         except Exception as error:  # the module's own
             return f"{self.name}'s forward cannot be run twice: {type(error).__name__}: {error}"
-        if refused or any(check.differs() for check in checks):
-            return refused or f"{self.name}'s forward, run twice, gives other bits"
-        return ""
+        if refused:
+            return refused
+        differ = any(check is None or check.differs() for _, check in marks.checks())
+        return f"{self.name}'s forward, run twice, gives other bits" if differ else ""
 
     # The second one.
 
@@ -394,6 +397,8 @@ class Run:
             # None once the forward has ended: else this is a backward within it.
             if held.packed is None and self._fingerprints is not None:
                 self._fingerprints.finish(ended=True)
+            if self.is_wrong:
+                raise rerun_otherwise(self.name, "")
             if held.packed is None:
                 self._make_again(thread_state)
         finally:
@@ -404,13 +409,11 @@ class Run:
         region, unpack = self.region, self.region.unpack
         pack = region.admission.hook(thread_state)
         wanted = [each for ref in self._held if (each := ref()) is not None and each.packed is None]
-        checks: list[tuple[Held, Check]] = []
+        marks = _Marks(region.session)
 
         def take(each: Held, tensor: Tensor, mark: Any) -> object:
-            found: list[Check] = []
-            if not _is_alike(region.session, each, tensor, mark, found):
+            if not marks.are_alike(each, tensor, mark):
                 return None
-            checks.extend((each, check) for check in found)
             packed = _noted(tensor) if region.admission.closed else pack(tensor)
             made.append((each, packed))
             return packed
@@ -425,8 +428,13 @@ class Run:
             refused = self._again(wanted, take, thread_state, given)
         finally:
             thread_state.outer, thread_state.apart = before
-        if refused or any(check.differs() for _, check in checks):
+        if refused:
             raise rerun_otherwise(self.name, refused)
+        for tiers, check in marks.checks():
+            error = rerun_otherwise(self.name, "")
+            if check is None:
+                raise error
+            tiers.packer.ask_at_the_end(error, _Noting(check, self))
         for each, packed in made:
             each.packed = packed
 
@@ -536,16 +544,46 @@ def _is_packed(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and not isinstance(leaf, nn.Parameter)
 
 
-def _is_alike(session: Session, held: Held, tensor: Tensor, mark: Any, checks: list[Check]) -> bool:
-    """Whether ``tensor`` has the bytes that ``held`` had; an accelerator's answer is in ``checks``."""
-    device = _device_of(session, tensor)
-    if device is None:
-        return bool(held.told == mark)
-    check = device.compare(held.told, tensor.untyped_storage())
-    if check is None:
-        return False
-    checks.append(check)
-    return True
+class _Marks:
+    """Those of the two runs, compared at once on the CPU and together on each accelerator.
+
+    Args:
+        session: of the stash.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._pairs: dict[DeviceTiers, list[tuple[Any, Any]]] = {}
+
+    def are_alike(self, held: Held, tensor: Tensor, mark: Any) -> bool:
+        """Whether ``tensor``, with this mark, has the bytes that ``held`` had; :meth:`checks` tell it of an
+        accelerator's."""
+        tiers = self._session.tiers_of(tensor.device)
+        if isinstance(tiers, str) or tiers.device is None:
+            return bool(held.told == mark)
+        self._pairs.setdefault(tiers, []).append((held.told, mark))
+        return True
+
+    def checks(self) -> Iterator[tuple[DeviceTiers, Check | None]]:
+        """One for each accelerator; ``None`` where it has no room for it."""
+        for tiers, pairs in self._pairs.items():
+            assert tiers.device is not None
+            yield tiers, tiers.device.compare_marks(pairs)
+
+
+class _Noting(Check):
+    """A check of what a second run gave, which is used before the device comes to it: what it has been found to
+    differ in is not used again."""
+
+    __slots__ = ("_check", "_run")
+
+    def __init__(self, check: Check, run: Run) -> None:
+        self._check = check
+        self._run = run
+
+    def differs(self) -> bool:
+        self._run.is_wrong = self._run.is_wrong or self._check.differs()
+        return self._run.is_wrong
 
 
 def _noted(tensor: Tensor) -> tuple[Tensor, int]:

@@ -304,10 +304,14 @@ class Session:
         """What plans for a device whose step has begun; ``None``: nobody, or its first block is yet to come."""
         return None if tiers.number in self._due else self.planners.get(tiers.number)
 
-    def hook_took(self, kind: str, began: float) -> None:
+    def hook_begins(self) -> list[tuple[Planner, Any]]:
+        """For :meth:`hook_took`."""
+        return [(planner, planner.hook_begins()) for planner in list(self.planners.values())]
+
+    def hook_took(self, kind: str, began: list[tuple[Planner, Any]]) -> None:
         """See :meth:`Planner.hook_took`."""
-        for planner in list(self.planners.values()):
-            planner.hook_took(kind, began)
+        for planner, at in began:
+            planner.hook_took(kind, at)
 
     def _check_loaded(self) -> None:
         if self.planners and all(each.matches_nothing for each in self.planners.values()):

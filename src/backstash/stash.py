@@ -13,7 +13,6 @@ import functools
 import inspect
 import os
 import threading
-import time
 import warnings
 import weakref
 from collections.abc import Callable
@@ -509,7 +508,7 @@ class Stash:
 
     def _unpack_timed(self, entry: Entry) -> Tensor:
         """While a step is measured: what this takes is no computing."""
-        began = time.perf_counter()
+        began = self._session.hook_begins()
         try:
             return self._unpack_entry(entry)
         finally:

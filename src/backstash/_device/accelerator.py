@@ -25,12 +25,13 @@ allocates on the compute stream likewise.
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import time
 import warnings
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any, cast
 
@@ -313,6 +314,21 @@ class Accelerator(Device):
             stream.wait_event(mark.event)
             mark.told.record_stream(stream)
             told = (now != mark.told).any()
+        except RuntimeError:
+            return None
+        return _Comparison(told, stream.record_event(), self._up)
+
+    def compare_marks(self, marks: Sequence[tuple[_Mark, _Mark]]) -> Check | None:
+        """See :meth:`Device.compare_marks`."""
+        stream = self.stream()
+        try:
+            for mark in itertools.chain(*marks):
+                stream.wait_event(mark.event)
+                mark.told.record_stream(stream)
+            before, now = (
+                torch.cat([mark.told for mark in each]) for each in zip(*marks, strict=True)
+            )
+            told = (now != before).any()
         except RuntimeError:
             return None
         return _Comparison(told, stream.record_event(), self._up)

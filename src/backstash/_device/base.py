@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -134,6 +134,11 @@ class Device(ABC):
     ) -> Check | None:
         """Begin to compare with ``mark`` what ``nbytes`` of ``storage`` from ``first`` on are for the current
         stream (-1: all); ``None`` where the device has no room or no means. The host does not wait."""
+
+    @abstractmethod
+    def compare_marks(self, marks: Sequence[tuple[Any, Any]]) -> Check | None:
+        """Begin to compare the two marks of each pair; ``None`` where the device has no room or no means. The
+        host does not wait."""
 
     @abstractmethod
     def pin(self, memory: Tensor) -> str:

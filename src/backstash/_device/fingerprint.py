@@ -13,7 +13,8 @@ gives it (multilinear hashing, Carter and Wegman 1979), and the products are lai
 on are the sums of each square's rows and columns, modulo 2**64; these are words again, until they fill no more
 than one square. One word that changed changes its row's sum, since its weight is odd; of two that changed, or
 changed places, two rows or two columns tell; more must agree in several random sums at once. The weights are
-made anew in each process. What is left is four sums of 64 bits, each with weights of its own.
+made anew in each process. What is left is four sums of 64 bits, each with weights of its own. Where Triton can
+make a kernel for it, as in PyTorch's builds for CUDA, that reads each word once: see ``fingerprint_kernel``.
 """
 
 from __future__ import annotations
@@ -24,17 +25,18 @@ import hashlib
 import os
 import sys
 from collections.abc import Callable
+from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from .._torch.dispatch import without_function_modes
 
-__all__ = ["fingerprint", "same_bytes", "sums"]
+__all__ = ["fingerprint", "kernel", "same_bytes", "sums"]
 
 _SIDE = 180
 _WORDS = _SIDE * _SIDE  # of a square: in a core's own cache
-_AT_ONCE = 64 * _WORDS  # 16 MiB of products
+_AT_ONCE = 64  # squares: 16 MiB of products
 _SUMS = 4
 
 
@@ -78,34 +80,72 @@ def fingerprint(storage: torch.UntypedStorage, first: int = 0, nbytes: int = -1)
 
 
 def sums(storage: torch.UntypedStorage, first: int = 0, nbytes: int = -1) -> Tensor:
-    """Four integers on the storage's device that tell its bytes, whatever they mean; nothing waits for them.
+    """Integers on the storage's device that tell its bytes, whatever they mean; nothing waits for them.
 
     Args:
         storage: whose memory is read, on the current stream.
         first: of the bytes, a multiple of 4.
         nbytes: how many; -1: all of them.
     """
+    nbytes = storage.nbytes() if nbytes < 0 else nbytes
     with without_function_modes(), torch.no_grad():
-        return _sums(storage, first, storage.nbytes() if nbytes < 0 else nbytes)
+        made = kernel(storage.device)
+        if isinstance(made, str):
+            return _sums(storage, first, nbytes)
+        with torch.cuda.device(storage.device):  # Triton asks for the current one
+            return _sums_by_kernel(made, storage, first, nbytes)
 
 
-def _sums(storage: torch.UntypedStorage, first: int, nbytes: int) -> Tensor:
+@functools.cache
+def kernel(device: torch.device) -> ModuleType | str:
+    """The kernel for the memory of ``device``, or why it has none."""
+    if device.type != "cuda":
+        return f"none is made for {device.type}"
+    try:
+        from . import fingerprint_kernel
+
+        with without_function_modes(), torch.no_grad(), torch.cuda.device(device):
+            storage = torch.ones(256, device=device).untyped_storage()
+            _sums_by_kernel(fingerprint_kernel, storage, 0, storage.nbytes())
+    except Exception as error:  # no Triton, or no compiler for what it makes
+        return f"{type(error).__name__}: {error}".partition("\n")[0]
+    return fingerprint_kernel
+
+
+def _sums_by_kernel(
+    made: ModuleType, storage: torch.UntypedStorage, first: int, nbytes: int
+) -> Tensor:
+    words, rest = _words(storage, first, nbytes)
+    weights, factors = _kernel_weights(storage.device, made.COLUMNS)
+    told = torch.full((2,), nbytes, dtype=torch.int64, device=storage.device)
+    made.add_sums(words, weights, told)
+    return told + (rest * factors[: len(rest)]).sum() if len(rest) else told
+
+
+def _words(storage: torch.UntypedStorage, first: int, nbytes: int) -> tuple[Tensor, Tensor]:
+    """Of 32 bits, and the bytes after the last."""
     device = storage.device
-    weights, factors = _weights(device)
     count = nbytes // 4
     words = torch.empty(0, dtype=torch.int32, device=device).set_(
         storage, first // 4, (count,), (1,)
     )
     rest = torch.empty(0, dtype=torch.uint8, device=device)
     rest.set_(storage, first + count * 4, (nbytes - count * 4,), (1,))
+    return words, rest
+
+
+def _sums(storage: torch.UntypedStorage, first: int, nbytes: int) -> Tensor:
+    words, rest = _words(storage, first, nbytes)
+    weights, factors = _weights(storage.device)
     while len(words) > _WORDS:
-        whole = len(words) // _WORDS * _WORDS
-        products = torch.empty(min(whole, _AT_ONCE), dtype=torch.int64, device=device)
+        squares = words[: len(words) // _WORDS * _WORDS].view(-1, _SIDE, _SIDE)
         found = []
-        for some in torch.split(words[:whole], _AT_ONCE):
-            squares = products[: len(some)].copy_(some).view(-1, _SIDE, _SIDE).mul_(weights)
-            found += [squares.sum(1), squares.sum(2)]
-        words = torch.cat([*(each.view(-1).view(torch.int32) for each in found), words[whole:]])
+        for some in torch.split(squares, _AT_ONCE):
+            products = some * weights
+            found += [products.sum(1), products.sum(2)]
+            del products  # its memory is the next ones'
+        more = words[squares.numel() :]
+        words = torch.cat([*(each.view(-1).view(torch.int32) for each in found), more])
     told = torch.cat([words, rest.to(torch.int32)])
     return (told.to(torch.int64) * factors[:, : len(told)]).sum(1) + nbytes
 
@@ -136,6 +176,14 @@ def _weights(device: torch.device) -> tuple[Tensor, Tensor]:
     )
     made = (made | 1).to(device)
     return made[:_WORDS].view(_SIDE, _SIDE), made[_WORDS:].view(_SUMS, left)
+
+
+@functools.cache
+def _kernel_weights(device: torch.device, columns: int) -> tuple[Tensor, Tensor]:
+    """Of the kernel's words, and of the bytes after the last."""
+    made = torch.frombuffer(bytearray(_random_bytes(8 * (2 * columns + 4))), dtype=torch.int64) | 1
+    places = torch.tensor([1, 1 << 8, 1 << 16])
+    return made[:-1].to(device), (made[-1] * places).to(device)
 
 
 @functools.cache

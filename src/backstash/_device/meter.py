@@ -30,17 +30,18 @@ _FEW = 16  # allocations between two events, whose bytes may all have been held 
 
 @dataclass(frozen=True, slots=True)
 class _Heard:
-    """An event; or where a module's forward began or ended, or a copy or a wait of the device's, without
-    ``figures``."""
+    """An event; or where a module's forward began or ended, or a hook, or a copy or a wait of the device's,
+    without ``figures``."""
 
     told: tuple[Any, ...]
     mark: Any
     """The point in time on the device."""
     until: Any = None
-    """Where a copy or a wait ended."""
+    """Where a hook, a copy or a wait ended."""
     figures: MemoryFigures | None = None
     ours: int = 0
     host_seconds: float = 0.0
+    """When the host came to it; of a hook, for how long the host has measured in it."""
 
 
 class DeviceMeter(Meter):
@@ -61,6 +62,7 @@ class DeviceMeter(Meter):
         self._last_peak = self._known_peak = 0
         self._highest = 0  # that is known of this step
         self._origin: MemoryFigures | None = None  # when what was heard so far was forgotten
+        self._hearing_seconds = 0.0  # that the host has measured
 
     @property
     def known_peak_bytes(self) -> int:
@@ -102,8 +104,28 @@ class DeviceMeter(Meter):
         if told[0] in _BOUNDS:
             self._heard.append(_Heard(told, self._device.time_mark()))
             return
+        began = time.perf_counter()
         mark, figures, ours = self._device.time_mark(), self._look(), self._ours()
-        self._heard.append(_Heard(told, mark, None, figures, ours, time.perf_counter()))
+        now = time.perf_counter()
+        self._heard.append(_Heard(told, mark, None, figures, ours, now))
+        self._hearing_seconds += now - began
+
+    def hook_begins(self) -> Any:
+        """See :meth:`Meter.hook_begins`."""
+        if not self.is_sampling or self._device.is_capturing():
+            return None
+        return self._device.time_mark(), self._hearing_seconds
+
+    def hook_took(self, kind: str, began: Any) -> None:
+        """See :meth:`Meter.hook_took`. A device that the host is ahead of comes to its end at once; another one
+        has nothing to do for as long as the hook takes."""
+        if began is None or self._device.is_capturing():
+            return
+        since, hearing_seconds = began
+        measured_seconds = self._hearing_seconds - hearing_seconds
+        until = self._device.time_mark()
+        told = (kind, 0.0, 0.0, 0, -1)
+        self._heard.append(_Heard(told, since, until, host_seconds=measured_seconds))
 
     def _on_time(self, kind: str, since: Any, until: Any, nbytes: int) -> None:
         self._heard.append(_Heard((kind, 0.0, 0.0, nbytes, -1), since, until))
@@ -149,7 +171,7 @@ class DeviceMeter(Meter):
         at, last, result = 0.0, before or self._device.memory(), list[Sample]()
         ours_before = samples[0][2] if samples else 0
         result.append((0.0, max(last.held_bytes, ours_before), ours_before))
-        waiting = deque(samples)
+        waiting, waits = deque(samples), list[tuple[float, float]]()
         for each in heard:
             if each.figures is None and each.until is None:
                 at = max(at + _TICK, seconds(began, each.mark))
@@ -158,6 +180,13 @@ class DeviceMeter(Meter):
             if each.figures is None:
                 start = seconds(began, each.mark)
                 duration = max(0.0, seconds(each.mark, each.until))
+                if each.told[0] == "stall":
+                    waits.append((start, duration))
+                elif each.host_seconds:  # of a hook; no step that is not measured takes this
+                    waited = sum(took for since, took in waits if since >= start)
+                    waits.clear()
+                    measured = min(each.host_seconds, max(0.0, duration - waited))
+                    told.append(("stall", start, measured, 0, -1))
                 told.append((each.told[0], start, duration, *each.told[3:]))
                 continue
             at = max(at + _TICK, seconds(began, each.mark))

@@ -35,9 +35,11 @@ class FirstSteps:
 
     Args:
         budget: in bytes.
+        copies_aside: whether copies take no time of what computes, as on an accelerator.
     """
 
-    def __init__(self, budget: int) -> None:
+    def __init__(self, budget: int, *, copies_aside: bool = False) -> None:
+        self._copies_aside = copies_aside
         self.learns = budget == _TO_LEARN
         """Whether no budget is kept, since it is learnt what any would cost."""
         self.records: list[StepRecord] = []
@@ -123,7 +125,7 @@ class FirstSteps:
         late = [pair for pair in pairs if pair[0] is not self.records[1]] if self.learns else []
         told = late or pairs
         links = links_of([*itertools.chain(*told)])
-        return links, typical_costs(told, links)
+        return links, typical_costs(told, links, copies_aside=self._copies_aside)
 
     @property
     def left_seconds(self) -> float | None:

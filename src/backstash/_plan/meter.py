@@ -85,6 +85,15 @@ class Meter(ABC):
         """See :meth:`EventLog.start`: while a step is measured."""
 
     @abstractmethod
+    def hook_begins(self) -> Any:
+        """For :meth:`hook_took`."""
+
+    @abstractmethod
+    def hook_took(self, kind: str, began: Any) -> None:
+        """Hear of what the stash did for a block, from ``began`` to now: for as long the device may have had
+        nothing to compute."""
+
+    @abstractmethod
     def pause(self) -> Any:
         """What is done from now on is no part of the step, until :meth:`resume` is given what this returns."""
 
@@ -236,6 +245,14 @@ class ProcessMeter(Meter):
     def hear(self, told: tuple[Any, ...]) -> None:
         """See :meth:`Meter.hear`."""
         self._told.append(told)
+
+    def hook_begins(self) -> float:
+        """See :meth:`Meter.hook_begins`."""
+        return time.perf_counter()
+
+    def hook_took(self, kind: str, began: float) -> None:
+        """See :meth:`Meter.hook_took`."""
+        self.hear((kind, began, time.perf_counter() - began, 0, -1))
 
     def pause(self) -> float:
         """See :meth:`Meter.pause`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -128,17 +129,18 @@ def links_of(records: list[StepRecord]) -> Links:
     """How fast bytes moved: over the time in which at least one transfer of that direction ran."""
     rates = []
     for kind in _TRANSFERS:
-        spans = sorted(
-            (event[1], event[1] + event[2], event[3])
-            for record in records
-            for event in record.told
-            if event[0] == kind and event[2] > 0
-        )
-        busy, until = 0.0, 0.0
-        for start, end, _ in spans:
-            busy += max(0.0, end - max(start, until))
-            until = max(until, end)
-        moved = sum(nbytes for *_, nbytes in spans)
+        busy, moved = 0.0, 0
+        for record in records:  # each has a clock of its own: an accelerator's begins with its step
+            until = -math.inf
+            spans = sorted(
+                (event[1], event[1] + event[2], event[3])
+                for event in record.told
+                if event[0] == kind and event[2] > 0
+            )
+            for start, end, nbytes in spans:
+                busy += max(0.0, end - max(start, until))
+                until = max(until, end)
+                moved += nbytes
         rates.append(moved / busy if busy and moved else _SLOWEST_RATE)
     return Links(rates[0], rates[1])
 
@@ -163,12 +165,16 @@ class Costs:
     """Outside of the hooks, for one block: half when it is saved, and half when it is used."""
 
 
-def costs_of(full: StepRecord, part: StepRecord, links: Links) -> Costs:
+def costs_of(
+    full: StepRecord, part: StepRecord, links: Links, *, copies_aside: bool = False
+) -> Costs:
     """From two steps that differ in how much they moved, of which the later one (``part``) has less that only
     a first time takes.
 
     What a byte costs outside of the hooks is their difference, within what is possible: at least nothing, and
     at most the time that its transfer takes. A change of the machine's speed between them would add to it.
+    Where copies run aside it is nothing, and the step computes as long as the shorter of the two did: what the
+    other one took beside was the host's, to have memory locked or to ask for it.
     """
     moved_bytes = full.moved_bytes
     if not moved_bytes:
@@ -186,21 +192,27 @@ def costs_of(full: StepRecord, part: StepRecord, links: Links) -> Costs:
         kept.append(stays)
         moved.append(all_moved)
     per_byte = 0.0
-    if not is_alike:
+    if not is_alike and not copies_aside:
         slower = full.computing_seconds - part.computing_seconds
         most = 0.5 / links.down_rate + 0.5 / links.up_rate  # moved_bytes has both directions
         per_byte = min(max(0.0, slower / fewer), most)
     computing = part.computing_seconds - per_byte * part.moved_bytes
+    if copies_aside:
+        computing = min(computing, full.computing_seconds)
     return Costs(per_byte, (kept[0], kept[1]), (moved[0], moved[1]), max(0.0, computing))
 
 
-def typical_costs(pairs: Sequence[tuple[StepRecord, StepRecord]], links: Links) -> Costs:
+def typical_costs(
+    pairs: Sequence[tuple[StepRecord, StepRecord]], links: Links, *, copies_aside: bool = False
+) -> Costs:
     """The medians of what each pair of steps says by :func:`costs_of`."""
-    found = [costs_of(full, part, links) for full, part in pairs]
+    found = [costs_of(full, part, links, copies_aside=copies_aside) for full, part in pairs]
     if not any(full.moved_bytes for full, _ in pairs):
         return Costs()
     per_byte = typical([each.per_moved_byte for each in found])
     computing = [part.computing_seconds - per_byte * part.moved_bytes for _, part in pairs]
+    if copies_aside:
+        computing = [each.computing_seconds or 0.0 for each in found]
     kept, moved = (
         (typical([save for save, _ in way]), typical([use for _, use in way]))
         for way in ([each.kept for each in found], [each.moved for each in found])

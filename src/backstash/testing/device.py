@@ -12,6 +12,7 @@ from __future__ import annotations
 import random
 import threading
 import time
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -185,6 +186,10 @@ class TwinDevice(Device):
     ) -> Check:
         """See :meth:`Device.compare`."""
         return _TwinCheck(mark != fingerprint(storage, first, nbytes))
+
+    def compare_marks(self, marks: Sequence[tuple[Any, Any]]) -> Check:
+        """See :meth:`Device.compare_marks`."""
+        return _TwinCheck(any(before != now for before, now in marks))
 
     def pin(self, memory: Tensor) -> str:
         """See :meth:`Device.pin`."""
