@@ -120,6 +120,15 @@ class Planned:
         assert regions is not None
         return regions
 
+    def hook_begins(self) -> Any:
+        """For :meth:`hook_took`."""
+        return self._planner.region_hook_begins()
+
+    def hook_took(self, began: Any) -> None:
+        """What the region did from ``began`` to now is no computing."""
+        if began is not None:
+            self._planner.hook_took("region hook", began)
+
     def leave(self, *, in_order: bool) -> None:
         """Its forward has ended; ``in_order``: and it is known that it can run again."""
         if self.forward is not None:

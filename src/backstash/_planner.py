@@ -736,6 +736,10 @@ class Planner:
         self._meter.hear((kind, time.perf_counter(), 0.0, 0, number))
         return True
 
+    def region_hook_begins(self) -> Any:
+        """For :meth:`hook_took` of a ``"region hook"``, for which an accelerator may have to wait."""
+        return self._meter.hook_begins() if self._device is not None else None
+
     def resume(self, paused: Any) -> float:
         """What a region was tried by since :meth:`pause` is no part of the step. Returns its seconds."""
         return self._meter.resume(paused)
@@ -809,7 +813,7 @@ class Planner:
         return self._meter.hook_begins()
 
     def hook_took(self, kind: str, began: Any) -> None:
-        """``"pack hook"`` or ``"unpack hook"``, for a block, from ``began`` to now."""
+        """``"pack hook"`` or ``"unpack hook"``, for a block, or ``"region hook"``, from ``began`` to now."""
         if self._recording.is_on:
             self._meter.hook_took(kind, began)
 

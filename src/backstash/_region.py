@@ -276,6 +276,16 @@ class Run:
 
     def __call__(self, tensor: Tensor) -> object:
         """The pack hook while the module runs."""
+        planned = self._planned
+        if planned is None or planned.forward is None:
+            return self._save(tensor)
+        began = planned.hook_begins()
+        try:
+            return self._save(tensor)
+        finally:
+            planned.hook_took(began)
+
+    def _save(self, tensor: Tensor) -> object:
         fingerprints = self._fingerprints
         assert fingerprints is not None
         fingerprints.finish()
@@ -675,6 +685,7 @@ class Region:
             return
         running = running_modules(frame)
         planned = Planned.of(self, [*thread_state.outer, *running], _device_used(module, args))
+        began = planned.hook_begins() if planned is not None else None
         reason = self._reason_against(module)
         if reason:
             self._count(reason, 0)
@@ -721,6 +732,7 @@ class Region:
         run = Run(self, module, args, kwargs, conditions, key, outer, thread_state, inputs, planned)
         self._enter(frame, run)
         if planned is not None:
+            planned.hook_took(began)
             planned.enter(run.inputs)
 
     def _reason_against(self, module: nn.Module) -> str:

@@ -92,7 +92,9 @@ def sums(storage: torch.UntypedStorage, first: int = 0, nbytes: int = -1) -> Ten
         made = kernel(storage.device)
         if isinstance(made, str):
             return _sums(storage, first, nbytes)
-        with torch.cuda.device(storage.device):  # Triton asks for the current one
+        if torch.cuda.current_device() == storage.device.index:  # Triton asks for it
+            return _sums_by_kernel(made, storage, first, nbytes)
+        with torch.cuda.device(storage.device):
             return _sums_by_kernel(made, storage, first, nbytes)
 
 
@@ -129,9 +131,9 @@ def _words(storage: torch.UntypedStorage, first: int, nbytes: int) -> tuple[Tens
     words = torch.empty(0, dtype=torch.int32, device=device).set_(
         storage, first // 4, (count,), (1,)
     )
+    left = nbytes - count * 4
     rest = torch.empty(0, dtype=torch.uint8, device=device)
-    rest.set_(storage, first + count * 4, (nbytes - count * 4,), (1,))
-    return words, rest
+    return words, rest.set_(storage, first + count * 4, (left,), (1,)) if left else rest
 
 
 def _sums(storage: torch.UntypedStorage, first: int, nbytes: int) -> Tensor:

@@ -37,11 +37,11 @@ class _Heard:
     mark: Any
     """The point in time on the device."""
     until: Any = None
-    """Where a hook, a copy or a wait ended."""
+    """Where a hook, a copy or a wait ended, or the host had looked at the memory."""
     figures: MemoryFigures | None = None
     ours: int = 0
     host_seconds: float = 0.0
-    """When the host came to it; of a hook, for how long the host has measured in it."""
+    """When the host came to it."""
 
 
 class DeviceMeter(Meter):
@@ -62,7 +62,6 @@ class DeviceMeter(Meter):
         self._last_peak = self._known_peak = 0
         self._highest = 0  # that is known of this step
         self._origin: MemoryFigures | None = None  # when what was heard so far was forgotten
-        self._hearing_seconds = 0.0  # that the host has measured
 
     @property
     def known_peak_bytes(self) -> int:
@@ -104,28 +103,22 @@ class DeviceMeter(Meter):
         if told[0] in _BOUNDS:
             self._heard.append(_Heard(told, self._device.time_mark()))
             return
-        began = time.perf_counter()
         mark, figures, ours = self._device.time_mark(), self._look(), self._ours()
-        now = time.perf_counter()
-        self._heard.append(_Heard(told, mark, None, figures, ours, now))
-        self._hearing_seconds += now - began
+        now, until = time.perf_counter(), self._device.time_mark()
+        self._heard.append(_Heard(told, mark, until, figures, ours, now))
 
     def hook_begins(self) -> Any:
         """See :meth:`Meter.hook_begins`."""
         if not self.is_sampling or self._device.is_capturing():
             return None
-        return self._device.time_mark(), self._hearing_seconds
+        return self._device.time_mark()
 
     def hook_took(self, kind: str, began: Any) -> None:
         """See :meth:`Meter.hook_took`. A device that the host is ahead of comes to its end at once; another one
         has nothing to do for as long as the hook takes."""
-        if began is None or self._device.is_capturing():
-            return
-        since, hearing_seconds = began
-        measured_seconds = self._hearing_seconds - hearing_seconds
-        until = self._device.time_mark()
-        told = (kind, 0.0, 0.0, 0, -1)
-        self._heard.append(_Heard(told, since, until, host_seconds=measured_seconds))
+        if began is not None and not self._device.is_capturing():
+            told = (kind, 0.0, 0.0, 0, -1)
+            self._heard.append(_Heard(told, began, self._device.time_mark()))
 
     def _on_time(self, kind: str, since: Any, until: Any, nbytes: int) -> None:
         self._heard.append(_Heard((kind, 0.0, 0.0, nbytes, -1), since, until))
@@ -171,7 +164,7 @@ class DeviceMeter(Meter):
         at, last, result = 0.0, before or self._device.memory(), list[Sample]()
         ours_before = samples[0][2] if samples else 0
         result.append((0.0, max(last.held_bytes, ours_before), ours_before))
-        waiting, waits = deque(samples), list[tuple[float, float]]()
+        waiting, looking_seconds = deque(samples), 0.0
         for each in heard:
             if each.figures is None and each.until is None:
                 at = max(at + _TICK, seconds(began, each.mark))
@@ -180,17 +173,13 @@ class DeviceMeter(Meter):
             if each.figures is None:
                 start = seconds(began, each.mark)
                 duration = max(0.0, seconds(each.mark, each.until))
-                if each.told[0] == "stall":
-                    waits.append((start, duration))
-                elif each.host_seconds:  # of a hook; no step that is not measured takes this
-                    waited = sum(took for since, took in waits if since >= start)
-                    waits.clear()
-                    measured = min(each.host_seconds, max(0.0, duration - waited))
-                    told.append(("stall", start, measured, 0, -1))
                 told.append((each.told[0], start, duration, *each.told[3:]))
                 continue
             at = max(at + _TICK, seconds(began, each.mark))
             told.append((each.told[0], at, 0.0, *each.told[3:]))
+            looked = max(0.0, seconds(each.mark, each.until))  # the device had nothing to do
+            told.append(("stall", at, looked, 0, -1))
+            looking_seconds += looked
             between = list[Sample]()
             while waiting and waiting[0][0] <= each.host_seconds:
                 between.append(waiting.popleft())
@@ -202,7 +191,7 @@ class DeviceMeter(Meter):
         rest = [held - ours for _, held, ours in waiting]
         result.append((end, max([last.held_bytes - ours_before, *rest]) + ours_before, ours_before))
         self.mark()
-        return Measured(0.0, end, told, result, self._known_peak)
+        return Measured(0.0, end, told, result, self._known_peak, looking_seconds)
 
 
 def _tell(of: weakref.ref[DeviceMeter], kind: str, since: Any, until: Any, nbytes: int) -> None:

@@ -139,7 +139,7 @@ class Corrections:
         unseen_bytes = self._least_bytes + unseen_bytes if unseen_bytes else 0
         peak_bytes = max(sampled_bytes, unseen_bytes, looked_bytes)
         if is_alike or peak_bytes > budget:
-            self._figures.append((peak_bytes, record.seconds))
+            self._figures.append((peak_bytes, record.unmeasured_seconds))
             if peak_bytes > budget:
                 return True
             is_far = self._predicted_peak_bytes - peak_bytes > _FAR * self._little

@@ -49,6 +49,8 @@ class Measured:
     """Of memory, in order, likewise."""
     known_peak_bytes: int = 0
     """The most bytes that were held, where something knows it better than the samples do; else 0."""
+    looking_seconds: float = 0.0
+    """Of the step, that only a measured one takes: told as waits, too."""
 
 
 class Meter(ABC):

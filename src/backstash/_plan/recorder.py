@@ -18,6 +18,7 @@ __all__ = ["Costs", "StepRecord"]
 _KINDS = ("save", "use", "free")
 _TRANSFERS = ("write", "read")
 _HOOKS = ("pack hook", "unpack hook")  # for a block, from its beginning to its end
+_OURS = (*_HOOKS, "region hook")
 _BOUNDS = ("enter", "leave")  # of a forward
 _SLOWEST_RATE = 50e6  # bytes per second that are assumed where nothing was moved
 
@@ -65,6 +66,11 @@ class StepRecord:
         return self.ended - self.began
 
     @property
+    def unmeasured_seconds(self) -> float:
+        """What it would have taken if it had not been measured."""
+        return self.seconds - self.measured.looking_seconds
+
+    @property
     def stall_seconds(self) -> float:
         return float(sum(event[2] for event in self.told if event[0] == "stall"))
 
@@ -81,7 +87,7 @@ class StepRecord:
     @property
     def computing_seconds(self) -> float:
         """Of the step, without waits, outside of the hooks, and without ``anew_seconds``."""
-        hooks = sum(own for event, own in _own_seconds(self.told) if event[0] in _HOOKS)
+        hooks = sum(own for event, own in _own_seconds(self.told) if event[0] in _OURS)
         return max(0.0, self.seconds - self.stall_seconds - hooks - self.anew_seconds)
 
     @property
@@ -111,16 +117,22 @@ class StepRecord:
 
 def _own_seconds(told: Iterable[tuple[Any, ...]]) -> Iterator[tuple[tuple[Any, ...], float]]:
     """Each event, with how long the computing thread waited or was in a hook; of a hook, without waits in it,
-    which are told before its end."""
+    which are told before its end, and of a region's, without the others."""
     waits: list[tuple[float, float]] = []
+    hooks: list[tuple[float, float]] = []
     for event in told:
         kind, start, duration, *_ = event
         if kind == "stall":
             waits.append((start, duration))
             yield event, duration
-        elif kind in _HOOKS:
-            yield event, max(0.0, duration - sum(took for at, took in waits if at >= start))
+        elif kind in _OURS:
+            inside = waits if kind in _HOOKS else [*waits, *hooks]
+            yield event, max(0.0, duration - sum(took for at, took in inside if at >= start))
             waits.clear()
+            if kind in _HOOKS:
+                hooks.append((start, duration))
+            else:
+                hooks.clear()
         else:
             yield event, 0.0
 
@@ -317,7 +329,7 @@ def trace_of(
             forward.seconds = at if kind == "enter" else max(0.0, at - forward.seconds)
             continue
         intervals.tell(own, nbytes if kind in _TRANSFERS else 0)
-        if kind not in _HOOKS:
+        if kind not in _OURS:
             intervals.look(start)
         if kind not in _KINDS or (kind != "save" and number not in index):
             continue
