@@ -302,7 +302,8 @@ class Planner:
         self._links, self._costs = first.costs()
         self._shape.begin_plan(first.told_bytes(first.largest))
         costs = beside_left(self._costs, first.largest.blocks, first.left_seconds)
-        trace, differs = self._traced(first.largest, self._links, costs), 0
+        trace = self._traced(first.traced, self._links, costs, priced=first.largest)
+        differs = 0
         if first.left_peak_bytes:
             beside = first.left_peak_bytes - left_alone(trace)[1].forecast.peak_bytes
             # More than all that is saved is of something else: an evaluation, perhaps.
@@ -344,10 +345,17 @@ class Planner:
             self._adopt(begins_step=False)
             self._recording.stop()
 
-    def _traced(self, record: StepRecord, links: Links, costs: Costs = _FREE) -> Trace:
+    def _traced(
+        self,
+        record: StepRecord,
+        links: Links,
+        costs: Costs = _FREE,
+        *,
+        priced: StepRecord | None = None,
+    ) -> Trace:
         tier = self._tier or "disk"
         runs_ahead = self._device is not None
-        trace = trace_of(record, links, costs, tier, runs_ahead=runs_ahead)
+        trace = trace_of(record, links, costs, tier, runs_ahead=runs_ahead, priced=priced)
         below = self._limits.tiers.tier
         capacity = below.capacity_bytes if below is not None else None
         if self._tier is None:

@@ -104,6 +104,19 @@ class FirstSteps:
         return next(each for each in self.records[1:] if each.saved_bytes >= most * (1 - _ALIKE))
 
     @property
+    def traced(self) -> StepRecord:
+        """The step whose moments are planned with: :attr:`largest`, or where copies run aside, the one like it
+        that computed for the least time. A host that tries what can be recomputed and packed waits for its
+        device, which then has nothing to do."""
+        if not self._copies_aside:
+            return self.largest
+        return min(
+            (each for pair in self.alike() for each in pair),
+            key=lambda each: each.computing_seconds,
+            default=self.largest,
+        )
+
+    @property
     def largest_moved_all(self) -> bool:
         """Whether :attr:`largest` is the first of a pair."""
         return self.records.index(self.largest) % 2 == 1

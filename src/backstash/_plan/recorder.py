@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -81,13 +81,13 @@ class StepRecord:
 
     def hook_seconds(self, kind: str) -> float:
         """What a hook (one of ``_HOOKS``) took for one block, on average, waits left out."""
-        seconds = sum(own for event, own in _own_seconds(self.told) if event[0] == kind)
+        seconds = sum(own for event, own in _own_seconds(self) if event[0] == kind)
         return seconds / max(1, self.blocks)
 
     @property
     def computing_seconds(self) -> float:
         """Of the step, without waits, outside of the hooks, and without ``anew_seconds``."""
-        hooks = sum(own for event, own in _own_seconds(self.told) if event[0] in _OURS)
+        hooks = sum(own for event, own in _own_seconds(self) if event[0] in _OURS)
         return max(0.0, self.seconds - self.stall_seconds - hooks - self.anew_seconds)
 
     @property
@@ -115,13 +115,15 @@ class StepRecord:
         return known or max((held for at, held, _ in self.samples if at <= last), default=0)
 
 
-def _own_seconds(told: Iterable[tuple[Any, ...]]) -> Iterator[tuple[tuple[Any, ...], float]]:
-    """Each event, with how long the computing thread waited or was in a hook; of a hook, without waits in it,
-    which are told before its end, and of a region's, without the others."""
+def _own_seconds(record: StepRecord) -> Iterator[tuple[tuple[Any, ...], float]]:
+    """Each event of a step, with how long the computing thread waited or was in a hook; of a hook, without waits in it,
+    which are told before its end, and of a region's, without the others. The first one begins before the step."""
     waits: list[tuple[float, float]] = []
     hooks: list[tuple[float, float]] = []
-    for event in told:
+    for event in record.told:
         kind, start, duration, *_ = event
+        if start < record.began:
+            start, duration = record.began, max(0.0, start + duration - record.began)
         if kind == "stall":
             waits.append((start, duration))
             yield event, duration
@@ -299,6 +301,7 @@ def trace_of(
     tier: str,
     *,
     runs_ahead: bool = False,
+    priced: StepRecord | None = None,
 ) -> Trace:
     """The trace of a recorded step.
 
@@ -310,8 +313,9 @@ def trace_of(
             ``computing_seconds``. Options have the costs.
         tier: the name of the option that moves a block.
         runs_ahead: see :class:`Trace`.
+        priced: the step whose blocks have options beside staying and moving; ``None``: this one.
     """
-    offers, intervals = _offers(record), _Intervals(record, costs.per_moved_byte)
+    offers, intervals = _offers(priced or record), _Intervals(record, costs.per_moved_byte)
     saved = [event[4] for event in record.told if event[0] == "save"]
     saves_each = sum(record.saves.get(each, 1) for each in saved) / max(1, len(saved))
     parts: list[float] = []
@@ -319,7 +323,7 @@ def trace_of(
     index: dict[int, int] = {}
     moments: list[Moment] = []
     used: set[int] = set()
-    for event, own in _own_seconds(record.told):
+    for event, own in _own_seconds(record):
         kind, start, _, nbytes, number, *_rest = event
         if kind in _BOUNDS:
             if number >= len(record.forwards):
