@@ -6,7 +6,7 @@ is known what that costs, and which of it something outside saves, too. A second
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, Protocol
 
 import torch
@@ -63,10 +63,12 @@ class Planned:
         region: whose forward it is.
         planner: of its tensors.
         tiers: of their device.
-        path: of its module.
+        modules: that run, its own the last.
     """
 
-    def __init__(self, region: _Region, planner: Planner, tiers: DeviceTiers, path: str) -> None:
+    def __init__(
+        self, region: _Region, planner: Planner, tiers: DeviceTiers, modules: list[nn.Module]
+    ) -> None:
         self._region = region
         self._planner = planner
         self._session = region.session
@@ -81,7 +83,8 @@ class Planned:
         self._entered = False
         with self._session.section.lock, self._session.section:
             self._session.begin_step(tiers)
-            self.name, self._index = planner.begin_forward(path)
+            inside = modules[0]._modules if len(modules) == 1 else ()
+            self.name, self._index = planner.begin_forward(module_path(modules), inside)
             self._stays = self._regions.stays(self.name, self._index)
 
     @classmethod
@@ -93,7 +96,7 @@ class Planned:
         planner = region.session.planners.get(tiers.number)
         if planner is None or planner.regions is None:
             return None
-        return cls(region, planner, tiers, module_path(modules))
+        return cls(region, planner, tiers, modules)
 
     def begin(self) -> str:
         """What is done with it: see :mod:`backstash._plan.regions`."""
@@ -106,9 +109,17 @@ class Planned:
                 self._latest = self._session.predictor.blocks - 1
             return way
 
-    def enter(self, inputs: Collection[int]) -> None:
-        """Its forward begins; ``inputs``: the storages of what it is given, which are held."""
+    def enter(self, inputs: Collection[int], packed: Iterable[object]) -> None:
+        """Its forward begins.
+
+        Args:
+            inputs: the storages of what it is given, which are held.
+            packed: what it is given, as the stash has packed it.
+        """
         if self.forward is not None:
+            for given in packed:
+                if type(given) is Entry:
+                    self.forward.inputs.append(given.block.cleanup.serial)
             with self._session.section.lock, self._session.section:
                 for each in inputs:
                     self._regions.hold_small(each)

@@ -24,7 +24,7 @@ from __future__ import annotations
 import sys
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -703,13 +703,18 @@ class Planner:
 
     # Per forward of a module that may run again.
 
-    def begin_forward(self, path: str) -> tuple[str, int]:
-        """One begins, of the module at ``path``: its name, and its place among those of that name."""
+    def begin_forward(self, path: str, inside: Iterable[str]) -> tuple[str, int]:
+        """One begins, of the module at ``path``: its name, and its place among those of that name.
+
+        Args:
+            path: of the module.
+            inside: where no other module has called it, the paths of those in it, which do not begin with its own.
+        """
         assert self.regions is not None
         name = name_of(path)
         index = self.regions.begin(name)
         if self.regions.is_repeated(path):
-            self._class_of.begin_again(path)
+            self._class_of.begin_again([path, *inside])
         follows = self._choices is not None and self._plan.state != "left alone"
         if follows and self.regions.runs_again(name, index):
             self._refused.add((name, index))

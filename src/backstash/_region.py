@@ -733,7 +733,7 @@ class Region:
         self._enter(frame, run)
         if planned is not None:
             planned.hook_took(began)
-            planned.enter(run.inputs)
+            planned.enter(run.inputs, (packed for packed, _ in inputs))
 
     def _reason_against(self, module: nn.Module) -> str:
         hook = foreign_hook(module, self._is_own)

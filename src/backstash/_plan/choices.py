@@ -29,9 +29,10 @@ class ClassOf:
         """Nothing was saved in this step yet."""
         self._ordinals.clear()
 
-    def begin_again(self, path: str) -> None:
-        """The module at ``path`` runs once more in this step: its saves are numbered from here on."""
-        for where in [each for each in self._ordinals if f"{each[0]}.".startswith(f"{path}.")]:
+    def begin_again(self, paths: Iterable[str]) -> None:
+        """What is at these paths runs once more in this step: its saves are numbered from here on."""
+        begins = tuple(f"{path}." for path in paths)
+        for where in [each for each in self._ordinals if f"{each[0]}.".startswith(begins)]:
             del self._ordinals[where]
 
     def next(self, module: str, operation: str, nbytes: int) -> str:

@@ -57,6 +57,8 @@ class Forward:
     """A second run was alike."""
     seconds: float = 0.0
     """What the forward took, without what the stash added."""
+    inputs: list[int] = field(default_factory=list)
+    """The numbers of the blocks of what it is given."""
 
     def add(self, number: int, block: int, nbytes: int, *, is_new: bool) -> None:
         """A save of it made a block, or was of one that is known."""
@@ -225,6 +227,7 @@ def traced_regions(
                 beside,
                 each.index,
                 each.small_bytes,
+                tuple(sorted({index[block] for block in each.inputs if block in index})),
             )
         )
     return tuple(found)

@@ -13,7 +13,7 @@ that are not freed are, each until its free. So are the small tensors that it le
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from .trace import Option, Trace
@@ -45,6 +45,17 @@ class Forecast:
     """The index of the moment before which the peak comes; the number of moments: after the last."""
 
 
+def _order(trace: Trace, region_of: Mapping[int, int], moved: Collection[int]) -> list[int]:
+    """The blocks that moved, in the order in which backward needs them: what a region runs again with, before
+    the first use of a member."""
+    order: dict[int, None] = {}
+    for block in trace.uses():
+        region = region_of.get(block)
+        given = trace.regions[region].inputs if region is not None else ()
+        order |= dict.fromkeys(each for each in (*given, block) if each in moved)
+    return list(order)
+
+
 def simulate(
     trace: Trace, choices: Sequence[Option], windows: Windows, again: Collection[int] = ()
 ) -> Forecast:
@@ -71,7 +82,6 @@ def simulate(
     ready: dict[int, float] = {}
     in_memory: set[int] = set()  # used while its write was under way
     made: set[int] = set()  # those that were used
-    order = [block for block in trace.uses() if choices[block].moved_bytes]
     next_read = 0
     saves = trace.span("save") if again else {}
     region_of = {block: at for at in again for block in trace.regions[at].members}
@@ -82,6 +92,23 @@ def simulate(
     ] = {}  # bytes of small tensors that a region has let go, and not made again
     remade: dict[int, int] = {}  # members that are in memory again, and their bytes
     alive: set[int] = set()  # members
+    order = _order(
+        trace, region_of, {block for block, each in enumerate(choices) if each.moved_bytes}
+    )
+
+    def come_back(block: int) -> float:
+        """When a block that moved is in memory again; it is asked for now, if it was not yet."""
+        nonlocal up_free, ahead
+        if written_at.get(block, 0.0) > clock:
+            in_memory.add(block)
+        if block in in_memory:
+            return 0.0
+        if block not in ready:
+            nbytes = choices[block].moved_bytes
+            up_free = max(up_free, clock) + nbytes / links.up_rate + latency
+            ready[block] = up_free
+            ahead += nbytes
+        return ready[block]
 
     for at, moment in enumerate(trace.moments):
         now = moment.other_bytes + resident + inflight + ahead - sum(small.values())
@@ -101,6 +128,12 @@ def simulate(
                 if block in last_member:
                     small[region_of[block]] = region.small_bytes
             elif moment.kind == "use" and block in alive and block not in remade:
+                if trace.runs_ahead:
+                    in_memory.update(each for _, each in writing)
+                for each in region.inputs:
+                    if choices[each].moved_bytes and (until := come_back(each)) > clock:
+                        stalled += until - clock
+                        clock = until
                 clock += region.use_seconds
                 back = {each: trace.blocks[each].nbytes for each in region.members if each in alive}
                 remade |= back
@@ -143,16 +176,9 @@ def simulate(
             made.add(block)
             if trace.runs_ahead:
                 in_memory.update(each for _, each in writing)
-            if option.moved_bytes and block not in ready and block not in in_memory:
-                if written_at.get(block, 0.0) > clock:
-                    in_memory.add(block)
-                else:
-                    up_free = max(up_free, clock) + option.moved_bytes / links.up_rate + latency
-                    ready[block] = up_free
-                    ahead += option.moved_bytes
-            if block in ready and ready[block] > clock:
-                stalled += ready[block] - clock
-                clock = ready[block]
+            if option.moved_bytes and (until := come_back(block)) > clock:
+                stalled += until - clock
+                clock = until
         else:
             resident -= option.resident_bytes
             if block in ready:

@@ -81,6 +81,8 @@ class TracedRegion:
     """Its place among the forwards of this name in the step, from 0."""
     small_bytes: int = 0
     """Of tensors that are no blocks, and that are let go and made again with them."""
+    inputs: tuple[int, ...] = ()
+    """The blocks that it runs again with, as indices in ``Trace.blocks``: where they moved, they come back first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +170,7 @@ class Trace:
             raise ValueError("seconds, bytes and rates are not below 0")
         if not (self.links.down_rate and self.links.up_rate):
             raise ValueError("a rate of 0")
-        members = [at for each in self.regions for at in each.members]
+        members = [at for each in self.regions for at in (*each.members, *each.inputs)]
         if not all(each.members and each.small_bytes >= 0 for each in self.regions):
             raise ValueError("a region lets go of blocks")
         if any(not 0 <= at < len(self.blocks) for at in members):
@@ -207,7 +209,13 @@ class Trace:
                 int(values["tail_other_bytes"]),
                 bool(values.get("runs_ahead", False)),
                 tuple(
-                    TracedRegion(**{**each, "members": tuple(each["members"])})
+                    TracedRegion(
+                        **{
+                            **each,
+                            "members": tuple(each["members"]),
+                            "inputs": tuple(each.get("inputs", ())),
+                        }
+                    )
                     for each in values.get("regions", ())
                 ),
                 float(values.get("anew_seconds", 0.0)),
