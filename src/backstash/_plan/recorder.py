@@ -117,8 +117,8 @@ class StepRecord:
 
 def _own_seconds(record: StepRecord) -> Iterator[tuple[tuple[Any, ...], float]]:
     """Each event of a step, with how long the computing thread waited or was in a hook; of a hook, without
-    waits in it, which are told before its end, and of a region's, without the others. The first one begins before
-    the step."""
+    waits in it, which are told before its end, and of a region's, without the others. The first hook begins
+    before the step."""
     waits: list[tuple[float, float]] = []
     hooks: list[tuple[float, float]] = []
     for event in record.told:
