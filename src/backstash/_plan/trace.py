@@ -82,7 +82,7 @@ class TracedRegion:
     small_bytes: int = 0
     """Of tensors that are no blocks, and that are let go and made again with them."""
     inputs: tuple[int, ...] = ()
-    """The blocks that it runs again with, as indices in ``Trace.blocks``: where they moved, they come back first."""
+    """The blocks that it runs again with, as indices in ``Trace.blocks``; those that moved come back first."""
 
 
 @dataclass(frozen=True, slots=True)
