@@ -682,9 +682,10 @@ def summary(models: dict[str, Any]) -> dict[str, Any]:
         "cells": len(cells),
         "failed": sum("failed" in each for each in cells),
         "losses unlike plain's": sum(
-            each.get("losses") != plain.get(name)
+            each["losses"] != plain.get(name)
             for name, entry in models.items()
             for each in entry["cells"]
+            if "failed" not in each
         ),
         "budgets": len(pairs),
         "said to be too small": sum(after["plan"]["state"] == "too small" for _, after in ran),

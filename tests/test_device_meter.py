@@ -110,6 +110,38 @@ def test_what_is_paused_counts_none_of_the_steps_seconds(meter, device):
     )
 
 
+def test_a_device_that_waits_for_the_host_computes_nothing(meter, device):
+    """In a hook, of which the look at the memory is only of a measured step; and in the look at a free."""
+
+    class Slow(type(device)):
+        def memory(self):
+            self.seconds += 0.125
+            return super().memory()
+
+    meter.start()
+    began = meter.hook_begins()
+    device.__class__ = Slow
+    tell(meter, device, "save", 0, at=1.0, held=101, ours=1)
+    device.seconds = 1.5
+    meter.hook_took("pack hook", began)
+    tell(meter, device, "use", 0, at=2.5, held=101, ours=1)
+    tell(meter, device, "free", 0, at=3.0, held=100, ours=0)
+    device.__class__ = Scripted
+    measured = end(meter, device, at=4.0)
+    assert measured.looking_seconds == pytest.approx(3 * 0.125)
+    step = StepRecord(measured, {0: "class"})
+    assert step.hook_seconds("pack hook") == pytest.approx(1.5 - 0.125)
+    assert step.unmeasured_seconds == pytest.approx(4.0 - 3 * 0.125)
+    assert step.computing_seconds == pytest.approx(4.0 - 1.5 - 2 * 0.125)
+
+
+def test_a_hook_that_began_when_nothing_was_measured_is_not_told(meter, device):
+    began = meter.hook_begins()
+    meter.start()
+    meter.hook_took("pack hook", began)
+    assert end(meter, device, at=1.0).told == []
+
+
 def test_a_saved_tensor_was_its_operations_until_it_is_saved(meter, device):
     tell(meter, device, "save", 0, at=1, held=110, ours=10)
     tell(meter, device, "save", 1, at=2, held=120, ours=20)

@@ -5,12 +5,14 @@ from dataclasses import replace
 import pytest
 
 from backstash._plan.corrections import Corrections
+from backstash._plan.first_steps import FirstSteps
 from backstash._plan.meter import Measured
 from backstash._plan.recorder import (
     Costs,
     StepRecord,
     beside_left,
     costs_of,
+    links_of,
     trace_of,
     typical_costs,
 )
@@ -56,6 +58,62 @@ def test_what_a_transfer_costs_beyond_an_interval_is_taken_off_the_next():
     trace = trace_of(step, LINKS, Costs(per_moved_byte=0.1), "disk")
     assert seconds(trace) == pytest.approx([1.0, 0.0, 1.0])
     assert trace.compute_seconds == pytest.approx(4.0 - 10 * 0.1)
+
+
+def test_transfers_of_several_steps_are_each_of_their_own_clock():
+    """An accelerator's begins with its step, so that two steps are at the same time by it."""
+    steps = [record(told("write", 1.0, 0.5), told("read", 2.0, 0.25)) for _ in range(3)]
+    assert links_of(steps) == links_of(steps[:1]) == Links(2 * MIB, 4 * MIB)
+    beside = record(told("write", 1.0, 0.5), told("write", 1.25, 0.25))
+    assert links_of([beside]).down_rate == 4 * MIB, "two at once take their time together"
+
+
+def test_the_first_hook_counts_from_its_step_on():
+    """It began before: the first save of a step ends the one before."""
+    step = record(
+        told("save", 1.0, number=0), told("pack hook", -2.0, 2.5), told("use", 3.0, number=0)
+    )
+    assert step.hook_seconds("pack hook") == pytest.approx(0.5)
+    assert step.computing_seconds == pytest.approx(3.5)
+
+
+def test_what_a_region_does_beside_its_hooks_is_no_computing():
+    step = record(
+        told("save", 1.0, number=0),
+        told("stall", 1.0, 0.1),
+        told("pack hook", 0.9, 0.4),
+        told("stall", 1.35, 0.05),
+        told("region hook", 0.8, 1.0),
+    )
+    assert step.hook_seconds("pack hook") == pytest.approx(0.3)
+    assert step.computing_seconds == pytest.approx(4.0 - 1.0), "none of it twice"
+
+
+def test_where_copies_run_aside_the_shorter_step_tells_the_computing_and_a_byte_costs_nothing():
+    full = moving(seconds=8.5, nbytes=2 * 10**9, hook=6.0)
+    part = moving(seconds=6.5, nbytes=10**9, hook=4.0)
+    for pair in ((full, part), (part, full)):
+        costs = costs_of(*pair, LINKS, copies_aside=True)
+        assert costs.per_moved_byte == 0
+        assert costs.computing_seconds == pytest.approx(2.5)
+    found = typical_costs([(full, part)], LINKS, copies_aside=True)
+    assert found.computing_seconds == pytest.approx(2.5)
+
+
+def test_on_an_accelerator_the_step_that_computed_for_the_least_time_is_planned_with():
+    steps = [moving(seconds=each, nbytes=MIB, hook=1.0) for each in (9.0, 8.0, 5.0)]
+    for aside, expected in ((True, steps[2]), (False, steps[1])):
+        first = FirstSteps(10**9, copies_aside=aside)
+        for each in steps:
+            first.add(each, 1.0, MIB, 0)
+        assert first.traced is expected and first.largest is steps[1]
+
+
+def test_a_trace_has_the_options_that_another_step_was_asked_for():
+    asked, other = (record(told("save", 1.0, number=0)) for _ in range(2))
+    asked.offers[0] = {"pack": Option(10, 1.0, 2.0)}
+    (block,) = trace_of(other, LINKS, Costs(), "host", priced=asked).blocks
+    assert block.options["pack"] == Option(10, 1.0, 2.0)
 
 
 def test_what_the_hooks_take_is_no_computing_but_a_cost_of_the_options():

@@ -337,6 +337,47 @@ def test_a_module_that_runs_several_times_is_told_apart_by_its_turns(memory, tmp
     stash.close()
 
 
+class Apart(nn.Module):
+    """Saves in modules of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = Layer(), Layer()
+
+    def forward(self, x):
+        return self.second(self.first(x))
+
+
+def test_blocks_that_no_module_calls_are_numbered_anew_in_each_turn(memory, tmp_path):
+    """Their paths begin with what is in them: those of the one that runs again are not counted."""
+    net, budget = [Apart() for _ in range(LAYERS // 2)], OTHER + SAVED // 2 + 8 * MIB
+    stash = memory(budget=budget, disk=tmp_path)
+
+    def loss_of(hold):
+        x = torch.randn(512, 512, generator=torch.Generator().manual_seed(0))
+        with hold:
+            for each in net:
+                x = each(x)
+        parameters = [each for block in net for each in block.parameters()]
+        return torch.autograd.grad(x.sum(), parameters)
+
+    true = loss_of(Stash())
+    with stash.recompute(*net):
+        for _ in range(12):
+            moved = stash.stats().written_bytes
+            assert same(loss_of(stash), true)
+            plan = stash.plan
+    assert 1 <= count(plan, "region") < len(net), plan
+    inside = [each for each in plan.classes if each.name.startswith(("first", "second"))]
+    assert inside and all(len(net) == sum(n for _, n in each.choices) for each in inside), plan
+    planned = sum(
+        each.nbytes // len(net) * sum(n for choice, n in each.choices if choice == "disk")
+        for each in plan.classes
+    )
+    assert stash.stats().written_bytes - moved == planned, "none that was to stay"
+    stash.close()
+
+
 @pytest.mark.parametrize("late", [False, True])
 def test_a_region_that_is_refused_moves_and_is_planned_for_without(memory, tmp_path, late):
     """Since its module has another's hook, from the first step on or once the plan is followed."""

@@ -151,6 +151,25 @@ def test_a_region_that_runs_again_has_all_its_members_in_memory_from_the_first_u
     assert after.peak_bytes == (100 + 2 + 4) * MIB, "and no longer than its free"
 
 
+def test_what_a_region_runs_again_with_comes_back_before_the_second_run():
+    """And is read ahead in that order, though its own use comes later."""
+    trace = replace(chain([MIB, MIB, MIB, MIB], rate=1e8), tail_seconds=0.0)
+    region = TracedRegion("m", (1, 2), 0.0, 0.5, inputs=(0,))
+    nothing, moved = Option(0), trace.blocks[0].options["disk"]
+    given = replace(trace, regions=(region,))
+    without = replace(trace, regions=(replace(region, inputs=()),))
+    late = [
+        simulate(each, [moved, nothing, nothing, Option(0)], NONE, [0]) for each in (given, without)
+    ]
+    assert late[0].step_seconds == pytest.approx(late[1].step_seconds), "it is waited for once"
+    assert late[0].peak_bytes > late[1].peak_bytes, "but sooner, beside what is made again"
+    # With room ahead its read begins at the first use in backward, beside another operation.
+    ahead = simulate(given, [moved, nothing, nothing, Option(0)], Windows(2 * MIB, 2 * MIB), [0])
+    assert ahead.stall_seconds < late[0].stall_seconds
+    trip = Trace.from_dict(json.loads(json.dumps(given.as_dict())))
+    assert trip == given
+
+
 def test_small_tensors_of_a_region_are_let_go_and_made_again_with_its_members():
     """They are no blocks: the bytes that are not the stash's have them."""
     trace = chain([MIB, 2 * MIB, 4 * MIB, 16 * MIB])

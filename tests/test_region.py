@@ -801,6 +801,20 @@ def test_on_an_accelerator_the_comparison_is_the_device_s():
     assert stash.stats().recomputed_bytes > 0
 
 
+def test_on_an_accelerator_other_bits_are_told_when_backward_ends_and_not_used_again():
+    net, x = net_of("transformer", count=2)
+    stash = stash_on(TwinDevice(), host="1MiB", keep=0, min_bytes=0, disk=MemoryStore())
+    with stash.recompute(*net):
+        train(net, x, stash)  # the second run is alike
+        with stash:
+            loss = net(x).square().sum()
+    weight = next(net.parameters())
+    weight.data.mul_(2)  # unseen by its version
+    for _ in range(2):
+        with pytest.raises(InplaceError, match="gives other bits"):
+            loss.backward(retain_graph=True)
+
+
 class Momentum(nn.Module):
     """Its forward changes a parameter that is not trained."""
 

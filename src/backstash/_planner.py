@@ -708,7 +708,7 @@ class Planner:
 
         Args:
             path: of the module.
-            inside: where no other module has called it, the paths of those in it: they do not begin with its own.
+            inside: where no other module calls it, the paths of those in it: they do not begin with its own.
         """
         assert self.regions is not None
         name = name_of(path)
