@@ -79,12 +79,14 @@ def test_the_first_hook_counts_from_its_step_on():
 
 def test_what_a_region_does_beside_its_hooks_is_no_computing():
     step = record(
+        told("stall", 0.8, 0.05),
         told("save", 1.0, number=0),
         told("stall", 1.0, 0.1),
         told("pack hook", 0.9, 0.4),
         told("stall", 1.35, 0.05),
         told("region hook", 0.8, 1.0),
     )
+    step.forwards.append(Forward("m", 0))
     assert step.hook_seconds("pack hook") == pytest.approx(0.3)
     assert step.computing_seconds == pytest.approx(4.0 - 1.0), "none of it twice"
 
@@ -111,6 +113,7 @@ def test_on_an_accelerator_the_step_that_computed_for_the_least_time_is_planned_
 
 def test_a_trace_has_the_options_that_another_step_was_asked_for():
     asked, other = (record(told("save", 1.0, number=0)) for _ in range(2))
+    asked.groups = {0: "class"}
     asked.offers[0] = {"pack": Option(10, 1.0, 2.0)}
     (block,) = trace_of(other, LINKS, Costs(), "host", priced=asked).blocks
     assert block.options["pack"] == Option(10, 1.0, 2.0)

@@ -801,7 +801,8 @@ def test_on_an_accelerator_the_comparison_is_the_device_s():
     assert stash.stats().recomputed_bytes > 0
 
 
-def test_on_an_accelerator_other_bits_are_told_when_backward_ends_and_not_used_again():
+def test_on_an_accelerator_other_bits_are_told_before_they_are_used():
+    """Else a hook of a gradient that steps, or another process, would have used them before."""
     net, x = net_of("transformer", count=2)
     stash = stash_on(TwinDevice(), host="1MiB", keep=0, min_bytes=0, disk=MemoryStore())
     with stash.recompute(*net):
@@ -810,9 +811,22 @@ def test_on_an_accelerator_other_bits_are_told_when_backward_ends_and_not_used_a
             loss = net(x).square().sum()
     weight = next(net.parameters())
     weight.data.mul_(2)  # unseen by its version
+    stepped = []
+    weight.register_post_accumulate_grad_hook(lambda each: stepped.append(each))
     for _ in range(2):
         with pytest.raises(InplaceError, match="gives other bits"):
             loss.backward(retain_graph=True)
+    assert not stepped
+
+
+def test_an_accelerator_without_memory_to_compare_says_so(monkeypatch):
+    net, x = net_of("transformer", count=2)
+    monkeypatch.setattr(TwinDevice, "compare_marks", lambda self, marks: None)
+    stash = stash_on(TwinDevice(), host="1MiB", keep=0, min_bytes=0, disk=MemoryStore())
+    with stash.recompute(*net):
+        want = train(copy.deepcopy(net), x)
+        assert are_same(train(net, x, stash), want)
+    assert any("no memory for it" in reason for reason in stash.stats().left)
 
 
 class Momentum(nn.Module):

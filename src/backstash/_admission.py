@@ -148,7 +148,7 @@ class Admission:
         self, tensor: Tensor, thread_state: ThreadState, storage: torch.UntypedStorage
     ) -> object:
         """While a step is measured: what this takes is no computing."""
-        began = self._session.hook_begins()
+        began = self._session.hook_begins(tensor.device)
         try:
             return self._pack_large(tensor, thread_state, storage)
         finally:

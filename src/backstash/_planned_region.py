@@ -137,8 +137,7 @@ class Planned:
 
     def hook_took(self, began: Any) -> None:
         """What the region did from ``began`` to now is no computing."""
-        if began is not None:
-            self._planner.hook_took("region hook", began)
+        self._planner.hook_took("region hook", began)
 
     def leave(self, *, in_order: bool) -> None:
         """Its forward has ended; ``in_order``: and it is known that it can run again."""

@@ -827,7 +827,7 @@ class Planner:
 
     def hook_took(self, kind: str, began: Any) -> None:
         """``"pack hook"`` or ``"unpack hook"``, for a block, or ``"region hook"``, from ``began`` to now."""
-        if self._recording.is_on:
+        if self._recording.is_on and began is not None:
             self._meter.hook_took(kind, began)
 
     # Making a plan, and following it.

@@ -18,7 +18,7 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from types import FrameType
 from typing import Any
@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from ._admission import Admission
-from ._device.base import Check, Device
+from ._device.base import Device
 from ._device.fingerprint import fingerprint
 from ._hook_scope import Hook, newest_scope
 from ._plan.regions import ONCE
@@ -39,7 +39,6 @@ from ._saved.thread_state import ThreadState
 from ._saved.view import dense, reason_to_stay
 from ._session import Session
 from ._text import clean
-from ._tiers.device_tiers import DeviceTiers
 from ._torch.dispatch import (
     count_dispatch_modes,
     count_function_modes,
@@ -181,6 +180,8 @@ class _Fingerprints:
         if known is not None and known[0]() is owner and known[1] == tensor._version:
             return known[2]
         device, planned = _device_of(self._session, tensor), self._planned
+        if device is not None:
+            device.prepare_marks()
         paused = planned.pause() if planned is not None else None
         with torch.no_grad():
             if device is not None:
@@ -265,8 +266,6 @@ class Run:
         self._fingerprints: _Fingerprints | None = _Fingerprints(
             region.session, self._let_go, planned
         )
-        self.is_wrong = False
-        """Whether an accelerator has found that the second run gave other bits."""
 
     # The first run.
 
@@ -385,8 +384,8 @@ class Run:
             return f"{self.name}'s forward cannot be run twice: {type(error).__name__}: {error}"
         if refused:
             return refused
-        differ = any(check is None or check.differs() for _, check in marks.checks())
-        return f"{self.name}'s forward, run twice, gives other bits" if differ else ""
+        why = marks.difference()
+        return f"{self.name}'s forward, run twice, {why}" if why else ""
 
     # The second one.
 
@@ -407,8 +406,6 @@ class Run:
             # None once the forward has ended: else this is a backward within it.
             if held.packed is None and self._fingerprints is not None:
                 self._fingerprints.finish(ended=True)
-            if self.is_wrong:
-                raise rerun_otherwise(self.name, "")
             if held.packed is None:
                 self._make_again(thread_state)
         finally:
@@ -440,11 +437,8 @@ class Run:
             thread_state.outer, thread_state.apart = before
         if refused:
             raise rerun_otherwise(self.name, refused)
-        for tiers, check in marks.checks():
-            error = rerun_otherwise(self.name, "")
-            if check is None:
-                raise error
-            tiers.packer.ask_at_the_end(error, _Noting(check, self))
+        if why := marks.difference():
+            raise rerun_otherwise(self.name, why)
         for each, packed in made:
             each.packed = packed
 
@@ -555,7 +549,7 @@ def _is_packed(leaf: Any) -> bool:
 
 
 class _Marks:
-    """Those of the two runs, compared at once on the CPU and together on each accelerator.
+    """Those of the two runs: compared at once on the CPU, and together on each accelerator.
 
     Args:
         session: of the stash.
@@ -563,37 +557,31 @@ class _Marks:
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        self._pairs: dict[DeviceTiers, list[tuple[Any, Any]]] = {}
+        self._pairs: dict[Device, list[tuple[Any, Any]]] = {}
 
     def are_alike(self, held: Held, tensor: Tensor, mark: Any) -> bool:
-        """Whether ``tensor``, with this mark, has the bytes that ``held`` had; :meth:`checks` tell it of an
-        accelerator's."""
-        tiers = self._session.tiers_of(tensor.device)
-        if isinstance(tiers, str) or tiers.device is None:
+        """Whether ``tensor``, with this mark, has the bytes that ``held`` had; of an accelerator's,
+        :meth:`difference` tells it."""
+        device = _device_of(self._session, tensor)
+        if device is None:
             return bool(held.told == mark)
-        self._pairs.setdefault(tiers, []).append((held.told, mark))
+        self._pairs.setdefault(device, []).append((held.told, mark))
         return True
 
-    def checks(self) -> Iterator[tuple[DeviceTiers, Check | None]]:
-        """One for each accelerator; ``None`` where it has no room for it."""
-        for tiers, pairs in self._pairs.items():
-            assert tiers.device is not None
-            yield tiers, tiers.device.compare_marks(pairs)
+    def difference(self) -> str:
+        """In what the second run differs on an accelerator, for which the host waits once; ``""``: in nothing.
 
-
-class _Noting(Check):
-    """A check of what a second run gave, which is used before the device comes to it: what it has been found to
-    differ in is not used again."""
-
-    __slots__ = ("_check", "_run")
-
-    def __init__(self, check: Check, run: Run) -> None:
-        self._check = check
-        self._run = run
-
-    def differs(self) -> bool:
-        self._run.is_wrong = self._run.is_wrong or self._check.differs()
-        return self._run.is_wrong
+        Backward does not go on before: an optimizer in a hook, or another process, may use what it makes before
+        it ends.
+        """
+        with without_function_modes(), without_dispatch_modes(), torch.no_grad():
+            for device, pairs in self._pairs.items():
+                check = device.compare_marks(pairs)
+                if check is None:
+                    return f"cannot be compared: {device.name} has no memory for it"
+                if check.differs():
+                    return "gives other bits"
+        return ""
 
 
 def _noted(tensor: Tensor) -> tuple[Tensor, int]:
@@ -683,9 +671,9 @@ class Region:
         inside = any(isinstance(scope.hooks.pack_hook, Run | Once) for scope in thread_state.scopes)
         if inside or self.session.section.is_nested():
             return
+        began = self.session.region_hook_begins()  # a step may begin here, which takes its time
         running = running_modules(frame)
         planned = Planned.of(self, [*thread_state.outer, *running], _device_used(module, args))
-        began = planned.hook_begins() if planned is not None else None
         reason = self._reason_against(module)
         if reason:
             self._count(reason, 0)
@@ -732,7 +720,7 @@ class Region:
         run = Run(self, module, args, kwargs, conditions, key, outer, thread_state, inputs, planned)
         self._enter(frame, run)
         if planned is not None:
-            planned.hook_took(began)
+            self.session.hook_took("region hook", began)
             planned.enter(run.inputs, (packed for packed, _ in inputs))
 
     def _reason_against(self, module: nn.Module) -> str:

@@ -304,9 +304,17 @@ class Session:
         """What plans for a device whose step has begun; ``None``: nobody, or its first block is yet to come."""
         return None if tiers.number in self._due else self.planners.get(tiers.number)
 
-    def hook_begins(self) -> list[tuple[Planner, Any]]:
-        """For :meth:`hook_took`."""
-        return [(planner, planner.hook_begins()) for planner in list(self.planners.values())]
+    def hook_begins(self, device: torch.device) -> list[tuple[Planner, Any]]:
+        """For :meth:`hook_took`, of a hook for a tensor of ``device``."""
+        tiers = self.known_tiers.get(device)
+        planner = (
+            None if tiers is None or isinstance(tiers, str) else self.planners.get(tiers.number)
+        )
+        return [] if planner is None else [(planner, planner.hook_begins())]
+
+    def region_hook_begins(self) -> list[tuple[Planner, Any]]:
+        """The same, of what a region does before its forward, on whatever device."""
+        return [(each, each.region_hook_begins()) for each in list(self.planners.values())]
 
     def hook_took(self, kind: str, began: list[tuple[Planner, Any]]) -> None:
         """See :meth:`Planner.hook_took`."""

@@ -296,13 +296,13 @@ class Plan:
             runs = ", ".join(f"{name} {count}" for name, count in region.choices)
             lines.append(
                 f"  {format_bytes(region.nbytes):>9}  {clean(region.name)}, run again: {runs}"
-                f" (+{region.seconds:.3f} s; {region.reason})"
+                f" (+{_took(region.seconds)}; {region.reason})"
             )
         for each in self.classes:
             what = ", ".join(f"{name} {count}" for name, count in each.choices)
             lines.append(
                 f"  {format_bytes(each.nbytes):>9}  {clean(each.name)}: {what}"
-                f" (+{each.seconds:.3f} s; {each.reason})"
+                f" (+{_took(each.seconds)}; {each.reason})"
             )
         return "\n".join(lines)
 
@@ -335,6 +335,10 @@ _NUMBERS = (
     "resident_bytes",
     "left_after",
 )
+
+
+def _took(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
 
 
 def _no_plan(path: object) -> str:

@@ -508,7 +508,7 @@ class Stash:
 
     def _unpack_timed(self, entry: Entry) -> Tensor:
         """While a step is measured: what this takes is no computing."""
-        began = self._session.hook_begins()
+        began = self._session.hook_begins(entry.device)
         try:
             return self._unpack_entry(entry)
         finally:

@@ -42,7 +42,7 @@ from .._torch.device_memory import allocator_counts
 from .._torch.host_memory import empty_host_cache
 from .._torch.streams import capture_query, current_stream
 from .base import Check, Completion, Copy, Device, MemoryFigures
-from .fingerprint import sums
+from .fingerprint import kernel, sums
 
 __all__ = ["Accelerator", "accelerator"]
 
@@ -187,6 +187,9 @@ class Accelerator(Device):
         self._asks_capturing = capture_query(self._module)
         self._down = torch.Stream(device)
         self._up = torch.Stream(device)
+        self._asking = torch.Stream(
+            device
+        )  # where the host reads what was compared; copies nothing else
         self._savers: list[Any] = []  # the streams of all operations that have saved a tensor
         # The device's memory that copies which have died still read or write, and their events.
         self.unfinished: deque[tuple[Any, Tensor]] = deque()
@@ -296,6 +299,11 @@ class Accelerator(Device):
         while unfinished and unfinished[0][0].query():
             unfinished.popleft()
 
+    def prepare_marks(self) -> None:
+        """See :meth:`Device.prepare_marks`."""
+        with suppress(torch.OutOfMemoryError):
+            kernel(self._device)
+
     def mark(self, storage: torch.UntypedStorage, made_on: Any) -> _Mark | None:
         """See :meth:`Device.mark`."""
         try:
@@ -316,7 +324,7 @@ class Accelerator(Device):
             told = (now != mark.told).any()
         except RuntimeError:
             return None
-        return _Comparison(told, stream.record_event(), self._up)
+        return _Comparison(told, stream.record_event(), self._asking)
 
     def compare_marks(self, marks: Sequence[tuple[_Mark, _Mark]]) -> Check | None:
         """See :meth:`Device.compare_marks`."""
@@ -331,7 +339,7 @@ class Accelerator(Device):
             told = (now != before).any()
         except RuntimeError:
             return None
-        return _Comparison(told, stream.record_event(), self._up)
+        return _Comparison(told, stream.record_event(), self._asking)
 
     def pin(self, memory: Tensor) -> str:
         """See :meth:`Device.pin`. By registering memory that exists: exact in size, aligned to pages."""

@@ -123,6 +123,9 @@ class Device(ABC):
         Raises ``torch.OutOfMemoryError``; nothing has begun then.
         """
 
+    def prepare_marks(self) -> None:  # noqa: B027
+        """Have ready what :meth:`mark` needs, which takes its time at first."""
+
     @abstractmethod
     def mark(self, storage: UntypedStorage, made_on: Any) -> Any:
         """What :meth:`compare` wants to know of the bytes that ``storage`` has after what the stream

@@ -92,10 +92,17 @@ def sums(storage: torch.UntypedStorage, first: int = 0, nbytes: int = -1) -> Ten
         made = kernel(storage.device)
         if isinstance(made, str):
             return _sums(storage, first, nbytes)
-        if torch.cuda.current_device() == storage.device.index:  # Triton asks for it
-            return _sums_by_kernel(made, storage, first, nbytes)
-        with torch.cuda.device(storage.device):
-            return _sums_by_kernel(made, storage, first, nbytes)
+        try:
+            if torch.cuda.current_device() == storage.device.index:  # Triton asks for it
+                return _sums_by_kernel(made, storage, first, nbytes)
+            with torch.cuda.device(storage.device):
+                return _sums_by_kernel(made, storage, first, nbytes)
+        except RuntimeError:
+            raise
+        except Exception as error:  # it is compiled once more for memory that is aligned otherwise
+            raise RuntimeError(
+                f"the fingerprint's kernel: {type(error).__name__}: {error}"
+            ) from error
 
 
 @functools.cache
@@ -107,11 +114,37 @@ def kernel(device: torch.device) -> ModuleType | str:
         from . import fingerprint_kernel
 
         with without_function_modes(), torch.no_grad(), torch.cuda.device(device):
-            storage = torch.ones(256, device=device).untyped_storage()
-            _sums_by_kernel(fingerprint_kernel, storage, 0, storage.nbytes())
+            return (
+                fingerprint_kernel
+                if _is_right(fingerprint_kernel, device)
+                else "it tells other sums"
+            )
+    except torch.OutOfMemoryError:
+        raise  # another time
     except Exception as error:  # no Triton, or no compiler for what it makes
         return f"{type(error).__name__}: {error}".partition("\n")[0]
-    return fingerprint_kernel
+
+
+def _is_right(made: ModuleType, device: torch.device) -> bool:
+    """Whether the kernel tells of some memory what PyTorch's integers do: two blocks and a part of a row."""
+    columns, rows, blocks = made.COLUMNS, made.ROWS, 3
+    count = 2 * columns * rows + columns + 1
+    words = torch.frombuffer(bytearray(_random_bytes(4 * count)), dtype=torch.int32)
+    weights, _ = _kernel_weights(torch.device("cpu"), columns)
+    padded = torch.zeros(blocks * columns * rows, dtype=torch.int64, device="cpu")
+    padded[:count] = words
+    table = padded.view(blocks, rows, columns)
+    expected = []
+    for which in range(2):
+        total = torch.zeros(blocks, columns, dtype=torch.int64, device="cpu")
+        for row in range(rows):
+            ours = table[:, row] * weights[which * columns : (which + 1) * columns]
+            total = total * weights[2 * columns + which] + ours
+        factors = made.factors_of(int(weights[2 * columns + 2]), blocks)[which]
+        expected.append((total.sum(1) * torch.tensor(factors, device="cpu")).sum())
+    told = torch.zeros(2, dtype=torch.int64, device=device)
+    made.add_sums(words.to(device), weights.to(device), told)
+    return bool(torch.equal(told.cpu(), torch.stack(expected)))
 
 
 def _sums_by_kernel(

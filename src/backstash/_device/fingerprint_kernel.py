@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = ["COLUMNS", "ROWS", "add_sums"]
+__all__ = ["COLUMNS", "ROWS", "add_sums", "factors_of"]
 
 COLUMNS = 1024
 """Words in a row."""
@@ -48,6 +48,19 @@ def _add_block(words, weights, told, count, columns: tl.constexpr, rows: tl.cons
     factor_of_other = _mixed(number ^ 0x9E3779B97F4A7C15).to(tl.int64)
     tl.atomic_add(told, tl.sum(sum_of_one) * factor_of_one)
     tl.atomic_add(told + 1, tl.sum(sum_of_other) * factor_of_other)
+
+
+def factors_of(key: int, blocks: int) -> tuple[list[int], list[int]]:
+    """Of the blocks, for each of the two sums, as integers of 64 bits with a sign."""
+
+    def mixed(number: int) -> int:
+        number = (number ^ number >> 30) * 0xBF58476D1CE4E5B9 % (1 << 64)
+        number = (number ^ number >> 27) * 0x94D049BB133111EB % (1 << 64)
+        number = (number ^ number >> 31) | 1
+        return number - (number >> 63 << 64)
+
+    numbers = [(block + key) % (1 << 64) for block in range(blocks)]
+    return [mixed(each) for each in numbers], [mixed(each ^ 0x9E3779B97F4A7C15) for each in numbers]
 
 
 def add_sums(words: Tensor, weights: Tensor, told: Tensor) -> None:

@@ -131,7 +131,8 @@ def _own_seconds(record: StepRecord) -> Iterator[tuple[tuple[Any, ...], float]]:
         elif kind in _OURS:
             inside = waits if kind in _HOOKS else [*waits, *hooks]
             yield event, max(0.0, duration - sum(took for at, took in inside if at >= start))
-            waits.clear()
+            # One before it may be of a region's hook that it is in.
+            waits[:] = [each for each in waits if each[0] < start] if record.forwards else []
             if kind in _HOOKS:
                 hooks.append((start, duration))
             else:
@@ -227,7 +228,7 @@ def typical_costs(
     per_byte = typical([each.per_moved_byte for each in found])
     computing = [part.computing_seconds - per_byte * part.moved_bytes for _, part in pairs]
     if copies_aside:
-        computing = [each.computing_seconds or 0.0 for each in found]
+        computing = [each.computing_seconds for each in found if each.computing_seconds is not None]
     kept, moved = (
         (typical([save for save, _ in way]), typical([use for _, use in way]))
         for way in ([each.kept for each in found], [each.moved for each in found])

@@ -48,6 +48,8 @@ class Forecast:
 def _order(trace: Trace, region_of: Mapping[int, int], moved: Collection[int]) -> list[int]:
     """The blocks that moved, in the order in which backward needs them: what a region runs again with, before
     the first use of a member."""
+    if not region_of:
+        return [block for block in trace.uses() if block in moved]
     order: dict[int, None] = {}
     for block in trace.uses():
         region = region_of.get(block)

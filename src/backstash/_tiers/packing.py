@@ -7,6 +7,7 @@ all views.
 
 from __future__ import annotations
 
+import functools
 import time
 import weakref
 from collections.abc import Callable
@@ -36,6 +37,8 @@ from .replay import Recomputation, Replay
 from .resident import ResidentSet
 
 __all__ = ["Packer", "decode_apart"]
+
+_MOST_DUE = 8  # backwards that have not ended, besides the running one
 
 
 class Packer:
@@ -71,8 +74,8 @@ class Packer:
         self._priced: set[tuple[Any, ...]] = set()  # what an accelerator has loaded its kernels for
         self.has_room: Callable[[int], bool] | None = None
         """Asked before bytes are decoded: it gives back free memory where a budget is near."""
-        self._due: list[tuple[InplaceError, Check]] = []  # what an accelerator is yet to be asked
-        self._due_in = -1  # the backward whose end asks it
+        # By the backward whose end asks it: what an accelerator is yet to be asked.
+        self._due: dict[int, list[tuple[InplaceError, Check]]] = {}
         self._replay_seconds = 0.0  # of the last one that was compared
         self.met_unknown = True
         """Whether a replay was asked for whose class had not been compared, since this was last set to no."""
@@ -189,9 +192,10 @@ class Packer:
             return None
         if isinstance(encoded, str):
             return None
-        # It was decoded to be compared, which takes about half of the time.
         nbytes = encoded.payload.nbytes if encoded.payload is not None else 0
-        return Option(nbytes, seconds, seconds / 2, made_bytes=block.nbytes)
+        # On the CPU it was decoded to be compared, too, which takes about half of the time.
+        use_seconds = seconds if self._device is not None else seconds / 2
+        return Option(nbytes, seconds, use_seconds, made_bytes=block.nbytes)
 
     def price_of_replay(self, block: Block, replay: Replay) -> Option | None:
         """What letting go of ``block`` takes, which ``replay`` would compute again; ``None``: it cannot be."""
@@ -360,7 +364,7 @@ class Packer:
         with profiled("unpack", block.cleanup.module):
             check = _fill(entry, derivation, given, root, low, device)
             if check is not None:
-                self.ask_at_the_end(recomputed_otherwise(entry, derivation), check)
+                self._ask_at_the_end(recomputed_otherwise(entry, derivation), check)
         event_log = self._resident.event_log
         if event_log.on:
             event_log.emit("decode", *block.facts, cause=block.where, began=began)
@@ -368,7 +372,7 @@ class Packer:
 
     # On an accelerator, whether what was computed again is what was let go is known when the device gets there.
 
-    def ask_at_the_end(self, error: InplaceError, check: Check) -> None:
+    def _ask_at_the_end(self, error: InplaceError, check: Check) -> None:
         """Raise ``error`` where the device finds a difference: when the running backward ends, so that the host
         waits once; at once where none runs."""
         if not in_backward():
@@ -377,19 +381,23 @@ class Packer:
             return
         task = running_task()
         with self._section.lock, self._section:
-            self._due.append((error, check))
-            is_first, self._due_in = self._due_in != task, task
+            is_first = task not in self._due
+            self._due.setdefault(task, []).append((error, check))
+            others = [each for each in self._due if each != task]
         if is_first:
-            queue_callback(self.ask)
+            queue_callback(functools.partial(self.ask, task))
+        for each in others[:-_MOST_DUE]:  # they have ended with an error, and no callback came
+            self.ask(each)
 
-    def ask(self) -> None:
-        """Raise the error of the first replay of which the device has found that it gave other bits.
+    def ask(self, task: int) -> None:
+        """Raise the error of the first replay in the backward of this number of which the device has found that
+        it gave other bits.
 
         Raises:
-            InplaceError: there is one. The gradients of the backward that has just ended are not to be used.
+            InplaceError: there is one. The gradients of that backward are not to be used.
         """
         with self._section.lock, self._section:
-            due, self._due, self._due_in = self._due, [], -1
+            due = self._due.pop(task, ())
         for error, check in due:
             if check.differs():
                 raise error
