@@ -529,6 +529,43 @@ def test_on_an_accelerator_other_bits_raise_when_backward_ends():
     stash.close()
 
 
+def test_on_an_accelerator_each_backward_is_told_of_its_own_replays():
+    """One that runs in the middle of another ends before it; one that raises is never told that it ends."""
+    stash = stash_on(TwinDevice(), keep=None, host="1MiB", policy=recompute, min_bytes=0)
+    x, weight = (torch.randn(64, 64, requires_grad=True) for _ in range(2))
+
+    def step(write, within):
+        y = x * 1
+        y.register_hook(within)  # the product's node has computed its operand again by then
+        with stash:
+            loss = (F.gelu(y) @ weight).sum()
+        if write:
+            y.data.add_(1)
+        return loss
+
+    inner, ended = step(False, lambda grad: None), []
+
+    def runs_another(grad):
+        inner.backward()
+        ended.append(True)
+
+    step(False, lambda grad: None).backward()
+    with pytest.raises(InplaceError, match="computed again"):
+        step(True, runs_another).backward()
+    assert ended, "the inner one is right"
+
+    def fails(grad):
+        raise LookupError
+
+    for _ in range(20):
+        with pytest.raises(LookupError):
+            step(False, fails).backward()
+    (packer,) = (each.packer for each in stash._session.device_tiers if each.device is not None)
+    assert 0 < len(packer._due) <= _packing._MOST_DUE + 1
+    step(False, lambda grad: None).backward()
+    stash.close()
+
+
 def test_on_an_accelerator_without_memory_to_compare_nothing_is_given(monkeypatch):
     stash = stash_on(TwinDevice(), keep=None, host="1MiB", policy=recompute, min_bytes=0)
     x, weight = (torch.randn(64, 64, requires_grad=True) for _ in range(2))
