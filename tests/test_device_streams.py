@@ -78,7 +78,7 @@ def played(monkeypatch, recorded):
     log = []
     compute = FakeStream(log, "compute")
     current = [compute]
-    names = iter(["down", "up"])
+    names = iter(["down", "up", "asking"])
 
     monkeypatch.setattr(torch, "Stream", lambda device: FakeStream(log, next(names), current))
     monkeypatch.setattr(_accelerator, "current_stream", lambda index: current[0])

@@ -1,6 +1,7 @@
 """Recomputed blocks: gradients, what is let go, changes in place, refusals."""
 
 import copy
+import gc
 import sys
 import threading
 from collections import Counter
@@ -553,6 +554,13 @@ def test_on_an_accelerator_each_backward_is_told_of_its_own_replays():
     with pytest.raises(InplaceError, match="computed again"):
         step(True, runs_another).backward()
     assert ended, "the inner one is right"
+    wrong = step(True, lambda grad: None)
+
+    def runs_a_wrong_one(grad):
+        with pytest.raises(InplaceError, match="computed again"):
+            wrong.backward()
+
+    step(False, runs_a_wrong_one).backward()
 
     def fails(grad):
         raise LookupError
@@ -561,8 +569,45 @@ def test_on_an_accelerator_each_backward_is_told_of_its_own_replays():
         with pytest.raises(LookupError):
             step(False, fails).backward()
     (packer,) = (each.packer for each in stash._session.device_tiers if each.device is not None)
-    assert 0 < len(packer._due) <= _packing._MOST_DUE + 1
+    gc.collect()
+    assert not packer._endings, "nothing is left of them"
     step(False, lambda grad: None).backward()
+    stash.close()
+
+
+def test_on_an_accelerator_what_one_backward_has_yet_to_ask_for_is_not_used_by_another():
+    """What was computed again may be in memory yet: of a graph that is retained, or of one that raised."""
+    stash = stash_on(TwinDevice(), keep=None, host="1MiB", policy=recompute, min_bytes=0)
+    x, weight = (torch.randn(64, 64, requires_grad=True) for _ in range(2))
+
+    def step(within=lambda grad: None):
+        y = x * 1
+        y.register_hook(within)
+        with stash:
+            return y, (F.gelu(y) @ weight).sum()
+
+    step()[1].backward()
+    y, loss = step()
+    y.data.add_(1)
+    for _ in range(3):
+        with pytest.raises(InplaceError, match="computed again"):
+            loss.backward(retain_graph=True)
+
+    def fails(grad):
+        if not ended:
+            ended.append(True)
+            raise LookupError
+
+    ended = []
+    y, loss = step(fails)
+    y.data.add_(1)
+    with pytest.raises(LookupError):
+        loss.backward(retain_graph=True)
+    with pytest.raises(InplaceError, match="computed again"):
+        loss.backward(retain_graph=True)
+    y, loss = step()
+    for _ in range(2):
+        loss.backward(retain_graph=True)
     stash.close()
 
 

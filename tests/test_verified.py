@@ -354,6 +354,19 @@ def test_an_element_is_told_wherever_it_is(value, told):
     assert len(found) == len(places)
 
 
+@pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") != "1",
+    reason="needs Triton, and TRITON_INTERPRET=1 from the start",
+)
+def test_a_kernel_that_tells_other_sums_is_refused(monkeypatch):
+    from backstash._device import fingerprint_kernel
+
+    assert _fingerprint._is_right(fingerprint_kernel, torch.device("cpu"))
+    true = fingerprint_kernel.factors_of
+    monkeypatch.setattr(fingerprint_kernel, "factors_of", lambda key, n: true(key + 1, n))
+    assert not _fingerprint._is_right(fingerprint_kernel, torch.device("cpu"))
+
+
 def test_memory_of_another_device_is_not_read_by_the_host():
     storage = torch.empty(64, device="meta").untyped_storage()
     with pytest.raises(AssertionError, match="memory of meta"):

@@ -18,7 +18,7 @@ from ._planner import Planner
 from ._saved.entry import Entry
 from ._session import Session
 from ._tiers.device_tiers import DeviceTiers
-from ._torch.modules import module_path
+from ._torch.modules import child_names, module_path
 from ._torch.storages import storage_identity
 
 __all__ = ["TOLD_RATE", "Once", "Planned"]
@@ -83,7 +83,7 @@ class Planned:
         self._entered = False
         with self._session.section.lock, self._session.section:
             self._session.begin_step(tiers)
-            inside = modules[0]._modules if len(modules) == 1 else ()
+            inside = child_names(modules[0]) if len(modules) == 1 else ()
             self.name, self._index = planner.begin_forward(module_path(modules), inside)
             self._stays = self._regions.stays(self.name, self._index)
 

@@ -578,7 +578,7 @@ class _Marks:
             for device, pairs in self._pairs.items():
                 check = device.compare_marks(pairs)
                 if check is None:
-                    return f"cannot be compared: {device.name} has no memory for it"
+                    return f"cannot be compared: {device.name} has no memory or no means for it"
                 if check.differs():
                     return "gives other bits"
         return ""

@@ -338,7 +338,7 @@ _NUMBERS = (
 
 
 def _took(seconds: float) -> str:
-    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
+    return f"{seconds:.2f} s" if seconds >= 0.9995 else f"{seconds * 1e3:.3g} ms"
 
 
 def _no_plan(path: object) -> str:

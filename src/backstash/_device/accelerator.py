@@ -14,8 +14,8 @@ This file alone knows how a device is driven; ``testing/device`` is the same for
   it of the stream that asked is nothing, so that a program of one stream pays nothing.
 - A copy that dies before it has ended, since its graph was dropped, leaves the device's memory to a queue; the
   next copy that begins lets go of what has ended by then.
-- Nothing here makes the computing thread wait for the device. A worker that reads the host's bytes, to write
-  them to disk, waits for the event itself.
+- Nothing here makes the computing thread wait for the device, but for the answer of a comparison. A worker that
+  reads the host's bytes, to write them to disk, waits for the event itself.
 - While a graph is captured no event is asked and no copy begins: either would end the capture.
 
 Sources: PyTorch's notes on CUDA streams and on ``Tensor.record_stream``; Transformer Engine's offloading
@@ -27,6 +27,7 @@ from __future__ import annotations
 import functools
 import itertools
 import os
+import threading
 import time
 import warnings
 from abc import abstractmethod
@@ -164,8 +165,9 @@ class _Comparison(Check):
         self._reader = reader  # a stream that computes nothing
 
     def differs(self) -> bool:
-        with self._reader:
-            self._reader.wait_event(self._event)
+        stream, lock = self._reader
+        with lock, stream:  # a stream notes in itself which was current before
+            stream.wait_event(self._event)
             return bool(self._told)
 
 
@@ -187,9 +189,8 @@ class Accelerator(Device):
         self._asks_capturing = capture_query(self._module)
         self._down = torch.Stream(device)
         self._up = torch.Stream(device)
-        self._asking = torch.Stream(
-            device
-        )  # where the host reads what was compared; copies nothing else
+        # Where the host reads what was compared, one thread at a time.
+        self._asking = torch.Stream(device), threading.RLock()
         self._savers: list[Any] = []  # the streams of all operations that have saved a tensor
         # The device's memory that copies which have died still read or write, and their events.
         self.unfinished: deque[tuple[Any, Tensor]] = deque()
@@ -301,8 +302,9 @@ class Accelerator(Device):
 
     def prepare_marks(self) -> None:
         """See :meth:`Device.prepare_marks`."""
-        with suppress(torch.OutOfMemoryError):
-            kernel(self._device)
+        if not self.is_capturing():
+            with suppress(torch.OutOfMemoryError):
+                kernel(self._device)
 
     def mark(self, storage: torch.UntypedStorage, made_on: Any) -> _Mark | None:
         """See :meth:`Device.mark`."""

@@ -126,25 +126,28 @@ def kernel(device: torch.device) -> ModuleType | str:
 
 
 def _is_right(made: ModuleType, device: torch.device) -> bool:
-    """Whether the kernel tells of some memory what PyTorch's integers do: two blocks and a part of a row."""
+    """Whether the kernel tells of some memory what PyTorch's integers do: of two blocks and a part of the third,
+    with a number of words for which Triton makes one kernel, and with one for which it makes another."""
     columns, rows, blocks = made.COLUMNS, made.ROWS, 3
-    count = 2 * columns * rows + columns + 1
-    words = torch.frombuffer(bytearray(_random_bytes(4 * count)), dtype=torch.int32)
     weights, _ = _kernel_weights(torch.device("cpu"), columns)
-    padded = torch.zeros(blocks * columns * rows, dtype=torch.int64, device="cpu")
-    padded[:count] = words
-    table = padded.view(blocks, rows, columns)
-    expected = []
-    for which in range(2):
-        total = torch.zeros(blocks, columns, dtype=torch.int64, device="cpu")
-        for row in range(rows):
-            ours = table[:, row] * weights[which * columns : (which + 1) * columns]
-            total = total * weights[2 * columns + which] + ours
-        factors = made.factors_of(int(weights[2 * columns + 2]), blocks)[which]
-        expected.append((total.sum(1) * torch.tensor(factors, device="cpu")).sum())
-    told = torch.zeros(2, dtype=torch.int64, device=device)
-    made.add_sums(words.to(device), weights.to(device), told)
-    return bool(torch.equal(told.cpu(), torch.stack(expected)))
+    factors = made.factors_of(int(weights[2 * columns + 2]), blocks)
+    for count in (2 * columns * rows + columns + 1, 2 * columns * rows + columns + 16):
+        words = torch.frombuffer(bytearray(os.urandom(4 * count)), dtype=torch.int32)
+        padded = torch.zeros(blocks * columns * rows, dtype=torch.int64, device="cpu")
+        padded[:count] = words
+        table = padded.view(blocks, rows, columns)
+        expected = []
+        for which in range(2):
+            total = torch.zeros(blocks, columns, dtype=torch.int64, device="cpu")
+            for row in range(rows):
+                ours = table[:, row] * weights[which * columns : (which + 1) * columns]
+                total = total * weights[2 * columns + which] + ours
+            expected.append((total.sum(1) * torch.tensor(factors[which], device="cpu")).sum())
+        told = torch.zeros(2, dtype=torch.int64, device=device)
+        made.add_sums(words.to(device), weights.to(device), told)
+        if not torch.equal(told.cpu(), torch.stack(expected)):
+            return False
+    return True
 
 
 def _sums_by_kernel(

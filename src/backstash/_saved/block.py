@@ -23,6 +23,7 @@ from .._device.base import Check, Device
 from .._device.fingerprint import fingerprint, same_bytes
 from .._runtime.reclaim import Cleanup, Ledger, ReclaimQueue
 from .._torch.dispatch import count_dispatch_modes, without_dispatch_modes, without_function_modes
+from .._torch.engine import task_or_none
 from .._torch.storages import free_weak_ref, storage_identity, storage_of, weak_ref
 from .._torch.versions import same_counter
 from ..codecs import Codec
@@ -156,13 +157,21 @@ class PartedStorage(StorageVersion):
 class Loaded:
     """A block's bytes that were read back: one storage for all its views."""
 
-    __slots__ = ("arrival", "low", "root", "version")
+    __slots__ = ("arrival", "asked_by", "low", "root", "version")
 
-    def __init__(self, root: Tensor, low: int, arrival: Arrival | None) -> None:
+    def __init__(self, root: Tensor, low: int, arrival: Arrival | None, asked_by: int = -1) -> None:
         self.root = root
         self.low = low  # where in root the block's first byte is
         self.arrival = arrival  # on an accelerator, what each user is ordered after
         self.version = root._version
+        # The backward whose end asks an accelerator whether these are the bytes; -1: it is known.
+        self.asked_by = asked_by
+
+    @property
+    def is_good(self) -> bool:
+        """Whether these are the block's bytes, as far as this thread's backward has to know: none has changed
+        them, and where an accelerator is yet to be asked, this one asks."""
+        return self.root._version == self.version and self.asked_by in (-1, task_or_none())
 
 
 class BlockCleanup(Cleanup):

@@ -7,7 +7,6 @@ all views.
 
 from __future__ import annotations
 
-import functools
 import time
 import weakref
 from collections.abc import Callable
@@ -37,8 +36,6 @@ from .replay import Recomputation, Replay
 from .resident import ResidentSet
 
 __all__ = ["Packer", "decode_apart"]
-
-_MOST_DUE = 8  # backwards that have not ended, besides the running one
 
 
 class Packer:
@@ -74,8 +71,9 @@ class Packer:
         self._priced: set[tuple[Any, ...]] = set()  # what an accelerator has loaded its kernels for
         self.has_room: Callable[[int], bool] | None = None
         """Asked before bytes are decoded: it gives back free memory where a budget is near."""
-        # By the backward whose end asks it: what an accelerator is yet to be asked.
-        self._due: dict[int, list[tuple[InplaceError, Check]]] = {}
+        # By its number, a backward whose end asks an accelerator; the engine alone holds it, and drops it where
+        # that backward raises.
+        self._endings: weakref.WeakValueDictionary[int, _Ending] = weakref.WeakValueDictionary()
         self._replay_seconds = 0.0  # of the last one that was compared
         self.met_unknown = True
         """Whether a replay was asked for whose class had not been compared, since this was last set to no."""
@@ -381,24 +379,30 @@ class Packer:
             return
         task = running_task()
         with self._section.lock, self._section:
-            is_first = task not in self._due
-            self._due.setdefault(task, []).append((error, check))
-            others = [each for each in self._due if each != task]
+            ending = self._endings.get(task)
+            is_first = ending is None
+            if ending is None:
+                ending = self._endings[task] = _Ending()
+            ending.due.append((error, check))
         if is_first:
-            queue_callback(functools.partial(self.ask, task))
-        for each in others[:-_MOST_DUE]:  # they have ended with an error, and no callback came
-            self.ask(each)
+            queue_callback(ending)
 
-    def ask(self, task: int) -> None:
-        """Raise the error of the first replay in the backward of this number of which the device has found that
-        it gave other bits.
+
+class _Ending:
+    """What an accelerator is to be asked when one backward ends."""
+
+    __slots__ = ("__weakref__", "due")
+
+    def __init__(self) -> None:
+        self.due: list[tuple[InplaceError, Check]] = []
+
+    def __call__(self) -> None:
+        """Raise the error of the first replay of which the device has found that it gave other bits.
 
         Raises:
-            InplaceError: there is one. The gradients of that backward are not to be used.
+            InplaceError: there is one. The gradients of the backward that has just ended are not to be used.
         """
-        with self._section.lock, self._section:
-            due = self._due.pop(task, ())
-        for error, check in due:
+        for error, check in self.due:
             if check.differs():
                 raise error
 

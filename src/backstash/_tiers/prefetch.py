@@ -36,7 +36,7 @@ from .._saved.block import Block, BlockCleanup, Loaded
 from .._saved.entry import Entry, written_unseen
 from .._saved.placement import Backing, Derivation, Load, NotAtHandError
 from .._torch.dispatch import without_dispatch_modes, without_function_modes
-from .._torch.engine import current_node, keeps_graph
+from .._torch.engine import current_node, keeps_graph, task_or_none
 from .base import LowerTier
 from .making import Maker, Making, is_changed
 
@@ -100,9 +100,10 @@ class Prefetcher:
         block = entry.block
         loaded = block.loaded
         if loaded is not None:
-            if loaded.root._version == loaded.version:
+            if loaded.is_good:
                 return self._serve(entry, block, loaded)
-            self._drop_block(block)  # a custom backward changed what it was given: read again
+            # A custom backward changed what it was given, or another backward asks for it: once more.
+            self._drop_block(block)
         backing = block.placement.backing
         if backing is not None and backing.buffer is not None:
             return self._take(entry, block, backing, backing.buffer, None)
@@ -255,7 +256,7 @@ class Prefetcher:
         if placement.alias is not None:
             return not block.has_moved
         if loaded is not None:
-            return loaded.root._version == loaded.version
+            return loaded.is_good
         if block.making is not None:
             return bool(block.making.is_good)
         backing = placement.backing
@@ -309,7 +310,9 @@ class Prefetcher:
             with without_function_modes(), without_dispatch_modes():
                 root = entry.in_its_dtype(root)  # once for all entries
         # One assignment: an interrupt finds all of it or nothing.
-        loaded = block.loaded = Loaded(root, low, arrival)
+        derivation = block.placement.derivation
+        is_asked = self._memory is not None and derivation is not None and derivation.fingerprint
+        loaded = block.loaded = Loaded(root, low, arrival, task_or_none() if is_asked else -1)
         slices = block.storage_version.slices
         if slices is not None and slices.expected:
             # In use, not ahead of need: each slice would have to read all of it.

@@ -23,6 +23,7 @@ from .tensors import is_wrapper_subclass, taken_apart
 __all__ = [
     "CALL_CODE",
     "call_frame",
+    "child_names",
     "compiled_around",
     "is_buffer",
     "is_parameter",
@@ -96,6 +97,11 @@ def module_path(modules: list[nn.Module]) -> str:
     for parent, child in pairwise(modules):
         names.append(_name_under(parent, child))
     return ".".join(names) or f"({type(modules[0]).__name__})"
+
+
+def child_names(module: nn.Module) -> list[str]:
+    """Of the modules that are registered in ``module``."""
+    return list(module._modules)
 
 
 def _name_under(parent: nn.Module, child: nn.Module) -> str:
