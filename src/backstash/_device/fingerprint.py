@@ -126,7 +126,7 @@ def kernel(device: torch.device) -> ModuleType | str:
 
 
 def _is_right(made: ModuleType, device: torch.device) -> bool:
-    """Whether the kernel tells of some memory what PyTorch's integers do: of two blocks and a part of the third,
+    """Whether the kernel tells of some memory what PyTorch's integers do: of two blocks and a part of a third,
     with a number of words for which Triton makes one kernel, and with one for which it makes another."""
     columns, rows, blocks = made.COLUMNS, made.ROWS, 3
     weights, _ = _kernel_weights(torch.device("cpu"), columns)
