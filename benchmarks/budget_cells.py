@@ -600,7 +600,7 @@ def main() -> None:
             if torch.accelerator.is_available():
                 torch.accelerator.empty_cache()
         return
-    until = time.monotonic() + (given.seconds or float("inf"))
+    until = time.monotonic() + (float("inf") if given.seconds is None else given.seconds)
     if given.draw is not None:
         draw(json.loads(given.out.read_text())["models"], given.draw)
         return

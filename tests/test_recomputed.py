@@ -562,6 +562,15 @@ def test_on_an_accelerator_each_backward_is_told_of_its_own_replays():
 
     step(False, runs_a_wrong_one).backward()
 
+    # What asks when backward ends comes before a callback that was queued later, and that unpacks.
+    y = x * 1
+    with stash:
+        late = (F.gelu(y) @ weight).sum().grad_fn.next_functions[0][0]  # the product
+    y.data.add_(1)
+    asked = torch.autograd.Variable._execution_engine.queue_callback
+    with pytest.raises(InplaceError, match="computed again"):
+        step(False, lambda grad: asked(lambda: late._saved_self)).backward()
+
     def fails(grad):
         raise LookupError
 

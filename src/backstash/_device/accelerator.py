@@ -162,7 +162,7 @@ class _Comparison(Check):
     def __init__(self, told: Tensor, event: Any, reader: Any) -> None:
         self._told = told
         self._event = event
-        self._reader = reader  # a stream that computes nothing
+        self._reader = reader  # a stream that computes nothing, and its lock
 
     def differs(self) -> bool:
         stream, lock = self._reader

@@ -190,7 +190,7 @@ def costs_of(
     What a byte costs outside of the hooks is their difference, within what is possible: at least nothing, and
     at most the time that its transfer takes. A change of the machine's speed between them would add to it.
     Where copies run aside it is nothing, and the step computes as long as the shorter of the two did: what the
-    other one took beside was the host's, to have memory locked or to ask for it.
+    other one took beside may be the host's, to have memory locked or to ask for it.
     """
     moved_bytes = full.moved_bytes
     if not moved_bytes:

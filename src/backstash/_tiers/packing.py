@@ -380,20 +380,23 @@ class Packer:
         task = running_task()
         with self._section.lock, self._section:
             ending = self._endings.get(task)
-            is_first = ending is None
+            if ending is not None and ending.has_asked:  # a callback that came later unpacks
+                ending = None
+            is_new = ending is None
             if ending is None:
                 ending = self._endings[task] = _Ending()
             ending.due.append((error, check))
-        if is_first:
+        if is_new:
             queue_callback(ending)
 
 
 class _Ending:
     """What an accelerator is to be asked when one backward ends."""
 
-    __slots__ = ("__weakref__", "due")
+    __slots__ = ("__weakref__", "due", "has_asked")
 
     def __init__(self) -> None:
+        self.has_asked = False
         self.due: list[tuple[InplaceError, Check]] = []
 
     def __call__(self) -> None:
@@ -402,6 +405,7 @@ class _Ending:
         Raises:
             InplaceError: there is one. The gradients of the backward that has just ended are not to be used.
         """
+        self.has_asked = True
         for error, check in self.due:
             if check.differs():
                 raise error
