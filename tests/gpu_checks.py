@@ -733,18 +733,26 @@ def within_a_budget(place: Place) -> None:
 
     held, plain = place.allocated(), peak_of(None)
     budget = held + (plain - held) * 7 // 10
-    stash, measured = place.stash(budget=budget, host=4096), []
-    for _ in range(12):
-        peak_of(stash)
-        assert stash.plan is not None
-        measured.append(stash.plan.measured)
+    stash, peaks, last = place.stash(budget=budget, host=4096), [], None
+    # Where steps are not what a plan says, it is made again: each is compared with the one that it followed.
+    for _ in range(40):
+        before = stash.plan
+        peak, plan = peak_of(stash), stash.plan
+        if plan is None or plan.predicted is None or plan.state != "planned":
+            continue
+        if before is None or before.predicted != plan.predicted or plan.measured is None:
+            peaks, last = [], None
+            continue
+        peaks.append(peak)
+        last = plan
+        if len(peaks) == 4:
+            break
     plan = stash.plan
-    assert plan is not None and plan.predicted is not None and any(measured), str(plan)
-    assert plan.state == "planned" and plan.device == f"{place.device.type}:0", str(plan)
-    peaks = [peak_of(stash) for _ in range(4)]
-    assert max(peaks) <= budget, f"peaks {peaks} of a budget of {budget}\n{plan}"
-    told = f"{plan.predicted.peak_bytes} predicted, {max(peaks)} measured, {plain} plain\n{plan}"
-    assert abs(max(peaks) / plan.predicted.peak_bytes - 1) < (0.2 if place.is_small else 0.1), told
+    assert last is not None and last.predicted is not None and len(peaks) == 4, str(plan)
+    assert last.device == f"{place.device.type}:0", str(last)
+    assert max(peaks) <= budget, f"peaks {peaks} of a budget of {budget}\n{last}"
+    told = f"{last.predicted.peak_bytes} predicted, {peaks} measured, {plain} plain\n{last}"
+    assert abs(max(peaks) / last.predicted.peak_bytes - 1) < (0.2 if place.is_small else 0.1), told
     moved = stash.stats().written_bytes
     peak_of(stash)
     moved = stash.stats().written_bytes - moved

@@ -32,6 +32,7 @@ from backstash._plan.meter import ProcessMeter
 from backstash._plan.meter import _sample as sample
 from backstash._plan.recorder import typical_costs
 from backstash._plan.simulate import Windows
+from backstash._plan.solve import follow
 from backstash._plan.solving import Kept, Solving
 from backstash._plan.trace import Links, Moment, Option, Trace, TracedBlock
 from backstash.errors import SizeError, StashWarning, UsageError
@@ -1453,6 +1454,23 @@ def test_what_was_measured_of_other_steps_is_no_choice():
     for is_near in (False, True):
         found = solved(known, is_near=is_near, target=3 * MIB - 1, choice="keep", rate=1e8)
         assert found.fits and (found.choices == ("keep",) * 2) != is_near, "moving one takes longer"
+
+
+def test_measured_choices_that_move_more_in_the_same_time_are_not_planned_again():
+    """Less than a hundredth of a step's time is what no step repeats, and no reason to move twice as much."""
+    options = {"keep": Option(MIB), "disk": Option(0, 0, 0, MIB)}
+    blocks = tuple(TracedBlock("", MIB, dict(options)) for _ in range(2))
+    moments = (("save", 0), ("save", 1), ("use", 1), ("free", 1), ("use", 0), ("free", 0))
+    trace = Trace(blocks, tuple(Moment(*each, 0.1, MIB) for each in moments), Links(5e8, 5e8))
+    hidden = Windows(8 * MIB, 8 * MIB)
+    everything = follow(trace, ("disk",) * 2, hidden, allowed=["keep", "disk"])
+    one = follow(trace, ("disk", "keep"), Windows(0, 0), allowed=["keep", "disk"])
+    assert 0.99 < everything.forecast.step_seconds / one.forecast.step_seconds < 1
+    solving = Solving((0, 0), {})
+    solving.keep(Kept(blocks, ("disk",) * 2, hidden, 2 * MIB, False))
+    solving.begin(trace, 2 * MIB, allowed=["keep", "disk"])
+    solving.wait()
+    assert solving.found[1].choices == ("disk", "keep")
 
 
 def test_a_plan_that_comes_out_the_same_is_not_measured_again(memory, tmp_path):

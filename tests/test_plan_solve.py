@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from backstash._plan.simulate import Windows, simulate
-from backstash._plan.solve import Solution, smallest_budget, solve
+from backstash._plan.simulate import Forecast, Windows, simulate
+from backstash._plan.solve import Solution, best_of, smallest_budget, solve
 from backstash._plan.table import Problem
 from backstash._plan.trace import Links, Moment, Option, Trace, TracedBlock, TracedRegion
 from backstash.errors import UsageError
@@ -428,6 +428,18 @@ def test_where_nothing_can_move_each_block_is_looked_at():
     assert found.fits and found.left_after is None
     last = max(at for at, name in enumerate(found.choices) if name != "keep")
     assert last < 7 and found.forecast.step_seconds >= trace.compute_seconds + 8 * 0.01
+
+
+def test_of_solutions_that_take_the_same_time_the_one_that_moves_least_is_the_best():
+    def solution(seconds, moved, *, peak=1, fits=True):
+        forecast = Forecast(seconds, peak, 0.0, 0, 0, moved)
+        return Solution((), NONE, forecast, 0.0, fits=fits)
+
+    fast, same, slow = solution(1.0, 5), solution(1.0005, 3), solution(1.02, 1)
+    assert best_of([fast, slow]) is fast and best_of([slow, same, fast]) is same
+    assert best_of([slow, same, fast], 0.05) is slow
+    none = [solution(1.0, 5, peak=2, fits=False), solution(1.0, 9, peak=1, fits=False)]
+    assert best_of(none) is none[1] and best_of([*none, slow]) is slow
 
 
 @pytest.mark.parametrize("regions", [False, True])

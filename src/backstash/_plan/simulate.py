@@ -43,6 +43,8 @@ class Forecast:
     """The most bytes of saved tensors in place at once."""
     peak_moment: int
     """The index of the moment before which the peak comes; the number of moments: after the last."""
+    moved_bytes: int
+    """That go to the tier below, and come back."""
 
 
 def _order(trace: Trace, region_of: Mapping[int, int], moved: Collection[int]) -> list[int]:
@@ -206,4 +208,5 @@ def simulate(
         peak, peak_moment = now, len(trace.moments)
     if all_stay:
         peak += trace.beside_left_bytes
-    return Forecast(clock, peak, stalled, resident_peak, peak_moment)
+    moved_bytes = sum(each.moved_bytes for each in choices)
+    return Forecast(clock, peak, stalled, resident_peak, peak_moment, moved_bytes)

@@ -25,11 +25,12 @@ from .simulate import Forecast, Windows, simulate
 from .table import REGION, Group, Problem, Table
 from .trace import Option, Trace
 
-__all__ = ["Solution", "follow", "rank", "smallest_budget", "solve"]
+__all__ = ["Solution", "best_of", "follow", "smallest_budget", "solve"]
 
 _ROUNDS = 120  # of the subgradient method
 _MOMENTS = 6  # at most so many that bind
 _FILLED = 8  # of the repaired choices, the best, which are filled up
+_ALIKE = 1e-3  # of a step's seconds: solutions that differ by less take the same time
 _MIB = 1 << 20
 _NOTHING = Option(0)
 
@@ -93,8 +94,8 @@ def solve(
         different = {tuple(candidate.choices): candidate for candidate in candidates}
         for candidate in different.values():
             repaired.append((_repair(problem, each, candidate), problem, candidate.link_seconds))
-    repaired.sort(key=lambda each: rank(each[0]))
-    best = min((_fill(*each) for each in repaired[:_FILLED]), key=rank)
+    repaired.sort(key=lambda each: _rank(each[0]))
+    best = best_of([_fill(*each) for each in repaired[:_FILLED]])
     bound, _ = _prices(Problem(_left(trace), budget, names), tried[-1], plain.peak_moment)
     forecast = _with_what_is_kept_beside(trace, best.forecast, plain, budget)
     left_after = problem.left_after(best.choices)
@@ -142,7 +143,18 @@ def _left(trace: Trace) -> Trace:
     return replace(trace, blocks=tuple(blocks))
 
 
-def rank(solution: Solution) -> tuple[bool, float]:
+def best_of(solutions: Sequence[Solution], alike: float = _ALIKE) -> Solution:
+    """Of those that fit, one that takes the least time. Of several that take the same, within such a part of
+    it, the one that moves the least; where none fits, the one of the smallest peak."""
+    best = min(solutions, key=_rank)
+    if not best.fits:
+        return best
+    most = best.forecast.step_seconds * (1 + alike)
+    as_fast = [each for each in solutions if each.fits and each.forecast.step_seconds <= most]
+    return min(as_fast, key=lambda each: each.forecast.moved_bytes)
+
+
+def _rank(solution: Solution) -> tuple[bool, float]:
     """The least is the best: one that fits by its time, another by its peak."""
     forecast = solution.forecast
     return not solution.fits, forecast.step_seconds if solution.fits else forecast.peak_bytes

@@ -7,13 +7,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from .simulate import Windows, simulate
-from .solve import Solution, follow, rank, smallest_budget, solve
+from .solve import Solution, best_of, follow, smallest_budget, solve
 from .trace import Trace, TracedBlock
 
 __all__ = ["Kept", "Solved", "Solving", "left_alone"]
 
 Solved = tuple[Trace, Solution, int]
 """What was planned for, how, and the smallest budget that such a step can keep."""
+
+_ALIKE = 0.01  # of a step's seconds: what was measured has to take so much less to be planned again
 
 
 def left_alone(trace: Trace) -> Solved:
@@ -43,8 +45,8 @@ class Solving:
 
     What was measured of one plan corrects what is predicted of every choice, of some of them too far. So
     choices that were measured to keep the budget (:class:`Kept`) are not ruled out by a correction: where they
-    take less time than what is found within the target, they are the solution; those that came near the budget,
-    where nothing else fits.
+    take less time than what is found within the target, or move less in the same, they are the solution; those
+    that came near the budget, where nothing else fits.
 
     Args:
         windows: of both directions, where they are given; see :func:`solve`.
@@ -97,7 +99,7 @@ class Solving:
                 for is_near in (False, True):
                     if not is_near or not best.fits:
                         among = [each for each in kept if each.is_near is is_near]
-                        best = min([best, *_kept_of(planned_for, among, allowed)], key=rank)
+                        best = best_of([best, *_kept_of(planned_for, among, allowed)], _ALIKE)
                 # The bound is that of choices that are predicted to fit; those that were kept may not be.
                 bound = min(solution.bound_seconds, best.forecast.step_seconds)
                 solution = replace(best, bound_seconds=bound)
