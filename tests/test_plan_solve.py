@@ -7,8 +7,10 @@ from dataclasses import replace
 
 import pytest
 
+from backstash._plan.search import Search
 from backstash._plan.simulate import Forecast, Windows, simulate
-from backstash._plan.solve import Solution, best_of, smallest_budget, solve
+from backstash._plan.solution import Solution, best_of
+from backstash._plan.solve import smallest_budget, solve
 from backstash._plan.table import Problem
 from backstash._plan.trace import Links, Moment, Option, Trace, TracedBlock, TracedRegion
 from backstash.errors import UsageError
@@ -440,6 +442,51 @@ def test_of_solutions_that_take_the_same_time_the_one_that_moves_least_is_the_be
     assert best_of([slow, same, fast], 0.05) is slow
     none = [solution(1.0, 5, peak=2, fits=False), solution(1.0, 9, peak=1, fits=False)]
     assert best_of(none) is none[1] and best_of([*none, slow]) is slow
+
+
+def searched(trace, budget, windows=NONE):
+    allowed = ["keep", "disk", "recompute"]
+    reserved = windows.inflight_bytes, windows.prefetch_bytes
+    return Search(Problem(trace, budget, allowed, reserved), windows, 1e-9)
+
+
+def test_a_pair_is_swapped_where_neither_change_alone_is_possible():
+    """What is dear to recompute goes first, as if by a price that was too low; the other one would fit, too."""
+    trace = chain([4 * MIB] * 2)
+    seconds = (0.5, 0.1)
+    blocks = [
+        replace(block, options={"keep": Option(4 * MIB), "recompute": Option(0, 0, each)})
+        for block, each in zip(trace.blocks, seconds, strict=True)
+    ]
+    trace = replace(trace, blocks=tuple(blocks))
+    search = searched(trace, 104 * MIB)
+    start = search.repair(["recompute", "keep"])
+    assert start.fits and search.fill(start).choices == ("recompute", "keep")
+    found = search.swap(start, 8)
+    assert found.choices == ("keep", "recompute") and found.forecast.peak_bytes <= 104 * MIB
+    assert found.forecast.step_seconds == pytest.approx(start.forecast.step_seconds - 0.4)
+    assert search.swap(start, 0).choices == start.choices
+    assert search.swap(found, 8).choices == found.choices
+    too_large = searched(trace, 90 * MIB).repair(["keep", "keep"])
+    assert not too_large.fits and search.swap(too_large, 8) == too_large
+
+
+@pytest.mark.parametrize(("mib", "rate"), [(2, 1e9), (16, 2e8)])
+def test_a_window_is_doubled_where_that_hides_more_and_halved_where_more_is_kept(mib, rate):
+    trace, windows = chain([4 * MIB] * 8, rate=rate), Windows(mib * MIB, mib * MIB)
+    search = searched(trace, 124 * MIB, windows)
+    start = search.fill(search.repair(["disk"] * 8))
+    found = search.change_windows(start, (None, None))
+    assert start.fits and found.fits and found.forecast.peak_bytes <= 124 * MIB
+    assert found.forecast.step_seconds < start.forecast.step_seconds
+    if mib == 2:
+        assert found.windows.inflight_bytes > windows.inflight_bytes
+    else:
+        assert found.windows.prefetch_bytes < windows.prefetch_bytes
+    given = (windows.inflight_bytes, windows.prefetch_bytes)
+    assert search.change_windows(start, given) == start
+    down = search.change_windows(start, (given[0], None)).windows.inflight_bytes
+    assert down == given[0]
 
 
 @pytest.mark.parametrize("regions", [False, True])

@@ -12,7 +12,8 @@ from typing import Any
 
 from ._plan.regions import Stays
 from ._plan.simulate import Windows, simulate
-from ._plan.solve import Solution, smallest_budget, solve
+from ._plan.solution import Solution
+from ._plan.solve import smallest_budget, solve
 from ._plan.table import REGION
 from ._plan.trace import Trace, TracedRegion
 from ._text import clean, html_table

@@ -91,9 +91,8 @@ def simulate(
     region_of = {block: at for at in again for block in trace.regions[at].members}
     first_member = {trace.regions[at].members[0]: at for at in again}
     last_member = {max(trace.regions[at].members, key=saves.__getitem__): at for at in again}
-    small: dict[
-        int, int
-    ] = {}  # bytes of small tensors that a region has let go, and not made again
+    without: set[int] = set()  # regions that have let go of small tensors, and not made them again
+    small = 0  # bytes of these
     remade: dict[int, int] = {}  # members that are in memory again, and their bytes
     alive: set[int] = set()  # members
     order = _order(
@@ -115,7 +114,7 @@ def simulate(
         return ready[block]
 
     for at, moment in enumerate(trace.moments):
-        now = moment.other_bytes + resident + inflight + ahead - sum(small.values())
+        now = moment.other_bytes + resident + inflight + ahead - small
         if now > peak:
             peak, peak_moment = now, at
         clock += moment.seconds
@@ -130,7 +129,8 @@ def simulate(
                 if block in first_member:
                     clock += region.save_seconds
                 if block in last_member:
-                    small[region_of[block]] = region.small_bytes
+                    without.add(region_of[block])
+                    small += region.small_bytes
             elif moment.kind == "use" and block in alive and block not in remade:
                 if trace.runs_ahead:
                     in_memory.update(each for _, each in writing)
@@ -142,16 +142,19 @@ def simulate(
                 back = {each: trace.blocks[each].nbytes for each in region.members if each in alive}
                 remade |= back
                 resident += sum(back.values())
-                small.pop(region_of[block], None)
+                if region_of[block] in without:
+                    without.discard(region_of[block])
+                    small -= region.small_bytes
                 resident_peak = max(resident_peak, resident)
-                now = moment.other_bytes + resident + inflight + ahead + region.beside_bytes
-                now -= sum(small.values())
+                now = moment.other_bytes + resident + inflight + ahead + region.beside_bytes - small
                 if now > peak:
                     peak, peak_moment = now, at + 1
             elif moment.kind == "free":
                 alive.discard(block)
                 resident -= remade.pop(block, 0)
-                small.pop(region_of[block], None)
+                if region_of[block] in without:
+                    without.discard(region_of[block])
+                    small -= region.small_bytes
         elif moment.kind == "save":
             clock += option.save_seconds
             resident += option.resident_bytes
@@ -203,7 +206,7 @@ def simulate(
                     ahead += nbytes
                 next_read += 1
     clock += trace.tail_seconds
-    now = trace.tail_other_bytes + resident + inflight + ahead - sum(small.values())
+    now = trace.tail_other_bytes + resident + inflight + ahead - small
     if now > peak:
         peak, peak_moment = now, len(trace.moments)
     if all_stay:

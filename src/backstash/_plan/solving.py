@@ -7,7 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from .simulate import Windows, simulate
-from .solve import Solution, best_of, follow, smallest_budget, solve
+from .solution import Solution, best_of
+from .solve import follow, smallest_budget, solve
 from .trace import Trace, TracedBlock
 
 __all__ = ["Kept", "Solved", "Solving", "left_alone"]

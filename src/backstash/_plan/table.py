@@ -6,9 +6,10 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from .simulate import Forecast, Windows, simulate
 from .trace import Option, Trace, TracedRegion
 
-__all__ = ["REGION", "Composite", "Group", "Problem", "Table"]
+__all__ = ["REGION", "Composite", "Group", "Problem", "Table", "added_seconds"]
 
 REGION = "region"
 """The choice of the members of a region that runs again."""
@@ -114,8 +115,29 @@ class Problem:
         """The regions that do."""
         return [at for at, each in enumerate(self.regions) if choices[each.members[0]] == REGION]
 
+    def least_resident(self, block: int) -> str:
+        """The option that holds the least bytes of it."""
+        options = self.options(block)
+        return min(options, key=lambda each: (each[1].resident_bytes, each[1].moved_bytes))[0]
+
+    def forecast(self, choices: Sequence[str], windows: Windows) -> Forecast:
+        """What they come to, by the simulation."""
+        return simulate(self.trace, self.taken(choices), windows, self.running_again(choices))
+
 
 _NOTHING = Option(0)
+
+
+def added_seconds(now: Option, then: Option, link_seconds: float) -> float:
+    """That the other option adds, with the link's at their price; a hidden transfer is nearly free."""
+    per_byte = max(link_seconds, 1e-13)
+    return (
+        then.save_seconds
+        + then.use_seconds
+        - now.save_seconds
+        - now.use_seconds
+        + per_byte * (then.moved_bytes - now.moved_bytes)
+    )
 
 
 @dataclass(slots=True)

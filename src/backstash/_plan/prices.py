@@ -1,0 +1,238 @@
+"""Prices on memory and on the link: choices that are cheapest at them, and a bound of what any choice takes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .simulate import Windows
+from .table import REGION, Group, Problem, Table, added_seconds
+from .trace import Option
+
+__all__ = ["Candidate", "by_prices", "earliest"]
+
+_ROUNDS = 120  # of the subgradient method
+_MOMENTS = 6  # at most so many that bind
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    choices: list[str]
+    link_seconds: float  # the price of a byte that moves both ways
+
+
+@dataclass(slots=True)
+class _Turn:
+    """What is cheapest at some prices."""
+
+    chosen: list[tuple[str, Option]]
+    """Of each group."""
+    again: list[bool]
+    """Of each composite, whether it runs again."""
+    cost: float
+    used: list[float]
+    """Bytes at each moment."""
+    moved: float
+    """Bytes."""
+
+
+def _cheapest(table: Table, memory_prices: list[float], per_moved_byte: float) -> _Turn:
+    """The cheapest choice of each group and composite: see the module."""
+    turn = _Turn([], [], 0.0, [0.0] * len(memory_prices), 0.0)
+    prices = []
+
+    def take(group: Group, option: Option, count: int) -> None:
+        turn.moved += count * option.moved_bytes
+        for index in group.at:
+            turn.used[index] += count * option.resident_bytes
+
+    for group in table.groups:
+        held = sum([memory_prices[index] for index in group.at])
+        cheapest, least = group.options[0], float("inf")
+        for name, option in group.options:
+            price = option.save_seconds + option.use_seconds
+            price += option.moved_bytes * per_moved_byte + option.resident_bytes * held
+            if price < least:
+                cheapest, least = (name, option), price
+        turn.chosen.append(cheapest)
+        prices.append(least)
+        if group.count:
+            turn.cost += group.count * least
+            take(group, cheapest[1], group.count)
+    for composite in table.composites:
+        count = len(composite.regions)
+        apart = sum(number * prices[group] for group, number in composite.parts)
+        as_one = composite.seconds + sum(
+            price * nbytes for price, nbytes in zip(memory_prices, composite.returned, strict=True)
+        )
+        turn.again.append(as_one < apart)
+        turn.cost += count * min(as_one, apart)
+        if as_one < apart:
+            for index, nbytes in enumerate(composite.returned):
+                turn.used[index] += count * nbytes
+        else:
+            for at, number in composite.parts:
+                take(table.groups[at], turn.chosen[at][1], count * number)
+    return turn
+
+
+def by_prices(problem: Problem, windows: Windows, first: int) -> tuple[float, list[Candidate]]:
+    """A lower bound of the step's seconds, and choices at the best prices that were tried."""
+    trace, links = problem.trace, problem.trace.links
+    moments = [first]
+    forward = sum(moment.seconds for moment in trace.moments[: problem.first_use])
+    backward = trace.compute_seconds - forward
+    spare_down = forward + windows.inflight_bytes / links.down_rate
+    computing = max(trace.compute_seconds, 1e-9)
+    best_bound, candidates = float("-inf"), list[Candidate]()
+    link_seconds = 0.0
+    for _ in range(_MOMENTS):
+        table = Table(problem, moments)
+        capacity = [problem.capacity(at) for at in moments]
+        scale = max(1, *(abs(each) for each in capacity))
+        memory_prices = [0.0] * len(moments)
+        down_price = up_price = 0.0
+        value_before = float("-inf")
+        best_here: _Turn | None = None
+        shares: list[Counter[str]] = [Counter() for _ in table.groups]
+        again = [0] * len(table.composites)
+        for number in range(_ROUNDS):
+            per_moved_byte = down_price / links.down_rate + up_price / links.up_rate
+            turn = _cheapest(table, memory_prices, per_moved_byte)
+            value = turn.cost - sum(p * c for p, c in zip(memory_prices, capacity, strict=True))
+            value -= down_price * spare_down + up_price * backward
+            if 2 * number >= _ROUNDS:
+                for share, (name, _option) in zip(shares, turn.chosen, strict=True):
+                    share[name] += 1
+                again = [count + runs for count, runs in zip(again, turn.again, strict=True)]
+            best_bound = max(best_bound, value)
+            if best_here is None or value > value_before:
+                value_before, best_here = value, turn
+                link_seconds = per_moved_byte
+            # Seconds per byte: what moving everything costs, over all bytes, is the right order of price.
+            step = 1.0 / (1 + number) ** 0.75
+            unit = computing / scale
+            for index in range(len(moments)):
+                excess = (turn.used[index] - capacity[index]) / scale
+                memory_prices[index] = max(0.0, memory_prices[index] + step * unit * excess)
+            down_excess = (turn.moved / links.down_rate - spare_down) / max(spare_down, 1e-9)
+            up_excess = (turn.moved / links.up_rate - backward) / max(backward, 1e-9)
+            down_price = min(1.0, max(0.0, down_price + 0.5 * step * down_excess))
+            up_price = min(1.0, max(0.0, up_price + 0.5 * step * up_excess))
+        assert best_here is not None
+        names = [name for name, _option in best_here.chosen]
+        choices = _assigned(problem, table, names, best_here.again)
+        for each in (choices, _shared_out(problem, table, shares, again)):
+            candidates.append(Candidate(each, link_seconds))
+        outcome = problem.forecast(choices, windows)
+        if outcome.peak_bytes <= problem.budget or outcome.peak_moment in moments:
+            break
+        moments.append(outcome.peak_moment)
+    for runs in (False, True) if problem.regions else (False,):
+        candidates.append(Candidate(_everything(problem, again=runs), link_seconds))
+    return trace.compute_seconds + trace.beside_seconds(all_stay=False) + max(
+        0.0, best_bound
+    ), candidates
+
+
+def _assigned(
+    problem: Problem, table: Table, names: Sequence[str], again: Sequence[bool]
+) -> list[str]:
+    """Choices of all blocks from those of each group, and whether each composite runs again."""
+    choices = [names[group] for group in table.group_of]
+    for composite, runs in zip(table.composites, again, strict=True):
+        for region in composite.regions if runs else ():
+            for block in problem.regions[region].members:
+                choices[block] = REGION
+    return choices
+
+
+def _shared_out(
+    problem: Problem, table: Table, shares: list[Counter[str]], again: list[int]
+) -> list[str]:
+    """Choices in the proportions that the prices chose while they settled; ``again``: in how many turns each
+    composite ran again.
+
+    Their average tends to the best fractional choice (Shor 1985; Larsson, Patriksson and Stromberg 1999).
+    Within a group the earliest saved move, whose writes have the most time, and the latest stay; the earliest
+    regions run again, which is last in backward.
+    """
+    choices = [""] * len(problem.trace.blocks)
+    turns = sum(shares[0].values()) if shares else 1
+    for composite, count in zip(table.composites, again, strict=True):
+        runs = int(len(composite.regions) * count / turns + 0.5)
+        for region in composite.regions[:runs]:
+            for block in problem.regions[region].members:
+                choices[block] = REGION
+    members: list[list[int]] = [[] for _ in table.groups]
+    for block in sorted(range(len(choices)), key=problem.saves.__getitem__):
+        if not choices[block]:
+            members[table.group_of[block]].append(block)
+    for group, blocks, share in zip(table.groups, members, shares, strict=True):
+        options = dict(group.options)
+        total = sum(share.values())
+        order = sorted(
+            share,
+            key=lambda name: (not options[name].moved_bytes, options[name].resident_bytes),
+        )
+        at, due = 0, 0.0
+        for name in order:
+            due += len(blocks) * share[name] / total
+            while at < len(blocks) and at + 0.5 <= due:
+                choices[blocks[at]] = name
+                at += 1
+        for block in blocks[at:]:
+            choices[block] = order[-1]
+    return choices
+
+
+def _everything(problem: Problem, *, again: bool) -> list[str]:
+    """The choices that hold the least; ``again``: with all regions run again."""
+    return [
+        REGION if again and block in problem.region_of else problem.least_resident(block)
+        for block in range(len(problem.trace.blocks))
+    ]
+
+
+def earliest(problem: Problem, windows: Windows) -> list[Candidate]:
+    """The fewest that are saved first are let go, by what is cheapest for each byte, so that all after them are
+    left alone; where regions can run again, those that lie there whole do, in a second candidate."""
+    trace, links = problem.trace, problem.trace.links
+    link_seconds = 1 / links.down_rate + 1 / links.up_rate
+    cheapest = []
+    for block in range(len(trace.blocks)):
+        now = problem.option(block, "keep")
+        freeing = [
+            (
+                added_seconds(now, option, link_seconds)
+                / (now.resident_bytes - option.resident_bytes),
+                name,
+            )
+            for name, option in problem.options(block)
+            if option.resident_bytes < now.resident_bytes
+        ]
+        cheapest.append(min(freeing)[1] if freeing else "keep")
+
+    def up_to(count: int, *, again: bool) -> list[str]:
+        choices = [
+            name if min(end, len(cheapest)) <= count else "keep"
+            for name, end in zip(cheapest, problem.ends, strict=True)
+        ]
+        for region in problem.regions if again else ():
+            if max(region.members) < count:
+                for member in region.members:
+                    choices[member] = REGION
+        return choices
+
+    found = []
+    for again in (False, True) if problem.regions else (False,):
+        few, many = 0, len(cheapest)  # this many may do
+        while few < many:
+            middle = (few + many) // 2
+            fits = (
+                problem.forecast(up_to(middle, again=again), windows).peak_bytes <= problem.budget
+            )
+            few, many = (few, middle) if fits else (middle + 1, many)
+        found.append(Candidate(up_to(many, again=again), link_seconds))
+    return found

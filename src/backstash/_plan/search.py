@@ -1,0 +1,240 @@
+"""Local search: single choices are changed until all fit, undone where there is room, and swapped in pairs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from .simulate import Forecast, Windows
+from .solution import Solution, rank
+from .table import REGION, Problem, added_seconds
+from .trace import Option
+
+__all__ = ["Search"]
+
+_REPAIRS = 64  # rounds
+_FILLS = 40  # sets of changes that are tried
+_PAIRED = 64  # changes of either kind, of which pairs are made
+_MIB = 1 << 20
+_NOTHING = Option(0)
+
+
+@dataclass(frozen=True, slots=True)
+class _Change:
+    """Other choices for a block, or for all members of a region."""
+
+    updates: tuple[tuple[int, str], ...]
+    seconds: float
+    """That it adds to the step."""
+    freed: int
+    """Bytes at the moment in question."""
+    is_whole: bool = False
+    """It is a region's."""
+
+    @property
+    def place(self) -> tuple[int, str]:
+        """The earliest saved first."""
+        return self.updates[0]
+
+    def may_go_with(self, other: _Change) -> bool:
+        """Whether they change different blocks."""
+        mine = {block for block, _name in self.updates}
+        return all(block not in mine for block, _name in other.updates)
+
+
+@dataclass(frozen=True, slots=True)
+class Search:
+    """Changes choices for one problem, with such windows.
+
+    Each of its methods returns what it was given where it finds nothing better.
+    """
+
+    problem: Problem
+    windows: Windows
+    link_seconds: float
+    """The price of a byte that moves both ways."""
+
+    def repair(self, start: Sequence[str]) -> Solution:
+        """Change single choices until the peak fits."""
+        budget, choices = self.problem.budget, list(start)
+        forecast = self._forecast(choices)
+        # At the moment of the peak, the change that frees a byte at the least cost; the earliest saved first
+        # among equals, since its write has the most time. As many at once as the excess needs.
+        for _ in range(_REPAIRS):
+            excess = forecast.peak_bytes - budget
+            if excess <= 0:
+                break
+            changes = [
+                each for each in self._changes(choices, forecast.peak_moment) if each.freed > 0
+            ]
+            if not changes:
+                break
+            changes.sort(key=lambda each: (each.seconds / each.freed, each.place))
+            changed: set[int] = set()
+            taken = []
+            for change in changes:
+                if excess <= 0:
+                    break
+                blocks = {block for block, _name in change.updates}
+                if not blocks & changed:
+                    taken.append(change)
+                    changed |= blocks
+                    excess -= change.freed
+            choices = _with(choices, taken)
+            forecast = self._forecast(choices)
+        fits = forecast.peak_bytes <= budget
+        return Solution(tuple(choices), self.windows, forecast, 0.0, fits=fits)
+
+    def fill(self, start: Solution) -> Solution:
+        """Undo the dearest changes for which there is space: by the seconds that a byte saves, the latest saved
+        first among equals, halving the number tried when the peak or the time rises."""
+        if not start.fits:
+            return start
+        choices, forecast = list(start.choices), start.forecast
+        gains = [each for each in self._changes(choices, None) if each.seconds < 0]
+        gains.sort(
+            key=lambda each: (
+                each.seconds / each.freed if each.freed < 0 else float("inf"),
+                each.place,
+            ),
+            reverse=True,
+        )
+        at, count, tries = 0, max(1, len(gains) // 2), 0
+        while at < len(gains) and tries < _FILLS:
+            tries += 1
+            tried = _with(choices, gains[at : at + count])
+            outcome = self._forecast(tried)
+            if self._fits(outcome) and outcome.step_seconds <= forecast.step_seconds + 1e-12:
+                choices, forecast, at = tried, outcome, at + count
+            elif count > 1:
+                count //= 2
+            else:
+                at += 1
+        return replace(start, choices=tuple(choices), forecast=forecast)
+
+    def swap(self, start: Solution, tries: int) -> Solution:
+        """Undo a change for which there is no space, and make another one in its place that takes less: of so
+        many pairs, those that save the most first, again as long as one of them shortens the step."""
+        choices, forecast = list(start.choices), start.forecast
+        pairs = self._pairs(choices, forecast) if start.fits else []
+        while pairs and tries:
+            tries -= 1
+            tried = _with(choices, pairs.pop())
+            outcome = self._forecast(tried)
+            if self._fits(outcome) and outcome.step_seconds < forecast.step_seconds - 1e-12:
+                choices, forecast = tried, outcome
+                pairs = self._pairs(choices, forecast)
+        return replace(start, choices=tuple(choices), forecast=forecast)
+
+    def change_windows(self, start: Solution, given: tuple[int | None, int | None]) -> Solution:
+        """Halve or double one of the windows, unless it is given, as long as that shortens the step."""
+        best, tried, turns = start, {start.windows}, start.fits
+        while turns:
+            turns = False
+            down, up = best.windows.inflight_bytes, best.windows.prefetch_bytes
+            for other in ((2 * down, up), (down, 2 * up), (down // 2, up), (down, up // 2)):
+                sizes = [
+                    of if fixed is None else fixed for of, fixed in zip(other, given, strict=True)
+                ]
+                windows = Windows(*sizes)
+                if windows in tried or min(sizes) < _MIB:
+                    continue
+                tried.add(windows)
+                problem = Problem(
+                    self.problem.trace,
+                    self.problem.budget,
+                    self.problem.allowed,
+                    (sizes[0], sizes[1]),
+                )
+                search = Search(problem, windows, self.link_seconds)
+                found = search.fill(search.repair(best.choices))
+                if rank(found) < rank(best):
+                    best, turns = found, True
+                    break
+        return best
+
+    def _forecast(self, choices: Sequence[str]) -> Forecast:
+        return self.problem.forecast(choices, self.windows)
+
+    def _fits(self, forecast: Forecast) -> bool:
+        return forecast.peak_bytes <= self.problem.budget
+
+    def _pairs(self, choices: Sequence[str], forecast: Forecast) -> list[tuple[_Change, _Change]]:
+        """One change undone and another made that together take less and may fit; the best last."""
+        changes = self._changes(choices, None)
+        undone = sorted(
+            (each for each in changes if each.seconds < 0), key=lambda each: each.seconds
+        )
+        made = [each for each in changes if each.freed > 0]
+        made.sort(key=lambda each: each.seconds / each.freed)
+        room = self.problem.budget - forecast.peak_bytes
+        pairs = [
+            (one, other)
+            for one in undone[:_PAIRED]
+            for other in made[:_PAIRED]
+            if one.seconds + other.seconds < 0
+            and one.freed + other.freed >= -room
+            and one.may_go_with(other)
+        ]
+        pairs.sort(key=lambda each: each[0].seconds + each[1].seconds, reverse=True)
+        return pairs
+
+    def _changes(self, choices: Sequence[str], at: int | None) -> list[_Change]:
+        """All single changes, with what they free in the interval before the moment ``at``; ``None``: what each
+        block holds from its save to its free, as if all were alive at once."""
+        problem, changes = self.problem, []
+        for block, name in enumerate(choices):
+            if name == REGION or (at is not None and not problem.is_alive(block, at)):
+                continue
+            now = problem.option(block, name)
+            for other, option in problem.options(block):
+                if other != name:
+                    freed = now.resident_bytes - option.resident_bytes
+                    seconds = added_seconds(now, option, self.link_seconds)
+                    changes.append(_Change(((block, other),), seconds, freed))
+        for index in range(len(problem.regions)):
+            changes += self._changes_of(choices, index, at)
+        return changes
+
+    def _changes_of(self, choices: Sequence[str], index: int, at: int | None) -> list[_Change]:
+        """Run a region again; or no longer, with its members in place, or held by what holds the least."""
+        problem = self.problem
+        region = problem.regions[index]
+        seconds = region.save_seconds + region.use_seconds
+        alive = {each for each in region.members if at is None or problem.is_alive(each, at)}
+        returned = -region.small_bytes if at is None else problem.returned_bytes(index, at)
+
+        def held(names: Sequence[str]) -> tuple[float, int]:
+            """What such choices of the members take, and hold."""
+            options = [
+                problem.option(each, name) for each, name in zip(region.members, names, strict=True)
+            ]
+            nbytes = sum(
+                option.resident_bytes
+                for each, option in zip(region.members, options, strict=True)
+                if each in alive
+            )
+            added = (added_seconds(_NOTHING, option, self.link_seconds) for option in options)
+            return sum(added), nbytes
+
+        if choices[region.members[0]] != REGION:
+            cost, nbytes = held([choices[each] for each in region.members])
+            updates = tuple((each, REGION) for each in region.members)
+            return [_Change(updates, seconds - cost, nbytes - returned, is_whole=True)]
+        found = []
+        least = [problem.least_resident(each) for each in region.members]
+        for names in (["keep"] * len(least), least):
+            cost, nbytes = held(names)
+            updates = tuple(zip(region.members, names, strict=True))
+            found.append(_Change(updates, cost - seconds, returned - nbytes, is_whole=True))
+        return found
+
+
+def _with(choices: Sequence[str], changes: Sequence[_Change]) -> list[str]:
+    changed = list(choices)
+    for change in changes:
+        if changed[change.updates[0][0]] == REGION and not change.is_whole:
+            continue  # its region runs again, by an earlier change
+        for block, name in change.updates:
+            changed[block] = name
+    return changed
