@@ -267,7 +267,7 @@ def test_a_step_that_runs_out_of_memory_before_there_is_a_plan_may_be_run_again(
     for _ in range(12):
         assert torch.equal(step(stash), true)
         _ = stash.plan
-    assert stash.plan.state == "planned"
+    assert stash.plan.state == "planned", str(stash.plan)
     stash.close()
 
 

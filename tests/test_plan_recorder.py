@@ -17,7 +17,7 @@ from backstash._plan.recorder import (
     typical_costs,
 )
 from backstash._plan.regions import Forward
-from backstash._plan.trace import Links, Option
+from backstash._plan.trace import Links, Moment, Option, Trace, TracedRegion
 
 MIB = 1 << 20
 LINKS = Links(1e9, 1e9)
@@ -194,6 +194,15 @@ def test_a_byte_costs_at_most_the_time_of_its_transfer():
     full = moving(seconds=90.0, nbytes=2 * 10**9, hook=0.0)
     part = moving(seconds=2.0, nbytes=10**9, hook=0.0)
     assert costs_of(full, part, LINKS).per_moved_byte == pytest.approx(1e-9)
+
+
+def test_a_step_that_moves_more_and_computes_for_less_tells_the_computing():
+    """The other one shared the machine: what it took beside is none of its own, and moving takes nothing."""
+    full = moving(seconds=5.0, nbytes=2 * 10**9, hook=0.0)
+    part = moving(seconds=7.0, nbytes=10**9, hook=0.0)
+    for costs in (costs_of(full, part, LINKS), typical_costs([(full, part)], LINKS)):
+        assert costs.per_moved_byte == 0
+        assert costs.computing_seconds == pytest.approx(5.0)
 
 
 def test_two_steps_that_move_alike_tell_nothing_of_a_byte_and_the_later_of_the_computing():
@@ -375,7 +384,7 @@ def test_bytes_that_move_at_another_rate_than_they_did_are_planned_for():
     def links_now(links, *, again=True, nbytes=10**9):
         of.begin(again=again)
         of.add(moving(seconds=1.0, nbytes=nbytes, hook=0.1), MIB, is_alike=False)
-        return of.other_links(links)
+        return of.as_now(Trace((), (), links), 0.0).links
 
     assert links_now(LINKS, again=False) is LINKS
     now = links_now(LINKS)
@@ -383,6 +392,34 @@ def test_bytes_that_move_at_another_rate_than_they_did_are_planned_for():
     near = Links(now.down_rate * 1.08, now.up_rate * 0.95)
     assert links_now(near) is near
     assert links_now(LINKS, nbytes=0) is LINKS, "nothing moved"
+
+
+def test_a_step_that_computes_for_another_time_than_it_did_is_planned_for():
+    """Only by steps like the plan's that were measured again; without what moving takes of it."""
+    of = Corrections()
+
+    def now(computing, *, again=True, is_alike=True, per_byte=0.0):
+        region = TracedRegion("m", (0,), 0.25, 1.0)
+        moments = (Moment("save", 0, 2.0, MIB), Moment("use", 0, 1.0, MIB))
+        trace = Trace((), moments, Links(1e10, 1e9), 1.0, regions=(region,))
+        of.begin(again=again)
+        for seconds in (99.0, computing, computing, 50.0):  # the first is of no account
+            step = moving(seconds=seconds + 0.1, nbytes=10**9, hook=0.1)
+            of.add(step, 200 * MIB, is_alike=is_alike)
+        return trace, of.as_now(trace, per_byte)
+
+    trace, found = now(2.0)
+    assert [each.seconds for each in found.moments] == pytest.approx([1.0, 0.5])
+    assert found.tail_seconds == pytest.approx(0.5) and found.regions[0].use_seconds == 0.5
+    assert found.regions[0].save_seconds == 0.25 and found.compute_seconds == pytest.approx(2.0)
+    for given in ({"computing": 4.2}, {"computing": 2.0, "again": False}):
+        trace, found = now(**given)
+        assert found is trace
+    trace, found = now(2.0, is_alike=False)
+    assert found is trace
+    _, found = now(3.0, per_byte=1e-9)
+    assert found.compute_seconds == pytest.approx(2.0), "of 10**9 bytes"
+    assert of.as_now(trace, 0.0) is trace, "once"
 
 
 def step_of(seconds):
@@ -494,6 +531,23 @@ def test_what_exceeded_goes_part_of_the_way_back_to_what_kept_the_budget_and_the
     assert corrected(of, 1100, 1025, 1000, 500) and of.bias_bytes == -60
     assert corrected(of, 1010, 980, 1000, 500) and of.bias_bytes == 0
     assert corrected(of, 1010, 980, 1000, 500) and of.bias_bytes == 30, "it has grown"
+
+
+def test_after_less_than_predicted_it_is_known_what_was_held_beside_the_blocks_in_place():
+    """Of 300 that were held less, the windows may have been to hold all."""
+    of = Corrections()
+    of._planned_bytes = 500
+    of.follow(980, 500, is_left=False, resident_peak_bytes=200)
+    of.exceed(680, 1.0)
+    assert of.correct(1000, 980) and of.bias_bytes == -225
+    assert of.beside_bytes == 680 - 200
+    of.follow(980, 500, is_left=False, resident_peak_bytes=500)
+    of.exceed(1010, 1.0)
+    assert of.correct(1000, 980) and of.beside_bytes is None, "what is over is taken off"
+    for end in (of.begin_larger, lambda: of.run_short(10)):
+        of.beside_bytes = 1
+        end()
+        assert of.beside_bytes is None, "of another step, or another device"
 
 
 @pytest.mark.parametrize(

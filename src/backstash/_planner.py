@@ -7,7 +7,7 @@ To learn what any budget would cost, more steps are measured (see `_plan/first_s
 Then a plan is made, in a thread, and followed from the next step on. Its first steps are measured, too: where
 the peak is not what was predicted, the plan is made again with the difference added. After three steps that
 take more than a tenth longer or shorter than predicted, steps are measured again; where bytes move at another
-rate than they did, the plan is made again for that.
+rate than they did, or the step computes for another time, the plan is made again for that.
 
 What is saved after the last block that a plan lets go of is left alone, as all is where everything fits: it is
 no block, and costs what it costs without a stash. From time to time the memory is looked at; a block that is
@@ -42,7 +42,7 @@ from ._plan.regions import AGAIN, ONCE, TRACED, Forward, Regions, name_of
 from ._plan.shape import EndedStep, StepShape
 from ._plan.simulate import Windows
 from ._plan.solve import smallest_budget
-from ._plan.solving import Kept, Solving, left_alone
+from ._plan.solving import Beside, Kept, Solving, left_alone
 from ._plan.table import REGION
 from ._plan.trace import Links, Option, Trace
 from ._runtime.trace import EventLog
@@ -563,10 +563,10 @@ class Planner:
         if not is_left:
             self._keep_if_it_fits(trace, solution.choices, solution.windows, measured[0])
         is_other = self._corrections.correct(self._budget, usable, can_hold_less=solution.fits)
-        links = self._corrections.other_links(trace.links)
-        if is_other or links is not trace.links:
-            self._links = links
-            self._solve(replace(trace, links=links))
+        now = self._corrections.as_now(trace, self._costs.per_moved_byte)
+        if is_other or now is not trace:
+            self._links = now.links
+            self._solve(now)
             over = measured[0] - self._budget
             if over > 0 and self._limits.resident is not None:  # this step is not to wait for it
                 self._limits.lower_resident(max(0, self._limits.resident - over))
@@ -841,7 +841,17 @@ class Planner:
 
     def _solve(self, trace: Trace, spare_bytes: int = 0) -> None:
         """Have a plan made that leaves ``spare_bytes`` of the target, if there is one that does."""
-        self._solving.begin(trace, self._target(), allowed=self._allowed(), spare_bytes=spare_bytes)
+        self._solving.begin(
+            trace,
+            self._target(),
+            allowed=self._allowed(),
+            spare_bytes=spare_bytes,
+            beside=self._beside(),
+        )
+
+    def _beside(self) -> Beside | None:
+        nbytes = self._corrections.beside_bytes
+        return Beside(nbytes, usable_bytes(self._budget) - nbytes) if nbytes is not None else None
 
     def _adopt(self, *, begins_step: bool = True) -> None:
         before, (trace, solution, smallest) = self._solving.taken, self._solving.take()
@@ -892,6 +902,7 @@ class Planner:
             is_left=is_left,
             is_measured=is_same,
             simulated_peak_bytes=solution.forecast.peak_bytes,
+            resident_peak_bytes=solution.forecast.resident_peak_bytes,
         )
         if not self._first_steps.learns:
             self._first_steps.forget()

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from .recorder import StepRecord, links_of, typical
-from .trace import Links
+from .trace import Trace
 
 __all__ = ["Corrections"]
 
@@ -53,11 +53,15 @@ class Corrections:
         """What is added to each peak that is simulated."""
         self.short_bytes = 0
         """Of this, what the device did not have of the budget."""
+        self.beside_bytes: int | None = None
+        """What a plan that held less than was predicted held beside its blocks in place. The next one holds as
+        much beside its own; ``None``: as the simulation says."""
         self._least_bias_bytes: int | None = None  # with less the budget was exceeded
         self._kept: _KeptPlan | None = None  # the last plan that kept the budget
         # Of the plan: the peaks that were predicted and simulated, what its step saves, and whether all of it
         # stays.
         self._predicted_peak_bytes = self._simulated_peak_bytes = self._planned_bytes = 0
+        self._resident_peak_bytes = 0  # of its blocks, those in place
         self._is_left = False
         self._saved_bytes = 0  # of the last step that was measured under it
         self._figures: list[
@@ -68,6 +72,9 @@ class Corrections:
         self._unseen_bytes = 0  # by which a look in one of these saw more than samples did
         self._least_bytes = 0  # of these, the least peak that was sampled
         self._followed: list[StepRecord] = []  # these, where they tell how fast bytes move now
+        self._computing: list[
+            float
+        ] = []  # seconds of those like the plan's, without waits and hooks
         self._is_again = False
         self._off_steps = self._wait_steps = 0
         self._replans = 0  # for the peaks of steps of one shape
@@ -81,6 +88,7 @@ class Corrections:
         is_left: bool,
         is_measured: bool = False,
         simulated_peak_bytes: int | None = None,
+        resident_peak_bytes: int = 0,
     ) -> None:
         """A plan is followed from now on.
 
@@ -90,7 +98,9 @@ class Corrections:
             is_left: all is left in place.
             is_measured: it is the one before, of which another peak is predicted now, and no more.
             simulated_peak_bytes: without a bias; default: what was predicted less the bias.
+            resident_peak_bytes: of these, the blocks that are in place.
         """
+        self._resident_peak_bytes = resident_peak_bytes
         if simulated_peak_bytes is None:
             simulated_peak_bytes = predicted_peak_bytes - self.bias_bytes
         self._simulated_peak_bytes = simulated_peak_bytes
@@ -104,7 +114,7 @@ class Corrections:
         self._figures.clear()
         self._timed.clear()
         self._followed_steps = self._unseen_bytes = self._least_bytes = 0
-        self._followed.clear()
+        self.forget_followed()
         self._is_again = again
 
     def add(
@@ -140,6 +150,8 @@ class Corrections:
         peak_bytes = max(sampled_bytes, unseen_bytes, looked_bytes)
         if is_alike or peak_bytes > budget:
             self._figures.append((peak_bytes, record.unmeasured_seconds))
+            if is_alike and self._is_again:
+                self._computing.append(record.computing_seconds)
             if peak_bytes > budget:
                 return True
             is_far = self._predicted_peak_bytes - peak_bytes > _FAR * self._little
@@ -151,17 +163,19 @@ class Corrections:
     def begin_larger(self) -> None:
         """A plan is made for larger steps than before, whose peaks are corrected as often."""
         self._replans = 0
-        self._kept = None
+        self._kept = self.beside_bytes = None
 
     def run_short(self, nbytes: int) -> None:
         """The device did not have the budget: so many bytes less of it are used, for good."""
         self.bias_bytes += nbytes
         self.short_bytes += nbytes
-        self._least_bias_bytes, self._kept = self.bias_bytes, None
+        self._least_bias_bytes = self.bias_bytes
+        self._kept = self.beside_bytes = None
 
     def forget_followed(self) -> None:
-        """None of the steps that were measured was like the plan's."""
+        """What steps that were measured tell of their time was taken into account, or is of no plan."""
         self._followed.clear()
+        self._computing.clear()
 
     def exceed(self, peak_bytes: int, seconds: float) -> None:
         """A step that was not measured block by block exceeded the budget."""
@@ -198,6 +212,9 @@ class Corrections:
         exceeded, unless no plan can hold less, more than a few times; or where the peak was not what was
         predicted, a few times, unless all is left in place.
 
+        Where the peak was less than predicted, the difference may be of windows that were never full, and is no
+        room for blocks that stay: :attr:`beside_bytes` says what was held beside these.
+
         Args:
             budget: in bytes.
             usable: bytes of it.
@@ -205,7 +222,7 @@ class Corrections:
         """
         assert self.measured is not None
         peak, _ = self.measured
-        off, was_kept = peak - self._predicted_peak_bytes, False
+        off, was_kept, self.beside_bytes = peak - self._predicted_peak_bytes, False, None
         # What was over is taken off whole, and never given back; of what was spared, three quarters are.
         bias_bytes = self.bias_bytes + (off if off > 0 else off * 3 // 4)
         if peak > budget:
@@ -227,6 +244,8 @@ class Corrections:
             self._kept = self._kept_now
             if self._is_left or self._replans >= _CORRECTIONS or abs(off) <= self._little:
                 return False
+            if off < 0:
+                self.beside_bytes = max(0, peak - self._resident_peak_bytes)
         if self._least_bias_bytes is not None:
             bias_bytes = max(bias_bytes, self._least_bias_bytes)
         if bias_bytes == self.bias_bytes and not was_kept:
@@ -252,17 +271,29 @@ class Corrections:
         self._kept, self.bias_bytes = self._kept_now, peak - predicted_peak_bytes
         return True
 
-    def other_links(self, links: Links) -> Links:
-        """How fast bytes move now, where steps were measured again and it is not as fast as it was."""
-        if not self._followed:
-            return links
-        found = links_of(self._followed)
-        kinds = {event[0] for each in self._followed for event in each.told if event[3]}
-        down = found.down_rate if "write" in kinds else links.down_rate
-        up = found.up_rate if "read" in kinds else links.up_rate
-        self._followed.clear()
-        off = abs(down / links.down_rate - 1), abs(up / links.up_rate - 1)
-        return replace(links, down_rate=down, up_rate=up) if max(off) > _OFF else links
+    def as_now(self, trace: Trace, per_moved_byte: float) -> Trace:
+        """The trace by how fast bytes move now, and for how long a step computes, where steps were measured
+        again and it is not what it was.
+
+        Args:
+            trace: that is planned for.
+            per_moved_byte: what moving takes of the computing thread's time; see :class:`Costs`.
+        """
+        followed, computing = self._followed, typical(self._computing)
+        if followed:
+            found, links = links_of(followed), trace.links
+            kinds = {event[0] for each in followed for event in each.told if event[3]}
+            down = found.down_rate if "write" in kinds else links.down_rate
+            up = found.up_rate if "read" in kinds else links.up_rate
+            if max(abs(down / links.down_rate - 1), abs(up / links.up_rate - 1)) > _OFF:
+                trace = replace(trace, links=replace(links, down_rate=down, up_rate=up))
+        if self._computing:
+            moved = typical([float(each.moved_bytes) for each in followed])
+            now, before = computing - per_moved_byte * moved, trace.compute_seconds
+            if now > 0 and before > 0 and abs(now / before - 1) > _OFF:
+                trace = trace.computing(now)
+        self.forget_followed()
+        return trace
 
     def is_off(self, seconds: float, predicted_seconds: float) -> bool:
         """A step that is not measured took so long. Whether one is to be measured again: the last few were all

@@ -189,8 +189,8 @@ def costs_of(
 
     What a byte costs outside of the hooks is their difference, within what is possible: at least nothing, and
     at most the time that its transfer takes. A change of the machine's speed between them would add to it.
-    Where copies run aside it is nothing, and the step computes as long as the shorter of the two did: what the
-    other one took beside may be the host's, to have memory locked or to ask for it.
+    Where copies run aside it is nothing. Without it the step computes as long as the shorter of the two did:
+    what the other one took beside is another program's, or the host's, to have memory locked or to ask for it.
     """
     moved_bytes = full.moved_bytes
     if not moved_bytes:
@@ -212,9 +212,7 @@ def costs_of(
         slower = full.computing_seconds - part.computing_seconds
         most = 0.5 / links.down_rate + 0.5 / links.up_rate  # moved_bytes has both directions
         per_byte = min(max(0.0, slower / fewer), most)
-    computing = part.computing_seconds - per_byte * part.moved_bytes
-    if copies_aside:
-        computing = min(computing, full.computing_seconds)
+    computing = min(each.computing_seconds - per_byte * each.moved_bytes for each in (full, part))
     return Costs(per_byte, (kept[0], kept[1]), (moved[0], moved[1]), max(0.0, computing))
 
 
@@ -226,9 +224,9 @@ def typical_costs(
     if not any(full.moved_bytes for full, _ in pairs):
         return Costs()
     per_byte = typical([each.per_moved_byte for each in found])
-    computing = [part.computing_seconds - per_byte * part.moved_bytes for _, part in pairs]
-    if copies_aside:
-        computing = [each.computing_seconds for each in found if each.computing_seconds is not None]
+    computing = [
+        min(each.computing_seconds - per_byte * each.moved_bytes for each in pair) for pair in pairs
+    ]
     kept, moved = (
         (typical([save for save, _ in way]), typical([use for _, use in way]))
         for way in ([each.kept for each in found], [each.moved for each in found])

@@ -30,11 +30,16 @@ class Solution:
     """After so many blocks all stay, and are left alone; ``None``: each is looked at."""
     measured_bytes: int | None = None
     """Of choices that were measured before: their peak, which is predicted again."""
+    beside_bytes: int = 0
+    """What steps were seen to hold beside blocks in place; 0: it is not known."""
 
     def predicted_bytes(self, bias_bytes: int) -> int:
         """The peak, where steps were seen to hold so many bytes more than the simulation says."""
-        measured = self.measured_bytes
-        return self.forecast.peak_bytes + bias_bytes if measured is None else measured
+        if self.measured_bytes is not None:
+            return self.measured_bytes
+        simulated = self.forecast.peak_bytes + bias_bytes
+        seen = self.beside_bytes + self.forecast.resident_peak_bytes if self.beside_bytes else 0
+        return max(simulated, seen)
 
 
 def best_of(solutions: Sequence[Solution], alike: float = _ALIKE) -> Solution:

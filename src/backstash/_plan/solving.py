@@ -11,11 +11,12 @@ from .solution import Solution, best_of
 from .solve import follow, smallest_budget, solve
 from .trace import Trace, TracedBlock
 
-__all__ = ["Kept", "Solved", "Solving", "left_alone"]
+__all__ = ["Beside", "Kept", "Solved", "Solving", "left_alone"]
 
 Solved = tuple[Trace, Solution, int]
 """What was planned for, how, and the smallest budget that such a step can keep."""
 
+_LOWERED = 4  # times that less is tried for, where too much would be in place
 _ALIKE = 0.01  # of a step's seconds: what was measured has to take so much less to be planned again
 
 
@@ -39,6 +40,16 @@ class Kept:
     """The highest that was measured of such steps."""
     is_near: bool
     """Whether that is more of the budget than plans use."""
+
+
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """What was measured of a plan that held less than was predicted."""
+
+    nbytes: int
+    """That it held beside its blocks in place."""
+    most_resident_bytes: int
+    """The most bytes of blocks that may be in place beside as much."""
 
 
 class Solving:
@@ -81,9 +92,18 @@ class Solving:
         self._kept.clear()
 
     def begin(
-        self, trace: Trace, target: int, *, allowed: Sequence[str], spare_bytes: int = 0
+        self,
+        trace: Trace,
+        target: int,
+        *,
+        allowed: Sequence[str],
+        spare_bytes: int = 0,
+        beside: Beside | None = None,
     ) -> None:
-        """Begin to solve for ``target`` bytes, ``spare_bytes`` of them left free if they can be."""
+        """Begin to solve for ``target`` bytes, ``spare_bytes`` of them left free if they can be.
+
+        Of ``beside`` it is known what steps hold beside blocks in place; ``None``: it is not.
+        """
         self._kept = {
             choices: each for choices, each in self._kept.items() if each.blocks is trace.blocks
         }
@@ -92,10 +112,10 @@ class Solving:
         def work() -> None:
             try:
                 planned_for = trace.raised(spare_bytes)
-                solution = solve(planned_for, target, allowed=allowed, windows=self._windows)
+                solution = self._solved(planned_for, target, allowed, beside)
                 if not solution.fits and spare_bytes:
                     planned_for = trace
-                    solution = solve(trace, target, allowed=allowed, windows=self._windows)
+                    solution = self._solved(trace, target, allowed, beside)
                 best = solution
                 for is_near in (False, True):
                     if not is_near or not best.fits:
@@ -120,6 +140,21 @@ class Solving:
             work()
         else:
             self._thread = thread  # an interrupt before this leaves nobody waiting for it
+
+    def _solved(
+        self, trace: Trace, target: int, allowed: Sequence[str], beside: Beside | None
+    ) -> Solution:
+        solution, lower = solve(trace, target, allowed=allowed, windows=self._windows), target
+        if beside is None:
+            return solution
+        for _ in range(_LOWERED):
+            over = solution.forecast.resident_peak_bytes - beside.most_resident_bytes
+            if over <= 0 or solution.forecast.peak_bytes > lower:
+                break
+            lower = solution.forecast.peak_bytes - over
+            found = solve(trace, lower, allowed=allowed, windows=self._windows)
+            solution = replace(found, fits=found.forecast.peak_bytes <= target)
+        return replace(solution, beside_bytes=beside.nbytes)
 
     @property
     def is_running(self) -> bool:

@@ -144,6 +144,18 @@ class Trace:
         )
         return replace(self, moments=moments, tail_other_bytes=self.tail_other_bytes + nbytes)
 
+    def computing(self, seconds: float) -> Trace:
+        """The same step where computing takes so long: all of it, and the second runs of regions."""
+        scale = seconds / self.compute_seconds
+        return replace(
+            self,
+            moments=tuple(replace(each, seconds=each.seconds * scale) for each in self.moments),
+            tail_seconds=self.tail_seconds * scale,
+            regions=tuple(
+                replace(each, use_seconds=each.use_seconds * scale) for each in self.regions
+            ),
+        )
+
     def moving_at_most(self, nbytes: int, name: str) -> Trace:
         """The same step where the tier of this ``name`` can hold so many bytes: what is saved first may go."""
         left, blocks = nbytes, []
