@@ -32,7 +32,7 @@ from backstash._plan.meter import ProcessMeter
 from backstash._plan.meter import _sample as sample
 from backstash._plan.recorder import typical_costs
 from backstash._plan.simulate import Windows
-from backstash._plan.solve import follow
+from backstash._plan.solve import follow, solve
 from backstash._plan.solving import Beside, Kept, Solving
 from backstash._plan.trace import Links, Moment, Option, Trace, TracedBlock
 from backstash.errors import SizeError, StashWarning, UsageError
@@ -1470,6 +1470,10 @@ def test_a_plan_keeps_no_more_in_place_than_it_may_whatever_fits():
         solving.wait()
         found = solving.found[1]
         assert found.fits and found.forecast.peak_bytes <= target * MIB
+        bound = solve(
+            trace, target * MIB, allowed=["keep", "disk"], windows=(MIB, MIB)
+        ).bound_seconds
+        assert found.bound_seconds == bound, "of the target"
         resident = found.forecast.resident_peak_bytes
         assert resident == found.choices.count("keep") * MIB
         seen = 9 * MIB + resident if beside else 0

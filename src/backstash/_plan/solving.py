@@ -144,16 +144,19 @@ class Solving:
     def _solved(
         self, trace: Trace, target: int, allowed: Sequence[str], beside: Beside | None
     ) -> Solution:
-        solution, lower = solve(trace, target, allowed=allowed, windows=self._windows), target
+        first = solution = solve(trace, target, allowed=allowed, windows=self._windows)
         if beside is None:
             return solution
+        lower = target
         for _ in range(_LOWERED):
             over = solution.forecast.resident_peak_bytes - beside.most_resident_bytes
             if over <= 0 or solution.forecast.peak_bytes > lower:
                 break
             lower = solution.forecast.peak_bytes - over
             found = solve(trace, lower, allowed=allowed, windows=self._windows)
-            solution = replace(found, fits=found.forecast.peak_bytes <= target)
+            # It is for this target all the same, and so is the bound.
+            fits, bound = found.forecast.peak_bytes <= target, first.bound_seconds
+            solution = replace(found, fits=fits, bound_seconds=bound)
         return replace(solution, beside_bytes=beside.nbytes)
 
     @property
