@@ -471,6 +471,20 @@ def test_a_pair_is_swapped_where_neither_change_alone_is_possible():
     assert not too_large.fits and search.swap(too_large, 8) == too_large
 
 
+@pytest.mark.parametrize(
+    ("without", "seed", "share"), [("swap", 0, 0.5), ("change_windows", 4, 0.2)]
+)
+def test_plans_take_less_for_both(monkeypatch, without, seed, share):
+    trace = random_trace(seed, regions=True)
+    keep = [block.options["keep"] for block in trace.blocks]
+    most, least = simulate(trace, keep, NONE).peak_bytes, smallest_budget(trace)
+    budget = int(least + share * (most - least))
+    found = solve(trace, budget)
+    monkeypatch.setattr(Search, without, lambda self, start, given: start)
+    assert found.fits
+    assert found.forecast.step_seconds < solve(trace, budget).forecast.step_seconds
+
+
 @pytest.mark.parametrize(("mib", "rate"), [(2, 1e9), (16, 2e8)])
 def test_a_window_is_doubled_where_that_hides_more_and_halved_where_more_is_kept(mib, rate):
     trace, windows = chain([4 * MIB] * 8, rate=rate), Windows(mib * MIB, mib * MIB)
