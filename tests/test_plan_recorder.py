@@ -205,7 +205,7 @@ def test_a_step_that_moves_more_and_computes_for_less_tells_the_computing():
         assert costs.computing_seconds == pytest.approx(5.0)
 
 
-def test_two_steps_that_move_alike_tell_nothing_of_a_byte_and_the_later_of_the_computing():
+def test_two_steps_that_move_alike_tell_nothing_of_a_byte_and_the_shorter_of_the_computing():
     full = moving(seconds=9.0, nbytes=10**9, hook=4.0)
     part = moving(seconds=6.0, nbytes=10**9, hook=2.0)
     costs = costs_of(full, part, LINKS)
@@ -384,7 +384,7 @@ def test_bytes_that_move_at_another_rate_than_they_did_are_planned_for():
     def links_now(links, *, again=True, nbytes=10**9):
         of.begin(again=again)
         of.add(moving(seconds=1.0, nbytes=nbytes, hook=0.1), MIB, is_alike=False)
-        return of.as_now(Trace((), (), links), 0.0).links
+        return of.as_now(Trace((), (), links), 0.0, runs_again=False).links
 
     assert links_now(LINKS, again=False) is LINKS
     now = links_now(LINKS)
@@ -398,28 +398,29 @@ def test_a_step_that_computes_for_another_time_than_it_did_is_planned_for():
     """Only by steps like the plan's that were measured again; without what moving takes of it."""
     of = Corrections()
 
-    def now(computing, *, again=True, is_alike=True, per_byte=0.0):
+    def now(computing, *, again=True, is_alike=True, per_byte=0.0, runs_again=False, steps=4):
         region = TracedRegion("m", (0,), 0.25, 1.0)
         moments = (Moment("save", 0, 2.0, MIB), Moment("use", 0, 1.0, MIB))
         trace = Trace((), moments, Links(1e10, 1e9), 1.0, regions=(region,))
         of.begin(again=again)
-        for seconds in (99.0, computing, computing, 50.0):  # the first is of no account
+        for seconds in (99.0, computing, computing, 50.0)[:steps]:  # the first is of no account
             step = moving(seconds=seconds + 0.1, nbytes=10**9, hook=0.1)
             of.add(step, 200 * MIB, is_alike=is_alike)
-        return trace, of.as_now(trace, per_byte)
+        return trace, of.as_now(trace, per_byte, runs_again=runs_again)
 
     trace, found = now(2.0)
     assert [each.seconds for each in found.moments] == pytest.approx([1.0, 0.5])
-    assert found.tail_seconds == pytest.approx(0.5) and found.regions[0].use_seconds == 0.5
-    assert found.regions[0].save_seconds == 0.25 and found.compute_seconds == pytest.approx(2.0)
-    for given in ({"computing": 4.2}, {"computing": 2.0, "again": False}):
-        trace, found = now(**given)
-        assert found is trace
+    assert found.tail_seconds == pytest.approx(0.5) and found.regions == trace.regions
+    assert found.compute_seconds == pytest.approx(2.0)
+    # As before; not measured again; modules ran again, which is in it; one step alone.
+    for given in ({}, {"again": False}, {"runs_again": True}, {"steps": 2}):
+        trace, found = now(2.0 if given else 4.2, **given)
+        assert found is trace, given
     trace, found = now(2.0, is_alike=False)
     assert found is trace
     _, found = now(3.0, per_byte=1e-9)
     assert found.compute_seconds == pytest.approx(2.0), "of 10**9 bytes"
-    assert of.as_now(trace, 0.0) is trace, "once"
+    assert of.as_now(trace, 0.0, runs_again=False) is trace, "once"
 
 
 def step_of(seconds):
@@ -494,6 +495,15 @@ def test_the_bias_of_choices_that_were_measured_before_is_of_what_was_simulated(
     assert not of.correct(1050, 1029), "as predicted"
 
 
+def test_the_bias_is_of_what_was_simulated_and_not_of_more_that_was_predicted():
+    of = Corrections()
+    of.bias_bytes, of.beside_bytes, of._planned_bytes = -285, 400, 500
+    of.follow(930, 500, is_left=False, simulated_peak_bytes=980, resident_peak_bytes=530)
+    of.exceed(970, 1.0)
+    assert of.correct(1000, 980) and of.bias_bytes == 970 - 980
+    assert of.beside_bytes == 970 - 530
+
+
 def test_looks_count_where_nothing_is_sampled():
     of = Corrections()
     of.follow(100, 100, is_left=False)
@@ -541,9 +551,13 @@ def test_after_less_than_predicted_it_is_known_what_was_held_beside_the_blocks_i
     of.exceed(680, 1.0)
     assert of.correct(1000, 980) and of.bias_bytes == -225
     assert of.beside_bytes == 680 - 200
+    of.follow(980, 500, is_left=False, resident_peak_bytes=480)
+    of.exceed(970, 1.0)
+    assert not of.correct(1000, 980) and of.bias_bytes == -225, "as predicted"
+    assert of.beside_bytes == 970 - 480, "as long as the bias is of windows that were not full"
     of.follow(980, 500, is_left=False, resident_peak_bytes=500)
     of.exceed(1010, 1.0)
-    assert of.correct(1000, 980) and of.beside_bytes is None, "what is over is taken off"
+    assert of.correct(1000, 980) and of.beside_bytes == 1010 - 500, "it has become more"
     for end in (of.begin_larger, lambda: of.run_short(10)):
         of.beside_bytes = 1
         end()

@@ -102,6 +102,11 @@ def test_what_fits_is_left_alone():
     assert found.bound_seconds == found.forecast.step_seconds
 
 
+def test_a_step_of_no_blocks_has_a_plan_that_says_whether_it_fits():
+    trace = Trace((), (), Links(1e9, 1e9), 1.0, 100)
+    assert solve(trace, 100).fits and not solve(trace, 99).fits
+
+
 def test_what_does_not_fit_is_said_with_the_smallest_budget():
     trace = chain([MIB] * 40, other=100 * MIB)
     smallest = smallest_budget(trace)
@@ -263,6 +268,14 @@ def test_memory_that_is_given_back_before_a_step_is_taken_anew_but_where_all_is_
     assert computing + 0.5 <= moving.bound_seconds <= moving.forecast.step_seconds
 
 
+def wrong_blocks(block):
+    yield {**block, "options": {}}
+    yield {**block, "nbytes": -1}
+    for name, value in (("resident_bytes", -1), ("use_seconds", float("nan"))):
+        keep = {**block["options"]["keep"], name: value}
+        yield {**block, "options": {**block["options"], "keep": keep}}
+
+
 def test_a_trace_survives_a_file(tmp_path):
     trace = chain([MIB, 3 * MIB], options=lambda n: {"pack": Option(n // 8, 0.1, 0.1)})
     older = trace.as_dict()
@@ -297,6 +310,7 @@ def test_a_trace_survives_a_file(tmp_path):
         ("links", {"down_rate": 0, "up_rate": 1e9}),
         ("links", {"down_rate": 1e9, "up_rate": float("nan")}),
         ("regions", [{"name": "blocks.*", "members": [7]}]),
+        *(("blocks", [values["blocks"][0], each]) for each in wrong_blocks(values["blocks"][1])),
     ]:
         with pytest.raises(UsageError, match="no trace"):
             Trace.from_dict({**values, name: wrong})

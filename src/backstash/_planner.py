@@ -563,7 +563,9 @@ class Planner:
         if not is_left:
             self._keep_if_it_fits(trace, solution.choices, solution.windows, measured[0])
         is_other = self._corrections.correct(self._budget, usable, can_hold_less=solution.fits)
-        now = self._corrections.as_now(trace, self._costs.per_moved_byte)
+        now = self._corrections.as_now(
+            trace, self._costs.per_moved_byte, runs_again=REGION in solution.choices
+        )
         if is_other or now is not trace:
             self._links = now.links
             self._solve(now)

@@ -20,6 +20,7 @@ _SPARED_OF_SAVED = 16  # the part of what is saved, where that is less
 _FAR = 2  # times what is spared of no account
 _CORRECTIONS = 4
 _STEPS_OFF = 3  # in a row
+_COMPUTING_STEPS = 2  # that tell for how long one computes
 _SAMPLED = 8  # samples of a step: with fewer no thread took them
 
 
@@ -54,8 +55,8 @@ class Corrections:
         self.short_bytes = 0
         """Of this, what the device did not have of the budget."""
         self.beside_bytes: int | None = None
-        """What a plan that held less than was predicted held beside its blocks in place. The next one holds as
-        much beside its own; ``None``: as the simulation says."""
+        """What a plan that held less than was predicted held beside its blocks in place, or a later one more
+        than that. The next one holds as much beside its own; ``None``: as the simulation says."""
         self._least_bias_bytes: int | None = None  # with less the budget was exceeded
         self._kept: _KeptPlan | None = None  # the last plan that kept the budget
         # Of the plan: the peaks that were predicted and simulated, what its step saves, and whether all of it
@@ -222,9 +223,15 @@ class Corrections:
         """
         assert self.measured is not None
         peak, _ = self.measured
-        off, was_kept, self.beside_bytes = peak - self._predicted_peak_bytes, False, None
-        # What was over is taken off whole, and never given back; of what was spared, three quarters are.
-        bias_bytes = self.bias_bytes + (off if off > 0 else off * 3 // 4)
+        off, was_kept = peak - self._predicted_peak_bytes, False
+        # What was over is taken off whole, and never given back; of what was spared, three quarters are. More
+        # may have been predicted than was simulated, which is what the bias is of.
+        bias_bytes = self.bias_bytes + off * 3 // 4
+        if off > 0:
+            bias_bytes = max(self.bias_bytes + off, peak - self._simulated_peak_bytes)
+        beside_bytes = max(0, peak - self._resident_peak_bytes)
+        if self.beside_bytes is not None:
+            self.beside_bytes = max(self.beside_bytes, beside_bytes)
         if peak > budget:
             if not can_hold_less and self._replans >= _CORRECTIONS:
                 return False
@@ -245,7 +252,7 @@ class Corrections:
             if self._is_left or self._replans >= _CORRECTIONS or abs(off) <= self._little:
                 return False
             if off < 0:
-                self.beside_bytes = max(0, peak - self._resident_peak_bytes)
+                self.beside_bytes = beside_bytes
         if self._least_bias_bytes is not None:
             bias_bytes = max(bias_bytes, self._least_bias_bytes)
         if bias_bytes == self.bias_bytes and not was_kept:
@@ -271,13 +278,14 @@ class Corrections:
         self._kept, self.bias_bytes = self._kept_now, peak - predicted_peak_bytes
         return True
 
-    def as_now(self, trace: Trace, per_moved_byte: float) -> Trace:
+    def as_now(self, trace: Trace, per_moved_byte: float, *, runs_again: bool) -> Trace:
         """The trace by how fast bytes move now, and for how long a step computes, where steps were measured
         again and it is not what it was.
 
         Args:
             trace: that is planned for.
             per_moved_byte: what moving takes of the computing thread's time; see :class:`Costs`.
+            runs_again: a module of the plan does, so that steps compute for longer than they did.
         """
         followed, computing = self._followed, typical(self._computing)
         if followed:
@@ -287,7 +295,7 @@ class Corrections:
             up = found.up_rate if "read" in kinds else links.up_rate
             if max(abs(down / links.down_rate - 1), abs(up / links.up_rate - 1)) > _OFF:
                 trace = replace(trace, links=replace(links, down_rate=down, up_rate=up))
-        if self._computing:
+        if len(self._computing) >= _COMPUTING_STEPS and not runs_again:
             moved = typical([float(each.moved_bytes) for each in followed])
             now, before = computing - per_moved_byte * moved, trace.compute_seconds
             if now > 0 and before > 0 and abs(now / before - 1) > _OFF:

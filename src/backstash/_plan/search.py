@@ -46,7 +46,7 @@ class _Change:
 class Search:
     """Changes choices for one problem, with such windows.
 
-    Each of its methods returns what it was given where it finds nothing better.
+    Its methods but :meth:`repair` return what they were given where they find nothing better.
     """
 
     problem: Problem

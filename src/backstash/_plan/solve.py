@@ -12,7 +12,8 @@ the choices independent of each other: every block takes the option that is chea
 that or to run again as a whole, at the price of what is then in memory in backward. Raising
 the prices where a constraint is violated (a subgradient method) gives a lower bound for any choice (Lagrangian
 duality: Everett 1963, Held and Karp 1971). Choices at good prices are repaired to fit, filled up where space is
-left, and scored in the simulation; in the best, pairs of changes are swapped and other windows tried.
+left, and scored in the simulation; in the best two, pairs of changes are swapped, and for the first of them
+other windows are tried.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ _FILLED_OF_EACH = 2  # likewise of those for each pair of windows
 _SWAPPED = 2  # of all that were filled up, the best, in which pairs are swapped
 _SWAPS = 80  # pairs that are tried of each
 _SWAPPED_BLOCKS = 16_000  # in all of these, at most
+_CHANGED_BLOCKS = 400  # at most so many, for other windows than those of the ladder to be tried
 _MIB = 1 << 20
 
 
@@ -74,10 +76,11 @@ def solve(
             repaired.append((search.repair(candidate.choices), search))
     found = [(search.fill(one), search) for one, search in _most_promising(repaired)]
     found.sort(key=lambda each: rank(each[0]))
-    swaps = min(_SWAPS, max(2, _SWAPPED_BLOCKS // len(trace.blocks)))
+    swaps = min(_SWAPS, max(2, _SWAPPED_BLOCKS // max(1, len(trace.blocks))))
     swapped = [search.swap(one, swaps) for one, search in found[:_SWAPPED]]
-    other = found[0][1].change_windows(swapped[0], windows)
-    best = best_of([*(one for one, _ in found), *swapped, other])
+    if len(trace.blocks) <= _CHANGED_BLOCKS:
+        swapped.append(found[0][1].change_windows(swapped[0], windows))
+    best = best_of([*(one for one, _ in found), *swapped])
     bound, _ = by_prices(Problem(_left(trace), budget, names), tried[-1], plain.peak_moment)
     forecast = _with_what_is_kept_beside(trace, best.forecast, plain, budget)
     left_after = problem.left_after(best.choices)
@@ -103,7 +106,8 @@ def _with_what_is_kept_beside(
     near the budget it is given back."""
     if not trace.beside_left_bytes:
         return forecast
-    beside = trace.beside_left_bytes * forecast.resident_peak_bytes // plain.resident_peak_bytes
+    of_all = max(1, plain.resident_peak_bytes)
+    beside = trace.beside_left_bytes * forecast.resident_peak_bytes // of_all
     peak_bytes = max(forecast.peak_bytes, min(budget, forecast.peak_bytes + beside))
     return replace(forecast, peak_bytes=peak_bytes)
 

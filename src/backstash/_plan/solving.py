@@ -16,7 +16,7 @@ __all__ = ["Beside", "Kept", "Solved", "Solving", "left_alone"]
 Solved = tuple[Trace, Solution, int]
 """What was planned for, how, and the smallest budget that such a step can keep."""
 
-_LOWERED = 4  # times that less is tried for, where too much would be in place
+_LOWERED = 2  # times that less is tried for, where too much would be in place
 _ALIKE = 0.01  # of a step's seconds: what was measured has to take so much less to be planned again
 
 

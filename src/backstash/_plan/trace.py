@@ -9,7 +9,7 @@ import json
 import math
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, astuple, dataclass, replace
 from typing import Any, Literal
 
 from ..errors import UsageError
@@ -145,15 +145,12 @@ class Trace:
         return replace(self, moments=moments, tail_other_bytes=self.tail_other_bytes + nbytes)
 
     def computing(self, seconds: float) -> Trace:
-        """The same step where computing takes so long: all of it, and the second runs of regions."""
+        """The same step where computing takes so long. What options and second runs take was timed itself."""
         scale = seconds / self.compute_seconds
         return replace(
             self,
             moments=tuple(replace(each, seconds=each.seconds * scale) for each in self.moments),
             tail_seconds=self.tail_seconds * scale,
-            regions=tuple(
-                replace(each, use_seconds=each.use_seconds * scale) for each in self.regions
-            ),
         )
 
     def moving_at_most(self, nbytes: int, name: str) -> Trace:
@@ -175,7 +172,15 @@ class Trace:
             raise ValueError("each block is saved once")
         if any(each.block not in range(len(self.blocks)) for each in self.moments):
             raise ValueError("a moment of no block")
+        if any("keep" not in each.options for each in self.blocks):
+            raise ValueError("each block may be kept")
         numbers = [each.seconds for each in self.moments]
+        numbers += [
+            number
+            for block in self.blocks
+            for each in (*block.options.values(), Option(block.nbytes))
+            for number in astuple(each)
+        ]
         numbers += [self.beside_left_bytes, *(each.other_bytes for each in self.moments)]
         numbers += [self.links.down_rate, self.links.up_rate, self.links.latency_seconds]
         if any(not math.isfinite(each) or each < 0 for each in numbers):
