@@ -94,6 +94,7 @@ FOUND = {
 
 @pytest.mark.parametrize("name", FOUND)
 def test_programs_by_name(tmp_path, name):
+    """`judge` raises where a gradient is not plain PyTorch's."""
     judge(FOUND[name], str(tmp_path))
 
 

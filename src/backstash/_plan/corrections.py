@@ -284,7 +284,7 @@ class Corrections:
 
         Args:
             trace: that is planned for.
-            per_moved_byte: what moving takes of the computing thread's time; see :class:`Costs`.
+            per_moved_byte: seconds of the computing thread's that it takes; see :class:`Costs`.
             runs_again: a module of the plan does, so that steps compute for longer than they did.
         """
         followed, computing = self._followed, typical(self._computing)

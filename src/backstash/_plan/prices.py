@@ -18,8 +18,11 @@ _MOMENTS = 6  # at most so many that bind
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
+    """Choices for all blocks, which may not fit yet."""
+
     choices: list[str]
-    link_seconds: float  # the price of a byte that moves both ways
+    link_seconds: float
+    """The price of a byte that moves both ways."""
 
 
 @dataclass(slots=True)

@@ -18,7 +18,6 @@ other windows are tried.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -32,7 +31,6 @@ from .trace import Option, Trace
 __all__ = ["follow", "smallest_budget", "solve"]
 
 _FILLED = 12  # of the candidates, the best, which are filled up
-_FILLED_OF_EACH = 2  # likewise of those for each pair of windows
 _SWAPPED = 2  # of all that were filled up, the best, in which pairs are swapped
 _SWAPS = 80  # pairs that are tried of each
 _SWAPPED_BLOCKS = 16_000  # in all of these, at most
@@ -74,7 +72,8 @@ def solve(
         for candidate in different.values():
             search = Search(problem, each, candidate.link_seconds)
             repaired.append((search.repair(candidate.choices), search))
-    found = [(search.fill(one), search) for one, search in _most_promising(repaired)]
+    repaired.sort(key=lambda each: rank(each[0]))
+    found = [(search.fill(one), search) for one, search in repaired[:_FILLED]]
     found.sort(key=lambda each: rank(each[0]))
     swaps = min(_SWAPS, max(2, _SWAPPED_BLOCKS // max(1, len(trace.blocks))))
     swapped = [search.swap(one, swaps) for one, search in found[:_SWAPPED]]
@@ -85,18 +84,6 @@ def solve(
     forecast = _with_what_is_kept_beside(trace, best.forecast, plain, budget)
     left_after = problem.left_after(best.choices)
     return replace(best, forecast=forecast, bound_seconds=bound, left_after=left_after)
-
-
-def _most_promising(repaired: list[tuple[Solution, Search]]) -> list[tuple[Solution, Search]]:
-    """The best, and the best of each pair of windows: the smaller ones have room that is not filled yet."""
-    repaired.sort(key=lambda each: rank(each[0]))
-    of: Counter[Windows] = Counter()
-    promising = []
-    for at, (solution, search) in enumerate(repaired):
-        of[solution.windows] += 1
-        if at < _FILLED or of[solution.windows] <= _FILLED_OF_EACH:
-            promising.append((solution, search))
-    return promising
 
 
 def _with_what_is_kept_beside(
