@@ -699,6 +699,9 @@ def summary(models: dict[str, Any]) -> dict[str, Any]:
         "step within 10% by the machine's speed": sum(
             abs(speedless(after) / speedless(before) - 1) <= 0.1 for before, after in ran
         ),
+        "step within 10% of the prediction in the same process": sum(
+            abs(after["step_seconds"] / foretold(after) - 1) <= 0.1 for _, after in ran
+        ),
         "budgets over 5% slower than a smaller one": sum(
             is_slower_than_a_smaller_one(after, entry)
             for entry in models.values()
@@ -714,6 +717,13 @@ def speedless(each: dict[str, Any]) -> float:
     """The time of a step by that of the probe; in seconds, where no machine has part."""
     known = each.get("step_probes")
     return float(known or each["step_seconds"] / (each["probe_seconds"] or 1))
+
+
+def foretold(cell: dict[str, Any]) -> float:
+    """Seconds of a step by the plan that its process followed, without the probe before it, which is a part of
+    the step to the stash."""
+    predicted = cell["plan"]["predicted"]
+    return predicted["step_seconds"] - cell["probe_seconds"] if predicted else float("nan")
 
 
 def is_beaten(of: dict[str, Any], entry: dict[str, Any]) -> bool:

@@ -47,6 +47,16 @@ def gradients(model, rank, hold):
     return [getattr(grad, "_local_tensor", grad).clone() for grad in grads]
 
 
+def check_budgets(model, rank, directory, true):
+    """Each rank has a plan of its own: within a budget that cannot be kept, and within one that all fits in."""
+    stash = Stash(budget={0: "1MiB", 1: "64GiB"}, disk=directory, min_bytes=0)
+    for _ in range(4):
+        mine = gradients(model, rank, stash)
+        assert all(map(torch.equal, mine, true))
+    assert stash.plan.state == ("too small", "left alone")[rank], str(stash.plan)
+    stash.close()
+
+
 def main():
     rank, store, directory = int(sys.argv[1]), sys.argv[2], sys.argv[3]
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
@@ -62,6 +72,7 @@ def main():
                 assert all(map(torch.equal, mine, true)), make
             assert stash.stats().written_bytes > 3 * 32 * WIDTH * 4
             stash.close()
+        check_budgets(model, rank, directory, true)
     distributed_variants.check(rank, directory)
     distributed_pipelines.check(rank, directory)
     dist.destroy_process_group()

@@ -350,6 +350,15 @@ def test_one_line_where_that_says_it_all(figures: dict[str, Any], said: str) -> 
     assert len(summary(figures_of(left=large)).splitlines()) > 5
 
 
+def test_what_failed_has_its_notes_beside_it() -> None:
+    """They may say whether to run it again."""
+    figures = figures_of("OutOfMemoryError", **MOVED)
+    figures["stats"]["notes"] = ["step 3 ran out of device memory: run it again"]
+    first, second = summary(figures).splitlines()
+    assert first.startswith("backstash: the script ended by OutOfMemoryError")
+    assert second == "backstash: note: step 3 ran out of device memory: run it again"
+
+
 def test_the_summary_speaks_the_command_line_s_words() -> None:
     reasons = ("no tier below: give disk=", "smaller than min_bytes", "no tier below: give host=")
     left = {reason: {"count": 2, "nbytes": 64} for reason in reasons}

@@ -116,7 +116,7 @@ def test_a_step_of_an_accelerator_is_planned_for_elsewhere(tmp_path: Path) -> No
     path.write_text(json.dumps({**run.trace, "runs_ahead": True}))
     plan = Plan.from_trace(path, "1GiB")
     assert plan.device == "accelerator"
-    assert "the tensors on accelerator" in table("", [plan])
+    assert "the tensors on accelerator" in table("", [plan], plan)
 
 
 def test_a_script_that_ends_too_soon_is_told_so(tmp_path: Path) -> None:
@@ -163,11 +163,12 @@ def test_the_table_names_what_cannot_be_kept() -> None:
         plain=StepFigures(200 * MIB, 1.0),
         smallest_budget_bytes=90 * MIB,
     )
-    text = table("train.py", [small])
+    text = table("train.py", [small], small)
+    assert text.endswith("the smallest budget that can be kept: 90 MiB")
     line = "1.00 MiB   3.00 MiB        0 B        0 B  cannot be kept; 90 MiB can"
     assert line in text
     mixed = replace(each, choices=(("disk", 1), ("recompute", 2), ("pack", 1)))
-    text = table("train.py", [replace(small, classes=(mixed,))])
+    text = table("train.py", [replace(small, classes=(mixed,))], small)
     assert " 0 B   1.00 MiB   2.00 MiB   1.00 MiB  cannot" in text
     assert budgets_of(small) == [96 * MIB, 128 * MIB, 160 * MIB, 192 * MIB, 208 * MIB]
 

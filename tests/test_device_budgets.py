@@ -293,8 +293,8 @@ def test_a_device_that_runs_out_of_memory_within_a_plan_is_planned_for_with_less
     device.peak_bytes = 0
     assert torch.equal(step(stash), true)
     assert device.peak_bytes <= 116 * MIB - 116 * MIB // 16
-    stash._planner._plan = replace(stash.plan, state="too small")
+    stash._planner.follower.plan = replace(stash.plan, state="too small")
     assert "no plan makes it fit" in run_out(stash)
-    stash._planner._plan = replace(stash.plan, state="loaded")
+    stash._planner.follower.plan = replace(stash.plan, state="loaded")
     assert "a loaded plan is followed as it is" in run_out(stash)
     stash.close()

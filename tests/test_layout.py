@@ -25,7 +25,7 @@ FLOORS = (
     ("_device",),
     ("_saved",),
     ("_tiers",),
-    ("_planner",),
+    ("_planner", "_follower"),
     ("_session",),
     ("_admission",),
     ("_hook_scope", "_stats", "_region", "_planned_region"),

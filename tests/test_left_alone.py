@@ -305,7 +305,7 @@ def planned(memory, tmp_path, budget=PART, **options):
     for _ in range(12):
         assert torch.equal(step(net, stash), true)
         _ = stash.plan
-        if planner._choices and not (planner._recording.is_on or planner._solving.is_new):
+        if planner.follower.choices and not (planner._recording.is_on or planner._solving.is_new):
             break
     assert stash.plan.state == "planned" and not planner._recording.is_on
     return stash, net, true

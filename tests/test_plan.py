@@ -24,6 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import backstash._follower
 import backstash._planner
 from backstash import Action, Disk, Stash
 from backstash._admission import FITS
@@ -97,7 +98,9 @@ def test_what_fits_is_left_in_place(memory, tmp_path):
     while planner._recording.is_on:
         step(model(), stash)
     # However long a step takes, it is not measured again, since nothing would be faster.
-    planner._plan = replace(planner._plan, predicted=replace(plan.predicted, step_seconds=1e-9))
+    planner.follower.plan = replace(
+        planner.follower.plan, predicted=replace(plan.predicted, step_seconds=1e-9)
+    )
     for _ in range(5):
         step(model(), stash)
     assert not planner._recording.is_on
@@ -147,6 +150,25 @@ def test_a_budget_that_cannot_be_kept_is_said_before_the_second_step(memory, tmp
     assert plan.state == "too small"
     assert plan.smallest_budget_bytes > OTHER
     assert "the smallest that can be kept is" in str(plan)
+    stash.close()
+
+
+def test_a_budget_that_the_first_step_seemed_to_keep_is_said_when_it_is_planned_for(
+    memory, tmp_path
+):
+    """Beside what is saved, later steps hold more than the first one did."""
+    stash = memory(budget=OTHER + SAVED // 2 + 3 * MIB, disk=tmp_path)
+    memory.other = lambda: OTHER + (SAVED if stash._planner._steps > 1 else 0)
+    net = model()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(3):
+            step(net, stash)
+    with pytest.warns(StashWarning, match="the smallest that this step can keep is 1[12]. MiB"):
+        for _ in range(3):
+            step(net, stash)
+            _ = stash.plan
+    assert stash.plan.state == "too small"
     stash.close()
 
 
@@ -234,6 +256,41 @@ def test_a_plan_for_another_model_is_refused_in_the_second_step(memory, tmp_path
     step(net, other)
     with pytest.raises(UsageError, match="made for another model"):
         step(net, other)
+
+
+def test_a_plan_for_a_batch_of_another_size_is_refused(memory, tmp_path):
+    """Its modules and operations are the same, and none of its sizes."""
+    stash = memory(budget=OTHER + SAVED // 2 + 3 * MIB, disk=tmp_path)
+    plan = replace(settle(model(), stash), left_after=None)
+    stash.close()
+    other = memory(plan=plan, disk=tmp_path)
+
+    def run():
+        with other:
+            loss = model()(torch.randn(1024, 512, requires_grad=True) * 2).sum()
+        loss.backward()
+
+    run()
+    with pytest.raises(UsageError, match="or for a batch of another size"):
+        run()
+
+
+def test_a_loaded_plan_that_exceeds_its_budget_is_told_of(memory, tmp_path):
+    stash = memory(budget=OTHER + SAVED // 2 + 3 * MIB, disk=tmp_path)
+    plan = replace(settle(model(), stash), left_after=None)
+    stash.close()
+    memory.other = lambda: OTHER + SAVED  # it was made for less
+    again = memory(plan=plan, disk=tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(4):
+            step(model(), again)
+    with pytest.warns(StashWarning, match="was exceeded in 3 steps.* A loaded plan is followed as"):
+        step(model(), again)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step(model(), again)
+    again.close()
 
 
 def test_the_plan_reads_as_text(memory, tmp_path):
@@ -869,7 +926,9 @@ def test_what_the_process_held_between_two_steps_is_of_neither(with_free, memory
 
 def test_what_is_free_is_given_back_before_less_is_kept(with_free, memory):
     planner, free, given_back, run = with_free
-    planner._plan = replace(planner._plan, left_after=None)  # memory is looked at for each block
+    planner.follower.plan = replace(
+        planner.follower.plan, left_after=None
+    )  # memory is looked at for each block
     moved = run()
     resident, before = planner._limits.tiers.evictor.resident, []
 
@@ -1264,7 +1323,10 @@ def test_the_first_step_under_a_plan_gives_back_what_is_free(memory, tmp_path):
     while stash.plan.state == "measuring":
         free[0] = 12 * MIB  # what the backward before has freed
         given_back.clear()
-        planner._guard.let_go = lambda: (given_back.append(planner._asked), free.__setitem__(0, 0))
+        planner._guard.let_go = lambda: (
+            given_back.append(planner.follower._asked),
+            free.__setitem__(0, 0),
+        )
         step(net, stash)
     assert stash.plan.state == "planned" and given_back[:1] == [0], "before its first block"
     assert memory.peaks[0] <= budget
@@ -1340,7 +1402,7 @@ def test_a_correction_that_went_too_far_is_not_made_again(memory, tmp_path):
     resident = stash._session.device_tiers[0].evictor.resident
 
     def other():
-        moved = planner._choices is None
+        moved = planner.follower.choices is None
         return OTHER + (8 * MIB if moved else 0) + (9 * MIB if resident.nbytes > 6 * MIB else 0)
 
     memory.other = other
@@ -1360,7 +1422,7 @@ def test_what_fits_but_for_what_moving_takes_is_left_in_place_in_the_end(memory,
     stash = memory(budget=budget, disk=tmp_path, inflight="1MiB", prefetch="1MiB")
     planner = stash._planner
     planner._corrections._replans = 99  # no other plan is tried
-    memory.other = lambda: OTHER + (7 * MIB if planner._choices is None else 0)
+    memory.other = lambda: OTHER + (7 * MIB if planner.follower.choices is None else 0)
     net, states = model(), []
     for _ in range(30):
         step(net, stash)
@@ -1377,7 +1439,7 @@ def test_a_budget_that_is_kept_is_not_too_small(memory, tmp_path):
     stash = memory(budget=budget, disk=tmp_path, inflight="1MiB", prefetch="1MiB")
     planner = stash._planner
     planner._corrections._replans = 99  # no other plan is tried
-    memory.other = lambda: OTHER + (7 * MIB if planner._choices is None else 0)
+    memory.other = lambda: OTHER + (7 * MIB if planner.follower.choices is None else 0)
     with pytest.warns(StashWarning, match="cannot be kept"):
         assert settle(model(), stash, steps=5).state == "too small"
     memory.peaks[0] = 0
@@ -1398,7 +1460,9 @@ def test_choices_that_were_measured_to_keep_the_budget_are_not_ruled_out(memory,
     planner, net, always = stash._planner, model(), [False]
 
     def other():
-        kept = any(name == "keep" for each in planner._plan.classes for name, _ in each.choices)
+        kept = any(
+            name == "keep" for each in planner.follower.plan.classes for name, _ in each.choices
+        )
         return OTHER + more * (kept or always[0])
 
     memory.other = other
@@ -1520,7 +1584,9 @@ def test_a_plan_that_comes_out_the_same_is_not_measured_again(memory, tmp_path):
     assert settle(net, stash, steps=1).measured is None, "of another step"
     assert planner._recording.is_on
     settle(net, stash, steps=8)
-    planner._plan = dataclasses.replace(stash.plan, measured=StepFigures(planner._budget + 1, 1.0))
+    planner.follower.plan = dataclasses.replace(
+        stash.plan, measured=StepFigures(planner._budget + 1, 1.0)
+    )
     planner._solve(planner._solving.taken[0])
     assert settle(net, stash, steps=1).measured is None, "it exceeded"
     stash.close()
@@ -1533,7 +1599,7 @@ def test_a_plan_that_comes_out_the_same_is_corrected_by_what_was_measured_of_it(
     planner._corrections._wait_steps = 10**6
     settle(net, stash, steps=12)
     trace, bias = planner._solving.taken[0], planner._corrections.bias_bytes
-    planner._plan = dataclasses.replace(
+    planner.follower.plan = dataclasses.replace(
         stash.plan, measured=StepFigures(stash.plan.predicted.peak_bytes, 1.0)
     )
     planner._corrections._replans, planner._corrections.bias_bytes = 0, bias + 1
@@ -1828,10 +1894,10 @@ def test_auto_is_what_the_machine_can_spare(tmp_path):
 def test_plans_that_change_at_every_step_are_exact(memory, tmp_path, monkeypatch):
     generator = torch.Generator().manual_seed(0)
 
-    def choose(planner, block, tensor):
+    def choose(follower, block, tensor):
         return ["", "disk"][int(torch.randint(2, (), generator=generator))]
 
-    monkeypatch.setattr(backstash._planner.Planner, "choose", choose)
+    monkeypatch.setattr(backstash._follower.Follower, "choose", choose)
     stash = memory(budget=OTHER + 2 * SAVED, disk=tmp_path)
     net = model()
     true = step(net, Stash())

@@ -224,9 +224,11 @@ def test_what_a_step_computes_beside_one_that_was_left_alone_is_of_its_blocks():
     costs = Costs(kept=(0.5, 0.25), moved=(1.0, 0.75), computing_seconds=3.0)
     found = beside_left(costs, 2, 2.0)
     assert found == replace(costs, beside_each=0.5, computing_seconds=2.0, left_seconds=2.0)
-    assert beside_left(costs, 2, 4.0) == replace(costs, left_seconds=4.0)
+    longer = beside_left(costs, 2, 4.0)
+    assert longer == replace(costs, computing_seconds=4.0, left_seconds=4.0), "no plan is faster"
     assert beside_left(costs, 2, None) == costs
-    assert beside_left(Costs(), 2, 2.0) == Costs(left_seconds=2.0), "nothing moved"
+    nothing_moved = beside_left(Costs(), 2, 2.0)
+    assert nothing_moved == Costs(computing_seconds=2.0, left_seconds=2.0)
     step = record(told("save", 1.0, number=0), told("save", 2.0, number=1))
     trace = trace_of(step, LINKS, found, "disk")
     assert trace.compute_seconds == pytest.approx(2.0)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+import backstash._follower
 import backstash._plan.first_steps
 import backstash._planner
 import backstash._region
@@ -165,7 +166,7 @@ def test_what_a_second_run_that_is_compared_leaves_free_is_not_the_step_s(memory
 
     class Keeping(Layer):
         def forward(self, x):
-            if stash._thread_state().runs_again and stash._planner._choices is None:
+            if stash._thread_state().runs_again and stash._planner.follower.choices is None:
                 free[0] += 2 * MIB
             return super().forward(x)
 
@@ -198,7 +199,9 @@ def test_what_is_made_again_is_left_as_it_is_where_there_is_room(memory, tmp_pat
         while stash._planner._recording.is_on:
             step(net, stash)
         planner = stash._planner
-        planner._plan = replace(planner._plan, left_after=None)  # of a first run each is looked at
+        planner.follower.plan = replace(
+            planner.follower.plan, left_after=None
+        )  # of a first run each is looked at
         memory.other = lambda: OTHER - 8 * MIB
         before = left()
         assert same(step(net, stash), true)
@@ -283,7 +286,7 @@ def test_a_plan_with_regions_is_followed_from_a_file(memory, tmp_path):
             )
             for each in plan.classes:  # what is held until a forward was compared, is none of them
                 held = sum(n for name, n in each.choices if name != "region")
-                assert again._planner._choices._met[each.name] == held
+                assert again._planner.follower.choices._met[each.name] == held
             if number:  # in the first, each is tried first, and what it saves moves meanwhile
                 assert after.written_bytes == before.written_bytes
                 assert memory.peaks[0] <= budget
@@ -462,12 +465,12 @@ class Chance(nn.Module):
 def test_plans_that_change_at_every_step_are_exact(memory, tmp_path, monkeypatch, seed):
     draw = random.Random(seed)
 
-    def choose(planner, block, tensor):
+    def choose(follower, block, tensor):
         return draw.choice(["", "disk", "pack", "recompute"])
 
-    planner = backstash._planner.Planner
-    monkeypatch.setattr(planner, "choose", choose)
-    monkeypatch.setattr(planner, "way_of", lambda *_: draw.choice([AGAIN, ONCE]))
+    follower = backstash._follower.Follower
+    monkeypatch.setattr(follower, "choose", choose)
+    monkeypatch.setattr(follower, "way_of", lambda *_: draw.choice([AGAIN, ONCE]))
 
     def run(net, stash, number):
         torch.manual_seed(number)
@@ -502,7 +505,7 @@ def test_what_a_refused_region_saves_moves(memory, tmp_path):
     """Beyond those that the plan chooses for; where no region is to let go of a class, the first's choice."""
     stash = memory(budget=OTHER, disk=tmp_path)
     planner = stash._planner
-    planner._choices = Choices(
+    planner.follower.choices = Choices(
         [("erf #0 1 B", [("keep", 1), ("region", 1)]), ("sin #0 1 B", [("keep", 1)])],
     )
     for operation, beyond in (("erf #0 1 B", "disk"), ("sin #0 1 B", "keep")):

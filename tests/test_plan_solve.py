@@ -1,5 +1,6 @@
 """The simulation of a step, and the choices within a budget beside a linear program's bound."""
 
+import itertools
 import json
 import random
 import statistics
@@ -532,6 +533,54 @@ def test_looking_at_all_blocks_for_the_sake_of_a_few_is_not_chosen(regions):
         assert found.bound_seconds <= exact * (1 + 1e-6)
         seen = 0.002 * found.left_after
         assert found.forecast.step_seconds <= 1.12 * exact + seen
+
+
+def alternating(draw, blocks):
+    """Saves and uses in a random order, as of several graphs that are alive at once; the link is slow."""
+    options = {}
+    for at in range(blocks):
+        nbytes = draw.choice([MIB, 2 * MIB, 4 * MIB])
+        options[at] = {
+            "keep": Option(nbytes),
+            "disk": Option(0, 0, 0, nbytes),
+            "recompute": Option(0, 0, draw.choice([0.01, 0.1, 1.0])),
+        }
+    alive, left, moments = [], list(range(blocks)), []
+    while left or alive:
+        if left and (not alive or draw.random() < 0.6):
+            alive.append(left.pop(0))
+            moments.append(Moment("save", alive[-1], draw.random() * 0.02, 100 * MIB))
+        else:
+            at = alive.pop(draw.randrange(len(alive)))
+            moments += [
+                Moment(kind, at, draw.random() * 0.02, 100 * MIB) for kind in ("use", "free")
+            ]
+    traced = tuple(TracedBlock("", each["keep"].resident_bytes, each) for each in options.values())
+    rate = draw.choice([20, 100, 500]) * MIB
+    return Trace(traced, tuple(moments), Links(rate, rate), 0.01, 100 * MIB)
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_no_choice_takes_less_than_the_bound(seed):
+    """All choices of five blocks are tried, with any windows. A block that is used while
+    it is being written is not read; of several graphs, writes go on when uses have begun."""
+    draw = random.Random(seed)
+    trace = alternating(draw, 5)
+    most, least = simulate(trace, trace.left_alone(), NONE).peak_bytes, smallest_budget(trace)
+    sizes = [MIB << n for n in range(5)]
+    for share in (0.0, 0.3, 0.6, 0.9):
+        budget = int(least + share * (most - least))
+        found = solve(trace, budget)
+        problem = Problem(trace, budget, ("keep", "disk", "recompute"))
+        tried = [
+            problem.forecast(names, Windows(down, up))
+            for names in itertools.product(problem.allowed, repeat=5)
+            for down in sizes
+            for up in sizes
+        ]
+        fits = [each.step_seconds for each in tried if each.peak_bytes <= budget]
+        assert found.fits and found.bound_seconds <= min(fits) + 1e-9
+        assert found.forecast.step_seconds <= 1.15 * min(fits) + 1e-9
 
 
 def test_no_more_moves_than_the_tier_below_can_hold():

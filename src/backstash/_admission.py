@@ -529,13 +529,13 @@ class Admission:
             thread_state.may_leave(-1)
             if planner.regions is not None and (thread_state.runs_again or thread_state.is_tried):
                 # No part of what is planned for: a second run's, or what its region is held by meanwhile.
-                instead = planner.beside(block, again=thread_state.runs_again)
+                instead = planner.follower.beside(block, again=thread_state.runs_again)
                 choice = _Choice(instead) if choice == _DEFAULT else choice
                 if thread_state.runs_again and choice == _DEFAULT and self._codec is None:
-                    nbytes = planner.may_make_bytes(len(session.thread_states))
+                    nbytes = planner.follower.may_make_bytes(len(session.thread_states))
                     thread_state.may_leave(nbytes, tensor.device, session.uses)
             else:
-                planner.count(block)
+                planner.follower.count(block)
                 if choice == _DEFAULT:
                     choice = self._planned(block, tensor, thread_state, modules, tiers)
                     self._allow(planner, thread_state, tensor.device)
@@ -569,7 +569,7 @@ class Admission:
         """A save was looked at: the planner says how much may be saved until the next one is."""
         session = self._session
         if self._codec is None:  # else it is asked for each
-            nbytes = planner.may_leave_bytes(len(session.thread_states), is_block=is_block)
+            nbytes = planner.follower.may_leave_bytes(len(session.thread_states), is_block=is_block)
             thread_state.may_leave(nbytes, device, session.uses)
 
     def _planned(
@@ -582,7 +582,7 @@ class Admission:
     ) -> _Choice:
         """What the plan chooses; a planner that asks is told what each choice costs."""
         planner, packer = self._session.planners[tiers.number], tiers.packer
-        tier = planner.choose(block, tensor)
+        tier = planner.follower.choose(block, tensor)
         if tier not in ("recompute", "pack") and not planner.asks_prices:
             return _Choice(tier)
         self._recomputes = True
@@ -598,7 +598,9 @@ class Admission:
         if tier == "pack":
             return _Choice(codec=EXACT)
         if tier == "recompute":
-            return _Choice(replay=replay) if replay is not None else _Choice(planner.instead)
+            return (
+                _Choice(replay=replay) if replay is not None else _Choice(planner.follower.instead)
+            )
         return _Choice(tier)
 
     def _pack_other(self, tensor: Tensor, thread_state: ThreadState) -> object:

@@ -84,7 +84,7 @@ class Planned:
         with self._session.section.lock, self._session.section:
             self._session.begin_step(tiers)
             inside = child_names(modules[0]) if len(modules) == 1 else ()
-            self.name, self._index = planner.begin_forward(module_path(modules), inside)
+            self.name, self._index = planner.follower.begin_forward(module_path(modules), inside)
             self._stays = self._regions.stays(self.name, self._index)
 
     @classmethod
@@ -101,7 +101,7 @@ class Planned:
     def begin(self) -> str:
         """What is done with it: see :mod:`backstash._plan.regions`."""
         with self._session.section.lock, self._session.section:
-            way = self._planner.way_of(self.name, self._index)
+            way = self._planner.follower.way_of(self.name, self._index)
             if way == TRACED:
                 self.forward, self._number = self._planner.trace_forward(self.name, self._index)
                 self.may_try = self._planner.may_try(self.name)

@@ -1,4 +1,4 @@
-"""The planner of one stash: measures steps, has them planned, and says of each block what is done with it.
+"""The planner of one device: measures steps, and has them planned; a :class:`Follower` does what the plan says.
 
 Step 1 moves everything, so that it fits; step 2 does so again, without what only a first step takes, and tries
 on every block whether it can be recomputed or packed, and how long that takes; step 3 moves every other block,
@@ -10,8 +10,7 @@ take more than a tenth longer or shorter than predicted, steps are measured agai
 rate than they did, or the step computes for another time, the plan is made again for that.
 
 What is saved after the last block that a plan lets go of is left alone, as all is where everything fits: it is
-no block, and costs what it costs without a stash. From time to time the memory is looked at; a block that is
-then admitted may have to go.
+no block, and costs what it costs without a stash.
 
 Steps may have other shapes. A plan is for the largest step so far: of a smaller one that it does not know, the
 oldest blocks go, with as much other memory taken for granted. A larger one moves everything, is measured, and
@@ -21,24 +20,21 @@ have later ones of other sizes, as a mixture of experts has: they are held as th
 
 from __future__ import annotations
 
-import sys
 import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from torch import Tensor
-
 from ._device.base import Device
-from ._plan.choices import Choices, ClassOf
+from ._follower import Follower
 from ._plan.corrections import Corrections
 from ._plan.first_steps import FirstSteps, Mode
 from ._plan.guard import MemoryGuard
 from ._plan.meter import Meter, ProcessMeter, Sample
 from ._plan.recorder import Costs, StepRecord, beside_left, links_of, trace_of
 from ._plan.recording import StepRecording
-from ._plan.regions import AGAIN, ONCE, TRACED, Forward, Regions, name_of
+from ._plan.regions import Forward, Regions
 from ._plan.shape import EndedStep, StepShape
 from ._plan.simulate import Windows
 from ._plan.solve import smallest_budget
@@ -57,9 +53,6 @@ from .units import format_bytes
 __all__ = ["Planner", "auto_budget", "held_and_spare"]
 
 _GUARD_BYTES = 1 << 20  # saved between two looks at the process's memory
-_ANCHORS = 4  # blocks that each step begins with, whose uses tell when its backward runs
-_LOOKS = 4  # the part of the memory left that is saved between two looks at it, where all fits
-_MADE_LOOKS = 2  # the same in a second run
 _LEAST_WINDOW_BYTES = 16 << 20
 _MARGIN = 50  # the part of a budget that it may be exceeded by and nothing is said
 _TOLD_AT = 3  # steps that exceeded it: planning again with what was measured did not help
@@ -70,7 +63,7 @@ _FREE = Costs()
 
 
 class Planner:
-    """Decides block by block. Its methods want the stash's lock, but for :attr:`plan`.
+    """Has steps measured, and planned for. Its methods want the stash's lock, but for :attr:`plan`.
 
     Args:
         event_log: of the stash.
@@ -103,8 +96,6 @@ class Planner:
         self._guard = MemoryGuard(self._meter, most, self._budget, let_go, tries=device is None)
         self._device = device
         self._device_name = device.name if device is not None else "cpu"
-        # An accelerator's allocator takes its time to answer.
-        self._guard_bytes = max(_GUARD_BYTES, self._budget >> 9 if device is not None else 0)
         self.regions = Regions() if tier is not None else None
         """Of the modules that may run again; ``None``: they do whatever the plan is."""
         self._recording = StepRecording(
@@ -113,14 +104,8 @@ class Planner:
         self._first_steps = FirstSteps(self._budget, copies_aside=device is not None)
         self._steps = 0
         self._has_failed = False  # this step, as far as is known
-        self._class_of = ClassOf()
-        self._choices: Choices | None = None
-        self._unlooked_bytes = 0
         self._shape = StepShape(begins_as_known=loaded is not None)
         self._most_other_bytes = 0  # that a step which was planned for held beside
-        self._asked = 0  # how often it was asked in this step whether more may stay
-        # Forwards of this step that were to run again and do not: what they save is to move.
-        self._refused: set[tuple[str, int]] = set()
         self._bytes_at_start = 0  # of memory, when the step began that was planned for
         self._links, self._costs = Links(0.0, 0.0), Costs()
         self._corrections = Corrections()
@@ -128,17 +113,28 @@ class Planner:
         self._exceeding = 0  # steps under a plan that exceeded the budget
         self.notes: dict[str, None] = {}
         self._solving = Solving(windows, self.notes)
+        self.follower = Follower(
+            Plan(self._budget, "measuring", device=self._device_name),
+            tier=tier,
+            regions=self.regions,
+            limits=self._limits,
+            guard=self._guard,
+            # An accelerator's allocator takes its time to answer.
+            look_bytes=max(_GUARD_BYTES, self._budget >> 9 if device is not None else 0),
+            shape=self._shape,
+            recording=self._recording,
+            first_steps=self._first_steps,
+            meet_larger=self._meet_larger,
+        )
+        """Decides block by block."""
         if loaded is not None:
-            self._plan = _with(loaded, state="loaded")
-            self._follow(loaded)
-        else:
-            self._plan = Plan(self._budget, "measuring", device=self._device_name)
+            self.follower.follow(_with(loaded, state="loaded"))
 
     @property
     def plan(self) -> Plan:
         """What is known now. Waits for a plan that is being made."""
         self._solving.wait()
-        return self._plan
+        return self.follower.plan
 
     @property
     def trace(self) -> Trace | None:
@@ -149,9 +145,13 @@ class Planner:
     @property
     def matches_nothing(self) -> bool:
         """Of a loaded plan, after a step: whether nothing that was saved is of its classes."""
-        if self._plan.state != "loaded" or self._choices is None or self._steps == 1:
+        if (
+            self.follower.plan.state != "loaded"
+            or self.follower.choices is None
+            or self._steps == 1
+        ):
             return False
-        return not self._choices.matched
+        return not self.follower.choices.matched
 
     def close(self) -> None:
         """Measure no more. Where it was to be learnt what any budget would cost, that is planned for now."""
@@ -178,17 +178,17 @@ class Planner:
         """The first block of a step is being admitted to ``tiers``; the step before has ended."""
         self._limits.begin_step(tiers, self._guard.has_room, self._ran_out)
         recording, first = self._recording, self._steps == 0
-        ended, self._asked = self._shape.begin_step(is_first=first), 0
+        ended = self._shape.begin_step(is_first=first)
         kept_free_bytes = self._guard.kept_free_bytes
         if self._guard.keeps_free:
             self._end_kept_free(ended)
         looked_bytes = self._guard.take_highest()
         highest_bytes = max(looked_bytes, self._guard.late_bytes())
-        is_left = self._plan.state == "left alone"
+        is_left = self.follower.plan.state == "left alone"
         anew_bytes, self._anew_bytes = self._anew_bytes, 0
         must_give_back = self._guard.must_free_at_start(
             always=recording.is_on and not is_left,
-            may_try=self._choices is not None and not recording.is_on,
+            may_try=self.follower.choices is not None and not recording.is_on,
         )
         if self._first_steps.mode == "left":
             self._meter.resume(self._meter.pause())  # a host that is ahead would tell its own time
@@ -202,17 +202,16 @@ class Planner:
             recording.start()
         if self._has_failed:  # what it would have taken is not known
             record, self._has_failed = None, False
-        self._refused.clear()
         self._steps += 1
-        self._class_of.begin_step()
-        if self._choices is not None:
-            self._choices.begin_step()
+        self.follower.begin_step()
         if self.regions is not None:
             self.regions.begin_step()
         recording.begin_step()
-        if self._plan.state == "loaded":
-            self._apply_loaded()
-        elif self._choices is None:
+        if self.follower.plan.state == "loaded":
+            self.follower.apply_loaded()
+            if not first:
+                self._count_exceeding(max(highest_bytes, self._meter.known_peak_bytes))
+        elif self.follower.choices is None:
             self._measure(record, seconds, ended.asked_bytes)
         elif not first:
             highest_bytes = max(highest_bytes, self._meter.known_peak_bytes)
@@ -222,7 +221,7 @@ class Planner:
             if ended.was_larger:
                 self._plan_for_larger(record, ended.asked_bytes)
             else:
-                by_blocks = record is not None or self._plan.left_after is None
+                by_blocks = record is not None or self.follower.plan.left_after is None
                 is_alike = self._shape.is_alike(ended, by_blocks=by_blocks)
                 found = StepFigures(highest_bytes, seconds)
                 self._watch(record, found, looked_bytes, is_alike=is_alike)
@@ -335,7 +334,7 @@ class Planner:
     def conclude(self) -> None:
         """No more steps will come: plan for what was measured, if that is enough."""
         solving = self._solving
-        if self._choices is not None:
+        if self.follower.choices is not None:
             return
         solving.wait()
         if solving.found is None and self._first_steps.are_enough:
@@ -365,8 +364,8 @@ class Planner:
     def _meet_larger(self, nbytes: int, known_bytes: int) -> None:
         """A step may be larger than those that were planned for: it saves ``nbytes`` where they did
         ``known_bytes``. Then all of it moves; from its first block on it is measured, too."""
-        predicted = self._plan.predicted
-        is_left = self._plan.state == "left alone" and not self._shape.expects_larger
+        predicted = self.follower.plan.predicted
+        is_left = self.follower.plan.state == "left alone" and not self._shape.expects_larger
         if is_left and predicted is not None and known_bytes:
             grown = (predicted.peak_bytes - self._bytes_at_start) * nbytes // known_bytes
             if self._bytes_at_start + grown <= self._target():
@@ -440,10 +439,13 @@ class Planner:
             trace, allowed=self._allowed(), windows=self._limits.given_windows
         )
         if smallest > self._budget:
-            self._tell(
-                f"{self._named} cannot be kept: the smallest that this step can keep is "
-                f"{format_bytes(budget_for(smallest))}; everything that can move or be recomputed does"
-            )
+            self._tell_too_small(budget_for(smallest))
+
+    def _tell_too_small(self, smallest_budget_bytes: int) -> None:
+        self._tell(
+            f"{self._named} cannot be kept: the smallest that this step can keep is "
+            f"{format_bytes(smallest_budget_bytes)}; everything that can move or be recomputed does"
+        )
 
     def _ran_out(self, *, earlier: bool) -> str:
         """The device ran out of memory, within the budget. Less is held from now on if possible.
@@ -459,11 +461,11 @@ class Planner:
         if not earlier:
             self._has_failed = True
             self._limits.lower_resident(0)
-        if self._plan.state == "loaded":
+        if self.follower.plan.state == "loaded":
             return f"{step}: a loaded plan is followed as it is; allowed: budget= to have one made"
         if (
-            self._choices is not None
-            and self._plan.state != "too small"
+            self.follower.choices is not None
+            and self.follower.plan.state != "too small"
             and not self._shape.is_larger
         ):
             least = self._budget // _SHORT_PART
@@ -474,7 +476,7 @@ class Planner:
             return (
                 f"{step}: plans use {format_bytes(least)} less of it from now on, so run it again"
             )
-        if self._plan.state != "too small":
+        if self.follower.plan.state != "too small":
             self._limits.set_windows((windows[0] // 2, windows[1] // 2))
             is_less = self._limits.windows != windows and max(windows) > _GUARD_BYTES
             keeps = self._first_steps.mode != "all" and not self._shape.is_larger and limit != 0
@@ -490,11 +492,14 @@ class Planner:
     def _count_exceeding(self, highest_bytes: int) -> None:
         if highest_bytes > self._budget + self._budget // _MARGIN:
             self._exceeding += 1
+            self.follower.has_exceeded = True
             if self._exceeding == _TOLD_AT and not self.notes:
+                why = "It is planned for what the largest step that was measured saves and holds"
+                if self.follower.plan.state == "loaded":
+                    why = "A loaded plan is followed as it is; allowed: budget= to have one made"
                 self._tell(
                     f"{self._named} was exceeded in {_TOLD_AT} steps; the last one held "
-                    f"{format_bytes(highest_bytes)}. It is planned for what the largest step that was "
-                    "measured saves and holds"
+                    f"{format_bytes(highest_bytes)}. {why}"
                 )
 
     def _watch(
@@ -506,7 +511,7 @@ class Planner:
             self._adopt()
             return
         self._limits.set_resident(self._limits.resident)  # the guard may have lowered it
-        predicted = self._plan.predicted
+        predicted = self.follower.plan.predicted
         if record is not None:
             if self._corrections.add(record, self._budget, looked_bytes, is_alike=is_alike):
                 self._recording.stop()
@@ -522,7 +527,7 @@ class Planner:
             return  # nothing was predicted
         if self._corrections.time(found.step_seconds):
             self._note_measured()
-        if self._plan.state == "left alone":
+        if self.follower.plan.state == "left alone":
             return  # nothing is faster
         if self._corrections.is_off(found.step_seconds, predicted.step_seconds):
             self._corrections.begin(again=True)
@@ -531,13 +536,15 @@ class Planner:
     def _note_measured(self) -> None:
         measured = self._corrections.measured
         if measured is not None:
-            self._plan = _with(self._plan, measured=StepFigures(*measured))
+            self.follower.plan = _with(self.follower.plan, measured=StepFigures(*measured))
 
     def _note_kept(self) -> None:
         """Steps under the plan kept the budget. Those that were measured first hold more, since more of them
         moves."""
-        if self._plan.state == "too small":
-            self._plan = _with(self._plan, state="planned", smallest_budget_bytes=None)
+        if self.follower.plan.state == "too small":
+            self.follower.plan = _with(
+                self.follower.plan, state="planned", smallest_budget_bytes=None
+            )
 
     def _correct(self) -> None:
         """Tell what was measured; where the peak was not what was predicted, plan again."""
@@ -550,7 +557,7 @@ class Planner:
             self._note_kept()
         if self._solving.found is None or self._solving.is_running:
             return  # another plan is being made
-        is_left = self._plan.state == "left alone"
+        is_left = self.follower.plan.state == "left alone"
         # The same trace: under a plan, memory that an allocator keeps when tensors die would count as
         # other memory, although the plan's tensors are what it is for.
         trace, solution, _ = self._solving.found
@@ -573,103 +580,11 @@ class Planner:
             if over > 0 and self._limits.resident is not None:  # this step is not to wait for it
                 self._limits.lower_resident(max(0, self._limits.resident - over))
 
-    # Per block.
-
-    def count(self, block: Block) -> None:
-        """A block is being admitted, by the plan or by a policy: see whether the step is larger than any that
-        was planned for."""
-        larger = self._shape.count(block.nbytes, is_planned=self._solving.taken is not None)
-        if larger is not None:
-            self._meet_larger(*larger)
-        self._recording.tell_class(block.cleanup.serial, "")
+    # What is told of blocks.
 
     def tell_saved(self, nbytes: int) -> None:
         """Storages of so many bytes were saved in this step, each counted as often as it was."""
         self._shape.tell_saved(nbytes)
-
-    def may_leave_bytes(self, threads: int, *, is_block: bool = True) -> int:
-        """How many bytes may be saved and stay in place before this is asked again; -1: none.
-
-        Where everything fits, or all stays that is saved from here on, only the first blocks of a step, and
-        then one for a part of the memory that is left, are admitted as blocks: the rest costs what it costs
-        without a stash.
-
-        Args:
-            threads: that may each save so much.
-            is_block: whether what was saved last is one.
-        """
-        self._asked += is_block
-        shape = self._shape
-        if not self._leaves_alone(shape.counted) or self._asked <= _ANCHORS:
-            return -1
-        more = shape.asked_more() if self._plan.state != "loaded" else None
-        if more is not None:
-            self._meet_larger(*more)
-            if shape.is_larger:
-                return -1
-        nbytes = self._guard.part_of_what_is_left(_LOOKS, threads)
-        if nbytes < 0:
-            self._asked = -sys.maxsize  # no more in this step: each block has the memory looked at
-        return shape.bytes_to_next_look(nbytes)
-
-    def may_make_bytes(self, threads: int) -> int:
-        """The same for what a region saves in its second run, which the plan counts, and backward uses next."""
-        return (
-            -1 if self._recording.is_on else self._guard.part_of_what_is_left(_MADE_LOOKS, threads)
-        )
-
-    def _leaves_alone(self, counted: int) -> bool:
-        """Whether what is saved after so many blocks of this step stays, and nothing is done about it."""
-        shape = self._shape
-        if self._recording.is_on or shape.is_larger or shape.is_unknown or self._recomputes_unknown:
-            return False
-        if self._refused:
-            return False
-        if self._first_steps.mode in ("left", "sampled"):
-            return True
-        if self._plan.state == "loaded" and self._choices is not None:
-            if not self._choices.matched:  # else it would not be known whether it is this model's
-                return False
-        left_after = self._plan.left_after
-        return left_after is not None and counted >= left_after
-
-    def choose(self, block: Block, tensor: Tensor) -> str:
-        """The tier that a block goes to at once; ``""``: it stays, as far as the limit allows."""
-        self._unlooked_bytes -= block.nbytes
-        if self._unlooked_bytes < 0:
-            self._unlooked_bytes = self._guard_bytes
-            self._keep_less()
-        if self._leaves_alone(self._shape.counted - 1):
-            return "recompute" if self._must_recompute(block) else ""
-        made_by = tensor.grad_fn
-        operation = made_by.name() if made_by is not None else "no operation"
-        group = self._class_of.next(block.cleanup.module, operation, block.nbytes)
-        self._recording.tell_class(block.cleanup.serial, group)
-        name = self._choose(group)
-        if name == "all" and self._tier is None:
-            return "recompute"
-        if name in ("recompute", "pack"):
-            return name
-        if name not in ("keep", ""):
-            return self.instead
-        return "recompute" if self._must_recompute(block) else ""
-
-    @property
-    def _recomputes_unknown(self) -> bool:
-        """Whether what the plan does not know is let go: nothing can move when there is too much of it."""
-        return self._tier is None and (self._plan.state != "left alone" or self._exceeding > 0)
-
-    def _must_recompute(self, block: Block) -> bool:
-        """Whether a block that was to stay is more than the limit, and nothing can move to make room."""
-        if self._tier is not None or self._choices is None:
-            return False
-        resident = self._limits.tiers.evictor.resident
-        return resident.limit is not None and resident.nbytes + block.nbytes > resident.limit
-
-    @property
-    def instead(self) -> str:
-        """The tier of a block that was to be recomputed or packed and cannot be; ``""``: it stays."""
-        return self._tier or ""
 
     @property
     def asks_prices(self) -> bool:
@@ -678,7 +593,7 @@ class Planner:
         if not self._recording.is_on:
             return False
         return self._shape.is_larger or (
-            self._choices is None and len(self._first_steps.records) == 1
+            self.follower.choices is None and len(self._first_steps.records) == 1
         )
 
     def pause(self) -> Any:
@@ -694,44 +609,7 @@ class Planner:
         self._meter.resume(paused)
         self._recording.tell_prices(block.cleanup.serial, prices)
 
-    def beside(self, block: Block, *, again: bool) -> str:
-        """The tier of a block that no plan knows: a second run's stays as far as the limit allows (``again``);
-        one of a region that is first to be tried, moves."""
-        self._unlooked_bytes -= block.nbytes
-        if self._unlooked_bytes < 0:
-            self._unlooked_bytes = self._guard_bytes
-            self._keep_less()
-        return "" if again else self.instead
-
-    # Per forward of a module that may run again.
-
-    def begin_forward(self, path: str, inside: Iterable[str]) -> tuple[str, int]:
-        """One begins, of the module at ``path``: its name, and its place among those of that name.
-
-        Args:
-            path: of the module.
-            inside: where no other module calls it, the paths of those in it: they do not begin with its own.
-        """
-        assert self.regions is not None
-        name = name_of(path)
-        index = self.regions.begin(name)
-        if self.regions.is_repeated(path):
-            self._class_of.begin_again([path, *inside])
-        follows = self._choices is not None and self._plan.state != "left alone"
-        if follows and self.regions.runs_again(name, index):
-            self._refused.add((name, index))
-        return name, index
-
-    def way_of(self, name: str, index: int) -> str:
-        """What is done with it, once it is known what it is given."""
-        assert self.regions is not None
-        if self._shape.is_larger or self._choices is None:
-            self.regions.meet(name)
-            return TRACED if self._recording.is_on else ONCE
-        if self._plan.state == "left alone":
-            return ONCE
-        self._refused.discard((name, index))
-        return AGAIN if self.regions.runs_again(name, index) else ONCE
+    # And of forwards of modules that may run again.
 
     def trace_forward(self, name: str, index: int) -> tuple[Forward, int]:
         """It is recorded, and what its saves are; :meth:`tell_forward` needs the number."""
@@ -796,29 +674,6 @@ class Planner:
         """A block that is held was saved once more."""
         self._recording.tell_saved_again(block.cleanup.serial, self._shape.counted)
 
-    def _choose(self, group: str) -> str:
-        if self._shape.is_larger:
-            return "all"
-        if self._choices is None:
-            is_moved = self._first_steps.mode == "all" or self._shape.counted % 2
-            return "all" if is_moved else "keep"
-        choice = self._choices.next(group, of_any_size=self._shape.begins_as_known)
-        if choice is None:
-            if self._recomputes_unknown:
-                return "recompute"
-            # Nothing is known of when it is needed: the oldest go, with both windows taken to be full.
-            self._limits.lower_resident(self._limits.unplanned)
-            self._shape.is_unknown = True
-            return "keep"
-        # A region that was to run again and does not: what it saves moves.
-        return self.instead if choice == REGION else choice
-
-    def _keep_less(self) -> None:
-        """Where the process comes near the budget, for the rest of the step."""
-        over = self._guard.over()
-        if over:
-            self._limits.lower_resident(max(0, self._limits.tiers.evictor.resident.nbytes - over))
-
     def _spare_bytes(self) -> int:
         """What can still be taken."""
         return spare_bytes() if self._device is None else self._device.free_bytes()
@@ -857,7 +712,7 @@ class Planner:
 
     def _adopt(self, *, begins_step: bool = True) -> None:
         before, (trace, solution, smallest) = self._solving.taken, self._solving.take()
-        found = self._plan.measured
+        found = self.follower.plan.measured
         is_same = (  # as the one before, which was measured and kept the budget
             found is not None
             and found.peak_bytes <= self._budget
@@ -870,12 +725,14 @@ class Planner:
         bias_bytes = self._corrections.bias_bytes
         plan = plan_of(self._budget, trace, solution, smallest, bias_bytes, stays)
         windows = self._limits.given_windows
-        self._plan = _with(plan, device=self._device_name, windows=windows)
+        plan = _with(plan, device=self._device_name, windows=windows)
+        self.follower.follow(_with(plan, measured=found) if is_same else plan)
         if is_same:
-            self._plan = _with(self._plan, measured=found)
             self._note_kept()
+        elif plan.state == "too small" and before is None and not self.notes:
+            self._tell_too_small(plan.smallest_budget_bytes or 0)  # the first step did not tell
         at_start = trace.moments[0].other_bytes if trace.moments else 0
-        is_left = self._plan.state == "left alone"
+        is_left = self.follower.plan.state == "left alone"
         grown_bytes = max(solution.forecast.peak_bytes, solution.measured_bytes or 0) - at_start
         holds_too_much = not is_same and self._guard.plan_for(grown_bytes, is_left=is_left)
         held = [
@@ -886,7 +743,6 @@ class Planner:
         self._bytes_at_start = at_start
         self._shape.follow(held, _saved_by(trace) - sum(held))
         self._most_other_bytes = max(self._most_other_bytes, _most_other(trace))
-        self._follow(self._plan)
         self._limits.planned_windows = (
             solution.windows.inflight_bytes,
             solution.windows.prefetch_bytes,
@@ -916,28 +772,6 @@ class Planner:
             self._correct()  # for the peak that is predicted now
         else:
             self._recording.start()
-
-    def _apply_loaded(self) -> None:
-        plan = self._plan
-        self._limits.set_windows((plan.inflight_bytes, plan.prefetch_bytes))
-        self._limits.resident = self._limits.unplanned = plan.resident_bytes
-        self._limits.set_resident(plan.resident_bytes)
-
-    def _follow(self, plan: Plan) -> None:
-        self._choices = Choices((each.name, each.choices) for each in plan.classes)
-        self._recording.gives_back = False
-        if self.regions is not None:
-            self.regions.follow(
-                {
-                    each.name: [name == REGION for name, n in each.choices for _ in range(n)]
-                    for each in plan.regions
-                },
-                {
-                    (each.name, at): frozenset(numbers)
-                    for each in plan.regions
-                    for at, numbers in enumerate(each.stays)
-                },
-            )
 
     def _first_windows(self) -> tuple[int, int]:
         """Before anything is known: an eighth of what the budget leaves for each, 16 to 128 MiB; of a small

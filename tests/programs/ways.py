@@ -302,11 +302,22 @@ class Bench:
 
 
 def _plan_anything(planned: Stash, rng: random.Random) -> None:
-    """Nothing is measured; of each block something is done, and so much after it is left alone."""
+    """Nothing is measured; of each block something is done, within windows of any size, and so much after it is
+    left alone."""
     planner: Any = planned._planner
     planner._recording.start = lambda: None
-    planner.choose = lambda block, tensor: rng.choice(("", "disk", "recompute", "pack"))
-    planner.may_leave_bytes = lambda threads, is_block=True: rng.choice((-1, 64, 5000, 1 << 20))
+
+    def choose(block: Any, tensor: Tensor) -> str:
+        tiers = planner._limits.tiers
+        # No block waits for its own write, which the program may hold up.
+        tiers.evictor.inflight.window_bytes = rng.choice((1 << 20, 1 << 24))
+        tiers.prefetcher.window_bytes = rng.choice((0, 4096, 1 << 20))
+        return rng.choice(("", "disk", "recompute", "pack"))
+
+    planner.follower.choose = choose
+    planner.follower.may_leave_bytes = lambda threads, is_block=True: rng.choice(
+        (-1, 64, 5000, 1 << 20)
+    )
 
 
 @contextmanager

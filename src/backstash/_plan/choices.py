@@ -70,7 +70,7 @@ class Choices:
                     anyhow += [choice] * count
         self._met: Counter[str] = Counter()
         self.matched = 0
-        """Blocks of classes that the plan knows, so far."""
+        """Blocks of classes that the plan knows, of their size, so far."""
 
     def begin_step(self) -> None:
         """Nothing was saved in this step yet."""
@@ -89,12 +89,13 @@ class Choices:
         at = self._met[name]
         self._met[name] = at + 1
         choices = self._of.get(name)
-        if choices is None and of_any_size:
+        if choices is not None:
+            self.matched += 1
+        elif of_any_size:
             name, at = anyhow, counted
             choices = self._of.get(name)
         if choices is None:
             return None
-        self.matched += 1
         if at < len(choices):
             return choices[at]
         return REGION if name in self._partly else choices[0]

@@ -10,7 +10,7 @@ from .simulate import Windows
 from .table import REGION, Group, Problem, Table, added_seconds
 from .trace import Option
 
-__all__ = ["Candidate", "by_prices", "earliest"]
+__all__ = ["Candidate", "by_prices", "earliest", "holding_least"]
 
 _ROUNDS = 120  # of the subgradient method
 _MOMENTS = 6  # at most so many that bind
@@ -84,9 +84,13 @@ def by_prices(problem: Problem, windows: Windows, first: int) -> tuple[float, li
     """A lower bound of the step's seconds, and choices at the best prices that were tried."""
     trace, links = problem.trace, problem.trace.links
     moments = [first]
-    forward = sum(moment.seconds for moment in trace.moments[: problem.first_use])
-    backward = trace.compute_seconds - forward
-    spare_down = forward + windows.inflight_bytes / links.down_rate
+    # Writes have the time up to the last save, and what may then be under way; reads have that from the first
+    # use on, and what is used while it is being written is not read. Of several graphs these overlap.
+    last_save = max(problem.saves.values(), default=0)
+    spare_down = sum(moment.seconds for moment in trace.moments[: last_save + 1])
+    spare_down += windows.inflight_bytes / links.down_rate
+    before_use = sum(moment.seconds for moment in trace.moments[: problem.first_use])
+    spare_up = trace.compute_seconds - before_use + windows.inflight_bytes / links.up_rate
     computing = max(trace.compute_seconds, 1e-9)
     best_bound, candidates = float("-inf"), list[Candidate]()
     link_seconds = 0.0
@@ -104,7 +108,7 @@ def by_prices(problem: Problem, windows: Windows, first: int) -> tuple[float, li
             per_moved_byte = down_price / links.down_rate + up_price / links.up_rate
             turn = _cheapest(table, memory_prices, per_moved_byte)
             value = turn.cost - sum(p * c for p, c in zip(memory_prices, capacity, strict=True))
-            value -= down_price * spare_down + up_price * backward
+            value -= down_price * spare_down + up_price * spare_up
             if 2 * number >= _ROUNDS:
                 for share, (name, _option) in zip(shares, turn.chosen, strict=True):
                     share[name] += 1
@@ -120,7 +124,7 @@ def by_prices(problem: Problem, windows: Windows, first: int) -> tuple[float, li
                 excess = (turn.used[index] - capacity[index]) / scale
                 memory_prices[index] = max(0.0, memory_prices[index] + step * unit * excess)
             down_excess = (turn.moved / links.down_rate - spare_down) / max(spare_down, 1e-9)
-            up_excess = (turn.moved / links.up_rate - backward) / max(backward, 1e-9)
+            up_excess = (turn.moved / links.up_rate - spare_up) / max(spare_up, 1e-9)
             down_price = min(1.0, max(0.0, down_price + 0.5 * step * down_excess))
             up_price = min(1.0, max(0.0, up_price + 0.5 * step * up_excess))
         assert best_here is not None
@@ -133,7 +137,7 @@ def by_prices(problem: Problem, windows: Windows, first: int) -> tuple[float, li
             break
         moments.append(outcome.peak_moment)
     for runs in (False, True) if problem.regions else (False,):
-        candidates.append(Candidate(_everything(problem, again=runs), link_seconds))
+        candidates.append(Candidate(holding_least(problem, again=runs), link_seconds))
     return trace.compute_seconds + trace.beside_seconds(all_stay=False) + max(
         0.0, best_bound
     ), candidates
@@ -190,8 +194,8 @@ def _shared_out(
     return choices
 
 
-def _everything(problem: Problem, *, again: bool) -> list[str]:
-    """The choices that hold the least; ``again``: with all regions run again."""
+def holding_least(problem: Problem, *, again: bool) -> list[str]:
+    """The choices that hold the least bytes of each block; ``again``: with all regions run again."""
     return [
         REGION if again and block in problem.region_of else problem.least_resident(block)
         for block in range(len(problem.trace.blocks))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections import deque
@@ -219,36 +220,42 @@ def costs_of(
 def typical_costs(
     pairs: Sequence[tuple[StepRecord, StepRecord]], links: Links, *, copies_aside: bool = False
 ) -> Costs:
-    """The medians of what each pair of steps says by :func:`costs_of`."""
+    """The medians of what each pair of steps says by :func:`costs_of`.
+
+    Of computing, where there are several pairs, it is that of what each step says: the shorter of two is less
+    than what steps take.
+    """
     found = [costs_of(full, part, links, copies_aside=copies_aside) for full, part in pairs]
     if not any(full.moved_bytes for full, _ in pairs):
         return Costs()
     per_byte = typical([each.per_moved_byte for each in found])
     computing = [
-        min(each.computing_seconds - per_byte * each.moved_bytes for each in pair) for pair in pairs
+        [each.computing_seconds - per_byte * each.moved_bytes for each in pair] for pair in pairs
     ]
+    told = min(computing[0]) if len(pairs) == 1 else typical([*itertools.chain(*computing)])
     kept, moved = (
         (typical([save for save, _ in way]), typical([use for _, use in way]))
         for way in ([each.kept for each in found], [each.moved for each in found])
     )
     # In the first of a pair memory may have been given back more often, after what was tried in it.
     anew = typical([part.anew_seconds for _, part in pairs])
-    return Costs(per_byte, kept, moved, max(0.0, typical(computing)), anew)
+    return Costs(per_byte, kept, moved, max(0.0, told), anew)
 
 
 def beside_left(costs: Costs, blocks: int, left_seconds: float | None) -> Costs:
     """The same costs, where a step that was left alone took ``left_seconds``; ``None``: there was none.
 
-    What steps of so many ``blocks`` computed for longer is for these, beside the hooks' own time: small tensors
-    were packed, too, and the hooks have emptied caches. A plan that leaves most blocks alone takes less of it.
+    That is what a step computes, so that no plan is predicted to take less. What steps of so many ``blocks``
+    computed for longer is for these, beside the hooks' own time: small tensors were packed, too, and the hooks
+    have emptied caches. A plan that leaves most blocks alone takes less of it.
     """
-    computing = costs.computing_seconds
-    beside = 0.0
-    if computing is not None and left_seconds is not None:
-        beside = max(0.0, computing - left_seconds)
-        computing -= beside
-    each = beside / max(1, blocks)
-    return replace(costs, beside_each=each, computing_seconds=computing, left_seconds=left_seconds)
+    if left_seconds is None:
+        return costs
+    computing = left_seconds if costs.computing_seconds is None else costs.computing_seconds
+    each = max(0.0, computing - left_seconds) / max(1, blocks)
+    return replace(
+        costs, beside_each=each, computing_seconds=left_seconds, left_seconds=left_seconds
+    )
 
 
 class _Intervals:

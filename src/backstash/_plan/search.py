@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from .simulate import Forecast, Windows
@@ -14,7 +14,9 @@ __all__ = ["Search"]
 
 _REPAIRS = 64  # rounds
 _FILLS = 40  # sets of changes that are tried
-_PAIRED = 64  # changes of either kind, of which pairs are made
+_SWAP_REPAIRS = 3  # rounds in which room is made for a change that is undone
+_FIRST_STEP, _LAST_STEP = 16, 1024  # parts of a peak by which it is tried to lower it
+_LOWER_REPAIRS = 8  # rounds for each of these
 _MIB = 1 << 20
 _NOTHING = Option(0)
 
@@ -30,23 +32,20 @@ class _Change:
     """Bytes at the moment in question."""
     is_whole: bool = False
     """It is a region's."""
+    moves: bool = False
+    """A block that did not move does."""
 
     @property
     def place(self) -> tuple[int, str]:
         """The earliest saved first."""
         return self.updates[0]
 
-    def may_go_with(self, other: _Change) -> bool:
-        """Whether they change different blocks."""
-        mine = {block for block, _name in self.updates}
-        return all(block not in mine for block, _name in other.updates)
-
 
 @dataclass(frozen=True, slots=True)
 class Search:
     """Changes choices for one problem, with such windows.
 
-    Its methods but :meth:`repair` return what they were given where they find nothing better.
+    Its methods but :meth:`repair` and :meth:`lower` return what they were given where they find nothing better.
     """
 
     problem: Problem
@@ -56,22 +55,42 @@ class Search:
 
     def repair(self, start: Sequence[str]) -> Solution:
         """Change single choices until the peak fits."""
-        budget, choices = self.problem.budget, list(start)
-        forecast = self._forecast(choices)
-        # At the moment of the peak, the change that frees a byte at the least cost; the earliest saved first
-        # among equals, since its write has the most time. As many at once as the excess needs.
-        for _ in range(_REPAIRS):
+        choices, forecast = self._repaired(start, self.problem.budget, _REPAIRS)
+        return Solution(tuple(choices), self.windows, forecast, 0.0, fits=self._fits(forecast))
+
+    def _repaired(
+        self,
+        start: Sequence[str],
+        budget: int,
+        rounds: int,
+        *,
+        but: Collection[int] = (),
+        may_move: bool = True,
+    ) -> tuple[list[str], Forecast]:
+        """Choices that fit, or those after so many rounds.
+
+        At the moment of the peak, the change that frees a byte at the least cost; the earliest saved first
+        among equals, since its write has the most time. As many at once as the excess needs.
+
+        Args:
+            start: choices.
+            budget: in bytes.
+            rounds: at most.
+            but: blocks that are left as they are.
+            may_move: whether more may move. What is on its way is in memory, where the window is not full.
+        """
+        choices, forecast = list(start), self._forecast(start)
+        for _ in range(rounds):
             excess = forecast.peak_bytes - budget
             if excess <= 0:
                 break
             changes = [
-                each for each in self._changes(choices, forecast.peak_moment) if each.freed > 0
+                each
+                for each in self._changes(choices, forecast.peak_moment)
+                if each.freed > 0 and (may_move or not each.moves)
             ]
-            if not changes:
-                break
             changes.sort(key=lambda each: (each.seconds / each.freed, each.place))
-            changed: set[int] = set()
-            taken = []
+            changed, taken = set(but), []
             for change in changes:
                 if excess <= 0:
                     break
@@ -80,10 +99,25 @@ class Search:
                     taken.append(change)
                     changed |= blocks
                     excess -= change.freed
+            if not taken:
+                break
             choices = _with(choices, taken)
             forecast = self._forecast(choices)
-        fits = forecast.peak_bytes <= budget
-        return Solution(tuple(choices), self.windows, forecast, 0.0, fits=fits)
+        return choices, forecast
+
+    def lower(self, start: Sequence[str]) -> Solution:
+        """Choices of as small a peak as is found, whose budget is lowered by steps that double where it can be
+        kept, and halve where not."""
+        best = Solution(tuple(start), self.windows, self._forecast(start), 0.0, fits=False)
+        step = best.forecast.peak_bytes // _FIRST_STEP
+        while step >= max(1, best.forecast.peak_bytes // _LAST_STEP):
+            lower = best.forecast.peak_bytes - step
+            choices, forecast = self._repaired(best.choices, lower, _LOWER_REPAIRS)
+            if forecast.peak_bytes <= lower:
+                best, step = replace(best, choices=tuple(choices), forecast=forecast), 2 * step
+            else:
+                step //= 2
+        return replace(best, fits=self._fits(best.forecast))
 
     def fill(self, start: Solution) -> Solution:
         """Undo the dearest changes for which there is space: by the seconds that a byte saves, the latest saved
@@ -113,18 +147,34 @@ class Search:
         return replace(start, choices=tuple(choices), forecast=forecast)
 
     def swap(self, start: Solution, tries: int) -> Solution:
-        """Undo a change for which there is no space, and make another one in its place that takes less: of so
-        many pairs, those that save the most first, again as long as one of them shortens the step."""
+        """Undo a change for which there is no space, and make others in its place that take less: so many
+        times, what saves the most first, and again as long as that shortens the step."""
         choices, forecast = list(start.choices), start.forecast
-        pairs = self._pairs(choices, forecast) if start.fits else []
-        while pairs and tries:
+        undone = self._undone(choices) if start.fits else []
+        while undone and tries:
             tries -= 1
-            tried = _with(choices, pairs.pop())
-            outcome = self._forecast(tried)
+            change = undone.pop()
+            blocks = [block for block, _name in change.updates]
+            for may_move in (True, False):
+                tried, outcome = self._repaired(
+                    _with(choices, [change]),
+                    self.problem.budget,
+                    _SWAP_REPAIRS,
+                    but=blocks,
+                    may_move=may_move,
+                )
+                if self._fits(outcome):
+                    break
             if self._fits(outcome) and outcome.step_seconds < forecast.step_seconds - 1e-12:
                 choices, forecast = tried, outcome
-                pairs = self._pairs(choices, forecast)
+                undone = self._undone(choices)
         return replace(start, choices=tuple(choices), forecast=forecast)
+
+    def _undone(self, choices: Sequence[str]) -> list[_Change]:
+        """The changes that take less; what saves the most last."""
+        changes = [each for each in self._changes(choices, None) if each.seconds < 0]
+        changes.sort(key=lambda each: (each.seconds, each.place), reverse=True)
+        return changes
 
     def change_windows(self, start: Solution, given: tuple[int | None, int | None]) -> Solution:
         """Halve or double one of the windows, unless it is given, as long as that shortens the step."""
@@ -159,26 +209,6 @@ class Search:
     def _fits(self, forecast: Forecast) -> bool:
         return forecast.peak_bytes <= self.problem.budget
 
-    def _pairs(self, choices: Sequence[str], forecast: Forecast) -> list[tuple[_Change, _Change]]:
-        """One change undone and another made that together take less and may fit; the best last."""
-        changes = self._changes(choices, None)
-        undone = sorted(
-            (each for each in changes if each.seconds < 0), key=lambda each: each.seconds
-        )
-        made = [each for each in changes if each.freed > 0]
-        made.sort(key=lambda each: each.seconds / each.freed)
-        room = self.problem.budget - forecast.peak_bytes
-        pairs = [
-            (one, other)
-            for one in undone[:_PAIRED]
-            for other in made[:_PAIRED]
-            if one.seconds + other.seconds < 0
-            and one.freed + other.freed >= -room
-            and one.may_go_with(other)
-        ]
-        pairs.sort(key=lambda each: each[0].seconds + each[1].seconds, reverse=True)
-        return pairs
-
     def _changes(self, choices: Sequence[str], at: int | None) -> list[_Change]:
         """All single changes, with what they free in the interval before the moment ``at``; ``None``: what each
         block holds from its save to its free, as if all were alive at once."""
@@ -191,7 +221,8 @@ class Search:
                 if other != name:
                     freed = now.resident_bytes - option.resident_bytes
                     seconds = added_seconds(now, option, self.link_seconds)
-                    changes.append(_Change(((block, other),), seconds, freed))
+                    moves = option.moved_bytes > now.moved_bytes
+                    changes.append(_Change(((block, other),), seconds, freed, moves=moves))
         for index in range(len(problem.regions)):
             changes += self._changes_of(choices, index, at)
         return changes

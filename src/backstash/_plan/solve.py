@@ -4,8 +4,8 @@ The problem, in seconds added to a step::
 
     minimise   sum of the options' own seconds + stalls
     such that  at each moment: other bytes + resident bytes + windows <= budget
-               bytes written / down rate <= computing time of the forward pass + window + stall
-               bytes read / up rate      <= computing time of the backward pass + stall
+               bytes written / down rate <= computing time up to the last save + window + stall
+               bytes moved / up rate     <= computing time from the first use on + window + stall
 
 A price on a resident byte at each moment that binds, and one on a byte of each direction of the link, makes
 the choices independent of each other: every block takes the option that is cheapest at these prices; a region,
@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from .prices import by_prices, earliest
+from .prices import by_prices, earliest, holding_least
 from .search import Search
 from .simulate import Forecast, Windows, simulate
 from .solution import Solution, best_of, rank
@@ -56,7 +56,7 @@ def solve(
 
     Where nothing fits, the choice of the smallest peak, with ``fits=False``.
     """
-    names = allowed or sorted({REGION, *(name for block in trace.blocks for name in block.options)})
+    names = _names(trace, allowed)
     everything = Windows(0, 0)
     plain = simulate(trace, trace.left_alone(), everything)
     if plain.peak_bytes <= budget:
@@ -75,12 +75,21 @@ def solve(
     repaired.sort(key=lambda each: rank(each[0]))
     found = [(search.fill(one), search) for one, search in repaired[:_FILLED]]
     found.sort(key=lambda each: rank(each[0]))
-    swaps = min(_SWAPS, max(2, _SWAPPED_BLOCKS // max(1, len(trace.blocks))))
-    swapped = [search.swap(one, swaps) for one, search in found[:_SWAPPED]]
-    if len(trace.blocks) <= _CHANGED_BLOCKS:
-        swapped.append(found[0][1].change_windows(swapped[0], windows))
+    tries = _SWAPPED_BLOCKS // max(1, len(trace.blocks))
+    swaps = min(_SWAPS, max(2, tries))
+    swapped = []
+    for one, search in found[: max(_SWAPPED, tries // _SWAPS)]:
+        swapped.append(search.swap(one, swaps))
+        if len(trace.blocks) <= _CHANGED_BLOCKS and (len(swapped) == 1 or tries >= 12 * _SWAPS):
+            swapped[-1] = search.change_windows(swapped[-1], windows)
     best = best_of([*(one for one, _ in found), *swapped])
-    bound, _ = by_prices(Problem(_left(trace), budget, names), tried[-1], plain.peak_moment)
+    if not best.fits:
+        best = best_of([best, _of_smallest_peak(trace, budget, names, windows)])
+    widest = Windows(
+        max(tried[-1].inflight_bytes, best.windows.inflight_bytes),
+        max(tried[-1].prefetch_bytes, best.windows.prefetch_bytes),
+    )
+    bound, _ = by_prices(Problem(_left(trace), budget, names), widest, plain.peak_moment)
     forecast = _with_what_is_kept_beside(trace, best.forecast, plain, budget)
     left_after = problem.left_after(best.choices)
     return replace(best, forecast=forecast, bound_seconds=bound, left_after=left_after)
@@ -116,7 +125,27 @@ def smallest_budget(
     windows: tuple[int | None, int | None] = (None, None),
 ) -> int:
     """The smallest budget in bytes that :func:`solve` can keep: the least peak of any choice it knows."""
-    return solve(trace, 0, allowed=allowed, windows=windows).forecast.peak_bytes
+    found = _of_smallest_peak(trace, 0, _names(trace, allowed), windows)
+    plain = simulate(trace, trace.left_alone(), Windows(0, 0))
+    return min(found.forecast.peak_bytes, plain.peak_bytes)
+
+
+def _of_smallest_peak(
+    trace: Trace, budget: int, names: Sequence[str], given: tuple[int | None, int | None]
+) -> Solution:
+    """With the smallest windows; it is lowered from what holds the least, without and with all regions."""
+    windows = _windows(trace, given)[0]
+    problem = Problem(trace, budget, names, (windows.inflight_bytes, windows.prefetch_bytes))
+    search = Search(problem, windows, 1 / trace.links.down_rate + 1 / trace.links.up_rate)
+    starts = (False, True) if problem.regions else (False,)
+    found = [search.lower(holding_least(problem, again=again)) for again in starts]
+    return min(found, key=lambda each: each.forecast.peak_bytes)
+
+
+def _names(trace: Trace, allowed: Sequence[str] | None) -> Sequence[str]:
+    if allowed:
+        return allowed
+    return sorted({REGION, *(name for block in trace.blocks for name in block.options)})
 
 
 def _left(trace: Trace) -> Trace:
@@ -136,7 +165,8 @@ def _windows(trace: Trace, given: tuple[int | None, int | None]) -> list[Windows
         passed += usual
         if passed >= half:
             break
-    ladder = ((1, usual), (1, largest), (16, 2 * largest), (64, 3 * largest))  # MiB, or bytes
+    # MiB, or bytes. In the first, a block that is larger is waited for: it takes no memory on its way.
+    ladder = ((1, 0), (1, usual), (1, largest), (16, 2 * largest), (64, 3 * largest))
     sizes = sorted({max(least * _MIB, nbytes) for least, nbytes in ladder})
     if None not in given:
         sizes = sizes[:1]

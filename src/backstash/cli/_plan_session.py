@@ -69,7 +69,7 @@ class Session:
             )
             return
         plans = [measured.at(budget) for budget in self._plan["budgets"] or budgets_of(measured)]
-        print(table(self._command, plans))
+        print(table(self._command, plans, measured))
         if self._plan["json"] is not None:
             write("--json", self._plan["json"], figures_of(self._command, plans))
         if self._plan["trace"] is not None and measured.trace is not None:

@@ -31,9 +31,9 @@ def plan_for_trace(path: str, budgets: Sequence[int] | None, json_path: str | No
         UsageError: the file cannot be read, or is no trace of a step.
     """
     command = shlex.join(["backstash", "plan", "--trace", path])
-    wanted = budgets or budgets_of(Plan.from_trace(path, 1))
-    plans = [Plan.from_trace(path, budget) for budget in wanted]
-    print(table(command, plans))
+    least = Plan.from_trace(path, 1)
+    plans = [Plan.from_trace(path, budget) for budget in budgets or budgets_of(least)]
+    print(table(command, plans, least))
     say(f"backstash plan: of the step in {path}; no script was given, and nothing was run")
     if json_path is not None:
         write("--json", json_path, figures_of(command, plans))
@@ -68,8 +68,8 @@ def budgets_of(plan: Plan) -> list[int]:
     return list(dict.fromkeys(-(-int(each) // _UNIT_BYTES) * _UNIT_BYTES for each in wanted))
 
 
-def table(command: str, plans: list[Plan]) -> str:
-    """A line for each budget."""
+def table(command: str, plans: list[Plan], least: Plan) -> str:
+    """A line for each budget, and the smallest that can be kept, which ``least`` has."""
     lines = [
         command,
         f"{'budget':>10} {'peak':>10} {'step':>9} {'bound':>9} {'stays':>10} {'moves':>10} "
@@ -96,4 +96,8 @@ def table(command: str, plans: list[Plan]) -> str:
     device = plans[0].device if plans else "cpu"
     whose = "the process's resident memory" if device == "cpu" else f"the tensors on {device}"
     lines.append(f"peak: of {whose}; step: its time; both predicted. bound: no choice is faster")
+    if least.smallest_budget_bytes:
+        lines.append(
+            f"the smallest budget that can be kept: {format_bytes(least.smallest_budget_bytes)}"
+        )
     return "\n".join(lines)

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ..units import format_bytes
-from ._verdict import only_line, verdict
+from ._verdict import GOOD_ENDS, only_line, verdict
 
 __all__ = ["Resident", "allocator_line", "left_lines", "outcome", "summary"]
 
@@ -68,7 +68,11 @@ def summary(
         allocator_line(figures["allocator"]),
         *(f"note       {note}" for note in [*figures["notes"], *figures["stats"]["notes"]]),
     ]
-    return "\n".join(f"{label}: {line}" for line in ([alone] if alone else lines))
+    if alone and figures["outcome"] not in GOOD_ENDS:  # it may be said whether to run it again
+        lines = [alone, *(f"note: {note}" for note in figures["stats"]["notes"])]
+    elif alone:
+        lines = [alone]
+    return "\n".join(f"{label}: {line}" for line in lines)
 
 
 def _planned(plan: dict[str, Any] | None) -> list[str]:

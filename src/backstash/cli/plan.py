@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from ._arguments import Parser, directory, memory, new_file, recompute_option
 from ._launch import check, replace_process, split
+from ._say import say
 from ._scratch import scratch
 
 __all__ = ["main"]
@@ -65,7 +66,8 @@ def main(arguments: Sequence[str]) -> int:
         found = scratch()
         if found is None:
             parser.error("no directory on a disk was found to move to; give --disk DIR")
-        options.disk = found[0]
+        options.disk, why = found
+        say(f"backstash plan: what moves goes to {options.disk} ({why}); --disk DIR names another")
     plan = {
         "name": "plan",
         "session": "_fake_session" if options.fake else "_plan_session",

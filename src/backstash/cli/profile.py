@@ -1,4 +1,4 @@
-"""``backstash profile``: what a training script's forward saves, and what each budget would cost."""
+"""``backstash profile``: what a training script's forward saves, and what it would cost to keep less of it."""
 
 from __future__ import annotations
 

@@ -272,8 +272,8 @@ def _check_planned(parser: Parser, options: argparse.Namespace) -> None:
         found = scratch()
         if found is None:
             parser.error(
-                "no directory on a disk was found to move to ($TMPDIR, /scratch, /var/tmp and the working "
-                "directory were tried); give --disk DIR"
+                "no directory on a disk was found to move to ($TMPDIR or /tmp, /scratch, /var/tmp and "
+                "the working directory were tried); give --disk DIR"
             )
         options.disk, why = found
         options.scratch = f"what moves goes to {options.disk} ({why}); --disk DIR names another"

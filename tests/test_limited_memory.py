@@ -1,0 +1,63 @@
+"""In a control group with less memory than a step takes, `backstash run` trains and plain PyTorch is killed."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from backstash.cli.bench._limit import limited_group
+
+MIB = 1 << 20
+TRAIN = """
+import resource, sys
+import torch
+from torch import nn
+torch.manual_seed(0)
+torch.set_num_threads(1)
+model = nn.Sequential(*(nn.Sequential(nn.Linear(512, 512), nn.GELU()) for _ in range(12)))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+for _ in range(8):
+    optimizer.zero_grad()
+    loss = model(torch.randn(8192, 512)).square().mean()
+    loss.backward()
+    optimizer.step()
+    print(loss.item().hex(), flush=True)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10, file=sys.stderr)
+"""
+
+
+def start(
+    arguments: Sequence[str], directory: Path, prefix: Sequence[str] = ()
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*prefix, sys.executable, *arguments],
+        cwd=directory,
+        env=os.environ | {"TMPDIR": str(directory)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_what_does_not_fit_runs_instead_of_dying(tmp_path: Path) -> None:
+    """Without any option. A step saves 384 MiB, of which a third is more than there is."""
+    (tmp_path / "train.py").write_text(TRAIN)
+    figures = tmp_path / "run.json"
+    plain = start(["train.py"], tmp_path)
+    limit_bytes = (int(plain.stderr.split()[-1]) - 128) * MIB
+    with limited_group(limit_bytes) as group:
+        if not group:
+            pytest.skip(group.reason)
+        killed = start(["train.py"], tmp_path, group.prefix)
+        assert killed.returncode != 0 and killed.stdout != plain.stdout
+        run = ["-m", "backstash", "run", "--json", str(figures), "train.py"]
+        done = start(run, tmp_path, group.prefix)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == plain.stdout
+    plan = json.loads(figures.read_text())["plan"]
+    assert plan["state"] == "planned", done.stderr
+    assert plan["measured"] is None or plan["measured"]["peak_bytes"] <= plan["budget_bytes"]
