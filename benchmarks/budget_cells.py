@@ -22,7 +22,8 @@ of steps over probes (``step_probes``: the median of steps, each over the mean o
 On an accelerator the peak is that of its tensors (``max_memory_allocated``), what moves goes to pinned host
 memory, and seconds are the device's own, between two events. ``--device simulated`` is the one of the tests,
 whose time is played: an operation and a copy take their bytes over a rate. What it shows is whether predictions
-come true where no machine's noise is; it says nothing of any real device's speed.
+come true where no machine's noise is; it says nothing of any real device's speed. ``--device simulated=2e8``
+has a link of so many bytes per second each way, for which compute has to wait.
 """
 
 import argparse
@@ -311,12 +312,15 @@ class Accelerator(Ground):
     """Its tensors' memory and its own time."""
 
     def __init__(self, name: str) -> None:
+        name, _, link = name.partition("=")
         if name == "simulated":
             sys.path.insert(0, str(HERE.parent / "tests"))
             import simulated
 
             simulated.register()
             simulated.begin(0.01, 0)
+            if link:
+                simulated.rates(10e9, float(link), float(link))
         self.size = SMALL if name == "simulated" else LARGE
         self.device = torch.device(name, 0)
         # A kernel that has no deterministic form would make losses differ that are not wrong.
@@ -608,7 +612,9 @@ def main() -> None:
     command = [sys.executable, __file__, "--disk", given.disk, "--device", given.device]
     command += ["--tiny"] if given.tiny else []
     environ = os.environ | dict(allocator.environment)
-    processes = Processes(command, environ, given.device not in ("cpu", "simulated"))
+    processes = Processes(
+        command, environ, given.device.partition("=")[0] not in ("cpu", "simulated")
+    )
     device = "" if given.device == "cpu" else f"--device {given.device} "
     regions = "--regions " if given.regions else ""
     results: dict[str, Any] = {"models": {}}

@@ -116,6 +116,15 @@ def test_what_does_not_fit_is_said_with_the_smallest_budget():
     assert smallest <= 100 * MIB + 17 * MIB  # the smallest window that is tried, and a block
 
 
+@pytest.mark.parametrize("regions", [False, True])
+def test_the_smallest_budget_is_kept_and_hardly_any_below_it(regions):
+    """It is found by steps of a thousandth."""
+    for seed in range(4):
+        trace = random_trace(seed, regions=regions)
+        smallest = smallest_budget(trace)
+        assert solve(trace, smallest).fits and not solve(trace, int(smallest * 0.995)).fits
+
+
 def test_a_cheap_recomputation_is_chosen_where_the_link_is_slow():
     def options(n):
         return {"recompute": Option(0, 0, 1e-4)}

@@ -1,4 +1,4 @@
-"""Local search: single choices are changed until all fit, undone where there is room, and swapped in pairs."""
+"""Local search: single choices are changed until all fit, undone where there is room, and swapped."""
 
 from __future__ import annotations
 

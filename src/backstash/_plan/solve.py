@@ -12,8 +12,8 @@ the choices independent of each other: every block takes the option that is chea
 that or to run again as a whole, at the price of what is then in memory in backward. Raising
 the prices where a constraint is violated (a subgradient method) gives a lower bound for any choice (Lagrangian
 duality: Everett 1963, Held and Karp 1971). Choices at good prices are repaired to fit, filled up where space is
-left, and scored in the simulation; in the best two, pairs of changes are swapped, and for the first of them
-other windows are tried.
+left, and scored in the simulation; in the best two a change is undone and others make room for it, and for the
+first of them other windows are tried.
 """
 
 from __future__ import annotations
@@ -31,10 +31,13 @@ from .trace import Option, Trace
 __all__ = ["follow", "smallest_budget", "solve"]
 
 _FILLED = 12  # of the candidates, the best, which are filled up
-_SWAPPED = 2  # of all that were filled up, the best, in which pairs are swapped
-_SWAPS = 80  # pairs that are tried of each
-_SWAPPED_BLOCKS = 16_000  # in all of these, at most
+_SWAPPED = (
+    2  # of all that were filled up, the best, in which changes are swapped; more of a short step
+)
+_SWAPS = 80  # that are tried of each
+_SWAPPED_BLOCKS = 8_000  # in all of these, at most
 _CHANGED_BLOCKS = 400  # at most so many, for other windows than those of the ladder to be tried
+_FEW_BLOCKS = 16  # at most so many, for them to be tried with more than the best
 _MIB = 1 << 20
 
 
@@ -75,14 +78,7 @@ def solve(
     repaired.sort(key=lambda each: rank(each[0]))
     found = [(search.fill(one), search) for one, search in repaired[:_FILLED]]
     found.sort(key=lambda each: rank(each[0]))
-    tries = _SWAPPED_BLOCKS // max(1, len(trace.blocks))
-    swaps = min(_SWAPS, max(2, tries))
-    swapped = []
-    for one, search in found[: max(_SWAPPED, tries // _SWAPS)]:
-        swapped.append(search.swap(one, swaps))
-        if len(trace.blocks) <= _CHANGED_BLOCKS and (len(swapped) == 1 or tries >= 12 * _SWAPS):
-            swapped[-1] = search.change_windows(swapped[-1], windows)
-    best = best_of([*(one for one, _ in found), *swapped])
+    best = best_of([*(one for one, _ in found), *_swapped(found, len(trace.blocks), windows)])
     if not best.fits:
         best = best_of([best, _of_smallest_peak(trace, budget, names, windows)])
     widest = Windows(
@@ -93,6 +89,20 @@ def solve(
     forecast = _with_what_is_kept_beside(trace, best.forecast, plain, budget)
     left_after = problem.left_after(best.choices)
     return replace(best, forecast=forecast, bound_seconds=bound, left_after=left_after)
+
+
+def _swapped(
+    found: Sequence[tuple[Solution, Search]], blocks: int, windows: tuple[int | None, int | None]
+) -> list[Solution]:
+    """The best of these with changes swapped, and the first of them with other windows."""
+    tries = _SWAPPED_BLOCKS // max(1, blocks)
+    swapped: list[Solution] = []
+    for one, search in found[: max(_SWAPPED, tries // _SWAPS)]:
+        better = search.swap(one, min(_SWAPS, max(2, tries)))
+        if blocks <= _FEW_BLOCKS or (not swapped and blocks <= _CHANGED_BLOCKS):
+            better = search.change_windows(better, windows)
+        swapped.append(better)
+    return swapped
 
 
 def _with_what_is_kept_beside(
@@ -124,7 +134,7 @@ def smallest_budget(
     allowed: Sequence[str] | None = None,
     windows: tuple[int | None, int | None] = (None, None),
 ) -> int:
-    """The smallest budget in bytes that :func:`solve` can keep: the least peak of any choice it knows."""
+    """The smallest budget in bytes that :func:`solve` can keep, to about a thousandth; it keeps this one."""
     found = _of_smallest_peak(trace, 0, _names(trace, allowed), windows)
     plain = simulate(trace, trace.left_alone(), Windows(0, 0))
     return min(found.forecast.peak_bytes, plain.peak_bytes)
