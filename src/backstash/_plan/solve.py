@@ -134,7 +134,7 @@ def smallest_budget(
     allowed: Sequence[str] | None = None,
     windows: tuple[int | None, int | None] = (None, None),
 ) -> int:
-    """The smallest budget in bytes that :func:`solve` can keep, to about a thousandth; it keeps this one."""
+    """The smallest budget in bytes that :func:`solve` can keep, to about a hundredth; it keeps this one."""
     found = _of_smallest_peak(trace, 0, _names(trace, allowed), windows)
     plain = simulate(trace, trace.left_alone(), Windows(0, 0))
     return min(found.forecast.peak_bytes, plain.peak_bytes)
