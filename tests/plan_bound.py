@@ -24,7 +24,7 @@ def linear_program(
     Args:
         trace: of the step.
         budget: in bytes.
-        window: bytes that may be on their way down when forward ends, and when backward uses them.
+        window: bytes that may be on their way down after the last save.
         reserved: bytes of the budget that what is on its way takes, in forward and in backward: windows that
             are full. A block that is larger than its window is waited for. Without them what moves is in
             memory only from its use to its free.
@@ -88,12 +88,11 @@ def linear_program(
         (budget - reserved[at > first_use] - moment.other_bytes) / MIB
         for at, moment in enumerate(trace.moments)
     ]
-    # What is used while it is being written is not read.
     to_last_save = sum(moment.seconds for moment in trace.moments[: max(saves.values()) + 1])
     to_first_use = sum(moment.seconds for moment in trace.moments[:first_use])
     most += [
         to_last_save + window / trace.links.down_rate,
-        trace.compute_seconds - to_first_use + window / trace.links.up_rate,
+        trace.compute_seconds - to_first_use,
     ]
     constraints = [
         optimize.LinearConstraint(rows.tocsr(), -math.inf, most),

@@ -126,6 +126,15 @@ def test_the_smallest_budget_is_kept_and_hardly_any_below_it(regions):
         assert regions or not solve(trace, int(smallest * 0.99)).fits
 
 
+def test_the_smallest_budget_is_kept_whatever_prices_say(monkeypatch):
+    trace = chain([MIB] * 40)
+    smallest = smallest_budget(trace)
+    repair = Search.repair
+    monkeypatch.setattr(Search, "repair", lambda self, start: repair(self, ["keep"] * len(start)))
+    monkeypatch.setattr("backstash._plan.search._REPAIRS", 1)
+    assert solve(trace, smallest).fits
+
+
 def test_a_cheap_recomputation_is_chosen_where_the_link_is_slow():
     def options(n):
         return {"recompute": Option(0, 0, 1e-4)}
@@ -568,6 +577,20 @@ def alternating(draw, blocks):
     traced = tuple(TracedBlock("", each["keep"].resident_bytes, each) for each in options.values())
     rate = draw.choice([20, 100, 500]) * MIB
     return Trace(traced, tuple(moments), Links(rate, rate), 0.01, 100 * MIB)
+
+
+def test_what_is_saved_after_the_first_use_has_its_time_to_be_written():
+    """A short graph runs before a long one, whose forward hides all of its writes."""
+    first, *rest = chain([MIB, *[4 * MIB] * 8], seconds=1.0, rate=8 * MIB).moments
+    early = [replace(first, kind=kind, seconds=0.01) for kind in ("save", "use", "free")]
+    trace = replace(
+        chain([MIB, *[4 * MIB] * 8], seconds=1.0, rate=8 * MIB),
+        moments=(*early, *(each for each in rest if each.block)),
+    )
+    found = solve(trace, 116 * MIB, windows=(4 * MIB, 4 * MIB))
+    assert found.fits and found.choices.count("disk") >= 5
+    assert found.forecast.stall_seconds < 2
+    assert trace.compute_seconds <= found.bound_seconds <= found.forecast.step_seconds
 
 
 @pytest.mark.parametrize("seed", range(3, 9))

@@ -85,12 +85,13 @@ def by_prices(problem: Problem, windows: Windows, first: int) -> tuple[float, li
     trace, links = problem.trace, problem.trace.links
     moments = [first]
     # Writes have the time up to the last save, and what may then be under way; reads have that from the first
-    # use on, and what is used while it is being written is not read. Of several graphs these overlap.
+    # use on. Of several graphs these overlap. What is used while it is being written is not read, but was in
+    # memory all the time, and might as well have been kept.
     last_save = max(problem.saves.values(), default=0)
     spare_down = sum(moment.seconds for moment in trace.moments[: last_save + 1])
     spare_down += windows.inflight_bytes / links.down_rate
     before_use = sum(moment.seconds for moment in trace.moments[: problem.first_use])
-    spare_up = trace.compute_seconds - before_use + windows.inflight_bytes / links.up_rate
+    spare_up = trace.compute_seconds - before_use
     computing = max(trace.compute_seconds, 1e-9)
     best_bound, candidates = float("-inf"), list[Candidate]()
     link_seconds = 0.0

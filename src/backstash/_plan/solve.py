@@ -5,7 +5,7 @@ The problem, in seconds added to a step::
     minimise   sum of the options' own seconds + stalls
     such that  at each moment: other bytes + resident bytes + windows <= budget
                bytes written / down rate <= computing time up to the last save + window + stall
-               bytes moved / up rate     <= computing time from the first use on + window + stall
+               bytes read / up rate      <= computing time from the first use on + stall
 
 A price on a resident byte at each moment that binds, and one on a byte of each direction of the link, makes
 the choices independent of each other: every block takes the option that is cheapest at these prices; a region,
