@@ -14,6 +14,7 @@ from backstash.cli._advice import advice
 from backstash.cli._plan_page import plan_section
 from backstash.cli._plan_table import budgets_of, table
 from backstash.cli._verdict import verdict
+from backstash.cli.plan import _parser
 from backstash.errors import UsageError
 from backstash.fake import FakeRun
 from backstash.plan import Plan, PlannedClass, StepFigures
@@ -150,6 +151,12 @@ def test_a_mistake_is_one_line(
     assert told.startswith("backstash plan: ")
     assert told.count("\n") == 1
     assert words in told
+
+
+def test_budgets_may_be_given_one_by_one() -> None:
+    given = _parser().read(["--budget", "4GiB,6GiB", "--budget", "8GiB"])
+    assert given.budget == [4 << 30, 6 << 30, 8 << 30]
+    assert _parser().read([]).budget is None
 
 
 def test_the_table_names_what_cannot_be_kept() -> None:

@@ -38,6 +38,7 @@ from backstash._plan.solving import Beside, Kept, Solving
 from backstash._plan.trace import Links, Moment, Option, Trace, TracedBlock
 from backstash.errors import SizeError, StashWarning, UsageError
 from backstash.plan import Plan, StepFigures, usable_bytes
+from backstash.units import format_bytes
 from counted_memory import MIB, OTHER, CountedMemory
 from long_tests import mostly_long
 
@@ -150,6 +151,8 @@ def test_a_budget_that_cannot_be_kept_is_said_before_the_second_step(memory, tmp
     assert plan.state == "too small"
     assert plan.smallest_budget_bytes > OTHER
     assert "the smallest that can be kept is" in str(plan)
+    (note,) = stash.stats().notes
+    assert f"can keep is {format_bytes(plan.smallest_budget_bytes)};" in note, "not two figures"
     stash.close()
 
 
@@ -283,13 +286,14 @@ def test_a_loaded_plan_that_exceeds_its_budget_is_told_of(memory, tmp_path):
     again = memory(plan=plan, disk=tmp_path)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        for _ in range(4):
+        for _ in range(3):
             step(model(), again)
     with pytest.warns(StashWarning, match="was exceeded in 3 steps.* A loaded plan is followed as"):
         step(model(), again)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         step(model(), again)
+    assert again.plan.measured is None
     again.close()
 
 
@@ -1866,6 +1870,40 @@ def test_what_contradicts_is_refused(arguments, message):
 def test_a_size_that_cannot_be_read_is_refused():
     with pytest.raises(SizeError, match="budget='half' is not a size"):
         Stash(budget="half")
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"budget_bytes": None},
+        {"budget_bytes": 0},
+        {"predicted": {"peak_bytes": "x", "step_seconds": 1.0}},
+        {"classes": [{"name": 7}]},
+        {"classes": [{"seconds": "long"}]},
+        {"classes": [{"choices": [["teleport", 16]]}]},
+        {"classes": [{"choices": [["keep", 18], ["disk", -2]]}]},
+        {"classes": [{"choices": []}]},
+        {"classes": [{"blocks": 10**9, "choices": [["keep", 10**9]]}]},
+    ],
+)
+def test_a_damaged_plan_is_refused_in_one_line(memory, tmp_path, damage):
+    stash = memory(budget=OTHER + SAVED // 2 + 3 * MIB, disk=tmp_path)
+    values = settle(model(), stash).as_dict()
+    stash.close()
+    assert Plan.from_dict(json.loads(json.dumps(values))).classes
+    for name, value in damage.items():
+        is_list = isinstance(value, list)
+        values[name] = [{**values[name][0], **value[0]}] if is_list else value
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(values))
+    with pytest.raises(UsageError, match="is no plan"):
+        Stash(plan=path, disk=tmp_path)
+
+
+@pytest.mark.parametrize("given", [7, {}, ["plan.json"]])
+def test_what_is_neither_a_plan_nor_a_path_is_refused(tmp_path, given):
+    with pytest.raises(UsageError, match="allowed: a Plan, or the path of a file"):
+        Stash(plan=given, disk=tmp_path)
 
 
 def test_a_file_that_is_no_plan_is_refused(tmp_path):

@@ -509,7 +509,7 @@ def test_what_a_refused_region_saves_moves(memory, tmp_path):
         [("erf #0 1 B", [("keep", 1), ("region", 1)]), ("sin #0 1 B", [("keep", 1)])],
     )
     for operation, beyond in (("erf #0 1 B", "disk"), ("sin #0 1 B", "keep")):
-        assert [planner._choose(operation) for _ in range(3)] == ["keep", beyond, beyond]
+        assert [planner.follower._choose(operation) for _ in range(3)] == ["keep", beyond, beyond]
     stash.close()
 
 

@@ -592,6 +592,39 @@ def test_what_is_saved_after_the_first_use_has_its_time_to_be_written():
     assert trace.compute_seconds <= found.bound_seconds <= found.forecast.step_seconds
 
 
+def test_what_backward_does_not_use_takes_nothing_of_it_in_the_bound():
+    """As of a head that is not in the loss: it is recomputed, read or run again by nobody."""
+
+    def options(n):
+        return {"recompute": Option(0, 0.001, 5.0)}
+
+    for region in (False, True):
+        whole = chain([4 * MIB] * 6, options=options)
+        moments = tuple(
+            each for each in whole.moments if each.kind != "use" or each.block not in (1, 3)
+        )
+        regions = (TracedRegion("head", (1, 3), 0.001, 5.0),) if region else ()
+        trace = replace(whole, moments=moments, regions=regions)
+        found = solve(trace, 114 * MIB)
+        assert found.fits and found.bound_seconds <= found.forecast.step_seconds
+
+
+def test_room_is_made_where_what_comes_back_takes_it():
+    """At the last use a block that was computed again is in memory; one that was packed, by its payload."""
+
+    def options(n):
+        return {"recompute": Option(0, 0, 1e-4, 0, n), "pack": Option(n // 8, 0, 1e-3)}
+
+    trace = chain([8 * MIB] * 4, rate=MIB, options=options)
+    raised = [
+        replace(each, other_bytes=112 * MIB) if each.kind == "free" and each.block == 0 else each
+        for each in trace.moments
+    ]
+    trace = replace(trace, moments=tuple(raised))
+    found = solve(trace, 118 * MIB)
+    assert found.fits and found.choices[0] == "pack"
+
+
 @pytest.mark.parametrize("seed", range(3, 9))
 def test_no_choice_takes_less_than_the_bound(seed):
     """All choices of five blocks are tried, with any windows. A block that is used while

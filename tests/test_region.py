@@ -8,6 +8,7 @@ import pickle
 import random
 import sys
 import threading
+import weakref
 from collections import Counter, deque
 from contextlib import nullcontext
 from pathlib import Path
@@ -1084,7 +1085,7 @@ def test_a_module_that_two_stashes_recompute():
         for stash in (one, other):
             net.load_state_dict(begin)
             assert are_same(train(net, x, stash), want)
-    assert any("another forward" in reason for reason in one.stats().left)
+    assert any("another stash" in reason for reason in one.stats().left)
 
 
 def test_a_stash_that_was_closed_between():
@@ -1146,3 +1147,65 @@ def test_a_module_that_holds_a_sparse_tensor_is_run_again(is_buffer):
             found = torch.autograd.grad(model(x).sum(), list(model.parameters()))
             assert all(map(same_bits, found, expected))
     assert stash.stats().recomputed_bytes > 0, stash.stats().left
+
+
+def test_a_module_in_a_checkpoint_is_left_to_it():
+    """It runs the module again itself: statistics are updated as often as without a stash."""
+
+    def run(stash):
+        torch.manual_seed(0)
+        blocks = [nn.Sequential(nn.BatchNorm1d(32), nn.Linear(32, 32)) for _ in range(3)]
+        if stash is not None:
+            stash.recompute(*blocks)
+        with stash if stash is not None else nullcontext():
+            h = blocks[0](torch.randn(64, 32))
+            h = checkpoint(blocks[1], h, use_reentrant=False)
+            h = checkpoint(blocks[2], h, use_reentrant=True)
+            h.square().mean().backward()
+        found = [each.grad for block in blocks for each in block.parameters()]
+        return found + [each.clone() for block in blocks for each in block.buffers()]
+
+    stash = Stash(min_bytes=0)
+    assert all(map(torch.equal, run(stash), run(None)))
+    reasons = stash.stats().left
+    assert (
+        "not recomputed: torch.utils.checkpoint is around it, and runs it again itself" in reasons
+    )
+
+
+def test_a_stash_that_is_dropped_lets_go_of_the_modules_that_it_recomputed():
+    """Its hooks stay on them and do nothing: the next stash recomputes as the first did."""
+    blocks = [nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(3)]
+
+    def run(stash):
+        stash.recompute(*blocks)
+        with stash:
+            nn.Sequential(*blocks)(torch.randn(64, 64)).sum().backward()
+        return stash.stats().recomputed_bytes
+
+    dropped = Stash(min_bytes=0)
+    recomputed, alive = run(dropped), weakref.ref(dropped)
+    del dropped
+    gc.collect()
+    assert alive() is None and recomputed
+    second = Stash(min_bytes=0)
+    assert run(second) == recomputed
+    third = Stash(min_bytes=0)
+    assert not run(third)
+    (reason,) = (each for each in third.stats().left if "another stash" in each)
+    assert "remove() what that one's recompute() returned" in reason
+
+
+def test_a_graph_keeps_what_runs_again_for_it():
+    block = nn.Sequential(nn.Linear(64, 64), nn.GELU())
+    x = torch.randn(64, 64, requires_grad=True)
+    block(x).sum().backward()
+    true, x.grad = x.grad, None
+    stash = Stash(min_bytes=0)
+    stash.recompute(block)
+    with stash:
+        loss = block(x).sum()
+    del stash
+    gc.collect()
+    loss.backward()
+    assert torch.equal(x.grad, true)

@@ -12,11 +12,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.hooks import RemovableHandle
 
 from ._saved.thread_state import ThreadState
 from ._text import clean, html_text
@@ -129,6 +128,10 @@ class Hook:
         self._act(call_frame())
 
 
+class _Removable(Protocol):
+    def remove(self) -> None: ...
+
+
 class Attachment:
     """A stash on a module: what its forward saves is held. Returned by :meth:`Stash.attach`.
 
@@ -140,7 +143,7 @@ class Attachment:
         handles: of the hooks on it.
     """
 
-    def __init__(self, owner: str, handles: Sequence[RemovableHandle]) -> None:
+    def __init__(self, owner: str, handles: Sequence[_Removable]) -> None:
         self._is_removed = False
         self._owner = owner
         self._handles = tuple(handles)

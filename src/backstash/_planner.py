@@ -43,6 +43,7 @@ from ._plan.table import REGION
 from ._plan.trace import Links, Option, Trace
 from ._runtime.trace import EventLog
 from ._saved.block import Block
+from ._text import level_of_program
 from ._tiers.device_tiers import DeviceTiers
 from ._tiers.limits import Limits
 from .errors import StashWarning
@@ -112,6 +113,7 @@ class Planner:
         self._anew_bytes = 0  # that were given back before this step
         self._exceeding = 0  # steps under a plan that exceeded the budget
         self.notes: dict[str, None] = {}
+        self._too_small: str | None = None  # of these, that the budget cannot be kept
         self._solving = Solving(windows, self.notes)
         self.follower = Follower(
             Plan(self._budget, "measuring", device=self._device_name),
@@ -128,7 +130,7 @@ class Planner:
         )
         """Decides block by block."""
         if loaded is not None:
-            self.follower.follow(_with(loaded, state="loaded"))
+            self.follower.follow(_with(loaded, state="loaded", measured=None))
 
     @property
     def plan(self) -> Plan:
@@ -425,27 +427,38 @@ class Planner:
             most = max([room // 4, *(each.nbytes for each in trace.blocks)])
             inflight, prefetch = self._limits.windows
             self._limits.set_windows((min(inflight, most), min(prefetch, most)))
-            self._look_whether_it_fits(first_trace)
+            self._look_whether_it_fits(first_trace, grown)
         elif (other := _most_other(first_trace)) > self._budget:
             self._tell(
                 f"{self._named} cannot be kept: beside the tensors that are saved for backward this step holds "
                 f"{format_bytes(other)}; the second step tells which budget is the smallest that can be kept"
             )
 
-    def _look_whether_it_fits(self, trace: Trace) -> None:
+    def _look_whether_it_fits(self, trace: Trace, grown: int = 0) -> None:
         """After the first step, where everything can move; else after the second, which tells what can be
-        recomputed and packed."""
+        recomputed and packed.
+
+        Args:
+            trace: of the step.
+            grown: bytes that later ones may hold beside, which are counted in what is said.
+        """
         smallest = smallest_budget(
             trace, allowed=self._allowed(), windows=self._limits.given_windows
         )
         if smallest > self._budget:
-            self._tell_too_small(budget_for(smallest))
+            self._tell_too_small(budget_for(smallest + grown))
 
     def _tell_too_small(self, smallest_budget_bytes: int) -> None:
-        self._tell(
+        """Where the first step told so, the note now says what was found of the second and third."""
+        note = (
             f"{self._named} cannot be kept: the smallest that this step can keep is "
             f"{format_bytes(smallest_budget_bytes)}; everything that can move or be recomputed does"
         )
+        told, self._too_small = self._too_small, note
+        if told is None:
+            self._tell(note)
+        elif self.notes.pop(told, told) is None:
+            self.notes[note] = None
 
     def _ran_out(self, *, earlier: bool) -> str:
         """The device ran out of memory, within the budget. Less is held from now on if possible.
@@ -729,8 +742,8 @@ class Planner:
         self.follower.follow(_with(plan, measured=found) if is_same else plan)
         if is_same:
             self._note_kept()
-        elif plan.state == "too small" and before is None and not self.notes:
-            self._tell_too_small(plan.smallest_budget_bytes or 0)  # the first step did not tell
+        elif plan.state == "too small" and before is None:
+            self._tell_too_small(plan.smallest_budget_bytes or 0)
         at_start = trace.moments[0].other_bytes if trace.moments else 0
         is_left = self.follower.plan.state == "left alone"
         grown_bytes = max(solution.forecast.peak_bytes, solution.measured_bytes or 0) - at_start
@@ -784,7 +797,7 @@ class Planner:
     def _tell(self, note: str) -> None:
         if note not in self.notes:
             self.notes[note] = None
-            warnings.warn(note, StashWarning, stacklevel=2)
+            warnings.warn(note, StashWarning, stacklevel=level_of_program())
 
 
 def _other(sample: Sample) -> int:

@@ -39,6 +39,7 @@ from ._saved.thread_state import ThreadState
 from ._saved.view import dense, reason_to_stay
 from ._session import Session
 from ._text import clean
+from ._torch.checkpoints import is_of_checkpoint
 from ._torch.dispatch import (
     count_dispatch_modes,
     count_function_modes,
@@ -47,6 +48,7 @@ from ._torch.dispatch import (
 )
 from ._torch.dynamo import untraced
 from ._torch.engine import sequence_number, task_or_none
+from ._torch.hook_stack import current_pair, own_pack
 from ._torch.module_state import is_used_up, unchanged
 from ._torch.modules import call_frame, module_path, running_modules
 from ._torch.rerun import (
@@ -590,16 +592,36 @@ def _noted(tensor: Tensor) -> tuple[Tensor, int]:
 
 
 class _RegionHook(Hook):
-    """Before or after the forward of a region; an object, as :class:`Hook` is."""
+    """Before or after the forward of a region; an object, as :class:`Hook` is.
+
+    The region lives as long as its stash, or a graph that it has to run again for. Afterwards the hook does
+    nothing.
+    """
 
     def __init__(self, region: Region, act: Callable[..., None]) -> None:
         super().__init__(act)
-        self.region = region
+        self._region = weakref.ref(region)
+
+    @property
+    def region(self) -> Region | None:
+        """Whose it is; ``None``: it is no more."""
+        return self._region()
 
     @untraced
     def __call__(self, *given: Any) -> None:
         """See ``register_forward_pre_hook`` and ``register_forward_hook``."""
-        self._act(call_frame(), *given)
+        region = self._region()
+        if region is not None:
+            self._act(region, call_frame(), *given)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _RegionHook:
+        """A copied module shares the region."""
+        return self
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "a module that a stash recomputes cannot be pickled: remove() what recompute() returned first"
+        )
 
 
 class Region:
@@ -639,9 +661,9 @@ class Region:
         self._thread_state = thread_state
         self._lock = os.getpid(), threading.RLock()
         self.handles = (
-            module.register_forward_pre_hook(_RegionHook(self, self._begin), with_kwargs=True),
+            module.register_forward_pre_hook(_RegionHook(self, Region._begin), with_kwargs=True),
             module.register_forward_hook(
-                _RegionHook(self, self._end), prepend=True, always_call=True
+                _RegionHook(self, Region._end), prepend=True, always_call=True
             ),
         )
 
@@ -724,7 +746,17 @@ class Region:
             planned.enter(run.inputs, (packed for packed, _ in inputs))
 
     def _reason_against(self, module: nn.Module) -> str:
+        pair = current_pair()
+        if pair is not None and is_of_checkpoint(own_pack(pair)):
+            return "torch.utils.checkpoint is around it, and runs it again itself"
         hook = foreign_hook(module, self._is_own)
+        if hook and not foreign_hook(
+            module, lambda each: isinstance(each, _RegionHook) or self._is_own(each)
+        ):
+            return (
+                "another stash recomputes it, or a module in it: remove() what that one's recompute() "
+                "returned"
+            )
         if hook and _is_sharded(module):
             return (
                 "fully_shard has hooks on the module, or on one in it, that gather weights: recompute the "
@@ -741,9 +773,10 @@ class Region:
 
     def _is_own(self, hook: Any) -> bool:
         """Whether it is a stash's, and not that of another stash which recomputes the module, too."""
-        return isinstance(hook, Hook) and (
-            not isinstance(hook, _RegionHook) or hook.region.session is self.session
-        )
+        if not isinstance(hook, _RegionHook):
+            return isinstance(hook, Hook)
+        region = hook.region
+        return region is None or region.session is self.session
 
     def _end(self, frame: FrameType | None, module: nn.Module, args: Any, output: Any) -> None:
         thread_state = self._thread_state()
@@ -755,12 +788,3 @@ class Region:
             self._leave(frame)
         if isinstance(run, Run):
             run.end(in_order=output is not None)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Region:
-        """A copied module shares the region."""
-        return self
-
-    def __reduce__(self) -> Any:
-        raise TypeError(
-            "a module that a stash recomputes cannot be pickled: remove() what recompute() returned first"
-        )

@@ -1,12 +1,14 @@
-"""Text that is safe to show: names come from other programs, and may hold escapes that a terminal obeys."""
+"""Text that is safe to show: names come from other programs, and may hold escapes that a terminal obeys; and
+where a warning is shown."""
 
 from __future__ import annotations
 
 import html
+import sys
 import unicodedata
 from collections.abc import Iterable, Sequence
 
-__all__ = ["clean", "html_table", "html_text", "shown"]
+__all__ = ["clean", "html_table", "html_text", "level_of_program", "shown"]
 
 _HIDDEN = {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}
 
@@ -82,3 +84,15 @@ def html_table(
     )
     below = html_text("\n".join(rest), folded_after=8) if rest else ""
     return f"<div><b>{html.escape(clean(title))}</b>{table if body else ''}{below}</div>"
+
+
+def level_of_program() -> int:
+    """The caller's ``stacklevel`` that names the line of the program: neither backstash's nor PyTorch's."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and _is_ours(frame.f_globals.get("__name__")):
+        level, frame = level + 1, frame.f_back
+    return level
+
+
+def _is_ours(module: object) -> bool:
+    return str(module).partition(".")[0] in (__name__.partition(".")[0], "torch")

@@ -6,7 +6,7 @@ import itertools
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -31,6 +31,9 @@ __all__ = [
 ]
 
 _FORMAT = "backstash plan 1"
+_CHOICES = frozenset(("keep", "host", "disk", "recompute", "pack", REGION))
+_RUNS = frozenset((REGION, "once"))
+_MOST = 10_000_000  # blocks of a class: more are no step's
 _MARGIN = 0.02  # of a budget, that plans leave unused: what is measured varies by about as much
 
 
@@ -271,11 +274,31 @@ class Plan:
             ]
             if rest["state"] not in _STATES or any(type(n) is not int or n < 0 for n in numbers):
                 raise UsageError(_no_plan("this"))
-            return cls(classes=classes, regions=regions, **figures, **rest)
+            plan = cls(classes=classes, regions=regions, **figures, **rest)
+            plan._check()
+            return plan
         except (KeyError, TypeError, ValueError) as error:
             if isinstance(error, UsageError):
                 raise
             raise UsageError(_no_plan("this")) from error
+
+    def _check(self) -> None:
+        """Raise ``ValueError`` where a plan cannot be like that, as one that a file describes may not be."""
+        if type(self.budget_bytes) is not int or self.budget_bytes <= 0:
+            raise ValueError("a budget of no bytes")
+        held: list[PlannedClass | PlannedRegion] = [*self.classes, *self.regions]
+        figures = [self.predicted, self.measured, self.bound, self.plain]
+        numbers: list[Any] = [each.seconds for each in held] + [each.nbytes for each in held]
+        for known in filter(None, figures):
+            numbers += [known.peak_bytes, known.step_seconds]
+        if any(type(each) not in (int, float) or not math.isfinite(each) for each in numbers):
+            raise ValueError("seconds and bytes are numbers")
+        if any(type(each.name) is not str or type(each.reason) is not str for each in held):
+            raise ValueError("names and reasons are text")
+        for each in self.classes:
+            _check_choices(each.choices, each.blocks, _CHOICES)
+        for region in self.regions:
+            _check_choices(region.choices, region.forwards, _RUNS)
 
     def __str__(self) -> str:
         of = "" if self.device == "cpu" else f" of {self.device}"
@@ -429,6 +452,13 @@ def _planned_regions(trace: Trace, solution: Solution, stays: Stays) -> tuple[Pl
             )
         )
     return tuple(sorted(planned, key=lambda each: -each.nbytes))
+
+
+def _check_choices(runs: Sequence[tuple[str, int]], whole: int, names: Collection[str]) -> None:
+    if type(whole) is not int or not 0 < whole <= _MOST:
+        raise ValueError("how many blocks or forwards there are")
+    if any(name not in names or n < 1 for name, n in runs) or sum(n for _, n in runs) != whole:
+        raise ValueError("not one choice that is known for each")
 
 
 def _reason(runs: Sequence[tuple[str, int]], state: str) -> str:

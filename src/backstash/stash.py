@@ -21,7 +21,6 @@ from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from ._admission import Admission
 from ._device.base import Device
@@ -222,6 +221,7 @@ class Stash:
         )
         self._local = threading.local()
         self._is_closing = False  # by a nested call; the next that is none goes on with it
+        self._regions: set[Region] = set()  # their modules' hooks do not keep them
         _all.add(self)
 
     def _begin(self) -> None:
@@ -420,7 +420,7 @@ class Stash:
                 raise UsageError(
                     f"recompute({shown(module)}): allowed are modules, for example recompute(*model.blocks)"
                 )
-        handles: list[RemovableHandle] = []
+        handles: list[Any] = []
         for module in modules:
             region = Region(
                 module,
@@ -431,7 +431,8 @@ class Stash:
                 self._leave,
                 self.unpack,
             )
-            handles += region.handles
+            self._regions.add(region)
+            handles += [*region.handles, _Region(self._regions, region)]
         return Attachment(
             ", ".join(dict.fromkeys(type(each).__name__ for each in modules)), handles
         )
@@ -787,6 +788,10 @@ def _planners(
         None if each == _DEFAULT_WINDOW_BYTES else each
         for each in map(parse_bytes, (inflight, prefetch))
     ]
+    if plan is not None and not isinstance(plan, (Plan, str, os.PathLike)):
+        raise UsageError(
+            f"plan={shown(plan)}; allowed: a Plan, or the path of a file that plan.save(path) wrote"
+        )
     loaded = plan if isinstance(plan, Plan) or plan is None else Plan.load(plan)
     nbytes = (
         None
@@ -817,6 +822,22 @@ def _planners(
         )
 
     return planner
+
+
+class _Region:
+    """A region that a stash keeps, until this is removed.
+
+    Args:
+        kept: those of the stash.
+        region: one of them.
+    """
+
+    def __init__(self, kept: set[Region], region: Region) -> None:
+        self._kept, self._region = kept, region
+
+    def remove(self) -> None:
+        """As a handle of its module's hooks."""
+        self._kept.discard(self._region)
 
 
 def _let_go(stash: weakref.ref[Stash]) -> None:

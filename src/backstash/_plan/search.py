@@ -219,7 +219,9 @@ class Search:
             now = problem.option(block, name)
             for other, option in problem.options(block):
                 if other != name:
-                    freed = now.resident_bytes - option.resident_bytes
+                    freed = problem.held_bytes(block, now, at) - problem.held_bytes(
+                        block, option, at
+                    )
                     seconds = added_seconds(now, option, self.link_seconds)
                     moves = option.moved_bytes > now.moved_bytes
                     changes.append(_Change(((block, other),), seconds, freed, moves=moves))

@@ -18,7 +18,7 @@ first of them other windows are tried.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from .prices import by_prices, earliest, holding_least
@@ -34,7 +34,7 @@ _FILLED = 12  # of the candidates, the best, which are filled up
 _SWAPPED = (
     2  # of all that were filled up, the best, in which changes are swapped; more of a short step
 )
-_SWAPS = 80  # that are tried of each
+_SWAPS = 40  # that are tried of each
 _SWAPPED_BLOCKS = 8_000  # in all of these, at most
 _CHANGED_BLOCKS = 400  # at most so many, for other windows than those of the ladder to be tried
 _FEW_BLOCKS = 16  # at most so many, for them to be tried with more than the best
@@ -159,12 +159,23 @@ def _names(trace: Trace, allowed: Sequence[str] | None) -> Sequence[str]:
 
 
 def _left(trace: Trace) -> Trace:
-    """The same step, where it takes nothing to keep a block: for a bound, as any may be left alone."""
+    """The same step for a bound: it takes nothing to keep a block, as any may be left alone, and what backward
+    does not use takes nothing then."""
+    used = trace.span("use")
     blocks = (
-        replace(each, options={**each.options, "keep": Option(each.nbytes)})
-        for each in trace.blocks
+        replace(each, options={**options, "keep": Option(each.nbytes)})
+        for at, each in enumerate(trace.blocks)
+        for options in [each.options if at in used else _unused(each.options)]
     )
-    return replace(trace, blocks=tuple(blocks))
+    regions = (
+        each if any(at in used for at in each.members) else replace(each, use_seconds=0.0)
+        for each in trace.regions
+    )
+    return replace(trace, blocks=tuple(blocks), regions=tuple(regions))
+
+
+def _unused(options: Mapping[str, Option]) -> dict[str, Option]:
+    return {name: Option(each.resident_bytes, each.save_seconds) for name, each in options.items()}
 
 
 def _windows(trace: Trace, given: tuple[int | None, int | None]) -> list[Windows]:

@@ -26,6 +26,7 @@ class Problem:
     """Of the budget, in forward and in backward, for what is under way."""
     saves: dict[int, int] = field(default_factory=dict)
     frees: dict[int, int] = field(default_factory=dict)
+    uses: dict[int, int] = field(default_factory=dict)
     first_use: int = 0
     regions: tuple[TracedRegion, ...] = ()
     region_of: dict[int, int] = field(default_factory=dict)
@@ -45,7 +46,7 @@ class Problem:
     def __post_init__(self) -> None:
         moments = self.trace.moments
         self.saves, self.frees = self.trace.span("save"), self.trace.span("free")
-        uses = self.trace.span("use")
+        uses = self.uses = self.trace.span("use")
         self.first_use = min(uses.values(), default=len(moments))
         self.untouched = self.trace.left_alone()
         blocks = range(len(self.untouched))
@@ -74,6 +75,15 @@ class Problem:
     def is_alive(self, block: int, at: int) -> bool:
         """Whether the block is saved and not freed in the interval before this moment."""
         return self.saves[block] < at <= self.frees.get(block, len(self.trace.moments))
+
+    def held_bytes(self, block: int, option: Option, at: int | None) -> int:
+        """Of a block that is held so, what is in memory in the interval before this moment; ``None``: before
+        its use. From its use to its free what has moved is back, and what was packed or computed again is
+        there.
+        """
+        if at is None or at <= self.uses.get(block, len(self.trace.moments)):
+            return option.resident_bytes
+        return option.resident_bytes + option.made_bytes + option.moved_bytes
 
     def returned_bytes(self, region: int, at: int) -> int:
         """Of a region that runs again, what is in memory in the interval before this moment: below 0, where

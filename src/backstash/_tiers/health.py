@@ -9,13 +9,13 @@ is an error.
 from __future__ import annotations
 
 import errno
-import sys
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Protocol
 
 from .._runtime.weak import WeakQueue
 from .._saved.block import Block
+from .._text import level_of_program
 from ..errors import StashError, StashFullError, StashIOError, StashWarning
 from .resident import ResidentSet, is_resident
 
@@ -114,22 +114,10 @@ class TierHealth:
         is_first = "broken" not in self.notes and "full" not in self.notes
         self.notes.add(kind, note)
         if is_first:
-            warnings.warn(note, StashWarning, stacklevel=_level())
+            warnings.warn(note, StashWarning, stacklevel=level_of_program())
 
     def restore(self) -> None:
         """Forget what was deferred: see ``_session``. All blocks that are in place are tried again."""
         self.deferred = WeakQueue[Block](is_resident)
         self._full_at = None
         self.is_well = self._broken is None
-
-
-def _level() -> int:
-    """The caller's ``stacklevel`` that names the line of the program: neither backstash's nor PyTorch's."""
-    level, frame = 1, sys._getframe(1)
-    while frame.f_back is not None and _is_ours(frame.f_globals.get("__name__")):
-        level, frame = level + 1, frame.f_back
-    return level
-
-
-def _is_ours(module: object) -> bool:
-    return str(module).partition(".")[0] in (__name__.partition(".")[0], "torch")

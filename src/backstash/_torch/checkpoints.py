@@ -19,6 +19,7 @@ __all__ = [
     "checkpoint_that_saves",
     "frame_behind",
     "is_caching",
+    "is_of_checkpoint",
     "is_recomputing",
     "notes_of",
 ]
@@ -34,6 +35,11 @@ _BETWEEN = (__name__.partition(".")[0] + ".", "torch.autograd.function")
 def is_caching() -> bool:
     """Whether a selective checkpoint keeps outputs, past all hooks."""
     return any(type(mode).__name__ == _CACHING for mode in dispatch_modes())
+
+
+def is_of_checkpoint(hook: Any) -> bool:
+    """Whether a pack hook is that of a checkpoint which is not reentrant."""
+    return getattr(hook, "__module__", "") == CHECKPOINT_MODULE
 
 
 def checkpoint_that_saves(frame: FrameType | None) -> str:

@@ -109,7 +109,13 @@ def _plan_elsewhere(parser: Parser, options: argparse.Namespace) -> int:
 def _parser() -> Parser:
     parser = Parser("backstash plan", _DESCRIPTION, _EXAMPLES, _USAGE)
     add = parser.add_argument
-    add("--budget", metavar="A,B,...", type=_budgets, help="the budgets (default: five)")
+    add(
+        "--budget",
+        metavar="A,B,...",
+        type=_budgets,
+        action="extend",
+        help="the budgets (default: five)",
+    )
     add(
         "--disk",
         metavar="DIR",
