@@ -391,8 +391,9 @@ class Stash:
         first; afterwards they are as before, and so are the modules' buffers, attributes and the containers in
         them: BatchNorm's statistics are updated once. The first forward of each class (training mode, kinds of
         inputs, autocast) is run twice at once and compared. Where it cannot be run again alike (it changes its
-        input or an array that it holds, communicates with other processes, or has hooks of another's), it is
-        treated as without, and ``stats().left`` says why.
+        input or an array that it holds, communicates with other processes, has hooks of another's, or
+        ``torch.utils.checkpoint`` is around it and runs it again itself), it is treated as without, and
+        ``stats().left`` says why.
 
         With a ``budget`` and a ``disk`` the plan decides which forwards of the modules run again, and
         ``plan.regions`` says so; with a ``budget`` alone all do.
@@ -400,7 +401,8 @@ class Stash:
         Args:
             modules: each gets two hooks.
 
-        Returns a handle with ``remove()``, also a context manager. What was let go before stays so.
+        Returns a handle with ``remove()``, also a context manager. What was let go before stays so. When the
+        stash and the handle are dropped, the hooks do nothing any more.
 
         Raises:
             UsageError: one is no ``nn.Module``.
