@@ -172,7 +172,10 @@ def simulate(
                 inflight += nbytes
                 if (
                     nbytes > windows.inflight_bytes and not trace.runs_ahead
-                ):  # moved within the call
+                ):  # moved within the call, and in memory until that ends
+                    now = moment.other_bytes + resident + inflight + ahead - small
+                    if now > peak:
+                        peak, peak_moment = now, at + 1
                     writing.pop()
                     inflight -= nbytes
                     stalled += down_free - clock
