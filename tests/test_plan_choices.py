@@ -92,4 +92,12 @@ def test_experts_whose_rows_change_at_each_step_follow_the_plan(memory, tmp_path
         assert stash.plan.state in ("measuring", "planned")
     assert len(chosen) >= 100 and set(chosen) == {"keep", "disk"}
     assert memory.peaks[0] <= BUDGET
+    # What the windows were not to hold is no room for blocks of other sizes than the plan's.
+    limits, lower = [], stash._planner._limits.lower_resident
+    monkeypatch.setattr(
+        stash._planner._limits, "lower_resident", lambda limit: (limits.append(limit), lower(limit))
+    )
+    step(net, stash)
+    planned = max(stash._planner._limits.unplanned, stash.plan.resident_bytes)
+    assert planned in limits
     stash.close()

@@ -219,7 +219,11 @@ class Follower:
         if self.choices is None:
             is_moved = self._first_steps.mode == "all" or self._shape.counted % 2
             return "all" if is_moved else "keep"
+        matched = self.choices.matched
         choice = self.choices.next(group, of_any_size=self._shape.begins_as_known)
+        if choice is not None and self.choices.matched == matched:
+            # Its size is another than the plan's: what the windows were not to hold is no room for blocks.
+            self._limits.lower_resident(max(self._limits.unplanned, self.plan.resident_bytes))
         if choice is None:
             if self._recomputes_unknown:
                 return "recompute"
