@@ -153,6 +153,11 @@ def test_a_budget_that_cannot_be_kept_is_said_before_the_second_step(memory, tmp
     assert "the smallest that can be kept is" in str(plan)
     (note,) = stash.stats().notes
     assert f"can keep is {format_bytes(plan.smallest_budget_bytes)};" in note, "not two figures"
+    memory.other = lambda: OTHER + 8 * MIB
+    grown = settle(net, stash)
+    assert grown.smallest_budget_bytes > plan.smallest_budget_bytes + 4 * MIB
+    (note,) = stash.stats().notes
+    assert f"can keep is {format_bytes(grown.smallest_budget_bytes)};" in note, "nor that of a plan before"
     stash.close()
 
 

@@ -742,7 +742,7 @@ class Planner:
         self.follower.follow(_with(plan, measured=found) if is_same else plan)
         if is_same:
             self._note_kept()
-        elif plan.state == "too small" and before is None:
+        elif plan.state == "too small" and (before is None or self._too_small is not None):
             self._tell_too_small(plan.smallest_budget_bytes or 0)
         at_start = trace.moments[0].other_bytes if trace.moments else 0
         is_left = self.follower.plan.state == "left alone"
