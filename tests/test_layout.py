@@ -27,6 +27,7 @@ FLOORS = (
     ("_tiers",),
     ("_planner", "_follower"),
     ("_session",),
+    ("_hooks_off",),
     ("_admission",),
     ("_hook_scope", "_stats", "_region", "_planned_region"),
     ("stash",),

@@ -8,12 +8,13 @@ from torch import nn
 
 from backstash import Stash
 from backstash._admission import FITS
+from backstash._follower import Follower
 from backstash.errors import InplaceError, StashClosedError
 from counted_memory import MIB, OTHER, CountedMemory
 
 LAYERS = 16  # of which each saves 1 MiB
 SAVED = LAYERS * MIB
-ROOMY = OTHER + 4 * SAVED
+ROOMY = OTHER + 2 * SAVED  # but not for twice as much
 
 
 @pytest.fixture
@@ -155,9 +156,12 @@ def test_a_larger_first_block_is_asked_about(memory, tmp_path):
     stash.close()
 
 
-def test_two_graphs_in_a_step_make_no_larger_step(memory, tmp_path):
+@pytest.mark.parametrize("is_off", [False, True])
+def test_two_graphs_in_a_step_make_no_larger_step(memory, tmp_path, is_off, monkeypatch):
     """One after the other, as those of a generator and its discriminator; and side by side."""
-    stash = settled(memory, tmp_path)
+    if not is_off:
+        monkeypatch.setattr(Follower, "fits_twice", lambda _: False)
+    stash = settled(memory, tmp_path, OTHER + 4 * SAVED)
     net, written = model(), stash.stats().written_bytes
     true = step(net, Stash())
     for _ in range(3):

@@ -157,7 +157,9 @@ def test_a_budget_that_cannot_be_kept_is_said_before_the_second_step(memory, tmp
     grown = settle(net, stash)
     assert grown.smallest_budget_bytes > plan.smallest_budget_bytes + 4 * MIB
     (note,) = stash.stats().notes
-    assert f"can keep is {format_bytes(grown.smallest_budget_bytes)};" in note, "nor that of a plan before"
+    assert f"can keep is {format_bytes(grown.smallest_budget_bytes)};" in note, (
+        "nor that of a plan before"
+    )
     stash.close()
 
 

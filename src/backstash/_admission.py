@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ._device.base import Check
+from ._hooks_off import HooksOff
 from ._planner import Planner
 from ._runtime.weak import WeakTable
 from ._saved.block import Block, PartedStorage, StorageVersion
@@ -84,6 +85,7 @@ class Admission:
         self._policy = policy
         self._codec = codec
         self._min_bytes = min_bytes
+        self.hooks_off = HooksOff(session)
         self.closed = False
         self.begin_anew()
 
@@ -571,6 +573,8 @@ class Admission:
         if self._codec is None:  # else it is asked for each
             nbytes = planner.follower.may_leave_bytes(len(session.thread_states), is_block=is_block)
             thread_state.may_leave(nbytes, device, session.uses)
+            if nbytes >= 0 and self._policy is None:
+                self.hooks_off.consider(thread_state)
 
     def _planned(
         self,

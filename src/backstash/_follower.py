@@ -148,6 +148,24 @@ class Follower:
             self._asked = -sys.maxsize  # no more in this step: each block has the memory looked at
         return shape.bytes_to_next_look(nbytes)
 
+    def fits_twice(self) -> bool:
+        """Whether all of this step fits, and would if it took twice as much as any step did so far.
+
+        Then nothing that it still saves needs to be looked at.
+        """
+        plan, shape = self.plan, self._shape
+        if plan.state != "left alone" or plan.predicted is None or self.has_exceeded:
+            return False
+        if self._recording.is_on or shape.is_larger or shape.expects_larger:
+            return False
+        if self._regions is not None and self._regions.has_any:
+            return False  # they are tried, and compared
+        return self._guard.fits_twice(shape.most_asked_bytes, plan.predicted.peak_bytes)
+
+    def take_rest_as_known(self) -> None:
+        """See :meth:`StepShape.take_rest_as_known`."""
+        self._shape.take_rest_as_known()
+
     def may_make_bytes(self, threads: int) -> int:
         """The same for what a region saves in its second run, which the plan counts, and backward uses next."""
         return (

@@ -33,17 +33,21 @@ def enter_scope(
     pack: Callable[[Tensor], object],
     unpack: Callable[[Any], Tensor],
     frame: FrameType | None = None,
+    *,
+    is_off: bool = False,
 ) -> None:
     """Push a hook pair for this thread; inside a transform of ``torch.func`` that allows none, step aside.
+    ``is_off``: not now, see :mod:`._hooks_off`.
 
     Raises ``RuntimeError`` where hooks are disabled for another reason.
     """
     _clear_stale(thread_state)
     let_transforms_pass()
-    scope = Scope(saved_tensors_hooks(pack, unpack), frame, stepped_aside_for(pack))
+    is_aside = stepped_aside_for(pack)
+    scope = Scope(saved_tensors_hooks(pack, unpack), frame, is_aside, is_off and not is_aside)
     try:
         thread_state.scopes.append(scope)
-        if not scope.is_aside:
+        if not (scope.is_aside or scope.is_off):
             scope.hooks.__enter__()
     except BaseException:
         abandon(thread_state, scope)
@@ -73,6 +77,7 @@ def leave_scope(thread_state: ThreadState, frame: FrameType | None = None) -> No
     try:
         _take_out(scope)
         thread_state.scopes.pop()
+        thread_state.comes_back = True
     except BaseException:  # out of order, or an interrupt: the pair goes all the same
         abandon(thread_state, scope)
         raise
@@ -104,7 +109,7 @@ def _take_out(scope: Scope) -> None:
     pack = scope.hooks.pack_hook
     above = take_out(lambda pair: own_pack(pair) is pack)
     if above is None:
-        if left_aside(pack):
+        if scope.is_off or left_aside(pack):
             return
         raise UsageError(
             "another saved-tensors context popped the stash's hooks: contexts were left in the "

@@ -219,6 +219,8 @@ class Planner:
             highest_bytes = max(highest_bytes, self._meter.known_peak_bytes)
             # What this step began with is no reason for another plan.
             highest_bytes = max(min(highest_bytes, self._budget), highest_bytes - kept_free_bytes)
+            if not ended.was_seen:  # it saved more than it was taken for; the next one is looked at
+                highest_bytes = min(highest_bytes, self._budget)
             self._count_exceeding(highest_bytes)
             if ended.was_larger:
                 self._plan_for_larger(record, ended.asked_bytes)

@@ -83,6 +83,9 @@ class Stats:
     left: Mapping[str, Left]
     """What was left where it was, by reason; what begins with ``"not packed: "`` or
     ``"not recomputed: "`` was only left as large as it was, and went where the budgets say."""
+    hooks_off: int
+    """How often the hooks were taken off for the rest of a step, since twice as much as it saves fits within
+    the budget. What was saved then is PyTorch's alone, and in none of these figures."""
     notes: tuple[str, ...]
     """Fallbacks that were taken, each with its reason."""
 
@@ -128,6 +131,12 @@ class Stats:
         nbytes = self.recomputed_bytes
         return [f"  recomputed {format_bytes(nbytes):>9}"] if nbytes else []
 
+    def _hooks_off_line(self) -> list[str]:
+        if not self.hooks_off:
+            return []
+        times = f"{self.hooks_off} times for the rest of a step, which fits twice"
+        return [f"  hooks off  {times}: PyTorch alone holds it"]
+
     def __str__(self) -> str:
         size = format_bytes
         lines = [
@@ -148,6 +157,7 @@ class Stats:
         ]
         for reason, left in sorted(self.left.items(), key=lambda item: -item[1].nbytes):
             lines.append(f"  left       {size(left.nbytes):>9} in {left.count} saves: {reason}")
+        lines += self._hooks_off_line()
         lines += [f"  note       {note}" for note in self.notes]
         return "\n".join(map(clean, lines))
 
@@ -238,5 +248,6 @@ def collect(
         prefetch_hits=sum(prefetcher.hits for prefetcher in prefetchers),
         prefetch_misses=sum(prefetcher.misses for prefetcher in prefetchers),
         left=left,
+        hooks_off=counts.times_off,
         notes=tuple(dict.fromkeys(filter(None, notes))),
     )

@@ -307,7 +307,8 @@ class Stash:
         if pack is None:
             pack = self._admission.hook(thread_state)
             pack.steps_aside = self._admission.stepped_aside
-        enter_scope(thread_state, pack, self.unpack, frame)
+        is_off = self._admission.hooks_off.stays_off(thread_state)
+        enter_scope(thread_state, pack, self.unpack, frame, is_off=is_off)
 
     def _leave(self, frame: FrameType | None) -> None:
         thread_state = self._thread_state()

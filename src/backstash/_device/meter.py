@@ -60,6 +60,7 @@ class DeviceMeter(Meter):
             maxlen=3
         )  # of the last steps, by both clocks
         self._last_peak = self._known_peak = 0
+        self._is_reset = False  # whether the program has had the allocator forget a peak
         self._highest = 0  # that is known of this step
         self._origin: MemoryFigures | None = None  # when what was heard so far was forgotten
 
@@ -67,6 +68,11 @@ class DeviceMeter(Meter):
     def known_peak_bytes(self) -> int:
         """See :meth:`Meter.known_peak_bytes`: the allocator's peak, where the step raised it."""
         return self._known_peak
+
+    def ever_peak_bytes(self) -> int | None:
+        """See :meth:`Meter.ever_peak_bytes`: the allocator's peak, if it never was less than before."""
+        self._look()
+        return None if self._is_reset else self._last_peak
 
     def now(self) -> int:
         """See :meth:`Meter.now`."""
@@ -78,6 +84,7 @@ class DeviceMeter(Meter):
         figures = self._device.memory()
         if figures.peak_bytes != self._last_peak:
             self._highest = max(self._highest, figures.peak_bytes)
+        self._is_reset |= figures.peak_bytes < self._last_peak
         self._last_peak = figures.peak_bytes
         self._highest = max(self._highest, figures.held_bytes)
         return figures

@@ -165,6 +165,19 @@ class MemoryGuard:
         # many small blocks is dear.
         return _LOOK_BYTES // threads if left + self._margin >= 2 * _LOOK_BYTES else -1
 
+    def fits_twice(self, saved_bytes: int, peak_bytes: int) -> bool:
+        """Whether a step fits that, from now on, takes twice as much as any did so far.
+
+        Args:
+            saved_bytes: the most that a step saved.
+            peak_bytes: that steps are predicted to hold.
+        """
+        ever_bytes = self._meter.ever_peak_bytes()
+        if ever_bytes is None:
+            return False
+        held = self.held()
+        return held + 2 * max(saved_bytes, ever_bytes - held, peak_bytes - held) <= self.most
+
     def take_highest(self) -> int:
         """The most that was seen since this was asked last, in a step."""
         highest, self.highest_bytes = self.highest_bytes, 0

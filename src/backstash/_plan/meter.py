@@ -83,6 +83,10 @@ class Meter(ABC):
         """The most bytes held in the step that has just ended, where the device knows that; else 0."""
 
     @abstractmethod
+    def ever_peak_bytes(self) -> int | None:
+        """The most bytes that were ever held; ``None`` where that is not known."""
+
+    @abstractmethod
     def hear(self, told: tuple[Any, ...]) -> None:
         """See :meth:`EventLog.start`: while a step is measured."""
 
@@ -243,6 +247,10 @@ class ProcessMeter(Meter):
             return 0
         self._peak_bytes = peak_bytes
         return peak_bytes
+
+    def ever_peak_bytes(self) -> int:
+        """See :meth:`Meter.ever_peak_bytes`."""
+        return _peak_bytes()
 
     def hear(self, told: tuple[Any, ...]) -> None:
         """See :meth:`Meter.hear`."""

@@ -96,6 +96,11 @@ class Regions:
         self._paths.clear()
         self._small.clear()
 
+    @property
+    def has_any(self) -> bool:
+        """Whether a forward of one has begun, in this step or in one that was measured."""
+        return bool(self._known or self._counts)
+
     def is_repeated(self, path: str) -> bool:
         """Whether the module at ``path`` has run in this step already; from now on it has."""
         if path in self._paths:

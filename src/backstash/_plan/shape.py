@@ -28,6 +28,8 @@ class EndedStep:
     """Of its blocks."""
     asked_bytes: int
     """Of all storages that were saved, as often as each was."""
+    was_seen: bool = True
+    """Whether all that it saved was, or may have been: see :meth:`StepShape.take_rest_as_known`."""
 
 
 class StepShape:
@@ -56,6 +58,7 @@ class StepShape:
         self._first_bytes = self._ended_first_bytes = self._most_first_bytes = 0
         self._most_saved_bytes = sys.maxsize  # by the blocks of a step that is no larger
         self._saved_bytes = self._asked_bytes = 0  # in this step so far: by blocks, in all
+        self._is_seen = True
         self._known_asked_bytes = self._planned_asked_bytes = self._most_asked_bytes = 0
         # Steps that are yet to be measured for a larger one that was met, and how many there are at most.
         self._awaited, self._most_awaited = 0, 4
@@ -63,7 +66,8 @@ class StepShape:
 
     def begin_step(self, *, is_first: bool) -> EndedStep:
         """One begins; what the last one saved."""
-        ended = EndedStep(self.is_larger, self._saved_bytes, self._asked_bytes)
+        ended = EndedStep(self.is_larger, self._saved_bytes, self._asked_bytes, self._is_seen)
+        self._is_seen = True
         if not ended.was_larger and not is_first:
             self._most_asked_bytes = max(self._most_asked_bytes, ended.asked_bytes)
         self.is_larger = self.is_unknown = False
@@ -90,6 +94,8 @@ class StepShape:
             self._first_bytes = nbytes
         elif not self.is_larger and self._saved_bytes > self._most_saved_bytes:
             larger = self._saved_bytes, self.known_bytes
+            # Where most of it is left alone, and so is no block, all that was saved tells more.
+            larger = max(larger, self.asked_more() or larger, key=lambda of: of[0] / max(1, of[1]))
         self._saved_bytes += nbytes
         self.counted += 1
         return larger
@@ -97,6 +103,16 @@ class StepShape:
     def tell_saved(self, nbytes: int) -> None:
         """Storages of so many bytes were saved, each counted as often as it was."""
         self._asked_bytes += nbytes
+
+    @property
+    def most_asked_bytes(self) -> int:
+        """The most that a step saved in all."""
+        return self._most_asked_bytes
+
+    def take_rest_as_known(self) -> None:
+        """Nobody looks at the rest of this step: it is taken to save what the planned one did."""
+        self._is_seen = False
+        self._asked_bytes = max(self._asked_bytes, self._known_asked_bytes)
 
     def asked_more(self) -> tuple[int, int] | None:
         """As :meth:`count`, of all that this step saved, where it is an eighth more than any before it did."""

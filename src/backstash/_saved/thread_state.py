@@ -47,6 +47,8 @@ class Counts:
     """Tensors left by the fast path since a plan leaves them alone."""
     fitting_bytes: int = 0
     """The bytes of their storages."""
+    times_off: int = 0
+    """How often the hooks were taken off for the rest of a step."""
 
     def __add__(self, other: Counts) -> Counts:
         return Counts(
@@ -57,6 +59,7 @@ class Counts:
             self.nested_bytes + other.nested_bytes,
             self.fitting_saves + other.fitting_saves,
             self.fitting_bytes + other.fitting_bytes,
+            self.times_off + other.times_off,
         )
 
 
@@ -68,6 +71,7 @@ class ThreadState:
         "allowed_on",
         "allowed_until",
         "apart",
+        "comes_back",
         "expecting",
         "fitting_bytes",
         "fitting_saves",
@@ -77,6 +81,7 @@ class ThreadState:
         "latest",
         "nested_bytes",
         "nested_saves",
+        "off_until",
         "operation",
         "outer",
         "runs_again",
@@ -85,6 +90,7 @@ class ThreadState:
         "small_bytes",
         "small_saves",
         "thread",
+        "times_off",
         "told_bytes",
         "waiting",
     )
@@ -117,6 +123,9 @@ class ThreadState:
         self.fitting_saves = self.fitting_bytes = 0
         self.fitting_storages: deque[int] = deque(maxlen=8)
         """The latest that were saved as they are: to save one of them again takes no more memory."""
+        # While the session's ``uses`` is this, the hooks are off; and whether something puts them on again.
+        self.off_until, self.comes_back = -1, False
+        self.times_off = 0
         self.large_bytes = self.told_bytes = 0  # of all storages but small ones; and of these, told
         self.may_leave(-1)
 
@@ -144,6 +153,7 @@ class ThreadState:
             self.nested_bytes,
             self.fitting_saves,
             self.fitting_bytes,
+            self.times_off,
         )
 
     def is_alive(self) -> bool:

@@ -28,8 +28,10 @@ __all__ = [
     "own_pack",
     "pop_owned",
     "push",
+    "put_on",
     "replace_current",
     "take_all",
+    "take_off",
     "take_out",
 ]
 
@@ -54,6 +56,8 @@ class Scope:
     """Of the module call that it covers; ``None`` for a ``with`` statement."""
     is_aside: bool = False
     """Whether it was entered inside a transform that allows no hooks, and so was not pushed."""
+    is_off: bool = False
+    """Whether it was taken off for a while, so that what is saved is plain PyTorch's: see :func:`take_off`."""
 
 
 def push(pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> None:
@@ -136,6 +140,32 @@ def pop_owned(owner: object, what: str) -> None:
             f"{what} was left before {len(still_entered)} context(s) entered inside it: leave contexts "
             "in the reverse order (its hooks were taken out, the others stay active)"
         )
+
+
+def take_off(scope: Scope) -> bool:
+    """Pop the pair of ``scope`` where it is the only one on this thread's stack, and say whether it was.
+
+    Where there are others, one below would get what this one got, or one above belongs to somebody who pops
+    what is on top. ``scope`` is left as one that is on the stack, whether its pair is there or not.
+    """
+    if _top is None or scope.is_aside:
+        return False
+    top = _top(True)
+    if top is None or top[0] is not scope.hooks.pack_hook:
+        return False
+    scope.is_off = (
+        True  # before the pop: an interrupt leaves a pair that is found when its scope is left
+    )
+    _autograd._pop_saved_tensors_default_hooks()
+    if _top(True) is not None:
+        put_on(scope)
+    return scope.is_off
+
+
+def put_on(scope: Scope) -> None:
+    """Push the pair of a scope that was taken off."""
+    push(scope.hooks.pack_hook, scope.hooks.unpack_hook)
+    scope.is_off = False
 
 
 def replace_current(pair: Pair) -> None:
