@@ -3,9 +3,10 @@
     OMP_NUM_THREADS=1 python benchmarks/left_alone.py           # prints a table
     OMP_NUM_THREADS=1 python benchmarks/left_alone.py --tiny    # small, for tests
 
-The models are those of ``budget_cells.py``. In one process a stash with a budget of 64 GiB has its first steps
-until it measures no more; then come pairs of steps, one in its context and one without it, each first in turn.
-The losses of all of them are compared with those of a process's plain steps.
+The models are those of ``budget_cells.py``. In one process a stash with a budget has its first steps until it
+measures no more: one that twice the step fits in, where the hooks are off after the first blocks, and one that
+it fits in once. Then come rounds of three steps, one within the stash's context and two without it, in each
+order in turn; all are of the same model. What two plain steps differ by is what the figures are worth.
 """
 
 from __future__ import annotations
@@ -19,46 +20,70 @@ from typing import Any
 import torch
 
 from backstash import Stash
-from backstash._admission import FITS
 from backstash.cli.bench._markdown import markdown
 from backstash.plan import Plan
 from budget_cells import MODELS, step_of
 
-HEAD = ("model", "saves of a step, small ones left out", "plain [s]", "within a budget", "it takes")
-SETTLED = 12
+HEAD = (
+    "model",
+    "budget",
+    "saves looked at",
+    "plain [s]",
+    "within",
+    "it takes",
+    "plain beside plain",
+)
+MOST_STEPS = 60
 
 
-def row(name: str, pairs: int, *, tiny: bool) -> tuple[str, ...]:
-    """One line of the table."""
-    step, plain = step_of(name, tiny, "budget"), step_of(name, tiny, "plain")
-    stash = Stash(budget="64GiB")
-    for _ in range(SETTLED):
-        states = torch.get_rng_state()
-        found = step(stash)
-        torch.set_rng_state(states)
-        assert found == plain(nullcontext())
-    assert isinstance(stash.plan, Plan) and stash.plan.state == "left alone"
-    left = stash.stats().left[FITS].count
-    seconds: dict[bool, list[float]] = {True: [], False: []}
-    for number in range(pairs):
-        states, losses = torch.get_rng_state(), []
-        for within in (number % 2 == 0, number % 2 == 1):
-            torch.set_rng_state(states)
-            context: Any = stash if within else nullcontext()
+def rows(name: str, rounds: int, *, tiny: bool) -> list[tuple[str, ...]]:
+    """Two lines of the table."""
+    step = step_of(name, tiny, "budget")
+    twice, plan = row(name, step, "64GiB", rounds)
+    assert plan.predicted is not None
+    once, _ = row(name, step, plan.predicted.peak_bytes * 5 // 4, rounds)
+    return [twice, once]
+
+
+def row(name: str, step: Any, budget: int | str, rounds: int) -> tuple[tuple[str, ...], Plan]:
+    """One line, and what was planned."""
+    stash = Stash(budget=budget)
+    alike, steps, looked = 0, 0, 0
+    while alike < 4:  # until steps are looked at as the one before
+        before = stash.stats().saves
+        step(stash)
+        steps, last = steps + 1, looked
+        looked = stash.stats().saves - before
+        plan = stash.plan
+        assert isinstance(plan, Plan)
+        alike = alike + 1 if plan.state == "left alone" and looked == last else 0
+        assert steps < MOST_STEPS, (name, plan.state, looked)
+    seconds: dict[str, list[float]] = {"plain": [], "within": [], "again": []}
+    for number in range(rounds):
+        for at in range(3):
+            which = [*seconds][(number + at) % 3]
+            context: Any = stash if which == "within" else nullcontext()
             began = time.perf_counter()
-            losses.append((step if within else plain)(context))
-            seconds[within].append(time.perf_counter() - began)
-        assert losses[0] == losses[1], name
-    saves = (stash.stats().left[FITS].count - left) // pairs
-    ratios = [one / other for one, other in zip(seconds[True], seconds[False], strict=True)]
+            step(context)
+            seconds[which].append(time.perf_counter() - began)
+    ratios = {
+        which: sorted(map(float.__truediv__, seconds[which], seconds["plain"]))
+        for which in ("within", "again")
+    }
+    middle = {which: f"{statistics.median(of):.3f}" for which, of in ratios.items()}
+    quarter = len(ratios["within"]) // 4
+    spread = [f"{of[quarter]:.3f} to {of[-1 - quarter]:.3f}" for of in ratios.values()]
+    times = [f"{statistics.median(seconds[which]):.3f}" for which in ("plain", "within")]
+    kind = "twice the step fits" if stash.stats().hooks_off else "the step fits"
     stash.close()
     return (
         name,
-        str(saves),
-        f"{statistics.median(seconds[False]):.3f}",
-        f"{statistics.median(seconds[True]):.3f}",
-        f"{statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})",
-    )
+        kind,
+        str(looked),
+        *times,
+        f"{middle['within']} ({spread[0]})",
+        f"{middle['again']} ({spread[1]})",
+    ), plan
 
 
 def main() -> None:
@@ -66,12 +91,13 @@ def main() -> None:
     parser.add_argument(
         "--tiny", action="store_true", help="small models, whose figures mean nothing"
     )
-    parser.add_argument("--pairs", type=int, default=30)
+    parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("models", nargs="*", default=MODELS)
     given = parser.parse_args()
     torch.set_num_threads(1)
-    print(f"torch {torch.__version__}, {given.pairs} pairs; all losses equal\n")
-    print(markdown(HEAD, [row(name, given.pairs, tiny=given.tiny) for name in given.models]))
+    made = [each for name in given.models for each in rows(name, given.rounds, tiny=given.tiny)]
+    print(f"torch {torch.__version__}, {given.rounds} rounds; in brackets the middle half\n")
+    print(markdown(HEAD, made))
 
 
 if __name__ == "__main__":

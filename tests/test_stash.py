@@ -39,9 +39,9 @@ def test_it_says_what_it_is():
 def test_an_interrupt_while_entering_leaves_what_was_there(monkeypatch, pushed, within):
     enter, stash = module.enter_scope, Stash()
 
-    def interrupted(*arguments):
+    def interrupted(*arguments, **options):
         if pushed:
-            enter(*arguments)
+            enter(*arguments, **options)
         raise KeyboardInterrupt
 
     def enters():

@@ -227,6 +227,10 @@ class Planner:
             else:
                 by_blocks = record is not None or self.follower.plan.left_after is None
                 is_alike = self._shape.is_alike(ended, by_blocks=by_blocks)
+                if is_left and ended.asked_bytes > ended.most_asked_bytes > 0:
+                    # Its growth seemed to fit at each look; the last blocks had to go all the same.
+                    if not self._fits_grown(ended.asked_bytes, ended.most_asked_bytes):
+                        self._shape.ended_larger()
                 found = StepFigures(highest_bytes, seconds)
                 self._watch(record, found, looked_bytes, is_alike=is_alike)
         if self._guard.is_trying:
@@ -368,18 +372,24 @@ class Planner:
     def _meet_larger(self, nbytes: int, known_bytes: int) -> None:
         """A step may be larger than those that were planned for: it saves ``nbytes`` where they did
         ``known_bytes``. Then all of it moves; from its first block on it is measured, too."""
-        predicted = self.follower.plan.predicted
         is_left = self.follower.plan.state == "left alone" and not self._shape.expects_larger
-        if is_left and predicted is not None and known_bytes:
-            grown = (predicted.peak_bytes - self._bytes_at_start) * nbytes // known_bytes
-            if self._bytes_at_start + grown <= self._target():
-                return
+        if is_left and self._fits_grown(nbytes, known_bytes):
+            return
         self._shape.meet_larger()
         if not self._shape.expects_larger:
             self._recording.begin_step()
             self._recording.start()
         self._limits.set_windows(self._first_windows())
         self._limits.lower_resident(0)
+
+    def _fits_grown(self, nbytes: int, known_bytes: int) -> bool:
+        """Whether the step that is left in place would fit if what it adds grew from ``known_bytes`` to
+        ``nbytes``."""
+        predicted = self.follower.plan.predicted
+        if predicted is None or not known_bytes:
+            return False
+        grown = (predicted.peak_bytes - self._bytes_at_start) * nbytes // known_bytes
+        return self._bytes_at_start + grown <= self._target()
 
     def _plan_for_larger(self, record: StepRecord | None, asked_bytes: int) -> None:
         """A step has ended that was larger than those that were planned for, or was expected to be."""

@@ -201,6 +201,7 @@ class ProcessMeter(Meter):
         self._faults = 0  # page faults of the step before
         self._faults_before = _page_faults()  # and of all before this one
         self._peak_bytes = _peak_bytes()
+        self._ever_bytes: int | None = self._peak_bytes  # ``None``: another tool has reset it
         try:
             self._last_bytes = self._read()
         except OSError as error:
@@ -248,9 +249,14 @@ class ProcessMeter(Meter):
         self._peak_bytes = peak_bytes
         return peak_bytes
 
-    def ever_peak_bytes(self) -> int:
-        """See :meth:`Meter.ever_peak_bytes`."""
-        return _peak_bytes()
+    def ever_peak_bytes(self) -> int | None:
+        """See :meth:`Meter.ever_peak_bytes`: what the system says, if it never said less before."""
+        ever_bytes = _peak_bytes()
+        if self._ever_bytes is not None and ever_bytes >= self._ever_bytes:
+            self._ever_bytes = ever_bytes
+        else:
+            self._ever_bytes = None
+        return self._ever_bytes
 
     def hear(self, told: tuple[Any, ...]) -> None:
         """See :meth:`Meter.hear`."""

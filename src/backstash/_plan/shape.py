@@ -28,8 +28,10 @@ class EndedStep:
     """Of its blocks."""
     asked_bytes: int
     """Of all storages that were saved, as often as each was."""
-    was_seen: bool = True
-    """Whether all that it saved was, or may have been: see :meth:`StepShape.take_rest_as_known`."""
+    most_asked_bytes: int
+    """The most of these that a step before it saved."""
+    was_seen: bool
+    """Whether all that it saved was looked at: see :meth:`StepShape.take_rest_as_known`."""
 
 
 class StepShape:
@@ -66,7 +68,13 @@ class StepShape:
 
     def begin_step(self, *, is_first: bool) -> EndedStep:
         """One begins; what the last one saved."""
-        ended = EndedStep(self.is_larger, self._saved_bytes, self._asked_bytes, self._is_seen)
+        ended = EndedStep(
+            self.is_larger,
+            self._saved_bytes,
+            self._asked_bytes,
+            self._most_asked_bytes,
+            self._is_seen,
+        )
         self._is_seen = True
         if not ended.was_larger and not is_first:
             self._most_asked_bytes = max(self._most_asked_bytes, ended.asked_bytes)
@@ -94,8 +102,6 @@ class StepShape:
             self._first_bytes = nbytes
         elif not self.is_larger and self._saved_bytes > self._most_saved_bytes:
             larger = self._saved_bytes, self.known_bytes
-            # Where most of it is left alone, and so is no block, all that was saved tells more.
-            larger = max(larger, self.asked_more() or larger, key=lambda of: of[0] / max(1, of[1]))
         self._saved_bytes += nbytes
         self.counted += 1
         return larger
@@ -132,8 +138,16 @@ class StepShape:
         self.is_larger = True
         self.expects_larger = self.counted > 1
         if self.expects_larger:
-            self._awaited = self._most_awaited
-            self._most_awaited = min(_MOST_AWAITED, 2 * self._most_awaited)
+            self._await()
+
+    def ended_larger(self) -> None:
+        """The step that has ended was larger than the planned one, which was not seen while it went on."""
+        self.expects_larger = True
+        self._await()
+
+    def _await(self) -> None:
+        self._awaited = self._most_awaited
+        self._most_awaited = min(_MOST_AWAITED, 2 * self._most_awaited)
 
     def await_next(self) -> None:
         """The step that was awaited, or began with a larger block, was not as large. Steps may take turns of
