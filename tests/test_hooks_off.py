@@ -13,8 +13,11 @@ from torch.optim import optimizer as torch_optimizer
 from torch.utils.checkpoint import checkpoint
 
 from backstash import Stash, _hooks_off
+from backstash._device.base import MemoryFigures
+from backstash._device.meter import DeviceMeter
 from backstash._torch.hook_stack import current_pair
 from backstash.errors import InplaceError
+from backstash.testing import TwinDevice
 from counted_memory import MIB, OTHER, CountedMemory
 
 LAYERS = 16  # of which each saves 1 MiB
@@ -177,6 +180,14 @@ def test_contexts_of_the_same_step_do_not_put_them_on(settled):
             y = net(y)
     with settled, saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
         y = net(y)
+    around = []
+    with saved_tensors_hooks(lambda tensor: around.append(tensor) or tensor, lambda tensor: tensor):
+        with settled:
+            (y * 2).erf()
+    assert not around, "which is what that context gets where the stash has its hooks"
+    with settled.record() as recording, settled:
+        y = y.erf()
+    assert [event.kind for event in recording.events].count("save") == 1
     y.sum().backward()
     assert counts(settled)[1] <= saves + 8
     with settled:
@@ -304,6 +315,26 @@ def test_after_one_that_took_more_in_its_middle_they_stay(settled, memory):
     assert torch.equal(step(net, settled), step(net, Stash()))
 
 
+def test_where_a_peak_was_reset_they_stay(settled, memory):
+    """As tools do that ask for each step's."""
+    net, (times, _) = model(), counts(settled)
+    memory._most = OTHER
+    for _ in range(3):
+        step(net, settled)
+    assert counts(settled)[0] == times
+
+
+def test_what_an_accelerator_ever_held_is_known_until_its_peak_is_reset():
+    device = TwinDevice()
+    meter = DeviceMeter(device, lambda: 0)
+    known = []
+    for held, peak in ((1, 3), (2, 5), (2, 2), (6, 6)):
+        device.figures = MemoryFigures(held * MIB, peak * MIB, 0, 0)
+        known.append(meter.ever_peak_bytes())
+    assert known == [3 * MIB, 5 * MIB, None, None]
+    meter.stop()
+
+
 def test_other_memory_that_comes_puts_them_on(settled, memory):
     net, (times, _) = model(), counts(settled)
     memory.other = lambda: OTHER + 3 * SAVED
@@ -327,10 +358,54 @@ def test_a_policy_and_a_codec_are_asked_for_each(memory, tmp_path, option):
     stash.close()
 
 
+def test_where_the_step_fits_only_once_they_stay(memory, tmp_path):
+    stash, net = memory(budget=OTHER + 9 * SAVED // 4, disk=tmp_path), model()
+    for _ in range(10):
+        step(net, stash)
+        _ = stash.plan
+    assert stash.plan.state == "left alone" and stash.stats().hooks_off == 0
+    stash.close()
+
+
+def test_a_step_that_is_measured_or_larger_does_not_fit_twice(settled):
+    follower = settled._planner.follower
+    step(model(), settled)
+    assert follower.fits_twice()
+    for owner, name in (
+        (follower._shape, "is_larger"),
+        (follower._shape, "expects_larger"),
+        (follower, "has_exceeded"),
+    ):
+        setattr(owner, name, True)
+        assert not follower.fits_twice(), name
+        setattr(owner, name, False)
+    follower._recording.start()
+    assert not follower.fits_twice()
+    follower._recording.stop()
+
+
+def test_a_graph_that_is_gone_puts_them_on(settled):
+    """Its step has ended without a backward."""
+    with settled:
+        loss = model()(given() * 2).sum()
+    del loss
+    with settled:
+        assert current_pair() is not None
+
+
+def test_such_steps_are_timed_and_count_as_the_planned_one(settled, monkeypatch):
+    timed, net = [], model()
+    corrections = settled._planner._corrections
+    monkeypatch.setattr(corrections, "time", timed.append)
+    for _ in range(4):
+        step(net, settled)
+    assert len(timed) >= 3
+
+
 def test_modules_that_may_run_again_keep_them(memory, tmp_path):
     stash = memory(budget=TWICE, disk=tmp_path)
     net = model()
-    stash.recompute(*net)
+    stash.recompute(*net[-2:])
     for _ in range(10):
         step(net, stash)
         _ = stash.plan
