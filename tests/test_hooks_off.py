@@ -1,15 +1,12 @@
-"""A budget that twice the step fits in: after its first blocks the hooks are off until the next step."""
+"""A budget that twice the step fits in: after its first blocks the hooks are off until the context is left."""
 
-import functools
-import gc
+import contextlib
 import threading
-import weakref
 
 import pytest
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.optim import optimizer as torch_optimizer
 from torch.utils.checkpoint import checkpoint
 
 from backstash import Stash, _hooks_off
@@ -45,9 +42,16 @@ def given(rows=512):
     return torch.linspace(-1, 1, rows * 512).view(rows, 512).requires_grad_()
 
 
+@contextlib.contextmanager
+def within(stash):
+    """The one statement that enters it."""
+    with stash:
+        yield
+
+
 def step(net, stash, rows=512):
     x = given(rows)
-    with stash:
+    with within(stash):
         loss = net(x * 2).sum()
     loss.backward()
     return x.grad
@@ -102,7 +106,7 @@ def test_they_are_off_within_the_context_and_back_in_the_next(settled):
 def test_what_is_modified_in_place_is_pytorch_s_own_error(settled):
     net, outputs = model(), []
     net[12].register_forward_hook(lambda *given: outputs.append(given[2]))
-    with settled:
+    with within(settled):
         loss = net(given() * 2).sum()
     outputs[0].detach().add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation") as raised:
@@ -141,7 +145,7 @@ def test_hooks_of_the_program_inside_it_get_what_they_get(settled):
         lambda tensor: inside.append(tensor) or tensor, lambda tensor: tensor
     )
     x = given()
-    with settled:
+    with within(settled):
         y = net(x * 2)
         assert current_pair() is None
         with pair:
@@ -159,130 +163,81 @@ def test_hooks_of_the_program_inside_it_get_what_they_get(settled):
 def test_a_context_that_is_left_inside_another_one_leaves_that_as_it_is(settled):
     net = model()
     pair = saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
-    settled.__enter__()
-    net(given() * 2)
+    for number in range(2):
+        settled.__enter__()
+        loss = net(given() * 2).sum()
+        assert (current_pair() is None) == bool(number), "the statement is new the first time"
+        if number:
+            pair.__enter__()
+        settled.__exit__(None, None, None)
+        if number:
+            assert current_pair().pack is pair.pack_hook
+            pair.__exit__(None, None, None)
+        loss.backward()
     assert current_pair() is None
-    pair.__enter__()
-    settled.__exit__(None, None, None)
-    assert current_pair().pack is pair.pack_hook
-    pair.__exit__(None, None, None)
-    assert current_pair() is None
 
 
-def test_contexts_of_the_same_step_do_not_put_them_on(settled):
-    net, (_, saves) = model(), counts(settled)
-    x = given()
-    with settled:
-        y = net(x * 2)
-    for _ in range(3):
+def test_a_statement_that_is_new_or_had_several_steps_keeps_them(settled):
+    """Nothing would put them on again before the next context."""
+    net, (times, _) = model(), counts(settled)
+    true = step(net, Stash())
+
+    def steps(number):
         with settled:
-            assert current_pair() is None
-            y = net(y)
-    with settled, saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
-        y = net(y)
-    around = []
-    with saved_tensors_hooks(lambda tensor: around.append(tensor) or tensor, lambda tensor: tensor):
-        with settled:
-            (y * 2).erf()
-    assert not around, "which is what that context gets where the stash has its hooks"
-    with settled.record() as recording, settled:
-        y = y.erf()
-    assert [event.kind for event in recording.events].count("save") == 1
-    y.sum().backward()
-    assert counts(settled)[1] <= saves + 8
-    with settled:
-        assert current_pair() is not None
+            for _ in range(number):
+                x = given()
+                net(x * 2).sum().backward()
+                assert torch.equal(x.grad, true)
+        return counts(settled)[0] - times
+
+    assert steps(4) == 0 and steps(1) == 0
+    assert steps(1) == 1 and steps(1) == 2
+    with settled:  # another statement
+        for _ in range(3):
+            net(given() * 2).sum().backward()
+            assert current_pair() is not None
+    assert steps(1) == 3
+    with settled.record():
+        steps(2)
+    assert steps(1) == 3, "it was told by steps that had hooks"
+    assert steps(1) == 4
 
 
-def test_modules_that_it_is_attached_to(memory, tmp_path):
+def test_what_is_wrapped_is_known_by_where_it_is_called(settled):
+    net, (times, _) = model(), counts(settled)
+    loss_of = settled(lambda: net(given() * 2).sum())
+    for number in range(4):
+        loss_of().backward()
+        assert counts(settled)[0] - times == number
+    loss_of().backward()
+    assert counts(settled)[0] - times == 3, "elsewhere it is not known"
+
+
+def test_modules_that_it_is_attached_to_keep_them(memory, tmp_path):
     stash, net = memory(budget=TWICE, disk=tmp_path), model()
-    true, seen = step(net, Stash()), []
     attached = [stash.attach(each) for each in net]
-    net[8].register_forward_pre_hook(lambda *_: seen.append(current_pair()))
-
-    def run():
+    for _ in range(10):
         x = given()
         net(x * 2).sum().backward()
-        assert torch.equal(x.grad, true)
-
-    settle(run, stash)
-    assert seen.pop() is None and seen[0] is not None
-    run()
+        _ = stash.plan
+    assert stash.plan.state == "left alone" and stash.stats().hooks_off == 0
     for each in attached:
         each.remove()
     stash.close()
-    assert current_pair() is None
 
 
-class Doubled(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(()))
-        self.net = model()
-
-    def forward(self, x):
-        return self.net(x * self.weight)
-
-
-def losses_of(net, optimizer, steps, after=lambda: None):
-    losses = []
-    for _ in range(steps):
-        loss = net(given().detach()).sum()
-        loss.backward()
-        losses.append(loss.item())
-        optimizer.step()
-        optimizer.zero_grad()
-        after()
-    return losses
-
-
-def test_in_a_context_around_all_steps_an_optimizer_puts_them_on(memory, tmp_path):
-    def optimizer_of(net):
-        return torch.optim.SGD(net.parameters(), lr=1e-6)
-
-    plain, net = Doubled(), Doubled()
-    true = losses_of(plain, optimizer_of(plain), 16)
-    stash, optimizer = memory(budget=TWICE, disk=tmp_path), optimizer_of(net)
-    with stash:
-        assert losses_of(net, optimizer, 12, lambda: stash.plan) == true[:12]
-        times = stash.stats().hooks_off
-        assert times >= 2
-        assert losses_of(net, optimizer, 4) == true[12:]
-        assert stash.stats().hooks_off == times + 4
-        assert current_pair() is not None
-    assert current_pair() is None
-    stash.close()
-
-
-def test_in_a_context_around_all_steps_they_stay_where_no_optimizer_is_seen(memory, tmp_path):
-    stash, net = memory(budget=TWICE, disk=tmp_path), model()
-    true = step(net, Stash())
-    with stash:
-        for _ in range(12):
-            x = given()
-            net(x * 2).sum().backward()
-            assert torch.equal(x.grad, true)
-            _ = stash.plan
-            assert current_pair() is not None
-    assert stash.plan.state == "left alone" and stash.stats().hooks_off == 0
-    stash.close()
-
-
-def test_an_optimizer_that_steps_within_the_program_s_hooks_puts_nothing_on_them(settled):
-    weight = torch.ones(3, requires_grad=True)
-    optimizer = torch.optim.SGD([weight], lr=0.1)
-    weight.grad = torch.ones(3)
-    pair = saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
-    with settled:
-        model()(given() * 2)
-        assert current_pair() is None
-        with pair:
-            optimizer.step()
-            assert current_pair().pack is pair.pack_hook
-        assert current_pair() is None
-        optimizer.step()
-        assert current_pair() is not None
-    assert current_pair() is None
+def test_a_graph_that_is_kept_hides_no_later_step(settled, memory):
+    """Its blocks are never used, so that none of the later steps begins by what the stash sees."""
+    net, kept = model(), []
+    with within(settled):
+        kept.append(net(given() * 2).sum())
+    true = step(net, Stash(), 4096)
+    for _ in range(4):
+        seen, saves = settled.stats().written_bytes, counts(settled)[1]
+        assert torch.equal(step(net, settled, 4096), true)
+        assert counts(settled)[1] - saves >= LAYERS
+    assert settled.stats().written_bytes > seen
+    del kept[:]
 
 
 def test_a_step_that_begins_with_more_has_hooks(settled):
@@ -300,7 +255,7 @@ def test_after_one_that_took_more_in_its_middle_they_stay(settled, memory):
     net, deeper = model(), model(6 * LAYERS)
     true, (times, _) = step(deeper, Stash()), counts(settled)
     x = given()
-    with settled:
+    with within(settled):
         loss = deeper(x * 2).sum()
     memory.hold(OTHER + 6 * SAVED)  # what PyTorch holds is not counted here
     loss.backward()
@@ -384,15 +339,6 @@ def test_a_step_that_is_measured_or_larger_does_not_fit_twice(settled):
     follower._recording.stop()
 
 
-def test_a_graph_that_is_gone_puts_them_on(settled):
-    """Its step has ended without a backward."""
-    with settled:
-        loss = model()(given() * 2).sum()
-    del loss
-    with settled:
-        assert current_pair() is not None
-
-
 def test_such_steps_are_timed_and_count_as_the_planned_one(settled, monkeypatch):
     timed, net = [], model()
     corrections = settled._planner._corrections
@@ -418,7 +364,7 @@ def test_several_graphs_and_a_second_derivative(settled):
 
     def run(stash):
         x = given()
-        with stash:
+        with within(stash):
             one, other = net(x * 2).sum(), net(x * 3).square().sum()
             (first,) = torch.autograd.grad(one, x, create_graph=True)
             loss = first.square().sum() + other
@@ -436,7 +382,7 @@ def test_checkpoint_inside(settled):
 
     def run(stash):
         x = given()
-        with stash:
+        with within(stash):
             loss = checkpoint(net, net(x * 2), use_reentrant=False).sum()
         loss.backward()
         return x.grad
@@ -454,7 +400,7 @@ def test_each_thread_has_hooks_of_its_own(settled):
     def run():
         x = given()
         gate.wait()
-        with settled:
+        with within(settled):
             loss = net(x * 2).sum()
         gate.wait()
         loss.backward()
@@ -478,18 +424,8 @@ def test_an_interrupt_while_they_are_taken_off_leaves_none_behind(settled, monke
 
     monkeypatch.setattr(_hooks_off, "take_off", interrupted)
     net = model()
-    with pytest.raises(KeyboardInterrupt), settled:
+    with pytest.raises(KeyboardInterrupt), within(settled):
         net(given() * 2)
     monkeypatch.undo()
     assert current_pair() is None
     assert torch.equal(step(net, settled), step(net, Stash()))
-
-
-def test_a_stash_that_is_dropped_is_not_held_by_optimizers(memory, tmp_path):
-    stash, net = memory(budget=TWICE, disk=tmp_path), model()
-    settle(functools.partial(step, net, stash), stash)
-    hooks = torch_optimizer._global_optimizer_post_hooks
-    before, dead = len(hooks), weakref.ref(stash)
-    del stash
-    gc.collect()
-    assert dead() is None and len(hooks) == before - 1

@@ -33,21 +33,17 @@ def enter_scope(
     pack: Callable[[Tensor], object],
     unpack: Callable[[Any], Tensor],
     frame: FrameType | None = None,
-    *,
-    is_off: bool = False,
 ) -> None:
     """Push a hook pair for this thread; inside a transform of ``torch.func`` that allows none, step aside.
-    ``is_off``: not now, see :mod:`._hooks_off`.
 
     Raises ``RuntimeError`` where hooks are disabled for another reason.
     """
     _clear_stale(thread_state)
     let_transforms_pass()
-    is_aside = stepped_aside_for(pack)
-    scope = Scope(saved_tensors_hooks(pack, unpack), frame, is_aside, is_off and not is_aside)
+    scope = Scope(saved_tensors_hooks(pack, unpack), frame, stepped_aside_for(pack))
     try:
         thread_state.scopes.append(scope)
-        if not (scope.is_aside or scope.is_off):
+        if not scope.is_aside:
             scope.hooks.__enter__()
     except BaseException:
         abandon(thread_state, scope)
@@ -77,7 +73,6 @@ def leave_scope(thread_state: ThreadState, frame: FrameType | None = None) -> No
     try:
         _take_out(scope)
         thread_state.scopes.pop()
-        thread_state.comes_back = True
     except BaseException:  # out of order, or an interrupt: the pair goes all the same
         abandon(thread_state, scope)
         raise

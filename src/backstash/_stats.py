@@ -84,8 +84,8 @@ class Stats:
     """What was left where it was, by reason; what begins with ``"not packed: "`` or
     ``"not recomputed: "`` was only left as large as it was, and went where the budgets say."""
     hooks_off: int
-    """How often the hooks were taken off for the rest of a step, since twice as much as it saves fits within
-    the budget. What was saved then is PyTorch's alone, and in none of these figures."""
+    """How often the hooks were taken off for the rest of a context, since twice its step fits within the
+    budget. What was saved then is PyTorch's alone, and in none of these figures."""
     notes: tuple[str, ...]
     """Fallbacks that were taken, each with its reason."""
 
@@ -134,7 +134,7 @@ class Stats:
     def _hooks_off_line(self) -> list[str]:
         if not self.hooks_off:
             return []
-        times = f"{self.hooks_off} times for the rest of a step, which fits twice"
+        times = f"{self.hooks_off} times for the rest of a context, whose step fits twice"
         return [f"  hooks off  {times}: PyTorch alone holds it"]
 
     def __str__(self) -> str:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import inspect
 import os
+import sys
 import threading
 import warnings
 import weakref
@@ -266,6 +267,11 @@ class Stash:
         try:
             outer = newest_scope(thread_state)
             self._enter(None)
+            caller = sys._getframe(1)
+            if caller.f_globals is globals():  # what is wrapped by the stash is called there
+                caller = caller.f_back or caller
+            site = caller.f_code, caller.f_lasti
+            self._admission.hooks_off.entered(thread_state.scopes[-1], site)
         except (
             BaseException
         ):  # an interrupt may come after the pair was pushed, and no __exit__ then
@@ -285,6 +291,8 @@ class Stash:
         try:
             scope = newest_scope(self._thread_state())
             self._leave(None)
+            if scope is not None:
+                self._admission.hooks_off.left(scope)
         except StashError:
             raise
         except BaseException:  # an interrupt: there is no second call, and the pair has to go
@@ -307,8 +315,7 @@ class Stash:
         if pack is None:
             pack = self._admission.hook(thread_state)
             pack.steps_aside = self._admission.stepped_aside
-        is_off = self._admission.hooks_off.stays_off(thread_state)
-        enter_scope(thread_state, pack, self.unpack, frame, is_off=is_off)
+        enter_scope(thread_state, pack, self.unpack, frame)
 
     def _leave(self, frame: FrameType | None) -> None:
         thread_state = self._thread_state()

@@ -48,7 +48,7 @@ class Counts:
     fitting_bytes: int = 0
     """The bytes of their storages."""
     times_off: int = 0
-    """How often the hooks were taken off for the rest of a step."""
+    """How often the hooks were taken off for the rest of a context."""
 
     def __add__(self, other: Counts) -> Counts:
         return Counts(
@@ -71,7 +71,6 @@ class ThreadState:
         "allowed_on",
         "allowed_until",
         "apart",
-        "comes_back",
         "expecting",
         "fitting_bytes",
         "fitting_saves",
@@ -81,7 +80,7 @@ class ThreadState:
         "latest",
         "nested_bytes",
         "nested_saves",
-        "off_until",
+        "off_pass",
         "operation",
         "outer",
         "runs_again",
@@ -123,9 +122,7 @@ class ThreadState:
         self.fitting_saves = self.fitting_bytes = 0
         self.fitting_storages: deque[int] = deque(maxlen=8)
         """The latest that were saved as they are: to save one of them again takes no more memory."""
-        # While the session's ``uses`` is this, the hooks are off; and whether something puts them on again.
-        self.off_until, self.comes_back = -1, False
-        self.times_off = 0
+        self.times_off, self.off_pass = 0, -1  # and the forward pass in which they were last
         self.large_bytes = self.told_bytes = 0  # of all storages but small ones; and of these, told
         self.may_leave(-1)
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -24,11 +24,11 @@ from ..errors import UsageError
 __all__ = [
     "Pair",
     "Scope",
+    "Site",
     "current_pair",
     "own_pack",
     "pop_owned",
     "push",
-    "put_on",
     "replace_current",
     "take_all",
     "take_off",
@@ -37,6 +37,10 @@ __all__ = [
 
 _autograd: Any = torch._C._autograd
 _top: Any = getattr(_autograd, "_top_saved_tensors_default_hooks", None)
+
+
+Site = tuple[CodeType, int]
+"""A statement: its code, and the place in it."""
 
 
 class Pair(NamedTuple):
@@ -57,7 +61,11 @@ class Scope:
     is_aside: bool = False
     """Whether it was entered inside a transform that allows no hooks, and so was not pushed."""
     is_off: bool = False
-    """Whether it was taken off for a while, so that what is saved is plain PyTorch's: see :func:`take_off`."""
+    """Whether it was taken off, so that what is saved from then on is PyTorch's: see :func:`take_off`."""
+    site: Site | None = None
+    """The ``with`` statement that entered it."""
+    passes: int = 0
+    """Forward passes that had begun before."""
 
 
 def push(pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> None:
@@ -158,14 +166,9 @@ def take_off(scope: Scope) -> bool:
     )
     _autograd._pop_saved_tensors_default_hooks()
     if _top(True) is not None:
-        put_on(scope)
+        push(scope.hooks.pack_hook, scope.hooks.unpack_hook)
+        scope.is_off = False
     return scope.is_off
-
-
-def put_on(scope: Scope) -> None:
-    """Push the pair of a scope that was taken off."""
-    push(scope.hooks.pack_hook, scope.hooks.unpack_hook)
-    scope.is_off = False
 
 
 def replace_current(pair: Pair) -> None:
