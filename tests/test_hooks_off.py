@@ -15,7 +15,7 @@ from backstash._device.meter import DeviceMeter
 from backstash._torch.hook_stack import current_pair
 from backstash.errors import InplaceError
 from backstash.testing import TwinDevice
-from counted_memory import MIB, OTHER, CountedMemory
+from counted_memory import MIB, OTHER, CountedMemory, Erf
 
 LAYERS = 16  # of which each saves 1 MiB
 SAVED = LAYERS * MIB
@@ -25,13 +25,6 @@ TWICE = OTHER + 4 * SAVED
 @pytest.fixture
 def memory(monkeypatch):
     return CountedMemory(monkeypatch, inflight="2MiB", prefetch="2MiB")
-
-
-class Erf(nn.Module):
-    """Cannot be computed again, nor packed."""
-
-    def forward(self, x):
-        return x.erf()
 
 
 def model(layers=LAYERS):

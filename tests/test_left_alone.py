@@ -10,7 +10,7 @@ from backstash import Stash
 from backstash._admission import FITS
 from backstash._follower import Follower
 from backstash.errors import InplaceError, StashClosedError
-from counted_memory import MIB, OTHER, CountedMemory
+from counted_memory import MIB, OTHER, CountedMemory, Erf
 
 LAYERS = 16  # of which each saves 1 MiB
 SAVED = LAYERS * MIB
@@ -20,13 +20,6 @@ ROOMY = OTHER + 2 * SAVED  # but not for twice as much
 @pytest.fixture
 def memory(monkeypatch):
     return CountedMemory(monkeypatch, inflight="2MiB", prefetch="2MiB")
-
-
-class Erf(nn.Module):
-    """Cannot be computed again, nor packed."""
-
-    def forward(self, x):
-        return x.erf()
 
 
 def model(layers=LAYERS):

@@ -30,11 +30,11 @@ class HooksOff:
         self._single: set[Site] = set()  # statements whose last context had one step
 
     def entered(self, scope: Scope, site: Site) -> None:
-        """A context was, by the statement at ``site``."""
+        """A thread has entered a context, by the statement at ``site``."""
         scope.site, scope.passes = site, self._session.predictor.passes
 
     def left(self, scope: Scope) -> None:
-        """It was; ``scope`` may be one that :meth:`entered` was not told of."""
+        """A thread has left a context, perhaps one that :meth:`entered` was not told of."""
         begun = self._session.predictor.passes - scope.passes
         if scope.site is None or not begun:
             return

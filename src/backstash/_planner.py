@@ -227,7 +227,7 @@ class Planner:
             else:
                 by_blocks = record is not None or self.follower.plan.left_after is None
                 is_alike = self._shape.is_alike(ended, by_blocks=by_blocks)
-                if is_left and ended.asked_bytes > ended.most_asked_bytes > 0:
+                if is_left and ended.has_grown:
                     # Its growth seemed to fit at each look; the last blocks had to go all the same.
                     if not self._fits_grown(ended.asked_bytes, ended.most_asked_bytes):
                         self._shape.ended_larger()

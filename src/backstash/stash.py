@@ -486,12 +486,12 @@ class Stash:
         kind = type(packed)
         if kind is Tensor and packed._version == 0:  # nearly every small tensor
             return packed if type(current_node()) in RETURNS_NONE else hand_out(packed)
-        if kind is tuple and packed[0]._version == packed[1]:  # nearly every other one that stays
-            tensor = packed[0]
-            return tensor if type(current_node()) in RETURNS_NONE else hand_out(tensor)
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False):  # what is made in that mode has no version to check
                 return self.unpack(packed)
+        if kind is tuple and packed[0]._version == packed[1]:  # nearly every other one that stays
+            tensor = packed[0]
+            return tensor if type(current_node()) in RETURNS_NONE else hand_out(tensor)
         if kind is Entry:
             node = current_node()
             if type(node).__name__ == COMPILED_NODE and not self._whole_graph.is_said:

@@ -33,6 +33,11 @@ class EndedStep:
     was_seen: bool
     """Whether all that it saved was looked at: see :meth:`StepShape.take_rest_as_known`."""
 
+    @property
+    def has_grown(self) -> bool:
+        """Whether it saved an eighth more than any step before it."""
+        return _is_more(self.asked_bytes, self.most_asked_bytes)
+
 
 class StepShape:
     """Of this step, and of the one that was planned for.
@@ -123,9 +128,7 @@ class StepShape:
     def asked_more(self) -> tuple[int, int] | None:
         """As :meth:`count`, of all that this step saved, where it is an eighth more than any before it did."""
         most = self._most_asked_bytes
-        return (
-            (self._asked_bytes, most) if most and self._asked_bytes > most + most // _MORE else None
-        )
+        return (self._asked_bytes, most) if _is_more(self._asked_bytes, most) else None
 
     def bytes_to_next_look(self, nbytes: int) -> int:
         """``nbytes``, or less after steps that were taken for one: a graph that is used later held the first
@@ -186,3 +189,8 @@ class StepShape:
             return abs(ended.saved_bytes - self.known_bytes) <= _ALIKE * self.known_bytes
         known = self._known_asked_bytes
         return abs(ended.asked_bytes - known) <= known / _MORE
+
+
+def _is_more(nbytes: int, most: int) -> bool:
+    """Whether ``nbytes`` are an eighth more than ``most``, if that is known."""
+    return most > 0 and nbytes > most + most // _MORE
