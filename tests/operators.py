@@ -196,11 +196,15 @@ MIXES: dict[str, _Make] = {
     "no tier below": lambda where: Stash(min_bytes=0),
     "in place": lambda where: Stash(keep=None, disk=where, min_bytes=0),
     "disk": lambda where: Stash(disk=where, min_bytes=0, inflight=0),
-    "keep, disk": lambda where: Stash(keep=512, disk=where, min_bytes=0, inflight=512),
+    "keep, disk": lambda where: Stash(keep="512B", disk=where, min_bytes=0, inflight=512),
     "in flight": lambda where: Stash(disk=where, min_bytes=0),
     "straight": lambda where: Stash(disk=Disk(where, verify=True), min_bytes=0),
     "packed": lambda where: Stash(
-        policy=lambda saved: Action("pack", ANYTHING), keep=512, disk=where, min_bytes=0, inflight=0
+        policy=lambda saved: Action("pack", ANYTHING),
+        keep="512B",
+        disk=where,
+        min_bytes=0,
+        inflight=0,
     ),
     "recomputed": lambda where: Stash(
         policy=lambda saved: Action("recompute"), keep=None, disk=where, min_bytes=0

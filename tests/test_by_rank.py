@@ -102,7 +102,7 @@ def test_on_the_command_line(tmp_path: Path) -> None:
     for text, message in (
         ("0-4:1GiB", "'0-4:1GiB' has nothing for rank 5"),
         ("0:1GiB,2GiB", "'0:1GiB,2GiB' is by rank, but not all of it; allowed: RANK:VALUE"),
-        ("5:1G", "unknown unit 'G'"),
+        ("5:1Q", "unknown unit 'Q'"),
     ):
         with pytest.raises(argparse.ArgumentTypeError, match=re.escape(message)):
             read(text)

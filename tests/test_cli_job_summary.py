@@ -59,8 +59,7 @@ def lines(records: dict[int, dict[str, Any]], processes: int | None = None) -> l
 
 def test_the_ranks_side_by_side() -> None:
     assert lines({0: record(), 1: record(peak=700, waited=1.25, pace=0.625)}) == [
-        "ranks 0-1 of 2: the largest peak is rank 1's, 700 MiB; all peaks add up to 1.17 GiB, without "
-        "backstash to about 1.27 GiB",
+        "ranks 0-1 of 2: the largest peak is rank 1's, 700 MiB; all peaks add up to 1.17 GiB",
         "the slowest is rank 1: 0.625 s a step, 0.5 s on the fastest; it waited 1.25 s for tensors to move",
         "rank  peak       moved  came back  waited  steps   a step  ended",
         "   0  500 MiB  100 MiB     90 MiB     0 s     12    0.5 s  finished",

@@ -88,7 +88,11 @@ def test_a_misspelt_option_is_told_which_was_meant(capsys: pytest.CaptureFixture
             "`backstash run --budget 6GiB train.py --lr 1 --x`",
         ),
         ("run -m train --disk=.", "`backstash run --disk=. -m train`"),
-        ("run --quiet train.py --budget 6GiB", ""),
+        (
+            "run --quiet train.py --budget 6GiB --x --malloc=none",
+            "--budget and --malloc after train.py are given to the script; for backstash: "
+            "`backstash run --quiet --budget 6GiB --malloc=none train.py --x`",
+        ),
         ("run train.py --lr 1", ""),
     ],
 )
@@ -157,7 +161,7 @@ print("status", status)
         ],
         ("run --keep 1GiB train.py", 2),
         ("run --host 1GiB train.py", 2 if torch.__version__.endswith("+cpu") else 0),
-        ("run --disk . --keep 2G train.py", 2),
+        ("run --disk . --keep 2Q train.py", 2),
         ("run --disk . missing.py", 2),
         ("run --disk . --malloc fast train.py", 2),
         ("run --disk . train.py 3", 0),
@@ -166,7 +170,7 @@ print("status", status)
         ("plan --budget half train.py", 2),
         ("plan --disk . train.py", 0),
         ("doctor missing", 2),
-        ("doctor --bytes 2G", 2),
+        ("doctor --bytes 2Q", 2),
         ("bench gpt --repeats 0", 2),
         ("bench nothing", 2),
         ("bench --device cuda gpt", 2),
@@ -275,31 +279,34 @@ MOVED = {"written_bytes": 900 << 20, "disk_peak_bytes": 200 << 20, "stall_second
     [
         (
             figures_of(**MOVED),
-            "peak 600 MiB, without backstash about 800 MiB (25% less); a step took 1.5 s, 0.05 s of it waiting "
-            "for tensors to move",
+            "peak 600 MiB; 200 MiB at once at most was moved out of memory; a step took 1.5 s, 0.05 s of it "
+            "waiting for tensors to move",
         ),
         (
             figures_of(**MOVED) | {"steps": {"count": 0, "median_seconds": None}},
-            "peak 600 MiB, without backstash about 800 MiB (25% less); 0.2 s of 6.0 s were spent waiting for "
-            "tensors to move",
+            "peak 600 MiB; 200 MiB at once at most was moved out of memory; 0.2 s of 6.0 s were spent "
+            "waiting for tensors to move",
         ),
         (
             figures_of(**MOVED | {"disk_peak_bytes": 4 << 20}),
-            "nothing worth moving here: the peak of 600 MiB is nearly all weights, libraries and what the "
-            "script holds itself; 4.00 MiB at most was elsewhere at once",
+            "little was moved: 4.00 MiB at once at most, less than a twentieth of the peak of 600 MiB",
         ),
         (
             figures_of(notes=("no room",)),
-            "hardly anything was moved, for the reason in the notes; peak 600 MiB",
+            "hardly anything was moved: no room; peak 600 MiB",
+        ),
+        (
+            figures_of(notes=("the disk is full",), keep_peak_bytes=50 << 20),
+            "hardly anything was moved: the disk is full; peak 600 MiB",
         ),
         (
             figures_of(keep_peak_bytes=50 << 20),
-            "nothing had to move: at most 50 MiB was saved at once, which may stay in place; peak 600 MiB",
+            "nothing was moved: at most 50 MiB was saved at once, which may stay in place; peak 600 MiB",
         ),
         (
             figures_of(**MOVED | {"host_peak_bytes": 3 << 30, "disk_peak_bytes": 0})
             | {"devices": {"cuda:0": 1 << 30, "cuda:1": 5 << 30}},
-            "peak 5.00 GiB on cuda:1, without backstash about 8.00 GiB (38% less); a step took 1.5 s, "
+            "peak 5.00 GiB on cuda:1; 3.00 GiB at once at most was moved out of memory; a step took 1.5 s, "
             "0.05 s of it waiting for tensors to move",
         ),
     ],
@@ -332,8 +339,7 @@ def test_the_first_line_compares_with_another_run() -> None:
         ),
         (
             figures_of(left={"small": {"count": 3, "nbytes": 99}}),
-            "nothing worth moving here: the peak of 600 MiB is nearly all weights, libraries and what the "
-            "script holds itself; 0 B at most was elsewhere at once",
+            "little was moved: 0 B at once at most, less than a twentieth of the peak of 600 MiB",
         ),
         (
             figures_of(saves=0),

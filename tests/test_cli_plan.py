@@ -250,9 +250,12 @@ def test_the_verdict_says_where_a_budget_was_exceeded() -> None:
     }
     assert "peak 190 MiB within a budget of 200 MiB" in verdict(figures, None)
     figures["resident"] = {"peak_bytes": 210 * MIB}
-    assert "peak 210 MiB over a budget of 200 MiB, with" in verdict(figures, None)
+    assert (
+        "peak 210 MiB over a budget of 200 MiB, where the plan estimates 400 MiB with"
+        in verdict(figures, None)
+    )
     figures["plan"] = replace(made, measured=StepFigures(199 * MIB, 1.0)).as_dict()
-    assert "200 MiB, which was kept in the steps measured under the plan, with" in verdict(
+    assert "200 MiB, which was kept in the steps measured under the plan, where" in verdict(
         figures, None
     )
 

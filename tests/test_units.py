@@ -1,7 +1,7 @@
 import pytest
 
 from backstash.errors import SizeError
-from backstash.units import format_bytes, parse_bytes, parse_limit
+from backstash.units import format_bytes, parse_bytes, parse_limit, with_unit
 
 
 @pytest.mark.parametrize(
@@ -16,6 +16,8 @@ from backstash.units import format_bytes, parse_bytes, parse_limit
         ("64 kib", 65536),
         ("2GB", 2 * 10**9),
         ("1.5GiB", 3 * 2**29),
+        ("6G", 6 * 2**30),
+        ("64k", 65536),
         ("1TiB", 2**40),
     ],
 )
@@ -25,16 +27,24 @@ def test_sizes_that_can_be_read(text, nbytes):
 
 @pytest.mark.parametrize(
     "wrong",
-    ["", "GiB", "12 parsecs", "-1", "1e9", "64K", "٣GiB"[:1] + "x", True, 1.5, None, -1, [1]],
+    ["", "GiB", "12 parsecs", "-1", "1e9", "64Q", "٣GiB"[:1] + "x", True, 1.5, None, -1, [1]],
 )
 def test_what_is_no_size_says_what_is_allowed(wrong):
     with pytest.raises(SizeError, match=r'inflight=.*allowed: an int of bytes.*"512MiB"'):
         parse_bytes(wrong, name="inflight")
 
 
-def test_a_bare_letter_gets_a_hint():
-    with pytest.raises(SizeError, match='write "64KiB" or "64KB"'):
-        parse_bytes("64K")
+@pytest.mark.parametrize("bare", [6, "6", 4095])
+def test_a_budget_that_lacks_its_unit_is_refused(bare):
+    with pytest.raises(
+        SizeError, match=rf'budget={bare!r} is {bare} bytes; with a unit: budget="{bare}GiB"'
+    ):
+        with_unit(bare, name="budget")
+
+
+@pytest.mark.parametrize("size", [0, 4096, "1B", "6GiB", "auto", None, True])
+def test_other_budgets_pass(size):
+    assert with_unit(size, name="budget") is size
 
 
 def test_none_is_no_limit():

@@ -64,9 +64,10 @@ from .errors import (
 from .launcher import ByRank, of_this_rank
 from .plan import Plan
 from .policy import Action, CodecChoice, Policy
+from .scratch import scratch
 from .stores import Disk, Store
 from .stores._buffer_pool import BufferPool
-from .units import parse_bytes, parse_limit
+from .units import format_bytes, parse_bytes, parse_limit, with_unit
 
 __all__ = ["Stash"]
 
@@ -93,7 +94,8 @@ class Stash:
             accelerators together; asked again as it fills. Of several processes that ``torchrun`` started
             on the machine each takes its share, and lends what its steps do not want of it, as with ``keep``.
             CPU tensors do not use it.
-        disk: ``None``, a directory, or a :class:`Disk`. Without one, CPU tensors stay in place.
+        disk: ``None``, a directory, a :class:`Disk`, or ``True`` for the directory on a disk of this machine
+            that has the most space. Without one, CPU tensors stay in place.
         policy: ``callable(SavedTensor) -> Action | None``; ``None`` from it means the default.
         codec: what makes smaller the tensors that the default would move: a
             :class:`~backstash.codecs.Codec`, or ``callable(SavedTensor) -> Codec | None``. ``None``: bytes stay
@@ -117,10 +119,11 @@ class Stash:
         plan: a :class:`~backstash.plan.Plan`, or the file of one: it is followed from the first step on, and
             nothing is measured.
 
-    Sizes are ints of bytes or strings with a unit, ``"512MiB"`` or ``"2GB"``. In a job of many processes
-    ``keep``, ``host``, ``disk`` and ``budget`` may be given by rank, as a mapping, ``{0: "4GiB", 1: "2GiB"}``,
-    or a function of the rank, which is asked once, here. The rank is the launcher's, or that of
-    ``torch.distributed``.
+    Sizes are ints of bytes or strings with a unit, ``"512MiB"`` or ``"2GB"``. A ``budget`` or ``keep`` of 1 to
+    4,095 without a unit is refused, but for ``budget=1``, which asks what any budget would cost. In a job of
+    many processes ``keep``, ``host``, ``disk`` and ``budget`` may be given by rank, as a mapping,
+    ``{0: "4GiB", 1: "2GiB"}``, or a function of the rank, which is asked once, here. The rank is the
+    launcher's, or that of ``torch.distributed``.
 
     Raises:
         UsageError: what is given by rank has nothing for this one, or the process has no rank.
@@ -138,10 +141,11 @@ class Stash:
 
     def __init__(
         self,
+        budget: ByRank[int | str | None] = None,
         *,
         keep: ByRank[int | str | None] = 0,
         host: ByRank[int | str | None] = "auto",
-        disk: ByRank[str | os.PathLike[str] | Store | None] = None,
+        disk: ByRank[str | os.PathLike[str] | Store | bool | None] = None,
         policy: Policy | None = None,
         codec: CodecChoice | None = None,
         min_bytes: int | str = "64KiB",
@@ -149,11 +153,13 @@ class Stash:
         prefetch: int | str = "128MiB",
         on_full: Literal["keep", "raise"] = "keep",
         name: str | None = None,
-        budget: ByRank[int | str | None] = None,
         plan: str | os.PathLike[str] | Plan | None = None,
     ) -> None:
         most: int | str | None = of_this_rank(budget, "budget")
         keep_limit: int | str | None = of_this_rank(keep, "keep")
+        if most != 1:  # which asks what any budget would cost
+            with_unit(most, name="budget")
+        with_unit(keep_limit, name="keep")
         _check_planned(most, plan, keep_limit)
         if keep_limit != "auto":
             keep_limit = parse_limit(keep_limit, name="keep", also=_AUTO)
@@ -180,9 +186,9 @@ class Stash:
         min_nbytes = parse_bytes(min_bytes, name="min_bytes")
         inflight_bytes = parse_bytes(inflight, name="inflight")
         prefetch_bytes = parse_bytes(prefetch, name="prefetch")
-        below: str | os.PathLike[str] | Store | None = of_this_rank(disk, "disk")
+        below: str | os.PathLike[str] | Store | bool | None = of_this_rank(disk, "disk")
         self._owns_store = not isinstance(below, Store)
-        self._store = below if isinstance(below, Store) or below is None else Disk(below)
+        self._store = _store(below)
         self._section = CriticalSection(self._store)
         self._event_log = EventLog(functools.partial(_levels_of, weakref.ref(self)))
         self._windows: dict[str, Any] = {
@@ -743,9 +749,14 @@ class Stash:
                 self._store.close()
 
     def __repr__(self) -> str:
-        return (
-            f"Stash(name={self.name!r}, store={self._store!r}, blocks={self._session.blocks_alive})"
-        )
+        planner, limit = self._planner, ""
+        if planner is not None:
+            plan = planner.follower.plan  # which waits for none that is being made
+            limit = f"budget={format_bytes(plan.budget_bytes)}, plan={plan.state!r}, "
+            if plan.measured is not None:
+                limit += f"peak={format_bytes(plan.measured.peak_bytes)}, "
+        blocks = self._session.blocks_alive
+        return f"Stash(name={self.name!r}, {limit}store={self._store!r}, blocks={blocks})"
 
     def _repr_html_(self) -> str:
         plan = self.plan
@@ -762,6 +773,23 @@ _REMEDY = (
     "none of torch.func.grad, vjp, jacrev and hessian runs where saved-tensors hooks other than a stash's are "
     "active: keep them apart, or use torch.autograd.grad, which works"
 )
+
+
+def _store(disk: str | os.PathLike[str] | Store | bool | None) -> Store | None:
+    """The store that ``disk=`` names."""
+    if disk is None or disk is False:
+        return None
+    if isinstance(disk, Store):
+        return disk
+    if disk is not True:
+        return Disk(disk)
+    found = scratch()
+    if found is None:
+        raise UsageError(
+            "disk=True: no directory on a disk of this machine was found ($TMPDIR or /tmp, /scratch, /var/tmp "
+            "and the working directory were tried); give disk=DIRECTORY"
+        )
+    return Disk(found[0])
 
 
 _RUN_LATER = (

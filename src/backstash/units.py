@@ -7,11 +7,15 @@ import re
 from ._text import shown
 from .errors import SizeError
 
-__all__ = ["format_bytes", "parse_bytes", "parse_limit"]
+__all__ = ["format_bytes", "parse_bytes", "parse_limit", "with_unit"]
 
 _FACTORS = {
     "": 1,
     "b": 1,
+    "k": 2**10,
+    "m": 2**20,
+    "g": 2**30,
+    "t": 2**40,
     "kb": 10**3,
     "mb": 10**6,
     "gb": 10**9,
@@ -22,6 +26,7 @@ _FACTORS = {
     "tib": 2**40,
 }
 _PATTERN = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
+_LEAST_BARE_BYTES = 4096  # below it a bare number is taken for one that lacks its unit
 _ALLOWED = 'an int of bytes, or a string with a unit such as "512MiB", "2GB" or "64KiB"'
 
 
@@ -30,15 +35,16 @@ def parse_bytes(value: int | str, *, name: str = "size", also: str = "") -> int:
 
     Args:
         value: an int of bytes, or a string of a number and one of B, KB, MB, GB, TB (powers of 1000) or
-            KiB, MiB, GiB, TiB (powers of 1024), in upper or lower case. A string of digits alone is bytes.
+            KiB, MiB, GiB, TiB (powers of 1024), in upper or lower case; K, M, G and T mean KiB to TiB. A
+            string of digits alone is bytes.
         name: the argument's name, for the error message. Default ``"size"``.
         also: what the error message says is allowed besides.
 
     Raises:
         SizeError: ``value`` is negative, has an unknown unit, or is no size; the message says what is allowed.
 
-    >>> parse_bytes("64KiB"), parse_bytes("1.5 MB"), parse_bytes(4096)
-    (65536, 1500000, 4096)
+    >>> parse_bytes("64KiB"), parse_bytes("1.5 MB"), parse_bytes("6G"), parse_bytes(4096)
+    (65536, 1500000, 6442450944, 4096)
     """
     allowed = f"{_ALLOWED}{also}"
     if isinstance(value, int) and not isinstance(value, bool):
@@ -51,8 +57,7 @@ def parse_bytes(value: int | str, *, name: str = "size", also: str = "") -> int:
     number, unit = match.groups()
     factor = _FACTORS.get(unit.lower())
     if factor is None:
-        hint = f' (write "{number}{unit}iB" or "{number}{unit}B")' if unit in "kKmMgGtT" else ""
-        raise SizeError(f"{name}={value!r} has an unknown unit {unit!r}{hint}; allowed: {allowed}")
+        raise SizeError(f"{name}={value!r} has an unknown unit {unit!r}; allowed: {allowed}")
     return round(float(number) * factor) if "." in number else int(number) * factor
 
 
@@ -73,6 +78,29 @@ def parse_limit(value: int | str | None, *, name: str = "budget", also: str = ""
     if value is None:
         return None
     return parse_bytes(value, name=name, also=f"{also}, or None for no limit")
+
+
+def with_unit(value: object, *, name: str) -> object:
+    """Return ``value``, a budget of memory, unless it is a bare number that lacks its unit.
+
+    Args:
+        value: a size as for :func:`parse_bytes`, ``None``, or a word such as ``"auto"``.
+        name: the argument's name, for the error message.
+
+    Raises:
+        SizeError: ``value`` is a number of 1 to 4,095 without a unit, which was hardly meant as bytes.
+
+    >>> with_unit("6GiB", name="budget"), with_unit(0, name="keep")
+    ('6GiB', 0)
+    """
+    is_number = isinstance(value, int) and not isinstance(value, bool)
+    if is_number or (isinstance(value, str) and value.strip().isdigit()):
+        nbytes = int(value)  # type: ignore[call-overload]
+        if 0 < nbytes < _LEAST_BARE_BYTES:
+            raise SizeError(
+                f'{name}={value!r} is {nbytes} bytes; with a unit: {name}="{nbytes}GiB"'
+            )
+    return value
 
 
 def format_bytes(nbytes: int) -> str:

@@ -125,7 +125,7 @@ def test_where_saved_tensors_live(disk_dir: Path) -> None:
 
     x = torch.rand(4, requires_grad=True)
     y = x.exp()
-    kept = Stash(keep=16, disk=disk_dir, min_bytes=0)
+    kept = Stash(keep="16B", disk=disk_dir, min_bytes=0)
     with kept:
         z = y.exp().exp()
     with torch.autograd.graph.saved_tensors_hooks(lambda t: Elsewhere(), lambda p: x):

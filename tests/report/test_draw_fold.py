@@ -92,7 +92,7 @@ def test_repeated_blocks_are_drawn_once() -> None:
 
 def test_blocks_on_several_tiers_are_still_alike(disk_dir: object) -> None:
     model = Gpt(6)
-    with Stash(keep=1000, disk=disk_dir, min_bytes=0, inflight=0) as stash:  # type: ignore[arg-type]
+    with Stash(keep="1000B", disk=disk_dir, min_bytes=0, inflight=0) as stash:  # type: ignore[arg-type]
         loss = labelled(model)
     (group,) = draw(loss, model).groups
     assert group.repeats == 6

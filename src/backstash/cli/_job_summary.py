@@ -86,18 +86,11 @@ def _how(rank: int, record: Record) -> str:
 
 def _peaks(known: dict[int, dict[str, Any]]) -> str:
     peaks = {rank: largest(figures) for rank, figures in known.items()}
-    away = sum(
-        figures["stats"]["host_peak_bytes"] + figures["stats"]["disk_peak_bytes"]
-        for figures in known.values()
-    )
     most = max(peaks, key=lambda rank: peaks[rank][1])
     where, nbytes = peaks[most]
     total = sum(each for _, each in peaks.values())
     text = f"the largest peak is rank {most}'s, {format_bytes(nbytes)}{where}"
-    return (
-        f"{text}; all peaks add up to {format_bytes(total)}, without backstash to about "
-        f"{format_bytes(total + away)}"
-    )
+    return f"{text}; all peaks add up to {format_bytes(total)}"
 
 
 def slowest(known: dict[int, dict[str, Any]]) -> int:

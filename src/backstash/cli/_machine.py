@@ -11,10 +11,7 @@ from pathlib import Path
 
 from .. import __version__
 
-__all__ = ["IN_MEMORY", "Machine", "file_system", "is_torch_of_cpu_alone", "machine", "versions"]
-
-IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs")
-"""Types of file systems whose files are in memory."""
+__all__ = ["Machine", "is_torch_of_cpu_alone", "machine", "versions"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,29 +75,11 @@ def is_torch_of_cpu_alone() -> bool:
     return _version("torch").endswith("+cpu") and not metadata.entry_points(group="torch.backends")
 
 
-def file_system(path: str, mountinfo: Path = Path("/proc/self/mountinfo")) -> str:
-    """The type of the file system that ``path`` is on, such as ``ext4``; empty where unknown."""
-    target = os.path.realpath(path)
-    best, kind = -1, ""
-    for line in _lines(mountinfo):
-        fields, _, tail = line.partition(" - ")
-        mount = _unescaped(fields.split()[4])
-        inside = target == mount or target.startswith(mount.rstrip("/") + "/")
-        if inside and len(mount) >= best:
-            best, kind = len(mount), tail.split()[0]
-    return kind
-
-
 def _version(package: str) -> str:
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return ""
-
-
-def _unescaped(mount: str) -> str:
-    """proc(5): space, tab, newline and backslash are written as octal."""
-    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), mount)
 
 
 def _processor() -> str:

@@ -14,8 +14,9 @@ import torch
 
 from ..errors import StashError
 from ..report import SavedReport, StepMarks, saved_report
+from ..scratch import IN_MEMORY, file_system
 from ._disk_speed import DiskSpeed, measure
-from ._machine import IN_MEMORY, file_system, machine, versions
+from ._machine import machine, versions
 from ._profile_text import Cost, show
 from ._progress import Progress
 from ._say import say

@@ -38,7 +38,10 @@ def only_line(figures: dict[str, Any]) -> str:
 
 
 def verdict(figures: dict[str, Any], other: dict[str, Any] | None) -> str:
-    """The peak beside what it would have been, and what that cost.
+    """The measured peak, what was moved for it, and what that cost.
+
+    What the peak would have been without backstash is said only in comparison with another run. A plan's figure
+    for it is called an estimate.
 
     Args:
         figures: as the JSON of ``backstash run`` has them.
@@ -55,28 +58,29 @@ def verdict(figures: dict[str, Any], other: dict[str, Any] | None) -> str:
             f"everything fits within {format_bytes(plan['budget_bytes'])} and was left in place, but for a "
             f"first step that was measured; peak {format_bytes(peak)}{where}"
         )
-    if plan is not None and plan["plain"] is not None:
-        without = plan["plain"]["peak_bytes"]
-        return (
-            f"peak {format_bytes(peak)}{where} {_beside_budget(plan, peak)}, with everything in place about "
-            f"{format_bytes(without)}; {_cost(figures)}"
-        )
-    if not stats["written_bytes"] and stats["keep_peak_bytes"]:
-        return (
-            f"nothing had to move: at most {format_bytes(stats['keep_peak_bytes'])} was saved at once, which "
-            f"may stay in place; peak {format_bytes(peak)}{where}"
-        )
+    held = f"peak {format_bytes(peak)}{where}"
+    if plan is not None:
+        return f"{held} {_beside_budget(plan, peak)}{_planned(plan)}; {_cost(figures)}"
     if away < _WORTH_MOVING * peak and stats["notes"]:
-        return f"hardly anything was moved, for the reason in the notes; peak {format_bytes(peak)}{where}"
+        return f"hardly anything was moved: {stats['notes'][0]}; {held}"
+    at_once = format_bytes(stats["keep_peak_bytes"])
+    if not stats["written_bytes"] and stats["keep_peak_bytes"]:
+        return f"nothing was moved: at most {at_once} was saved at once, which may stay in place; {held}"
     if away < _WORTH_MOVING * peak:
         return (
-            f"nothing worth moving here: the peak of {format_bytes(peak)}{where} is nearly all weights, "
-            f"libraries and what the script holds itself; {format_bytes(away)} at most was elsewhere at once"
+            f"little was moved: {format_bytes(away)} at once at most, less than a twentieth of the peak of "
+            f"{format_bytes(peak)}{where}"
         )
-    return (
-        f"peak {format_bytes(peak)}{where}, without backstash about {format_bytes(peak + away)} "
-        f"({away / (peak + away):.0%} less); {_cost(figures)}"
-    )
+    return f"{held}; {format_bytes(away)} at once at most was moved out of memory; {_cost(figures)}"
+
+
+def _planned(plan: dict[str, Any]) -> str:
+    """What is known beside the peak of a step under a plan, and whether it was measured."""
+    if plan["state"] == "measuring":
+        return ", with too few steps to make a plan: all that could move was moved"
+    if plan["plain"] is None:
+        return ""
+    return f", where the plan estimates {format_bytes(plan['plain']['peak_bytes'])} with everything in place"
 
 
 def _beside_budget(plan: dict[str, Any], peak: int) -> str:

@@ -11,12 +11,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..memory import memory_group
+from ..scratch import IN_MEMORY, file_system
 from ..units import format_bytes
 from . import _allocator_speed
 from ._allocator import INSTALL_HINT, choose, find
 from ._arguments import Parser, directory, size
 from ._disk_speed import measure
-from ._machine import IN_MEMORY, file_system, machine, versions
+from ._machine import machine, versions
 from ._progress import Progress
 
 __all__ = ["Advice", "advise", "main"]

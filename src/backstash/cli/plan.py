@@ -6,10 +6,10 @@ import argparse
 import shlex
 from collections.abc import Sequence
 
+from ..scratch import scratch
 from ._arguments import Parser, directory, memory, new_file, recompute_option
 from ._launch import check, replace_process, split
 from ._say import say
-from ._scratch import scratch
 
 __all__ = ["main"]
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..launcher import Job
+from ..scratch import scratch
 from ._allocator import CHOICES, Allocator, choose, find
 from ._arguments import (
     Parser,
@@ -27,7 +28,6 @@ from ._launch import check, replace_process, split
 from ._machine import is_torch_of_cpu_alone
 from ._ranks import join
 from ._say import say
-from ._scratch import scratch
 
 __all__ = ["main"]
 
@@ -35,13 +35,22 @@ __all__ = ["main"]
 # at all times.
 _READ_LATER = ("THP_MEM_ALLOC_ENABLE",)
 _NOT_GIVEN = object()
-_OFTEN_MISPLACED = ("--budget", "--keep", "--disk")
+# Options that hardly any script has, and that are often written after it.
+_OFTEN_MISPLACED = (
+    "--budget",
+    "--keep",
+    "--host",
+    "--disk",
+    "--max-bytes",
+    "--save-plan",
+    "--malloc",
+)
 _USAGE = "backstash run [OPTION ...] (SCRIPT | -m MODULE) [ARG ...]"
 _DESCRIPTION = """\
 Run a Python training script, unmodified, with what autograd saves for backward held within a memory
 budget. Gradients are the same to the last bit. The script's arguments, exit status, signals and
 tracebacks are its own. On a terminal a line shows what is held. At the end a summary follows on
-stderr; its first line says what the peak would have been, and where the script failed it is the only one.
+stderr; its first line says the peak and what was moved, and where the script failed it is the only one.
 
 Options come before SCRIPT; all that follows SCRIPT belongs to it. A SIZE is bytes, or has a unit:
 512MiB, 2GB. The stash holds what the script's forward passes save, in all its threads. Processes
@@ -96,8 +105,7 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.read(own)
     check(parser, is_module, rest)
     _check(parser, options)
-    if not own:
-        _note_misplaced(parser, is_module, rest)
+    _note_misplaced(own, is_module, rest)
     try:
         allocator = choose(options.malloc, os.environ, find())
     except LookupError as error:
@@ -107,17 +115,26 @@ def main(arguments: Sequence[str]) -> int:
     replace_process(plan, rest[1:], allocator.environment)
 
 
-def _note_misplaced(parser: Parser, is_module: bool, rest: list[str]) -> None:
-    """Where an option came after SCRIPT and none before it: say whose it is, and how to give it to us."""
-    for at, word in enumerate(rest[1:], start=1):
-        if word.partition("=")[0] in _OFTEN_MISPLACED:
-            end = at + (1 if "=" in word else 2)
-            script = [*["-m"] * is_module, *rest[:at], *rest[end:]]
-            right = shlex.join(["backstash", "run", *rest[at:end], *script])
-            say(
-                f"backstash: note: {word} after {rest[0]} is given to the script; for backstash: `{right}`"
-            )
-            return
+def _note_misplaced(own: list[str], is_module: bool, rest: list[str]) -> None:
+    """Warn about options of ours that came after SCRIPT, and print the command that was meant."""
+    moved, script, at = [], rest[:1], 1
+    while at < len(rest):
+        end = at + 1
+        if rest[at].partition("=")[0] in _OFTEN_MISPLACED:
+            end += "=" not in rest[at]
+            moved.append(rest[at:end])
+        else:
+            script.append(rest[at])
+        at = end
+    if not moved:
+        return
+    options = [word for option in moved for word in option]
+    right = shlex.join(["backstash", "run", *own, *options, *["-m"] * is_module, *script])
+    names = " and ".join(option[0].partition("=")[0] for option in moved)
+    verb = "is" if len(moved) == 1 else "are"
+    say(
+        f"backstash: note: {names} after {rest[0]} {verb} given to the script; for backstash: `{right}`"
+    )
 
 
 def _parser() -> Parser:

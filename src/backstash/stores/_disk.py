@@ -94,10 +94,13 @@ class Disk(Store):
         try:
             self._file = _LentFile(self.directory, direct=self._direct)
         except OSError as error:
+            is_missing = isinstance(
+                error, (FileNotFoundError, NotADirectoryError)
+            )  # which says it all
             raise StashIOError(
                 error.errno,
                 f"{self.name} cannot hold a file ({_reason(error, self.directory)}): {_remedy(error)}",
-            ) from error
+            ) from None if is_missing else error
         self._closer = weakref.finalize(self, self._file.close)
         # At the interpreter's end the system closes it: until then somebody may still go backward.
         self._closer.atexit = False

@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import SizeError
+from ...scratch import file_system
 from ...units import parse_bytes
 from .._arguments import Parser, directory, words
 from .._disk_speed import measure
-from .._machine import file_system, machine, versions
+from .._machine import machine, versions
 from .._progress import Progress
 from ._checkout import device_module
 from ._gradients import gradients

@@ -1,16 +1,20 @@
-"""Where ``backstash run`` puts what it moves when no ``--disk`` is given."""
+"""Choose a directory for what moves: for ``disk=True``, and for ``backstash run`` without ``--disk``."""
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterable
+from pathlib import Path
 
-from ..units import format_bytes
-from ._machine import IN_MEMORY, file_system
+from .units import format_bytes
 
-__all__ = ["scratch"]
+__all__ = ["IN_MEMORY", "file_system", "scratch"]
+
+IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs")
+"""Types of file systems whose files are in memory."""
 
 # Slow, and shared with others: of clusters, of other machines, and what a program serves.
 _REMOTE = frozenset(
@@ -21,7 +25,7 @@ _OWN_FUSE = ("fuse.fuse-overlayfs",)  # a container's, on this machine's disk
 
 
 def scratch(candidates: Iterable[str] | None = None) -> tuple[str, str] | None:
-    """The directory on a real disk with the most free space, and why it was chosen; ``None``: there is none.
+    """Return the directory on a real disk with the most free space, and why it was chosen; ``None``: none.
 
     Args:
         candidates: directories, the preferred first. Default: ``$TMPDIR`` or what Python takes for temporary
@@ -44,6 +48,28 @@ def scratch(candidates: Iterable[str] | None = None) -> tuple[str, str] | None:
         return None
     free, directory, kind = best
     return directory, f"{kind or 'a file system'} with {format_bytes(free)} free"
+
+
+def file_system(path: str, mountinfo: Path = Path("/proc/self/mountinfo")) -> str:
+    """Return the type of the file system that ``path`` is on, such as ``"ext4"``; ``""`` where unknown."""
+    target = os.path.realpath(path)
+    try:
+        lines = mountinfo.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return ""
+    best, kind = -1, ""
+    for line in lines:
+        fields, _, tail = line.partition(" - ")
+        mount = _unescaped(fields.split()[4])
+        inside = target == mount or target.startswith(mount.rstrip("/") + "/")
+        if inside and len(mount) >= best:
+            best, kind = len(mount), tail.split()[0]
+    return kind
+
+
+def _unescaped(mount: str) -> str:
+    """Decode the octal escapes of proc(5): space, tab, newline and backslash."""
+    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), mount)
 
 
 def _is_remote(kind: str) -> bool:
