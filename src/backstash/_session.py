@@ -253,6 +253,9 @@ class Session:
         self.predictor.add(block, apart)
         if self._followed != self.predictor.passes:
             self._begin_step()
+        windows = self.device_tiers[block.number].windows
+        if windows is not None and block.number not in self.planners:
+            windows.saved(block.nbytes)
         self.blocks_alive += 1
 
     def saved_again(self, block: Block) -> None:
@@ -277,6 +280,8 @@ class Session:
         self._followed = self.predictor.passes
         for tiers in self.device_tiers:
             self._follow(tiers)
+            if tiers.windows is not None:
+                tiers.windows.begin_step()
             if tiers.tier is not None:
                 tiers.tier.begin_step()
         self._due.update(self.planners)

@@ -44,6 +44,7 @@ from ._stats import Stats, collect
 from ._text import clean, html_text, shown
 from ._tiers.device_tiers import DeviceTiers, TierConfig
 from ._tiers.packing import decode_apart
+from ._tiers.windows import MOST_BYTES
 from ._torch.dynamo import leave_untraced
 from ._torch.engine import current_node
 from ._torch.func_transforms import REFUSAL
@@ -74,7 +75,6 @@ __all__ = ["Stash"]
 _F = TypeVar("_F", bound=Callable[..., Any])
 _IDLE_BYTES = 32 << 20
 _AUTO = ', or "auto"'
-_DEFAULT_WINDOW_BYTES = 128 << 20
 
 
 class Stash:
@@ -101,10 +101,12 @@ class Stash:
             :class:`~backstash.codecs.Codec`, or ``callable(SavedTensor) -> Codec | None``. ``None``: bytes stay
             as they are. What a codec refuses is moved as it is, and ``stats().left`` says why.
         min_bytes: smaller tensors stay where they are; :meth:`recompute` lets go of results of 16 KiB and more.
-        inflight: bytes that may be on their way down, their memory not yet let go.
+        inflight: bytes that may be on their way down, their memory not yet freed. ``"auto"``: of CPU tensors an
+            eighth of what a step saves, at least the two largest blocks and at most 128 MiB; of an
+            accelerator's 128 MiB.
         prefetch: bytes that may have come back before they are used, what later operations of the same
-            backward want again included. One block that is larger, and wanted again (a mask that every
-            layer saves), is held beside them; with 0, nothing is. What finds no space is read again.
+            backward want again included. ``"auto"``: as ``inflight``. One block that is larger, and wanted
+            again (a mask that every layer saves), is held beside them; with 0, nothing is. What finds no space is read again.
         on_full: ``"keep"`` leaves a block in place when there is no room below, and warns once;
             ``"raise"`` raises :class:`~backstash.errors.StashFullError` from the forward pass.
         name: what reports call it.
@@ -113,8 +115,8 @@ class Stash:
             resident bytes. ``"auto"``: what is held and can still be taken there, less a twentieth.
             Three steps are measured, the first with everything moved that can; then the cheapest choice
             for each class of saved tensors within it is followed, and :attr:`plan` says which. What
-            fits is left in place. ``inflight`` and ``prefetch`` are the plan's unless they differ from
-            their defaults. Where an accelerator is planned for, CPU tensors are held as ``keep="auto"``
+            fits is left in place. ``inflight`` and ``prefetch`` are the plan's where they are
+            ``"auto"``. Where an accelerator is planned for, CPU tensors are held as ``keep="auto"``
             says.
         plan: a :class:`~backstash.plan.Plan`, or the file of one: it is followed from the first step on, and
             nothing is measured.
@@ -149,8 +151,8 @@ class Stash:
         policy: Policy | None = None,
         codec: CodecChoice | None = None,
         min_bytes: int | str = "64KiB",
-        inflight: int | str = "128MiB",
-        prefetch: int | str = "128MiB",
+        inflight: int | str = "auto",
+        prefetch: int | str = "auto",
         on_full: Literal["keep", "raise"] = "keep",
         name: str | None = None,
         plan: str | os.PathLike[str] | Plan | None = None,
@@ -184,8 +186,11 @@ class Stash:
             raise UsageError(f'on_full={shown(on_full)}: allowed are "keep" and "raise"')
         self.name = name
         min_nbytes = parse_bytes(min_bytes, name="min_bytes")
-        inflight_bytes = parse_bytes(inflight, name="inflight")
-        prefetch_bytes = parse_bytes(prefetch, name="prefetch")
+        windows = (
+            None if inflight == "auto" else parse_bytes(inflight, name="inflight", also=_AUTO),
+            None if prefetch == "auto" else parse_bytes(prefetch, name="prefetch", also=_AUTO),
+        )
+        inflight_bytes, prefetch_bytes = (MOST_BYTES if each is None else each for each in windows)
         below: str | os.PathLike[str] | Store | bool | None = of_this_rank(disk, "disk")
         self._owns_store = not isinstance(below, Store)
         self._store = _store(below)
@@ -195,6 +200,7 @@ class Stash:
             "host": host_bytes,
             "inflight": inflight_bytes,
             "prefetch": prefetch_bytes,
+            "follows": (windows[0] is None, windows[1] is None),
             # A plan's predictions count what is made as time of the computing thread.
             "makes_ahead": most is None and plan is None,
         }
@@ -206,8 +212,7 @@ class Stash:
             most,
             plan,
             self._store,
-            inflight,
-            prefetch,
+            windows,
             has_host=host_bytes != 0,
         )
         self._session = Session(
@@ -817,18 +822,13 @@ def _planners(
     budget: int | str | None,
     plan: str | os.PathLike[str] | Plan | None,
     store: Store | None,
-    inflight: int | str,
-    prefetch: int | str,
+    windows: tuple[int | None, int | None],
     *,
     has_host: bool,
 ) -> Callable[[Device | None], Planner | None]:
     """What makes the planner of a device; see :class:`Session`."""
     if budget is None and plan is None:
         return lambda device: None
-    given = [
-        None if each == _DEFAULT_WINDOW_BYTES else each
-        for each in map(parse_bytes, (inflight, prefetch))
-    ]
     if plan is not None and not isinstance(plan, (Plan, str, os.PathLike)):
         raise UsageError(
             f"plan={shown(plan)}; allowed: a Plan, or the path of a file that plan.save(path) wrote"
@@ -843,7 +843,7 @@ def _planners(
     def planner(device: Device | None) -> Planner | None:
         if loaded is not None and (loaded.device == "cpu") != (device is None):
             return None  # it is for other tensors
-        common: dict[str, Any] = {"loaded": loaded, "windows": (given[0], given[1])}
+        common: dict[str, Any] = {"loaded": loaded, "windows": windows}
         if device is None:
             return Planner(
                 event_log,

@@ -33,6 +33,7 @@ from .packing import Packer
 from .prefetch import Prefetcher
 from .resident import ResidentSet
 from .segments import Segments
+from .windows import FollowingWindows
 
 __all__ = ["DeviceTiers", "TierConfig"]
 
@@ -47,6 +48,7 @@ class DeviceTiers(Ledger):
         packer: makes blocks smaller, and gives back what they were.
         tier: below the device's memory; ``None`` where there is none.
         device: what drives it; ``None`` for the CPU.
+        windows: sets the windows as blocks are saved; ``None``: they are fixed.
     """
 
     def __init__(
@@ -58,7 +60,9 @@ class DeviceTiers(Ledger):
         *,
         tier: LowerTier | None,
         device: Device | None = None,
+        windows: FollowingWindows | None = None,
     ) -> None:
+        self.windows = windows
         self.number = number
         self.evictor = evictor
         self.packer = packer
@@ -135,6 +139,8 @@ class TierConfig:
     """The window on the way down in bytes, likewise."""
     prefetch: int
     """The window on the way up in bytes, likewise."""
+    follows: tuple[bool, bool]
+    """Whether each of the two follows what a step saves: see :class:`FollowingWindows`. Of the CPU alone."""
     on_full: str
     """``"keep"`` or ``"raise"``."""
     makes_ahead: bool
@@ -174,7 +180,13 @@ class TierConfig:
             prefetch=self.prefetch,
             memory=memory,
         )
-        return DeviceTiers(number, evictor, prefetcher, packer, tier=tier, device=device)
+        windows = None
+        if device is None and any(self.follows):
+            down, up = self.follows
+            windows = FollowingWindows(inflight if down else None, prefetcher if up else None)
+        return DeviceTiers(
+            number, evictor, prefetcher, packer, tier=tier, device=device, windows=windows
+        )
 
     def _disk_tier(self) -> DiskTier | None:
         if self.store is None:

@@ -116,8 +116,8 @@ def stash_line(settings: dict[str, Any]) -> str:
         )
     for name, default in (
         ("min_bytes", 64 << 10),
-        ("inflight", 128 << 20),
-        ("prefetch", 128 << 20),
+        ("inflight", "auto"),
+        ("prefetch", "auto"),
     ):
         if settings[name] != default:
             words.append(f"{name}={_size(settings[name])}")

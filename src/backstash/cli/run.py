@@ -192,7 +192,13 @@ def _parser() -> Parser:
         ("--inflight", "most bytes being moved out of memory at once"),
         ("--prefetch", "most bytes read back before backward needs them"),
     ):
-        add(window, metavar="SIZE", type=size, default="128MiB", help=f"{what} (default 128MiB)")
+        add(
+            window,
+            metavar="SIZE",
+            type=_size_or_auto,
+            default="auto",
+            help=f"{what}: a SIZE, or auto, an eighth of what a step saves, at most 128MiB (default auto)",
+        )
     add(
         "--malloc",
         choices=CHOICES,
@@ -218,6 +224,10 @@ def _parser() -> Parser:
 
 def _or_auto(text: str) -> int | str | None:
     return text if text == "auto" else limit(text)
+
+
+def _size_or_auto(text: str) -> int | str:
+    return text if text == "auto" else size(text)
 
 
 def _budget(text: str) -> int | str:

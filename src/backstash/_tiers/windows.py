@@ -1,0 +1,55 @@
+"""The windows of ``inflight="auto"`` and ``prefetch="auto"``: they follow what a step saves.
+
+A window hides the disk behind computing. Where a step saves little, a fixed window of 128 MiB holds all of it:
+then the step's peak is that of plain PyTorch, with the memory that is read into on top. So a window is an
+eighth of what a step has saved, which hides as much of a small step as of a large one.
+"""
+
+from __future__ import annotations
+
+from .inflight import InflightWrites
+from .prefetch import Prefetcher
+
+__all__ = ["LEAST_BYTES", "MOST_BYTES", "FollowingWindows"]
+
+MOST_BYTES = 128 << 20
+"""Of each window."""
+LEAST_BYTES = 4 << 20
+"""Of each window: what one segment of small blocks takes."""
+_PART = 8  # of what a step saves
+
+
+class FollowingWindows:
+    """Sets the windows of one device's tiers as blocks are saved. The caller holds the stash's lock.
+
+    Args:
+        inflight: has the window on the way down; ``None`` if the caller fixed its size.
+        prefetcher: has the window on the way up; ``None`` likewise.
+    """
+
+    def __init__(self, inflight: InflightWrites | None, prefetcher: Prefetcher | None) -> None:
+        self._windows = [each for each in (inflight, prefetcher) if each is not None]
+        self._saved_bytes = self._largest_bytes = 0  # of this step: all blocks, and the largest
+        self._most_saved_bytes = self._most_largest_bytes = 0  # of this step or the last
+        self._set()
+
+    def saved(self, nbytes: int) -> None:
+        """A block of ``nbytes`` was saved."""
+        self._saved_bytes += nbytes
+        self._largest_bytes = max(self._largest_bytes, nbytes)
+        if self._saved_bytes > self._most_saved_bytes or nbytes > self._most_largest_bytes:
+            self._most_saved_bytes = max(self._most_saved_bytes, self._saved_bytes)
+            self._most_largest_bytes = max(self._most_largest_bytes, nbytes)
+            self._set()
+
+    def begin_step(self) -> None:
+        """A step begins. The windows are the last step's until this one saves more."""
+        self._most_saved_bytes, self._saved_bytes = self._saved_bytes, 0
+        self._most_largest_bytes, self._largest_bytes = self._largest_bytes, 0
+        self._set()
+
+    def _set(self) -> None:
+        least = max(LEAST_BYTES, 2 * self._most_largest_bytes)
+        nbytes = min(MOST_BYTES, max(least, self._most_saved_bytes // _PART))
+        for each in self._windows:
+            each.window_bytes = nbytes
