@@ -106,7 +106,8 @@ class Stash:
             accelerator's 128 MiB.
         prefetch: bytes that may have come back before they are used, what later operations of the same
             backward want again included. ``"auto"``: as ``inflight``. One block that is larger, and wanted
-            again (a mask that every layer saves), is held beside them; with 0, nothing is. What finds no space is read again.
+            again (a mask that every layer saves), is held beside them; with 0, nothing is. What finds no space
+            is read again.
         on_full: ``"keep"`` leaves a block in place when there is no room below, and warns once;
             ``"raise"`` raises :class:`~backstash.errors.StashFullError` from the forward pass.
         name: what reports call it.
