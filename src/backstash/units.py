@@ -7,7 +7,7 @@ import re
 from ._text import shown
 from .errors import SizeError
 
-__all__ = ["format_bytes", "parse_bytes", "parse_limit", "with_unit"]
+__all__ = ["format_bytes", "in_bytes", "parse_bytes", "parse_limit", "with_unit"]
 
 _FACTORS = {
     "": 1,
@@ -101,6 +101,15 @@ def with_unit(value: object, *, name: str) -> object:
                 f'{name}={value!r} is {nbytes} bytes; with a unit: {name}="{nbytes}GiB"'
             )
     return value
+
+
+def in_bytes(value: int | str | None) -> str | None:
+    """Return a count of bytes with its unit, exactly, for what refuses bare numbers; other values as they are.
+
+    >>> in_bytes(1024), in_bytes("auto"), in_bytes(None)
+    ('1024B', 'auto', None)
+    """
+    return f"{value}B" if isinstance(value, int) else value
 
 
 def format_bytes(nbytes: int) -> str:

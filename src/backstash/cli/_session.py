@@ -18,6 +18,7 @@ from .. import Disk, Stash, StashError
 from ..errors import UsageError
 from ..launcher import Job, Shares
 from ..report import StepMarks, Timeline, timeline
+from ..units import in_bytes
 from ._allocator import is_loaded
 from ._arguments import without_accelerator
 from ._ending import as_json, tell, write
@@ -80,14 +81,14 @@ class Session:
         self._resident_start_bytes = resident_bytes()
         disk = plan["disk"]
         self._stash = Stash(
-            keep=plan["keep"],
+            keep=in_bytes(plan["keep"]),
             host=plan["host"],
             disk=None if disk is None else Disk(disk, max_bytes=plan["max_bytes"]),
             min_bytes=plan["min_bytes"],
             inflight=plan["inflight"],
             prefetch=plan["prefetch"],
             name="backstash run",
-            budget=plan["budget"],
+            budget=in_bytes(plan["budget"]),
             plan=plan["plan"],
         )
         self._stash.__enter__()

@@ -10,8 +10,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ..errors import SizeError
 from ..launcher import Job
 from ..scratch import scratch
+from ..units import with_unit
 from ._allocator import CHOICES, Allocator, choose, find
 from ._arguments import (
     Parser,
@@ -223,7 +225,13 @@ def _parser() -> Parser:
 
 
 def _or_auto(text: str) -> int | str | None:
-    return text if text == "auto" else limit(text)
+    if text == "auto":
+        return text
+    try:
+        with_unit(text, name="--keep")
+    except SizeError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return limit(text)
 
 
 def _size_or_auto(text: str) -> int | str:

@@ -15,7 +15,7 @@ from ..._text import shown
 from ...errors import UsageError
 from ...stash import Stash
 from ...stores import Disk
-from ...units import parse_bytes
+from ...units import in_bytes, parse_bytes
 from ._buffers import buffers_put_back
 from ._choose import Budgets, Measured, Plan, choose, describe, disk_speed, free_bytes
 from ._loop import Loop
@@ -188,12 +188,12 @@ class _Tiers:
         if nbytes is None and disk is not None:
             nbytes = 0
         if disk is None:
-            return cls(Stash(keep=nbytes, name="checkpoint_loop"), nbytes, None, None)
+            return cls(Stash(keep=in_bytes(nbytes), name="checkpoint_loop"), nbytes, None, None)
         # What is on its way to and from the disk is in memory, too.
         window = min(max(nbytes // 8, _LEAST_WINDOW), _MOST_WINDOW) if nbytes else _MOST_WINDOW
         keep = max((nbytes or 0) - 2 * window, 0)
         made = Stash(
-            keep=keep,
+            keep=in_bytes(keep),
             disk=disk,
             inflight=window,
             prefetch=window,
