@@ -103,13 +103,13 @@ def with_unit(value: object, *, name: str) -> object:
     return value
 
 
-def in_bytes(value: int | str | None) -> str | None:
+def in_bytes(value: int | str | None) -> int | str | None:
     """Return a count of bytes with its unit, exactly, for what refuses bare numbers; other values as they are.
 
-    >>> in_bytes(1024), in_bytes("auto"), in_bytes(None)
-    ('1024B', 'auto', None)
+    >>> in_bytes(1024), in_bytes(0), in_bytes("auto"), in_bytes(None)
+    ('1024B', 0, 'auto', None)
     """
-    return f"{value}B" if isinstance(value, int) else value
+    return f"{value}B" if isinstance(value, int) and value else value
 
 
 def format_bytes(nbytes: int) -> str:

@@ -160,7 +160,7 @@ def _parser() -> Parser:
     add(
         "--keep",
         metavar="SIZE",
-        type=by_rank(_or_auto),
+        type=by_rank(_keep),
         default=_NOT_GIVEN,
         help="bytes that may stay in place: a SIZE, unlimited, or auto for half of the free memory (default 0 "
         "with --disk or --host)",
@@ -225,13 +225,17 @@ def _parser() -> Parser:
 
 
 def _or_auto(text: str) -> int | str | None:
-    if text == "auto":
-        return text
+    return text if text == "auto" else limit(text)
+
+
+def _keep(text: str) -> int | str | None:
     try:
-        with_unit(text, name="--keep")
-    except SizeError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-    return limit(text)
+        with_unit(text, name="keep")
+    except SizeError:
+        raise argparse.ArgumentTypeError(
+            f"{text} is {text} bytes; with a unit: `{text}GiB`"
+        ) from None
+    return _or_auto(text)
 
 
 def _size_or_auto(text: str) -> int | str:
