@@ -7,7 +7,9 @@
 Each program runs in processes of its own: plainly three times, with ``--disk``, and with budgets of 110% and
 90% of the plain peak. The exit status is 1 if a digest of losses and weights differs, if a peak exceeds the
 plain one by more than 2% and 8 MiB, if a budget is exceeded that the plain run keeps, or if a program fails. A
-peak is the largest resident memory of the process, by the operating system. Needs ``pip install '.[fast,gallery]'``.
+peak is the largest resident memory of the process, by the operating system.
+
+Needs ``pip install '.[fast,gallery]'``.
 """
 
 from __future__ import annotations
