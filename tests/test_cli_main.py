@@ -89,10 +89,11 @@ def test_a_misspelt_option_is_told_which_was_meant(capsys: pytest.CaptureFixture
         ),
         ("run -m train --disk=.", "`backstash run --disk=. -m train`"),
         (
-            "run --quiet train.py --budget 6GiB --x --malloc=none",
+            "run --disk . train.py --budget 6GiB --x --malloc=none",
             "--budget and --malloc after train.py are given to the script; for backstash: "
-            "`backstash run --quiet --budget 6GiB --malloc=none train.py --x`",
+            "`backstash run --disk . --budget 6GiB --malloc=none train.py --x`",
         ),
+        ("run --quiet train.py --budget 6GiB", ""),
         ("run train.py --lr 1", ""),
     ],
 )
@@ -412,7 +413,7 @@ def test_advice_after_keep_auto(moved: int) -> None:
     with backstash.Stash() as stash:
         stats = stash.stats().as_json()
     stats |= {"written_bytes": moved, "stall_seconds": 1.0, "keep_peak_bytes": 3 << 20}
-    sizes = {"min_bytes": 64 << 10, "inflight": 128 << 20, "prefetch": 128 << 20}
+    sizes = {"min_bytes": 64 << 10, "inflight": "auto", "prefetch": "auto"}
     settings = {"keep": "auto", "host": "auto", "disk": "/scratch", "max_bytes": None, **sizes}
     allocator = {"kind": "tcmalloc"}
     figures = {"stats": stats, "settings": settings, "seconds": 2.0, "allocator": allocator}

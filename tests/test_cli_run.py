@@ -473,7 +473,7 @@ def test_script_without_torch_says_so(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--disk", ".", "--keep", "2G", "s.py"], '"2GiB" or "2GB"'),
+        (["--disk", ".", "--keep", "2", "s.py"], "2 is 2 bytes; with a unit: `2GiB`"),
         (["--disk", ".", "--min-bytes", "-1", "s.py"], "--min-bytes"),
         (["--disk", ".", "--inflight", "x", "s.py"], "--inflight"),
         (

@@ -103,7 +103,7 @@ def test_a_real_worker(action, tmp_path):
 
 
 def test_operands_that_come_back_from_the_disk(tmp_path):
-    with ByHand(disk=tmp_path, keep=0) as by_hand:
+    with ByHand(disk=tmp_path, keep=0, prefetch="128MiB") as by_hand:
         for _ in range(2):
             loss, ws = by_hand.forward(lambda y: seen(y, by_hand.work))
             assert same(torch.autograd.grad(loss, ws))

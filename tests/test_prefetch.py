@@ -200,7 +200,7 @@ def in_two_parts(model, x, hold, graphs=2):
 
 def test_what_two_backwards_of_a_retained_graph_want_is_read_once(tmp_path):
     model, x = layers(4)
-    stash = Stash(disk=tmp_path, inflight=0)
+    stash = Stash(disk=tmp_path, inflight=0, prefetch="128MiB")
     true, mine = in_two_parts(model, x, nullcontext()), in_two_parts(model, x, stash)
     assert all(map(torch.equal, true, mine))
     stats = stash.stats()

@@ -160,10 +160,10 @@ class Stash:
     ) -> None:
         most: int | str | None = of_this_rank(budget, "budget")
         keep_limit: int | str | None = of_this_rank(keep, "keep")
-        if most != 1:  # which asks what any budget would cost
+        _check_planned(most, plan, keep_limit)
+        if not isinstance(most, int) or most != 1:  # which asks what any budget would cost
             with_unit(most, name="budget")
         with_unit(keep_limit, name="keep")
-        _check_planned(most, plan, keep_limit)
         if keep_limit != "auto":
             keep_limit = parse_limit(keep_limit, name="keep", also=_AUTO)
         pinned: int | str | None = of_this_rank(host, "host")

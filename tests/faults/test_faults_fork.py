@@ -16,7 +16,7 @@ from backstash.errors import StashForkedError
 from backstash.testing import Gated
 
 store = Gated(Disk(sys.argv[1], threads=1))
-stash = Stash(disk=store, min_bytes=64)
+stash = Stash(disk=store, min_bytes=64, inflight="128MiB")
 outside = None
 
 class Data(Dataset):

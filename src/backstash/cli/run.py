@@ -107,7 +107,8 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.read(own)
     check(parser, is_module, rest)
     _check(parser, options)
-    _note_misplaced(own, is_module, rest)
+    if not options.quiet:
+        _note_misplaced(own, is_module, rest)
     try:
         allocator = choose(options.malloc, os.environ, find())
     except LookupError as error:
