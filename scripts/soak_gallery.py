@@ -9,7 +9,7 @@ Each program runs in processes of its own: plainly three times, with ``--disk``,
 plain one by more than 2% and 8 MiB, if a budget is exceeded that the plain run keeps, or if a program fails. A
 peak is the largest resident memory of the process, by the operating system.
 
-Needs ``pip install '.[fast,gallery]'``.
+Needs ``pip install '.[fast,gallery]'``, in an environment of its own: PyPI's torchvision is built for CUDA.
 """
 
 from __future__ import annotations
