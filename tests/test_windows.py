@@ -55,3 +55,11 @@ def test_a_size_fixes_a_window(disk_dir) -> None:
     inflight, prefetch = windows_of(stash)
     assert inflight == 9 * MIB and prefetch > 9 * MIB
     stash.close()
+
+
+def test_a_budget_s_windows_are_the_planner_s(disk_dir) -> None:
+    stash = Stash("1GiB", disk=disk_dir)
+    for _ in range(3):
+        step(stash, 20, MIB)
+        assert windows_of(stash) == stash._session.planners[0]._limits.windows
+    stash.close()

@@ -280,7 +280,7 @@ class Session:
         self._followed = self.predictor.passes
         for tiers in self.device_tiers:
             self._follow(tiers)
-            if tiers.windows is not None:
+            if tiers.windows is not None and tiers.number not in self.planners:
                 tiers.windows.begin_step()
             if tiers.tier is not None:
                 tiers.tier.begin_step()
