@@ -16,6 +16,7 @@ from backstash import Stash
 from backstash.errors import InplaceError, UsageError
 from backstash.graph import Binomial, checkpoint_loop
 from backstash.graph._loop._progress import Progress
+from backstash.units import parse_bytes
 
 B3 = {"schedule": Binomial(3)}
 
@@ -249,6 +250,6 @@ def test_what_is_on_its_way_to_the_disk_is_in_the_budget(disk_dir: Path) -> None
         patch.setattr("backstash.graph._loop._call.Stash", made)
         checkpoint_loop(torch.sin, leaf(), 2, memory="8MiB", disk=disk_dir)
     (given,) = found
-    assert given["keep"] + given["inflight"] + given["prefetch"] == 8 << 20
+    assert parse_bytes(given["keep"]) + given["inflight"] + given["prefetch"] == 8 << 20
     assert given["inflight"] == given["prefetch"] == 1 << 20
     assert given["min_bytes"] == 4096

@@ -58,7 +58,7 @@ def test_a_size_fixes_a_window(disk_dir) -> None:
 
 
 def test_a_budget_s_windows_are_the_planner_s(disk_dir) -> None:
-    stash = Stash("1GiB", disk=disk_dir)
+    stash = Stash("1TiB", disk=disk_dir)  # which no process of tests has exceeded
     for _ in range(3):
         step(stash, 20, MIB)
         assert windows_of(stash) == stash._session.planners[0]._limits.windows
