@@ -15,19 +15,16 @@ TCMALLOC = {"tcmalloc": "/lib/libtcmalloc_minimal.so.4"}
 TBB = {"tbb": "/venv/lib/libtbbmalloc_proxy.so.2"}
 
 
-def test_auto_takes_tcmalloc_where_it_is_installed() -> None:
-    allocator = choose("auto", {}, TCMALLOC, "glibc")
-    assert (allocator.kind, allocator.library) == ("tcmalloc", TCMALLOC["tcmalloc"])
-    assert dict(allocator.environment) == {
-        "LD_PRELOAD": TCMALLOC["tcmalloc"],
-        "THP_MEM_ALLOC_ENABLE": "1",
-    }
-    assert allocator.reason
+def test_auto_keeps_the_process_s_own() -> None:
+    allocator = choose("auto", {}, TCMALLOC | TBB, "glibc")
+    assert (allocator.kind, allocator.library) == ("own", "")
+    assert dict(allocator.environment) == {"THP_MEM_ALLOC_ENABLE": "1"}
+    assert dict(choose("auto", {"THP_MEM_ALLOC_ENABLE": "0"}, {}, "glibc").environment) == {}
 
 
 def test_what_is_preloaded_already_stays_preloaded() -> None:
     environ = {"LD_PRELOAD": "/lib/libprofiler.so"}
-    allocator = choose("auto", environ, TCMALLOC, "glibc")
+    allocator = choose("tcmalloc", environ, TCMALLOC, "glibc")
     assert (
         allocator.environment["LD_PRELOAD"] == "/lib/libtcmalloc_minimal.so.4:/lib/libprofiler.so"
     )
@@ -41,11 +38,9 @@ def test_an_allocator_that_the_caller_preloads_is_left_alone() -> None:
     assert "LD_PRELOAD already has jemalloc" in allocator.reason
 
 
-def test_without_tcmalloc_auto_sets_glibc_up_and_says_what_would_help() -> None:
-    allocator = choose("auto", {}, {"jemalloc": "/lib/libjemalloc.so.2"}, "glibc")
-    assert allocator.kind == "glibc"
-    assert allocator.environment["MALLOC_MMAP_MAX_"] == "0"
-    assert "libtcmalloc-minimal4" in allocator.reason
+def test_glibc_is_set_up_from_the_start_where_it_is_asked_for() -> None:
+    allocator = choose("glibc", {}, {}, "glibc")
+    assert allocator.kind == "glibc" and allocator.environment["MALLOC_MMAP_MAX_"] == "0"
 
 
 def test_what_the_caller_set_for_glibc_is_kept() -> None:
@@ -77,24 +72,23 @@ def test_one_that_is_missing_is_named_with_what_is_there() -> None:
     assert {"auto", "glibc", "tcmalloc", "jemalloc", "mimalloc", "tbb", "none"} == set(CHOICES)
 
 
-def test_without_tcmalloc_auto_takes_tbb_and_preloads_what_it_needs_first() -> None:
-    allocator = choose("auto", {"LD_PRELOAD": "/lib/libprofiler.so"}, TBB, "glibc")
+def test_tbb_is_preloaded_after_what_it_needs() -> None:
+    allocator = choose("tbb", {"LD_PRELOAD": "/lib/libprofiler.so"}, TBB, "glibc")
     assert (allocator.kind, allocator.library) == ("tbb", TBB["tbb"])
     assert allocator.environment["LD_PRELOAD"] == (
         "/venv/lib/libtbbmalloc.so.2:/venv/lib/libtbbmalloc_proxy.so.2:/lib/libprofiler.so"
     )
-    assert choose("auto", {}, TBB | TCMALLOC, "glibc").kind == "tcmalloc"
     assert preloaded(dict(allocator.environment)) == "tbb"
 
 
 def test_a_missing_tbb_is_named_with_what_pip_installs() -> None:
-    with pytest.raises(LookupError, match=r"--malloc tbb.*pip install 'backstash\[fast\]'"):
+    with pytest.raises(LookupError, match=r"--malloc tbb.*pip install tbb"):
         choose("tbb", {}, TCMALLOC, "glibc")
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="tbb has wheels for x86-64 alone")
 def test_what_needs_no_root_is_named_first() -> None:
-    assert INSTALL_HINT.startswith("pip install 'backstash[fast]'")
+    assert INSTALL_HINT.startswith("pip install tbb")
     assert "libtcmalloc-minimal4" in INSTALL_HINT
 
 

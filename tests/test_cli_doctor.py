@@ -102,7 +102,7 @@ def test_the_line_has_a_budget_of_what_is_left_less_a_twentieth() -> None:
     ("changed", "words"),
     [
         ({"file_system": "tmpfs"}, "give a directory on a disk"),
-        ({"allocator": {"kind": "glibc"}}, "libtcmalloc-minimal4"),
+        ({"allocator_seconds": {"glibc": 0.2, "none": 0.3}}, "libtcmalloc-minimal4"),
         ({"machine": {"available_bytes": GIB, "huge_pages": "never"}}, "huge pages are off"),
         (
             {"disk": {"write_bytes_per_second": 1e8, "read_bytes_per_second": 3e9, "notes": ()}},

@@ -67,7 +67,15 @@ def plain(script: Path) -> str:
 
 def test_what_threads_save_is_held(tmp_path: Path) -> None:
     script = write(tmp_path / "threads.py", THREADS)
-    options = ("--disk", str(tmp_path), "--quiet", "--json", str(tmp_path / "run.json"))
+    options = (
+        "--disk",
+        str(tmp_path),
+        "--keep",
+        "0",
+        "--quiet",
+        "--json",
+        str(tmp_path / "run.json"),
+    )
     held = under_stash([str(script)], tmp_path, *options)
     assert (held.stdout, held.stderr) == (plain(script), "")
     stats = json.loads((tmp_path / "run.json").read_text())["stats"]
@@ -104,7 +112,7 @@ def ranks(
 ) -> subprocess.CompletedProcess[str]:
     """The script, and ``then``, in processes of ``torchrun``; they share no directory at the end."""
     script = write(directory / "rank.py", RANK + textwrap.dedent(then))
-    run = ["-m", "backstash", "run", "--disk", str(directory), *options, str(script)]
+    run = ["-m", "backstash", "run", "--disk", str(directory), "--keep", "0", *options, str(script)]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes)]
     ended = subprocess.run(
         [*torchrun, *launcher, *run],

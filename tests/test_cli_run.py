@@ -54,7 +54,7 @@ def under_stash(
     arguments: Sequence[str], directory: Path, *options: str, stdin: str = "", **variables: str
 ) -> subprocess.CompletedProcess[str]:
     """The same under ``backstash run``, with a disk tier in the directory and no summary."""
-    options = options or ("--disk", str(directory), "--quiet")
+    options = options or ("--disk", str(directory), "--keep", "0", "--quiet")
     run = ["-m", "backstash", "run", *options, *arguments]
     return start(run, directory, stdin, **variables)
 
@@ -173,7 +173,7 @@ def test_traceback_of_a_module_is_that_of_plain_python(tmp_path: Path) -> None:
 
 def test_keyboard_interrupt_from_outside_is_a_death_by_signal(tmp_path: Path) -> None:
     write(tmp_path / "script.py", "import time\nprint('ready', flush=True)\ntime.sleep(60)\n")
-    run = ["-m", "backstash", "run", "--disk", str(tmp_path), "script.py"]
+    run = ["-m", "backstash", "run", "--disk", str(tmp_path), "--keep", "0", "script.py"]
     for number in (signal.SIGINT, signal.SIGTERM):
         with child(
             [sys.executable, *run],
@@ -383,6 +383,8 @@ def test_report_is_a_page_of_the_run(tmp_path: Path) -> None:
     options = (
         "--disk",
         ".",
+        "--keep",
+        "0",
         "--report",
         str(page),
         "--compare",

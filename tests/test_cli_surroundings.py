@@ -115,7 +115,7 @@ def differences(one: Any, other: Any, path: str = "") -> dict[str, tuple[Any, An
 def test_a_script_s_surroundings_are_those_of_plain_python(tmp_path: Path, malloc: str) -> None:
     write(tmp_path / "look.py", LOOK)
     words = ["look.py", "--epochs", "3", "a b"]
-    options = ("--disk", str(tmp_path), "--quiet", "--malloc", malloc)
+    options = ("--disk", str(tmp_path), "--keep", "0", "--quiet", "--malloc", malloc)
     one, other = start(words, tmp_path), under_stash(words, tmp_path, *options)
     assert (one.stderr, other.stderr) == ("", "")
     looks = zip(json.loads(one.stdout), json.loads(other.stdout), (BEFORE, AFTER), strict=True)
@@ -258,7 +258,7 @@ def test_many_arguments(tmp_path: Path) -> None:
     )
     words = ["script.py", *("x" * 100 for _ in range(2000))]
     figures = tmp_path / "run.json"
-    stashed = under_stash(words, tmp_path, "--disk", ".", "--json", str(figures))
+    stashed = under_stash(words, tmp_path, "--disk", ".", "--keep", "0", "--json", str(figures))
     assert stashed.stdout == start(words, tmp_path).stdout
     assert json.loads(figures.read_text())["script"] == words
     assert json.loads(figures.read_text())["command"].endswith(" ".join(words))
@@ -349,7 +349,7 @@ with open("found.txt", "w") as file:
 )
 def test_a_script_that_closes_stderr(tmp_path: Path, script: str) -> None:
     write(tmp_path / "script.py", script)
-    ended = under_stash(["script.py"], tmp_path, "--disk", ".", "--json", "run.json")
+    ended = under_stash(["script.py"], tmp_path, "--disk", ".", "--keep", "0", "--json", "run.json")
     plain = start(["script.py"], tmp_path)
     assert (ended.returncode, ended.stdout) == (plain.returncode, plain.stdout)
     assert ended.stderr == plain.stderr == ""
@@ -386,7 +386,7 @@ def test_a_stream_of_the_script_s_own_gets_the_summary(tmp_path: Path) -> None:
         sys.stderr = Log()
         """,
     )
-    ended = under_stash(["script.py"], tmp_path, "--disk", ".")
+    ended = under_stash(["script.py"], tmp_path, "--disk", ".", "--keep", "0")
     assert ended.stdout.startswith("log: backstash: ") and ended.stderr == ""
 
 
@@ -423,7 +423,7 @@ def test_a_package_backstash_of_the_script_s_own(tmp_path: Path) -> None:
     train = TRAIN.replace(", backstash", "")
     write(tmp_path / "script.py", f"import backstash\nprint(backstash.NAME){train}")
     files = [f"--json={tmp_path}/run.json", f"--report={tmp_path}/x.html"]
-    options = ["--disk", str(tmp_path), *files]
+    options = ["--disk", str(tmp_path), "--keep", "0", *files]
     run = ["-m", "backstash", "run", *options, str(tmp_path / "script.py")]
     ended = start(run, tmp_path.parent)
     assert (ended.returncode, ended.stdout.split()[0]) == (0, "mine"), ended.stderr
@@ -596,7 +596,7 @@ print(y.grad.double().sum().item().hex())
 @takes_long
 def test_a_script_with_torch_func_runs_as_it_is(tmp_path: Path) -> None:
     write(tmp_path / "script.py", TRANSFORMS)
-    ended = under_stash(["script.py"], tmp_path, "--disk", ".", "--json", "run.json")
+    ended = under_stash(["script.py"], tmp_path, "--disk", ".", "--keep", "0", "--json", "run.json")
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout == start(["script.py"], tmp_path).stdout
     figures = json.loads((tmp_path / "run.json").read_text())

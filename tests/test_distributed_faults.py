@@ -64,7 +64,17 @@ class Two:
             "MASTER_ADDR": "none",
             "MASTER_PORT": str(directory),  # which only names the job here
         }
-        run = [sys.executable, "-m", "backstash", "run", "--disk", f"{directory}/disk", *options]
+        run = [
+            sys.executable,
+            "-m",
+            "backstash",
+            "run",
+            "--disk",
+            f"{directory}/disk",
+            "--keep",
+            "0",
+            *options,
+        ]
         self.processes = [
             subprocess.Popen(
                 [*run, str(script)],
@@ -206,7 +216,7 @@ def test_a_job_that_is_restarted_begins_clean(tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT + textwrap.dedent(then))
     (tmp_path / "disk").mkdir()
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    run = ["-m", "backstash", "run", "--disk", f"{tmp_path}/disk", "train.py"]
+    run = ["-m", "backstash", "run", "--disk", f"{tmp_path}/disk", "--keep", "0", "train.py"]
     ended = subprocess.run(
         [*torchrun, "--max-restarts", "1", "--monitor-interval", "0.1", *run],
         env=_environment({}),

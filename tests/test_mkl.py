@@ -3,33 +3,77 @@
 import subprocess
 import sys
 
-SEEN = """
+import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
-class Calls(TorchDispatchMode):
-    seen = set()
+from backstash._torch import mkl
 
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if args and isinstance(args[0], torch.Tensor) and args[0].numel() == 1:
-            self.seen.add((function.overloadpacket.__name__, str(args[0].dtype)))
-        return function(*args, **(kwargs or {}))
+# What PyTorch gives to MKL: torch/include/ATen/cpu/vml.h.
+GIVEN = "Acos Asin Atan Cos Erf Erfc ErfInv Exp Ln Log10 Log2 Sin Sqrt Tan Tanh Trunc"
+EXPECTED = {f"vm{letter}{name}" for letter in "sd" for name in GIVEN.split()}
 
-before = torch.get_rng_state()
-with Calls(), torch.device("meta"):
-    import backstash
-assert torch.equal(before, torch.get_rng_state())
-print(*(" ".join(call) for call in sorted(Calls.seen)), sep="\\n")
+
+class Library:
+    """Stands for PyTorch's, and notes which functions are called."""
+
+    def __init__(self) -> None:
+        self.called: list[str] = []
+
+    def __getattr__(self, name: str):
+        return lambda *arguments: self.called.append(name)
+
+
+def test_each_vector_function_is_called_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    library = Library()
+    monkeypatch.setattr(mkl, "_library", lambda: library)
+    mkl.resolve()
+    assert len(library.called) == len(EXPECTED) and set(library.called) == EXPECTED
+
+
+def test_where_mkl_is_hidden_pytorch_s_operations_are_called(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(mkl, "_library", lambda: None)
+    before, called = torch.get_rng_state(), []
+    for name in mkl.NAMES:
+        monkeypatch.setattr(
+            torch, name, lambda one, name=name: called.append((name, one.dtype, one.device.type))
+        )
+    with torch.device("meta"):
+        mkl.resolve()
+    kinds = (torch.float32, torch.float64)
+    assert set(called) == {(name, kind, "cpu") for name in mkl.NAMES for kind in kinds}
+    assert torch.equal(before, torch.get_rng_state())
+
+
+@pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="this PyTorch has no MKL")
+def test_mkl_s_functions_give_what_pytorch_s_operations_give() -> None:
+    """So they are found, and called with the right arguments."""
+    library = mkl._library()
+    for name in EXPECTED:
+        assert hasattr(library, name)
+    import ctypes
+
+    one, result = ctypes.c_double(0.5), ctypes.c_double()
+    library.vmdLn(
+        ctypes.c_int64(1), ctypes.byref(one), ctypes.byref(result), ctypes.c_int64(0x140102)
+    )
+    assert result.value == torch.tensor(0.5, dtype=torch.float64).log().item()
+
+
+def test_the_import_makes_the_calls() -> None:
+    program = """
+import ctypes, torch
+seen = []
+class Recording(ctypes.CDLL):
+    def __getattr__(self, name):
+        seen.append(name)
+        return super().__getattr__(name)
+ctypes.CDLL = Recording
+import backstash
+print(*(name for name in seen if name.startswith("vm")))
 """
-
-
-def test_the_import_calls_each_vector_function_once() -> None:
     output = subprocess.run(
-        [sys.executable, "-c", SEEN], capture_output=True, text=True, timeout=100, check=True
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=100, check=True
     ).stdout
-    seen = {tuple(line.split()) for line in output.splitlines()}
-    # What PyTorch gives to MKL: aten/src/ATen/cpu/vml.h, with the two that it once gave.
-    names = "abs acos asin atan cos cosh erf erfc exp expm1 log log10 log1p log2 sin sinh sqrt tan"
-    for name in (*names.split(), "tanh", "trunc"):
-        for dtype in ("torch.float32", "torch.float64"):
-            assert (name, dtype) in seen
+    assert set(output.split()) == EXPECTED

@@ -39,6 +39,7 @@ _TRANSFORM = (
     "is not known"
 )
 FITS = "there is room for it within the budget"
+SMALL_STEP = "its step saves too little for moving to free memory"
 NESTED = "saved by a signal's handler or a finalizer, in the middle of another call"
 _NO_TIER = "no tier below: give disk="
 _NO_HOST = "no tier below: give host="
@@ -426,7 +427,7 @@ class Admission:
             if region.nbytes >= self._min_bytes or choice.tier or is_part:
                 self._admit(block, tensor, thread_state, modules, tiers, choice, gone)
             else:
-                self._session.add(block, thread_state.apart)
+                self._session.add(block, thread_state)
                 self.count_left(
                     "smaller than min_bytes: copied, so that its large storage is not held",
                     region.nbytes,
@@ -514,7 +515,7 @@ class Admission:
         block.thread_state = thread_state
         if modules:
             block.cleanup.module = module_path(modules)
-        session.add(block, thread_state.apart)
+        session.add(block, thread_state)
         if gone is None:
             session.save_counts.begin(block, session.predictor.passes)
             slices = block.storage_version.slices
@@ -541,6 +542,8 @@ class Admission:
                 if choice == _DEFAULT:
                     choice = self._planned(block, tensor, thread_state, modules, tiers)
                     self._allow(planner, thread_state, tensor.device)
+        elif session.small_steps and choice == _DEFAULT and self._codec is None:
+            session.leave_alone(tiers, thread_state)
         tier, codec, replay = choice
         is_copy = block.origin is not block.storage_version
         block.to_disk, block.at_once = tier == "disk", bool(tier)

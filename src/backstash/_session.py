@@ -26,12 +26,14 @@ from ._saved.thread_state import Counts, ThreadState
 from ._tiers.backing import DiskCleanup
 from ._tiers.device_tiers import DeviceTiers
 from ._tiers.host_backing import HostCleanup
+from ._tiers.small_steps import SmallSteps
 from ._torch.engine import sequence_number
 from .errors import UsageError
 from .memory import auto_bytes
 
 __all__ = ["Session"]
 
+_CPU = torch.device("cpu")
 _CLEANUPS = (BlockCleanup, DiskCleanup, HostCleanup)
 
 
@@ -67,6 +69,8 @@ class Session:
         self.planners: dict[int, Planner] = {}
         """By the number of the device: what plans for it."""
         self._due: set[int] = set()  # devices whose planner is yet to be told of the step
+        self.small_steps: dict[int, SmallSteps] = {}
+        """By the number of the device: what leaves its small steps alone, where somebody does."""
         section.rebuilt_by(self.rebuild)
         self._keep = keep  # of the devices that are yet to come, too
         self.thread_states: list[ThreadState] = []
@@ -102,7 +106,9 @@ class Session:
             thread_state.begin_anew()
         self._ended = Counts()  # of the threads that have ended
         self.blocks_alive = 0
-        self.put(torch.device("cpu"), make(None, 0))
+        self.put(_CPU, make(None, 0))
+        if self.small_steps:
+            self.leave_small_steps(self.small_steps[0].most_bytes)
 
     @property
     def lock(self) -> Any:
@@ -154,6 +160,17 @@ class Session:
     def _limit(self, tiers: DeviceTiers) -> None:
         tiers.evictor.resident.set_limit(0 if isinstance(self._keep, str) else self._keep)
         self._follow(tiers)
+
+    def leave_small_steps(self, nbytes: int) -> None:
+        """From now on, leave steps of the CPU that save at most ``nbytes`` in place, and keep nothing of others."""
+        self.small_steps[0] = SmallSteps(self.device_tiers[0].evictor.resident, nbytes)
+
+    def leave_alone(self, tiers: DeviceTiers, thread_state: ThreadState) -> None:
+        """A block was saved by this thread: if its step is small, say how much more may be saved as it is."""
+        small_steps = self.small_steps.get(tiers.number)
+        if small_steps is not None:
+            nbytes = small_steps.may_leave_bytes(len(self.thread_states))
+            thread_state.may_leave(nbytes, _CPU, self.uses)
 
     def _follow(self, tiers: DeviceTiers) -> None:
         """With ``keep="auto"``, at each step: half of (free + already kept) memory (see ``auto_bytes``)."""
@@ -248,14 +265,19 @@ class Session:
         for tiers in self.device_tiers:
             tiers.evictor.health.try_again()
 
-    def add(self, block: Block, apart: Any = None) -> None:
-        """A block that is held from now on. ``apart``: see :meth:`AccessPredictor.add`."""
-        self.predictor.add(block, apart)
+    def add(self, block: Block, thread_state: ThreadState) -> None:
+        """A block that this thread saved, held from now on."""
+        small_steps = self.small_steps.get(block.number)
+        if small_steps is not None and (left := thread_state.take_used_bytes()):
+            small_steps.saved(left, is_block=False)  # in the step that ends here, if one does
+        self.predictor.add(block, thread_state.apart)
         if self._followed != self.predictor.passes:
             self._begin_step()
         windows = self.device_tiers[block.number].windows
         if windows is not None and block.number not in self.planners:
             windows.saved(block.nbytes)
+        if small_steps is not None:
+            small_steps.saved(block.nbytes)
         self.blocks_alive += 1
 
     def saved_again(self, block: Block) -> None:
@@ -282,6 +304,8 @@ class Session:
             self._follow(tiers)
             if tiers.windows is not None and tiers.number not in self.planners:
                 tiers.windows.begin_step()
+            if tiers.number in self.small_steps:
+                self.small_steps[tiers.number].begin_step()
             if tiers.tier is not None:
                 tiers.tier.begin_step()
         self._due.update(self.planners)

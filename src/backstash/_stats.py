@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ._admission import FITS, NESTED, SMALL, Admission
+from ._admission import FITS, NESTED, SMALL, SMALL_STEP, Admission
 from ._session import Session
 from ._text import clean, html_table
 from .stores import Store
@@ -211,7 +211,9 @@ def collect(
         slow = left.get(SMALL, Left(0, 0))
         left[SMALL] = Left(slow.count + counts.small_saves, slow.nbytes + counts.small_bytes)
     if counts.fitting_saves:
-        left[FITS] = Left(counts.fitting_saves, counts.fitting_bytes)
+        left[SMALL_STEP if session.small_steps else FITS] = Left(
+            counts.fitting_saves, counts.fitting_bytes
+        )
     if counts.nested_saves:
         left[NESTED] = Left(counts.nested_saves, counts.nested_bytes)
     notes = [*(store.notes if store is not None else ()), note, *(tier.note for tier in below)]

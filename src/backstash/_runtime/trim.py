@@ -10,6 +10,10 @@ The heap is also advised to lie in huge pages (``madvise``), which is no setting
 and is used again then costs a page fault for each 2 MiB instead of each 4 KiB. The advice is of the addresses
 that the heap has, and is repeated as the heap grows.
 
+Under ``backstash run``, which owns its process, glibc is also set up for large steps
+(:attr:`Trimmer.may_tune`): tensors come from one heap in huge pages, which keeps what is freed and uses it
+again. That happens at the first trim, so a program that moves little keeps the allocator that it has.
+
 ``BACKSTASH_TRIM`` in the environment is the number of bytes between two trims (``"256MiB"``); ``0``
 never trims nor advises. ``docs/design.md`` has what was measured.
 """
@@ -29,6 +33,8 @@ __all__ = ["Trimmer"]
 
 _EVERY_BYTES = 256 << 20
 _ADVISE_EVERY_BYTES = 64 << 20
+# mallopt: no tensor is mapped by itself, the heap never shrinks by itself, and grows by 64 MiB.
+_TUNED = {"M_MMAP_MAX": (-4, 0), "M_TRIM_THRESHOLD": (-1, -1), "M_TOP_PAD": (-2, 64 << 20)}
 
 
 class Trimmer:
@@ -51,6 +57,8 @@ class Trimmer:
         self._heap = _Heap.find() if self._trim else None
         self._freed = 0
         self._freed_since_advice = 0
+        self.may_tune = False
+        """Whether glibc may be set, for the rest of the process, to use again what is freed."""
 
     def freed(self, nbytes: int) -> None:
         """``nbytes`` were let go, or are about to be."""
@@ -63,6 +71,9 @@ class Trimmer:
             self._heap.advise()
         if self._freed >= self._every:
             self._freed = 0
+            if self.may_tune:
+                self.may_tune = False
+                _tune()
             self._submit(self._trim, 0)
 
     def release(self) -> None:
@@ -98,6 +109,17 @@ class _Heap:
         end = self._libc.sbrk(0) or 0
         if end > self._start:  # all of it: where it shrank and grew again, the advice is gone
             self._libc.madvise(self._start, end - self._start, mmap.MADV_HUGEPAGE)
+
+
+def _tune() -> None:
+    """Set glibc; a variable of the environment that sets the same is left alone."""
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError, TypeError):
+        return
+    for name, (parameter, value) in _TUNED.items():
+        if f"{name.replace('M_', 'MALLOC_', 1)}_" not in os.environ:
+            mallopt(parameter, value)
 
 
 def _malloc_trim() -> Callable[[int], Any] | None:

@@ -75,6 +75,7 @@ class ThreadState:
         "fitting_bytes",
         "fitting_saves",
         "fitting_storages",
+        "granted_bytes",
         "is_tried",
         "large_bytes",
         "latest",
@@ -130,8 +131,15 @@ class ThreadState:
         """So many bytes of storages of ``device`` may be saved as they are, without a planner being asked;
         ``until``: as long as the session's ``uses`` is this. -1: none."""
         self.allowed_bytes, self.allowed_on, self.allowed_until = nbytes, device, until
+        self.granted_bytes = nbytes
         if nbytes < 0:
             self.fitting_storages.clear()
+
+    def take_used_bytes(self) -> int:
+        """How many bytes were saved as they are since :meth:`may_leave`; none may be from now on."""
+        used = self.granted_bytes - self.allowed_bytes
+        self.may_leave(-1)
+        return used
 
     def untold_bytes(self) -> int:
         """Of the storages that were saved since this was asked last, but for small ones; one that was saved

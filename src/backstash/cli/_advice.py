@@ -23,12 +23,15 @@ def advice(figures: dict[str, Any], saved_peak_bytes: int | None) -> list[dict[s
     settings = figures["settings"]
     plan = figures.get("plan")
     found = _of_tiers(figures, saved_peak_bytes) if plan is None else _of_budget(figures, plan)
-    if figures["allocator"]["kind"] in ("glibc", "none"):
+    if (
+        figures["allocator"]["kind"] in ("own", "glibc", "none")
+        and figures["stats"]["written_bytes"]
+    ):
         found.append(
             _advice(
-                "The memory allocator keeps much of the memory that is freed. backstash run preloads one "
-                "that reuses it, tcmalloc or tbb, where it is installed.",
-                INSTALL_HINT,
+                "glibc keeps some of the memory that is freed. Another allocator may be faster, with --malloc "
+                f"tcmalloc or --malloc tbb, where it is installed ({INSTALL_HINT}). To compare them here:",
+                "backstash doctor",
             )
         )
     found.append(_advice("The same inside your own code:", stash_line(settings)))

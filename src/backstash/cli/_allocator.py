@@ -3,12 +3,13 @@
 A stash frees a tensor as soon as its bytes are on disk. Whether the process becomes smaller then
 depends on the allocator. glibc keeps freed blocks below its growing threshold in its heap, in
 pieces; when it returns them to the system, every page has to be faulted in again at the next step.
-An allocator that keeps whole pages by size and reuses them does neither. `docs/design.md` has the
-measurements behind the order of preference.
+An allocator that keeps whole pages by size and reuses them does neither; so does glibc with other
+settings, which it takes at any time. Another allocator costs a small program more memory than a stash can
+save it (`docs/design.md` has what was measured), so `auto` keeps the one that is there, and the stash sets
+glibc once a step moves much (:mod:`backstash._runtime.trim`).
 
-An allocator is chosen by environment variables before a process starts. So `backstash run` can
-choose one for the script that it starts, and the library, inside a running process, cannot. Nothing
-here changes the process it runs in.
+Another allocator is chosen by environment variables before a process starts. Nothing here changes the
+process it runs in.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ _FILES = {
 # What lies beside a library and has to be preloaded before it, where the loader would not find it by itself.
 _BESIDE = {"tbb": "libtbbmalloc.so.2"}
 CHOICES = ("auto", "glibc", *_FILES, "none")
-_FROM_PYPI = "pip install 'backstash[fast]'"  # tbb, which has wheels for Linux on x86-64 alone
+_FROM_PYPI = "pip install tbb"  # which has wheels for Linux on x86-64 alone
 _FROM_THE_SYSTEM = (
     "apt install libtcmalloc-minimal4, dnf install gperftools-libs, conda install gperftools"
 )
@@ -47,7 +48,6 @@ INSTALL_HINT = (
     f"{_FROM_PYPI}, or {_FROM_THE_SYSTEM}" if platform.machine() == "x86_64" else _FROM_THE_SYSTEM
 )
 
-_AUTOMATIC = ("tcmalloc", "tbb")  # what `auto` may preload, the fastest first, as it was measured
 _HUGE_TENSORS = {"THP_MEM_ALLOC_ENABLE": "1"}  # torch: huge pages for tensors of 2 MiB or more
 # One heap in huge pages for tensors of any size, which free() never shrinks: what is freed is used again.
 # The stash itself gives back, with malloc_trim, what forward let go.
@@ -60,6 +60,7 @@ _GLIBC = {
 _TUNABLES = "GLIBC_TUNABLES"
 _HUGE_PAGES = "glibc.malloc.hugetlb=1"  # glibc 2.35 and later: huge pages for the rest
 _WHY = {
+    "own": "the process's own; glibc is set to use freed memory again once much is moved",
     "tcmalloc": "it reuses the memory of freed tensors",
     "jemalloc": "asked for",
     "mimalloc": "asked for",
@@ -73,7 +74,8 @@ class Allocator:
     """A choice of allocator."""
 
     kind: str
-    """``tcmalloc``, ``jemalloc``, ``mimalloc``, ``tbb``, ``glibc`` (tuned) or ``none`` (left as it is)."""
+    """``own`` (as it is, set up where much is moved), ``glibc`` (tuned from the start), ``tcmalloc``,
+    ``jemalloc``, ``mimalloc``, ``tbb``, or ``none`` (left as it is)."""
     reason: str
     """Why it was chosen, in words."""
     library: str = ""
@@ -96,8 +98,7 @@ def choose(
     """Choose an allocator for a process that has not started yet.
 
     Args:
-        asked: one of :data:`CHOICES`; ``auto`` takes the best one installed, and changes nothing where
-            ``LD_PRELOAD`` already names an allocator.
+        asked: one of :data:`CHOICES`; ``auto`` keeps the process's own.
         environ: the environment that the process would have.
         installed: from kind to file, as :func:`find` returns it.
         libc: the C library's name; ``None`` asks the system.
@@ -116,10 +117,10 @@ def choose(
         if asked not in installed:
             raise LookupError(_missing(asked, installed))
         return _preload(asked, installed[asked], environ)
-    for kind in _AUTOMATIC if asked == "auto" else ():
-        if kind in installed:
-            return _preload(kind, installed[kind], environ)
-    return _tuned_glibc(asked, environ)
+    if asked == "auto":
+        huge = {name: value for name, value in _HUGE_TENSORS.items() if name not in environ}
+        return Allocator("own", _WHY["own"], "", huge)
+    return _tuned_glibc(environ)
 
 
 def _preload(kind: str, library: str, environ: Mapping[str, str]) -> Allocator:
@@ -129,17 +130,14 @@ def _preload(kind: str, library: str, environ: Mapping[str, str]) -> Allocator:
     return Allocator(kind, _WHY[kind], library, {"LD_PRELOAD": value, **huge})
 
 
-def _tuned_glibc(asked: str, environ: Mapping[str, str]) -> Allocator:
+def _tuned_glibc(environ: Mapping[str, str]) -> Allocator:
     settings = {name: value for name, value in _GLIBC.items() if name not in environ}
     if "MALLOC_MMAP_THRESHOLD_" in environ:  # the caller wants large tensors mapped
         settings.pop("MALLOC_MMAP_MAX_", None)
     tunables = environ.get(_TUNABLES, "")
     if "glibc.malloc.hugetlb" not in tunables:
         settings[_TUNABLES] = f"{tunables}:{_HUGE_PAGES}" if tunables else _HUGE_PAGES
-    reason = _WHY["glibc"]
-    if asked == "auto":
-        reason += f"; an allocator that is faster can be installed: {INSTALL_HINT}"
-    return Allocator("glibc", reason, "", settings)
+    return Allocator("glibc", _WHY["glibc"], "", settings)
 
 
 def _missing(asked: str, installed: Mapping[str, str]) -> str:

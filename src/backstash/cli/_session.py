@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from .. import Disk, Stash, StashError
+from .._tiers.small_steps import SMALL_STEP_BYTES
 from ..errors import UsageError
 from ..launcher import Job, Shares
 from ..report import StepMarks, Timeline, timeline
@@ -91,6 +92,9 @@ class Session:
             budget=in_bytes(plan["budget"]),
             plan=plan["plan"],
         )
+        self._stash._trimmer.may_tune = plan["allocator"]["kind"] == "own"
+        if plan["leaves_small"] and plan["budget"] is None and plan["plan"] is None:
+            self._stash._session.leave_small_steps(SMALL_STEP_BYTES)
         self._stash.__enter__()
         self._recomputed = RecomputedModules(self._stash, plan["recompute"])
         self._selective = SelectiveCheckpoints()
@@ -232,7 +236,7 @@ def _device_peaks() -> dict[str, int]:
 
 def _notes(allocator: str) -> list[str]:
     notes = []
-    if allocator not in ("glibc", "none") and not is_loaded(allocator):
+    if allocator not in ("own", "glibc", "none") and not is_loaded(allocator):
         notes.append(f"{allocator} was preloaded (LD_PRELOAD), but the loader did not load it")
     if threading.current_thread() is not threading.main_thread():
         notes.append(

@@ -161,14 +161,18 @@ def _remarks(facts: dict[str, Any]) -> list[str]:
         remarks.append("give a directory on a disk: this one is in memory")
     elif slowest < _SLOW_BYTES_PER_SECOND:
         remarks.append(f"this disk moves {_speed(slowest)}: backward may wait for it")
-    if facts["allocator"]["kind"] == "glibc":
-        remarks.append(
-            f"an allocator that reuses memory makes `backstash run` faster: {INSTALL_HINT}"
-        )
-    faster = _allocator_speed.fastest(facts["allocator_seconds"], facts["allocator"]["kind"])
+    kind = facts["allocator"]["kind"]
+    faster = _allocator_speed.fastest(
+        facts["allocator_seconds"], "glibc" if kind == "own" else kind
+    )
     if faster:
         remarks.append(
             f"`backstash run --malloc {faster}` took less time here: compare it on your script"
+        )
+    measured = facts["allocator_seconds"].keys()
+    if measured and not measured & {"tcmalloc", "tbb"}:
+        remarks.append(
+            f"another allocator may make a script that moves much faster: {INSTALL_HINT}"
         )
     if facts["machine"]["huge_pages"] == "never":
         remarks.append("transparent huge pages are off: reading back costs more processor time")

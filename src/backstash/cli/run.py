@@ -88,11 +88,9 @@ questions:
                            stays in memory need not be read back.
   What does --report cost? The first 5 optimizer steps are recorded, which takes some memory and
                            time (benchmarks/recording_overhead.py); later steps cost nothing.
-  Why an allocator?        The memory of tensors that went to disk should be used again. glibc keeps
-                           it in pieces; tcmalloc and tbb reuse it. `auto` preloads the first of these
-                           that is installed (pip install 'backstash[fast]' brings tbb on Linux on
-                           x86-64), and otherwise tunes glibc. `none` changes nothing. The summary
-                           says what was chosen and why.
+  Which allocator?         The process's own. Where a step moves 256 MiB or more, glibc is set to use
+                           freed memory again. --malloc tcmalloc or tbb preloads another one, which
+                           suits some large scripts better; `backstash doctor` compares them here.
 """
 
 
@@ -163,8 +161,8 @@ def _parser() -> Parser:
         metavar="SIZE",
         type=by_rank(_keep),
         default=_NOT_GIVEN,
-        help="bytes that may stay in place: a SIZE, unlimited, or auto for half of the free memory (default 0 "
-        "with --disk or --host)",
+        help="bytes that may stay in place: a SIZE, unlimited, or auto for half of the free memory (default: 0 "
+        "with --disk or --host, but a step of the CPU that saves at most 64 MiB stays whole)",
     )
     add(
         "--host",
@@ -206,7 +204,7 @@ def _parser() -> Parser:
         "--malloc",
         choices=CHOICES,
         default="auto",
-        help="the process's memory allocator (default auto)",
+        help="the process's memory allocator (default auto: its own, set up where much is moved)",
     )
     add("--json", metavar="FILE", type=new_file, help="write the summary's figures to FILE")
     add(
@@ -276,6 +274,7 @@ def _check(parser: Parser, options: argparse.Namespace) -> None:
     """Refuse budgets that could not hold: those of tiers that are not there, or have nothing below them."""
     options.scratch = None
     _check_planned(parser, options)
+    options.leaves_small = options.keep is _NOT_GIVEN
     if options.keep is _NOT_GIVEN:
         options.keep = 0
     if options.disk is None and options.max_bytes is not None:
@@ -338,6 +337,7 @@ def _plan(
         "plan": options.plan,
         "save_plan": options.save_plan,
         "recompute": options.recompute,
+        "leaves_small": options.leaves_small,
         "scratch": options.scratch,
         "report": options.report,
         "compare": options.compare,

@@ -1,0 +1,82 @@
+"""Steps that save too little to be worth moving stay in memory."""
+
+import pytest
+import torch
+
+from backstash import Stash
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def stash(disk_dir):
+    made = Stash(disk=disk_dir)
+    made._session.leave_small_steps(16 * MIB)
+    yield made
+    made.close()
+
+
+def step(stash: Stash, pieces: int) -> int:
+    """Save ``pieces`` blocks of 1 MiB, and go backward: how many bytes were moved."""
+    before = stash.stats().written_bytes
+    with stash:
+        x = torch.ones(MIB // 4, requires_grad=True)
+        for _ in range(pieces):
+            x = x.sin()
+    x.sum().backward()
+    return stash.stats().written_bytes - before
+
+
+def left_alone(stash: Stash) -> int:
+    return sum(each.count for reason, each in stash.stats().left.items() if "too little" in reason)
+
+
+def test_a_small_step_moves_nothing_and_the_one_after_it_is_hardly_looked_at(stash) -> None:
+    assert step(stash, 10) == 0 and left_alone(stash) == 0
+    assert step(stash, 10) == 0 and left_alone(stash) == 6  # but for three blocks, and the leaf
+    assert stash.stats().keep_bytes == 0
+
+
+def test_a_large_first_step_moves_whole(stash) -> None:
+    assert step(stash, 40) == 39 * MIB  # the first input is a leaf
+    assert stash.stats().keep_bytes == 0
+
+
+def test_a_step_that_grows_is_moved_and_so_is_the_next_one(stash) -> None:
+    step(stash, 10)
+    moved = step(stash, 40)
+    assert 39 * MIB - 16 * MIB <= moved < 39 * MIB  # but for what was left alone until then
+    assert step(stash, 40) == 39 * MIB
+
+
+def test_a_step_that_shrinks_is_left_alone_again(stash) -> None:
+    step(stash, 40)
+    step(stash, 10)
+    assert step(stash, 10) == 0
+
+
+def test_gradients_of_both_kinds_of_step_are_plain_ones(stash) -> None:
+    for pieces in (3, 40, 3, 3, 30):
+        x = torch.linspace(0.1, 1, MIB // 4, requires_grad=True)
+        y = x
+        with stash:
+            for _ in range(pieces):
+                y = y.sin()
+        (found,) = torch.autograd.grad(y.sum(), x)
+        y = x
+        for _ in range(pieces):
+            y = y.sin()
+        assert torch.equal(found, torch.autograd.grad(y.sum(), x)[0])
+
+
+def test_a_change_in_place_is_found_in_what_is_left_alone(stash) -> None:
+    step(stash, 10)
+    with stash:
+        x = torch.ones(MIB // 4, requires_grad=True)
+        chain = [x.sin()]
+        for _ in range(9):
+            chain.append(chain[-1].sin())
+    with torch.no_grad():
+        chain[7].add_(1)
+    with pytest.raises(RuntimeError, match=r"modified|changed"):
+        chain[-1].sum().backward()
