@@ -5,14 +5,13 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ._device.base import Check
 from ._hooks_off import HooksOff
-from ._planner import Planner
 from ._runtime.weak import WeakTable
 from ._saved.block import Block, PartedStorage, StorageVersion
 from ._saved.entry import Entry, WrapperEntry
@@ -30,6 +29,9 @@ from ._torch.tensors import is_wrapper_subclass, wait_for_collective
 from .codecs import EXACT, Codec
 from .errors import StashClosedError, UsageError
 from .policy import Action, CodecChoice, Policy, SavedTensor
+
+if TYPE_CHECKING:
+    from ._planner import Planner
 
 __all__ = ["NESTED", "SMALL", "Admission"]
 

@@ -46,6 +46,7 @@ from ._saved.block import Block
 from ._text import level_of_program
 from ._tiers.device_tiers import DeviceTiers
 from ._tiers.limits import Limits
+from ._torch.dynamo import leave_untraced
 from .errors import StashWarning
 from .memory import spare_bytes
 from .plan import Plan, StepFigures, budget_for, plan_of, usable_bytes
@@ -838,3 +839,6 @@ def held_and_spare(held_bytes: int, spare_bytes: int) -> int:
 
 def _with(plan: Plan, **changes: Any) -> Plan:
     return replace(plan, **changes)
+
+
+leave_untraced(__name__)  # with what was imported by it

@@ -35,6 +35,7 @@ from ._plan.regions import ONCE
 from ._planned_region import TOLD_RATE, Once, Planned
 from ._saved.access_order import ForwardPass
 from ._saved.entry import rerun_otherwise
+from ._saved.held import Held, kind_of
 from ._saved.thread_state import ThreadState
 from ._saved.view import dense, reason_to_stay
 from ._session import Session
@@ -46,7 +47,7 @@ from ._torch.dispatch import (
     without_dispatch_modes,
     without_function_modes,
 )
-from ._torch.dynamo import untraced
+from ._torch.dynamo import leave_untraced, untraced
 from ._torch.engine import sequence_number, task_or_none
 from ._torch.hook_stack import current_pair, own_pack
 from ._torch.module_state import is_used_up, unchanged
@@ -71,55 +72,6 @@ _CHANGEABLE = (
     "use_cache=False)"
 )
 _UNCHANGING = (Tensor, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
-
-
-class Held:
-    """What autograd holds of a tensor that was let go: which one of a run's it is, and its fingerprint."""
-
-    __slots__ = (
-        "__weakref__",
-        "device",
-        "dtype",
-        "kind",
-        "nbytes",
-        "number",
-        "packed",
-        "run",
-        "shape",
-        "told",
-    )
-
-    def __init__(self, run: Run, number: int, tensor: Tensor) -> None:
-        self.run = run
-        self.number = number
-        self.packed: Any = None  # as the stash packed it, while it is not let go
-        self.told: Any = None
-        self.shape = tensor.shape
-        self.dtype = tensor.dtype
-        self.device = tensor.device
-        self.nbytes = tensor.nbytes
-        self.kind = _kind_of(tensor)
-
-    @property
-    def where(self) -> str:
-        """The tier that has the bytes, once they were made again; before, ``"recomputed"``."""
-        if self.packed is None:
-            return "recomputed"
-        return str(getattr(self.packed, "where", "keep"))
-
-
-def _kind_of(tensor: Tensor) -> tuple[Any, ...]:
-    return (
-        tensor.shape,
-        tensor.stride(),
-        tensor.dtype,
-        tensor.device,
-        tensor.storage_offset(),
-        tensor.untyped_storage().nbytes(),
-        tensor.is_conj(),
-        tensor.is_neg(),
-        tensor.requires_grad,
-    )
 
 
 class _StopError(BaseException):
@@ -484,7 +436,7 @@ class Run:
                 stop()
             each = by_number.get(number)
             if each is not None:
-                if type(tensor) is not Tensor or _kind_of(tensor) != each.kind:
+                if type(tensor) is not Tensor or kind_of(tensor) != each.kind:
                     stop(f"{self.name}'s forward, run twice, saves other tensors")
                 fingerprints.add(each, tensor)
                 if number == last and not fingerprints.is_waiting:
@@ -788,3 +740,6 @@ class Region:
             self._leave(frame)
         if isinstance(run, Run):
             run.end(in_order=output is not None)
+
+
+leave_untraced(__name__)  # with what was imported by it

@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ._device.base import Device
-from ._planner import Planner
 from ._runtime.critical_section import CriticalSection
 from ._runtime.reclaim import Cleanup, ReclaimQueue
 from ._runtime.trace import EventLog
@@ -26,10 +25,13 @@ from ._saved.thread_state import Counts, ThreadState
 from ._tiers.backing import DiskCleanup
 from ._tiers.device_tiers import DeviceTiers
 from ._tiers.host_backing import HostCleanup
-from ._tiers.small_steps import SmallSteps
+from ._tiers.small_steps import SMALL_STEP_BYTES, SmallSteps
 from ._torch.engine import sequence_number
 from .errors import UsageError
 from .memory import auto_bytes
+
+if TYPE_CHECKING:
+    from ._planner import Planner
 
 __all__ = ["Session"]
 
@@ -161,8 +163,8 @@ class Session:
         tiers.evictor.resident.set_limit(0 if isinstance(self._keep, str) else self._keep)
         self._follow(tiers)
 
-    def leave_small_steps(self, nbytes: int) -> None:
-        """From now on, leave steps of the CPU that save at most ``nbytes`` in place, and keep nothing of others."""
+    def leave_small_steps(self, nbytes: int = SMALL_STEP_BYTES) -> None:
+        """From now on, leave steps of the CPU that save at most ``nbytes`` in place; keep nothing of others."""
         self.small_steps[0] = SmallSteps(self.device_tiers[0].evictor.resident, nbytes)
 
     def leave_alone(self, tiers: DeviceTiers, thread_state: ThreadState) -> None:

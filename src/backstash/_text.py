@@ -3,7 +3,6 @@ where a warning is shown."""
 
 from __future__ import annotations
 
-import html
 import sys
 import unicodedata
 from collections.abc import Iterable, Sequence
@@ -53,7 +52,7 @@ def html_text(text: str, *, folded_after: int = 40) -> str:
     >>> html_text("a < b")[-14:]
     'a &lt; b</pre>'
     """
-    lines = [html.escape(clean(line)) for line in text.splitlines()]
+    lines = [_escaped(clean(line)) for line in text.splitlines()]
     shown, folded = lines[:folded_after], lines[folded_after:]
     parts = [f'<pre style="{_FONT};background:none;color:inherit">' + "\n".join(shown) + "</pre>"]
     if folded:
@@ -74,7 +73,7 @@ def html_table(
     def row(cells: Sequence[str], tag: str) -> str:
         sides = ("left", *["right"] * (len(cells) - 1))
         return "".join(
-            f'<{tag} style="{_LINE};text-align:{side}">{html.escape(clean(cell))}</{tag}>'
+            f'<{tag} style="{_LINE};text-align:{side}">{_escaped(clean(cell))}</{tag}>'
             for cell, side in zip(cells, sides, strict=True)
         )
 
@@ -83,7 +82,7 @@ def html_table(
         f'<table style="{_FONT};border-collapse:collapse"><tr>{row(head, "th")}</tr>{body}</table>'
     )
     below = html_text("\n".join(rest), folded_after=8) if rest else ""
-    return f"<div><b>{html.escape(clean(title))}</b>{table if body else ''}{below}</div>"
+    return f"<div><b>{_escaped(clean(title))}</b>{table if body else ''}{below}</div>"
 
 
 def level_of_program() -> int:
@@ -96,3 +95,9 @@ def level_of_program() -> int:
 
 def _is_ours(module: object) -> bool:
     return str(module).partition(".")[0] in (__name__.partition(".")[0], "torch")
+
+
+def _escaped(text: str) -> str:
+    import html  # whose table of names takes half a MiB, and few programs show anything as HTML
+
+    return html.escape(text)

@@ -18,17 +18,14 @@ import warnings
 import weakref
 from collections.abc import Callable
 from types import FrameType, TracebackType
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from ._admission import Admission
 from ._device.base import Device
-from ._device.meter import DeviceMeter
 from ._hook_scope import Attachment, abandon, enter_scope, leave_scope, newest_scope
-from ._planner import Planner, auto_budget, held_and_spare
-from ._region import Held, Region
 from ._runtime.critical_section import CriticalSection
 from ._runtime.reclaim import ReclaimQueue
 from ._runtime.trace import EventLog, Levels, Recording
@@ -37,6 +34,7 @@ from ._runtime.workers import Workers
 from ._saved.compiled import COMPILED_NODE, WholeGraph
 from ._saved.entry import Entry, WrapperEntry, written_unseen
 from ._saved.handout import RETURNS_NONE, hand_out
+from ._saved.held import Held
 from ._saved.placement import Derivation
 from ._saved.thread_state import ThreadState
 from ._session import Session
@@ -63,12 +61,16 @@ from .errors import (
     UsageError,
 )
 from .launcher import ByRank, of_this_rank
-from .plan import Plan
 from .policy import Action, CodecChoice, Policy
 from .scratch import scratch
 from .stores import Disk, Store
 from .stores._buffer_pool import BufferPool
 from .units import format_bytes, parse_bytes, parse_limit, with_unit
+
+if TYPE_CHECKING:
+    from ._planner import Planner
+    from ._region import Region
+    from .plan import Plan
 
 __all__ = ["Stash"]
 
@@ -442,6 +444,8 @@ class Stash:
                 raise UsageError(
                     f"recompute({shown(module)}): allowed are modules, for example recompute(*model.blocks)"
                 )
+        from ._region import Region  # which most programs need not load
+
         handles: list[Any] = []
         for module in modules:
             region = Region(
@@ -830,6 +834,10 @@ def _planners(
     """What makes the planner of a device; see :class:`Session`."""
     if budget is None and plan is None:
         return lambda device: None
+    from ._device.meter import DeviceMeter  # which most programs need not load
+    from ._planner import Planner, auto_budget, held_and_spare
+    from .plan import Plan
+
     if plan is not None and not isinstance(plan, (Plan, str, os.PathLike)):
         raise UsageError(
             f"plan={shown(plan)}; allowed: a Plan, or the path of a file that plan.save(path) wrote"

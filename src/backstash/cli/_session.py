@@ -10,32 +10,33 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from .. import Disk, Stash, StashError
-from .._tiers.small_steps import SMALL_STEP_BYTES
 from ..errors import UsageError
 from ..launcher import Job, Shares
-from ..report import StepMarks, Timeline, timeline
+from ..report import StepMarks
 from ..units import in_bytes
 from ._allocator import is_loaded
 from ._arguments import without_accelerator
 from ._ending import as_json, tell, write
-from ._first_backward import FirstBackward
 from ._live import Live
 from ._machine import machine, versions
 from ._ranks import DIED, Ranks
 from ._recompute import RecomputedModules
 from ._resident import resident_bytes, resident_peak_bytes
-from ._run_page import run_page
 from ._selective import SelectiveCheckpoints
 from ._signals_later import SignalsLater
 from ._sigterm import BeforeTermination
 from ._summary import Resident
 from ._threads import Threads
 from ._verdict import CHILDREN
+
+if TYPE_CHECKING:
+    from ..report import Timeline
+    from ._first_backward import FirstBackward
 
 __all__ = ["Session"]
 
@@ -94,7 +95,7 @@ class Session:
         )
         self._stash._trimmer.may_tune = plan["allocator"]["kind"] == "own"
         if plan["leaves_small"] and plan["budget"] is None and plan["plan"] is None:
-            self._stash._session.leave_small_steps(SMALL_STEP_BYTES)
+            self._stash._session.leave_small_steps()
         self._stash.__enter__()
         self._recomputed = RecomputedModules(self._stash, plan["recompute"])
         self._selective = SelectiveCheckpoints()
@@ -102,7 +103,11 @@ class Session:
         self._line: Timeline | None = None
         self._graph: FirstBackward | None = None
         if plan["report"] is not None:
+            from ..report import timeline
+
             self._line = timeline(self._stash.record(limit=_RECORDED_EVENTS), steps=self._marks)
+            from ._first_backward import FirstBackward  # which loads what draws the graph
+
             self._graph = FirstBackward()
         # One line for all processes that share the terminal.
         quiet = plan["quiet"] or self._job.local_rank > 0 or not Live.suits()
@@ -201,6 +206,8 @@ class Session:
         }
 
     def _page(self, figures: dict[str, Any], line: Timeline) -> dict[str, Any]:
+        from ._run_page import run_page
+
         page = run_page(figures, line, self._plan["compare"])
         if self._graph is not None:
             page["graph"] = self._graph.svg
