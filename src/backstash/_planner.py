@@ -47,9 +47,9 @@ from ._text import level_of_program
 from ._tiers.device_tiers import DeviceTiers
 from ._tiers.limits import Limits
 from ._torch.dynamo import leave_untraced
-from .errors import StashWarning
+from .errors import BudgetError, StashWarning
 from .memory import spare_bytes
-from .plan import Plan, StepFigures, budget_for, plan_of, usable_bytes
+from .plan import Plan, StepFigures, plan_of, usable_bytes
 from .units import format_bytes
 
 __all__ = ["Planner", "auto_budget", "held_and_spare"]
@@ -89,7 +89,11 @@ class Planner:
         windows: tuple[int | None, int | None] = (None, None),
         let_go: Callable[[], None] = lambda: None,
         device: Device | None = None,
+        strict: bool = False,
     ) -> None:
+        self._strict = strict
+        self._refusal: str | None = None  # what is yet to be raised
+        self._smallest_bytes = 0  # the largest budget of which was said that it is the smallest
         self._tier = tier
         self._limits = Limits(windows)
         self._meter = meter(self._limits.held_bytes)
@@ -440,38 +444,49 @@ class Planner:
             most = max([room // 4, *(each.nbytes for each in trace.blocks)])
             inflight, prefetch = self._limits.windows
             self._limits.set_windows((min(inflight, most), min(prefetch, most)))
-            self._look_whether_it_fits(first_trace, grown)
+            self._look_whether_it_fits(first_trace)
         elif (other := _most_other(first_trace)) > self._budget:
             self._tell(
                 f"{self._named} cannot be kept: beside the tensors that are saved for backward this step holds "
                 f"{format_bytes(other)}; the second step tells which budget is the smallest that can be kept"
             )
 
-    def _look_whether_it_fits(self, trace: Trace, grown: int = 0) -> None:
+    def _look_whether_it_fits(self, trace: Trace) -> None:
         """After the first step, where everything can move; else after the second, which tells what can be
-        recomputed and packed.
-
-        Args:
-            trace: of the step.
-            grown: bytes that later ones may hold beside, which are counted in what is said.
-        """
+        recomputed and packed."""
         smallest = smallest_budget(
             trace, allowed=self._allowed(), windows=self._limits.given_windows
         )
         if smallest > self._budget:
-            self._tell_too_small(budget_for(smallest + grown))
+            self._tell_too_small(
+                f"{self._named} cannot be kept: a step takes more, although everything moves that can; the "
+                "smallest budget that can be kept is known after three steps"
+            )
 
-    def _tell_too_small(self, smallest_budget_bytes: int) -> None:
-        """Where the first step told so, the note now says what was found of the second and third."""
-        note = (
-            f"{self._named} cannot be kept: the smallest that this step can keep is "
-            f"{format_bytes(smallest_budget_bytes)}; everything that can move or be recomputed does"
-        )
-        told, self._too_small = self._too_small, note
-        if told is None:
-            self._tell(note)
-        elif self.notes.pop(told, told) is None:
-            self.notes[note] = None
+    def _tell_too_small(self, note: str, *, is_final: bool = False) -> None:
+        """In the place of what was said of it before."""
+        if note not in self.notes:
+            self._forget_too_small()
+            self._too_small = note
+            if is_final:
+                self._refuse(note)
+            else:
+                self._tell(note)
+
+    def _forget_too_small(self) -> None:
+        if self._too_small is not None:
+            self.notes.pop(self._too_small, None)
+            self._too_small = None
+
+    def check(self) -> None:
+        """Raise what a step that has ended was found to be, where the caller wants it.
+
+        Raises:
+            BudgetError: the budget cannot be kept, or was exceeded in three steps.
+        """
+        if self._refusal is not None:
+            refusal, self._refusal = self._refusal, None
+            raise BudgetError(refusal)
 
     def _ran_out(self, *, earlier: bool) -> str:
         """The device ran out of memory, within the budget. Less is held from now on if possible.
@@ -523,7 +538,7 @@ class Planner:
                 why = "It is planned for what the largest step that was measured saves and holds"
                 if self.follower.plan.state == "loaded":
                     why = "A loaded plan is followed as it is; allowed: budget= to have one made"
-                self._tell(
+                self._refuse(
                     f"{self._named} was exceeded in {_TOLD_AT} steps; the last one held "
                     f"{format_bytes(highest_bytes)}. {why}"
                 )
@@ -571,6 +586,7 @@ class Planner:
             self.follower.plan = _with(
                 self.follower.plan, state="planned", smallest_budget_bytes=None
             )
+            self._forget_too_small()
 
     def _correct(self) -> None:
         """Tell what was measured; where the peak was not what was predicted, plan again."""
@@ -752,11 +768,18 @@ class Planner:
         plan = plan_of(self._budget, trace, solution, smallest, bias_bytes, stays)
         windows = self._limits.given_windows
         plan = _with(plan, device=self._device_name, windows=windows)
+        if plan.state == "too small":  # what was said to be kept is kept: a larger one is, too
+            self._smallest_bytes = max(self._smallest_bytes, plan.smallest_budget_bytes or 0)
+            plan = _with(plan, smallest_budget_bytes=self._smallest_bytes)
         self.follower.follow(_with(plan, measured=found) if is_same else plan)
         if is_same:
             self._note_kept()
         elif plan.state == "too small" and (before is None or self._too_small is not None):
-            self._tell_too_small(plan.smallest_budget_bytes or 0)
+            note = (
+                f"{self._named} cannot be kept: the smallest that this step can keep is "
+                f"{format_bytes(self._smallest_bytes)}; everything that can move or be recomputed does"
+            )
+            self._tell_too_small(note, is_final=True)
         at_start = trace.moments[0].other_bytes if trace.moments else 0
         is_left = self.follower.plan.state == "left alone"
         grown_bytes = max(solution.forecast.peak_bytes, solution.measured_bytes or 0) - at_start
@@ -806,6 +829,13 @@ class Planner:
         least = min(_LEAST_WINDOW_BYTES, self._budget // 16)
         size = min(128 << 20, max(least, left // 8))
         return size, size
+
+    def _refuse(self, note: str) -> None:
+        """Tell it, or have :meth:`check` raise it."""
+        if self._strict:
+            self.notes[note], self._refusal = None, note
+        else:
+            self._tell(note)
 
     def _tell(self, note: str) -> None:
         if note not in self.notes:

@@ -328,6 +328,7 @@ class Session:
         if planner is not None and tiers.number in self._due:
             self._due.discard(tiers.number)
             planner.begin_step(tiers)
+            planner.check()
             self._check_loaded()
         return planner
 

@@ -19,6 +19,7 @@ same fault, so code that catches the builtin one catches ours. A move that fails
 from __future__ import annotations
 
 __all__ = [
+    "BudgetError",
     "InplaceError",
     "SizeError",
     "StashClosedError",
@@ -42,6 +43,14 @@ class SizeError(StashError, ValueError):
 
 class UsageError(StashError, RuntimeError):
     """A call, or the order of calls, cannot work; the message gives the remedy."""
+
+
+class BudgetError(StashError, RuntimeError):
+    """With ``strict=True``: a budget cannot be kept, or was exceeded in three steps.
+
+    It is raised from the forward pass of the next step, once; the message says which budget can be kept. The
+    stash goes on as without ``strict``: gradients are exact.
+    """
 
 
 class StashClosedError(UsageError):

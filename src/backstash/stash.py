@@ -123,6 +123,8 @@ class Stash:
             says.
         plan: a :class:`~backstash.plan.Plan`, or the file of one: it is followed from the first step on, and
             nothing is measured.
+        strict: raise :class:`~backstash.errors.BudgetError` where a budget cannot be kept, or was exceeded in
+            three steps, instead of a warning. Default ``False``.
 
     Sizes are ints of bytes or strings with a unit, ``"512MiB"`` or ``"2GB"``. A ``budget`` or ``keep`` of 1 to
     4,095 without a unit is refused, but for ``budget=1``, which asks what any budget would cost. In a job of
@@ -159,6 +161,7 @@ class Stash:
         on_full: Literal["keep", "raise"] = "keep",
         name: str | None = None,
         plan: str | os.PathLike[str] | Plan | None = None,
+        strict: bool = False,
     ) -> None:
         most: int | str | None = of_this_rank(budget, "budget")
         keep_limit: int | str | None = of_this_rank(keep, "keep")
@@ -217,6 +220,7 @@ class Stash:
             self._store,
             windows,
             has_host=host_bytes != 0,
+            strict=strict,
         )
         self._session = Session(
             self._config.reclaim_queue,
@@ -830,6 +834,7 @@ def _planners(
     windows: tuple[int | None, int | None],
     *,
     has_host: bool,
+    strict: bool,
 ) -> Callable[[Device | None], Planner | None]:
     """What makes the planner of a device; see :class:`Session`."""
     if budget is None and plan is None:
@@ -852,7 +857,7 @@ def _planners(
     def planner(device: Device | None) -> Planner | None:
         if loaded is not None and (loaded.device == "cpu") != (device is None):
             return None  # it is for other tensors
-        common: dict[str, Any] = {"loaded": loaded, "windows": windows}
+        common: dict[str, Any] = {"loaded": loaded, "windows": windows, "strict": strict}
         if device is None:
             return Planner(
                 event_log,

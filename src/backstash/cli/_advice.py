@@ -8,7 +8,7 @@ from typing import Any
 from ..units import format_bytes
 from ._allocator import INSTALL_HINT
 
-__all__ = ["advice", "stash_line"]
+__all__ = ["advice", "next_step", "stash_line"]
 
 _MUCH_WAITING = 0.05
 
@@ -36,6 +36,27 @@ def advice(figures: dict[str, Any], saved_peak_bytes: int | None) -> list[dict[s
         )
     found.append(_advice("The same inside your own code:", stash_line(settings)))
     return found
+
+
+def next_step(figures: dict[str, Any]) -> str:
+    """What to do next, in one line of a summary."""
+    stats, plan = figures["stats"], figures.get("plan")
+    script = shlex.join(figures.get("script") or ["SCRIPT"])
+    if plan is not None:
+        found = _of_budget(figures, plan)
+        if plan["state"] == "measuring":
+            return "a plan is made after three steps or more; run longer to see what it does"
+        if found:
+            return f"{found[0]['text']} {found[0]['code']}"
+        return f"what other budgets cost is predicted by: backstash plan {script}"
+    waited, seconds = stats["stall_seconds"], figures["seconds"]
+    if not stats["written_bytes"]:
+        return "nothing needs to be done: this script fits as it is"
+    if seconds and waited / seconds > _MUCH_WAITING:
+        return "--budget SIZE keeps in memory what fits, and moves or recomputes the rest, with less waiting"
+    return (
+        "--budget SIZE keeps a limit with as little moving as it takes; --verbose shows all figures"
+    )
 
 
 def _of_budget(figures: dict[str, Any], plan: dict[str, Any]) -> list[dict[str, str]]:

@@ -29,7 +29,8 @@ def tell(plan: dict[str, Any], job: Job, records: dict[int, Record]) -> None:
     if len(records) > 1:
         _tell_all(plan, job, records, known)
     elif known and not plan["quiet"]:
-        say(summary(known[job.rank]["figures"], plan["compare"], job.label))
+        figures, verbose = known[job.rank]["figures"], plan["verbose"]
+        say(summary(figures, plan["compare"], job.label, verbose=verbose))
     if plan["report"] is not None and any("page" in each for each in known.values()):
         from ..report import render_page
 
@@ -45,7 +46,7 @@ def _tell_all(
     known: dict[int, Record],
 ) -> None:
     if not plan["quiet"]:
-        say(job_summary(job, records))
+        say(job_summary(job, records, verbose=plan["verbose"]))
     if plan["json"] is None or not known:
         return
     for rank, record in known.items():

@@ -30,7 +30,7 @@ COLUMNS = (
 """Of the table: the name of each column, and its unit."""
 
 
-def job_summary(job: Job, records: dict[int, Record]) -> str:
+def job_summary(job: Job, records: dict[int, Record], *, verbose: bool = False) -> str:
     """The lines, without a newline at the end.
 
     Where a rank failed, what is not about that is left out: it would hide a traceback.
@@ -38,17 +38,20 @@ def job_summary(job: Job, records: dict[int, Record]) -> str:
     Args:
         job: of this process.
         records: by rank, what each has left.
+        verbose: add what stayed in place, the allocator, and all notes. Default ``False``.
     """
     known = {rank: each["figures"] for rank, each in records.items() if each["figures"] is not None}
     failed = any(each["outcome"] not in _GOOD_ENDS for each in records.values())
     lines = [*job_facts(job, records), *_table(records)]
     if known and not failed:
         first = next(iter(known.values()))
-        lines += [
-            *_by_ranks(known, lambda figures: left_lines(figures["stats"]["left"])),
-            allocator_line(first["allocator"]),
-            *_by_ranks(known, lambda figures: [f"note       {note}" for note in notes_of(figures)]),
-        ]
+        if verbose:
+            lines += [
+                *_by_ranks(known, lambda figures: left_lines(figures["stats"]["left"])),
+                allocator_line(first["allocator"]),
+            ]
+        notes = notes_of if verbose else lambda figures: figures["stats"]["notes"]
+        lines += _by_ranks(known, lambda figures: [f"note: {note}" for note in notes(figures)])
     return "\n".join(f"backstash: {line}" for line in lines)
 
 

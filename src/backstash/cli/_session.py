@@ -92,6 +92,7 @@ class Session:
             name="backstash run",
             budget=in_bytes(plan["budget"]),
             plan=plan["plan"],
+            strict=plan["strict"],
         )
         self._stash._trimmer.may_tune = plan["allocator"]["kind"] == "own"
         if plan["leaves_small"] and plan["budget"] is None and plan["plan"] is None:

@@ -7,7 +7,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ..units import format_bytes
-from ._verdict import GOOD_ENDS, only_line, verdict
+from ._advice import next_step
+from ._verdict import GOOD_ENDS, only_line, step_line, verdict
 
 __all__ = ["Resident", "allocator_line", "left_lines", "outcome", "summary"]
 
@@ -44,35 +45,56 @@ def outcome(error: BaseException | None) -> str:
 
 
 def summary(
-    figures: dict[str, Any], other: dict[str, Any] | None = None, label: str = "backstash"
+    figures: dict[str, Any],
+    other: dict[str, Any] | None = None,
+    label: str = "backstash",
+    *,
+    verbose: bool = False,
 ) -> str:
     """The figures of a run as lines of text, without a newline at the end; one line, where that says it all.
+
+    Three lines: the peak and the budget; a step and its waiting; what to do next. What a user has to know
+    besides follows as notes.
 
     Args:
         figures: as the JSON of ``backstash run`` has them.
         other: the figures of another run, to compare with.
         label: put in front of each line.
+        verbose: add all other figures. Default ``False``.
     """
     alone = only_line(figures)
-    lines = [
-        verdict(figures, other),
+    stats, notes = figures["stats"], [f"note: {each}" for each in figures["stats"]["notes"]]
+    if alone:  # where the script failed, a note may say whether to run it again
+        lines = [alone, *(notes if figures["outcome"] not in GOOD_ENDS else ())]
+    else:
+        first = verdict(figures, other)
+        notes = [  # that the lines above do not say
+            note
+            for note in notes
+            if note.removeprefix("note: ") not in first and "smallest that" not in note
+        ]
+        lines = [first, step_line(figures), f"next: {next_step(figures)}", *notes]
+        lines += _details(figures, stats, other) if verbose else ()
+    return "\n".join(f"{label}: {line}" for line in lines)
+
+
+def _details(
+    figures: dict[str, Any], stats: dict[str, Any], other: dict[str, Any] | None
+) -> list[str]:
+    """Of the whole run."""
+    return [
         *_planned(figures.get("plan")),
-        _moved(figures["stats"]),
-        *_let_go(figures["stats"]),
-        _peaks(figures["stats"]),
-        _waits(figures["stats"]),
-        *left_lines(figures["stats"]["left"]),
+        _moved(stats),
+        *_let_go(stats),
+        _peaks(stats),
+        _waits(stats),
+        *left_lines(stats["left"]),
         *_steps(figures["steps"]),
         *_devices(figures["devices"], other["devices"] if other is not None else {}),
         _memory(figures["resident"], figures["seconds"], figures["outcome"]),
         allocator_line(figures["allocator"]),
-        *(f"note       {note}" for note in [*figures["notes"], *figures["stats"]["notes"]]),
+        *(f"note       {note}" for note in figures["notes"]),
     ]
-    if alone and figures["outcome"] not in GOOD_ENDS:  # it may be said whether to run it again
-        lines = [alone, *(f"note: {note}" for note in figures["stats"]["notes"])]
-    elif alone:
-        lines = [alone]
-    return "\n".join(f"{label}: {line}" for line in lines)
 
 
 def _planned(plan: dict[str, Any] | None) -> list[str]:

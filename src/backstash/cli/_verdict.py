@@ -6,7 +6,7 @@ from typing import Any
 
 from ..units import format_bytes
 
-__all__ = ["CHILDREN", "GOOD_ENDS", "NO_TORCH", "largest", "only_line", "verdict"]
+__all__ = ["CHILDREN", "GOOD_ENDS", "NO_TORCH", "largest", "only_line", "step_line", "verdict"]
 
 _WORTH_MOVING = 0.05  # of the peak: less is within what two runs of one script differ by
 GOOD_ENDS = ("finished", "exit 0", "SIGTERM")
@@ -38,7 +38,7 @@ def only_line(figures: dict[str, Any]) -> str:
 
 
 def verdict(figures: dict[str, Any], other: dict[str, Any] | None) -> str:
-    """The measured peak, what was moved for it, and what that cost.
+    """The first line: the measured peak, and the budget or what was moved for it.
 
     What the peak would have been without backstash is said only in comparison with another run. A plan's figure
     for it is called an estimate.
@@ -53,44 +53,53 @@ def verdict(figures: dict[str, Any], other: dict[str, Any] | None) -> str:
     if other is not None:
         return _compared(figures, other)
     plan = figures.get("plan")
-    if plan is not None and plan["state"] == "left alone":
-        return (
-            f"everything fits within {format_bytes(plan['budget_bytes'])} and was left in place, but for a "
-            f"first step that was measured; peak {format_bytes(peak)}{where}"
-        )
     held = f"peak {format_bytes(peak)}{where}"
     if plan is not None:
-        return f"{held} {_beside_budget(plan, peak)}{_planned(plan)}; {_cost(figures)}"
+        return f"{held}, {_beside_budget(plan, peak)}{_plain(plan)}"
     if away < _WORTH_MOVING * peak and stats["notes"]:
-        return f"hardly anything was moved: {stats['notes'][0]}; {held}"
-    at_once = format_bytes(stats["keep_peak_bytes"])
-    if not stats["written_bytes"] and stats["keep_peak_bytes"]:
-        return f"nothing was moved: at most {at_once} was saved at once, which may stay in place; {held}"
+        return f"{held}; hardly anything was moved: {stats['notes'][0]}"
+    if not stats["written_bytes"]:
+        return f"{held}; nothing was moved: {_why_nothing(figures)}"
     if away < _WORTH_MOVING * peak:
-        return (
-            f"little was moved: {format_bytes(away)} at once at most, less than a twentieth of the peak of "
-            f"{format_bytes(peak)}{where}"
-        )
-    return f"{held}; {format_bytes(away)} at once at most was moved out of memory; {_cost(figures)}"
+        return f"{held}; little was moved: {format_bytes(away)} at once at most"
+    return f"{held}; {format_bytes(away)} at once at most was moved out of memory"
 
 
-def _planned(plan: dict[str, Any]) -> str:
-    """What is known beside the peak of a step under a plan, and whether it was measured."""
-    if plan["state"] == "measuring":
-        return ", with too few steps to make a plan: all that could move was moved"
-    if plan["plain"] is None:
+def _why_nothing(figures: dict[str, Any]) -> str:
+    stats = figures["stats"]
+    if any("too little" in reason for reason in stats["left"]):
+        return "a step saves too little for that to free memory"
+    if stats["keep_peak_bytes"]:
+        return f"{format_bytes(stats['keep_peak_bytes'])} were saved at once at most, which --keep allows"
+    return "nothing that is saved could move"
+
+
+def _plain(plan: dict[str, Any]) -> str:
+    """What a plan knows of a step with everything in place."""
+    if plan["plain"] is None or plan["state"] in ("measuring", "left alone"):
         return ""
-    return f", where the plan estimates {format_bytes(plan['plain']['peak_bytes'])} with everything in place"
+    return f"; everything in place takes an estimated {format_bytes(plan['plain']['peak_bytes'])}"
 
 
 def _beside_budget(plan: dict[str, Any], peak: int) -> str:
-    budget, measured = plan["budget_bytes"], plan["measured"]
-    if peak <= budget:
-        return f"within a budget of {format_bytes(budget)}"
-    over = f"over a budget of {format_bytes(budget)}"
-    if measured is not None and measured["peak_bytes"] <= budget:
-        return f"{over}, which was kept in the steps measured under the plan"
-    return over
+    """Whether the budget was kept: by the whole run, and else by the steps under the plan."""
+    budget, measured = format_bytes(plan["budget_bytes"]), plan["measured"]
+    if plan["state"] == "measuring":
+        kept = "within" if peak <= plan["budget_bytes"] else "over"
+        return f"{kept} the budget of {budget}, in too few steps to make a plan"
+    if peak <= plan["budget_bytes"]:
+        rest = ": everything fits and stays in memory" if plan["state"] == "left alone" else ""
+        return f"within the budget of {budget}{rest}"
+    if measured is not None and measured["peak_bytes"] <= plan["budget_bytes"]:
+        step = format_bytes(measured["peak_bytes"])
+        return (
+            f"over the budget of {budget}, which a step keeps with a peak of {step}: other parts of the run "
+            "take more"
+        )
+    smallest = plan["smallest_budget_bytes"]
+    if plan["state"] == "too small" and smallest:
+        return f"over the budget of {budget}: the smallest that can be kept is {format_bytes(smallest)}"
+    return f"over the budget of {budget}"
 
 
 def largest(figures: dict[str, Any]) -> tuple[str, int]:
@@ -105,12 +114,26 @@ def largest(figures: dict[str, Any]) -> tuple[str, int]:
     return "", figures["resident"]["peak_bytes"]
 
 
-def _cost(figures: dict[str, Any]) -> str:
-    waited, steps = figures["stats"]["stall_seconds"], figures["steps"]
-    if steps["median_seconds"]:
-        a_step = waited / steps["count"]
-        return f"a step took {steps['median_seconds']:.3g} s, {a_step:.2g} s of it waiting for tensors to move"
-    return f"{waited:.2g} s of {figures['seconds']:.1f} s were spent waiting for tensors to move"
+def step_line(figures: dict[str, Any]) -> str:
+    """The second line: what a step took, how much of it was waiting, and what it moved."""
+    stats, steps = figures["stats"], figures["steps"]
+    count = steps["count"] if steps["median_seconds"] else 0
+    waited = stats["stall_seconds"] / (count or 1)
+    if count:
+        time = f"a step took {steps['median_seconds']:.3g} s, {waited:.2g} s of it waiting"
+    else:
+        time = f"{figures['seconds']:.1f} s, {waited:.2g} s of them waiting"
+    parts = {
+        "moved": stats["written_bytes"],
+        "recomputed": stats["recomputed_bytes"],
+        "packed": stats["packed_bytes"],
+        "stayed in memory": sum(
+            each["nbytes"] for reason, each in stats["left"].items() if "parameter" not in reason
+        ),
+    }
+    shown = [f"{format_bytes(each // (count or 1))} {name}" for name, each in parts.items() if each]
+    what = f"; {', '.join(shown)}" if shown else ""
+    return f"{time}{what}{' a step' * bool(count and shown)}"
 
 
 def _compared(figures: dict[str, Any], other: dict[str, Any]) -> str:

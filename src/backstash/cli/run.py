@@ -51,8 +51,9 @@ _USAGE = "backstash run [OPTION ...] (SCRIPT | -m MODULE) [ARG ...]"
 _DESCRIPTION = """\
 Run a Python training script, unmodified, with what autograd saves for backward held within a memory
 budget. Gradients are the same to the last bit. The script's arguments, exit status, signals and
-tracebacks are its own. On a terminal a line shows what is held. At the end a summary follows on
-stderr; its first line says the peak and what was moved, and where the script failed it is the only one.
+tracebacks are its own. On a terminal a line shows what is held. At the end three lines follow on
+stderr: the peak and the budget, what a step took and moved, and what to do next (--verbose adds all
+other figures). Where the script failed it is one line.
 
 Options come before SCRIPT; all that follows SCRIPT belongs to it. A SIZE is bytes, or has a unit:
 512MiB, 2GB. The stash holds what the script's forward passes save, in all its threads. Processes
@@ -155,6 +156,11 @@ def _parser() -> Parser:
         type=new_file,
         help="write the plan that was followed to FILE",
     )
+    add(
+        "--strict",
+        action="store_true",
+        help="end the script with an error where the budget cannot be kept, or was exceeded in three steps",
+    )
     recompute_option(parser)
     add(
         "--keep",
@@ -219,6 +225,7 @@ def _parser() -> Parser:
         type=_figures,
         help="compare peak memory and step time with another run, by the FILE of its --json",
     )
+    add("--verbose", action="store_true", help="print all figures, not three lines of them")
     add("--quiet", action="store_true", help="print no summary and no live line")
     return parser
 
@@ -303,6 +310,8 @@ def _check_planned(parser: Parser, options: argparse.Namespace) -> None:
         options.plan = own  # --save-plan wrote one for each rank
     elif options.plan is not None and not os.path.isfile(options.plan):
         parser.error(f"--plan {options.plan}: no such file; allowed: one that --save-plan wrote")
+    if options.strict and not {"--budget", "--plan"} & set(given):
+        parser.error("--strict is of a budget; give --budget SIZE as well")
     if not given and options.disk is None and options.host is None:
         options.budget = "auto"
     if options.save_plan is not None and options.budget is None and options.plan is None:
@@ -342,6 +351,8 @@ def _plan(
         "report": options.report,
         "compare": options.compare,
         "quiet": options.quiet,
+        "verbose": options.verbose,
+        "strict": options.strict,
         "allocator": allocator.as_dict(),
         "restore": before,
         "read_later": {
