@@ -250,7 +250,7 @@ def test_summary_is_drawn_from_the_figures() -> None:
         "5.00 MiB of the process at most, 4.00 MiB over the start; 1.5 s, finished",
         "none: asked to",
         "note       a note",
-        "note: no direct I/O",
+        "peak 5.00 MiB; hardly anything was moved: no direct I/O",
     ):
         assert words in text
     assert all(line.startswith("backstash: ") for line in text.splitlines())
@@ -329,7 +329,7 @@ def test_the_first_line_says_whether_it_was_worth_it(figures: dict[str, Any], sa
             "6.0 s, 0.2 s of them waiting; 900 MiB moved, 80 MiB recomputed",
         ),
         (
-            figures_of(left={"a parameter": {"count": 1, "nbytes": 9}}),
+            figures_of(left={"a parameter": {"count": 1, "nbytes": 9 << 20}}),
             "a step took 1.5 s, 0 s of it waiting",
         ),
     ],

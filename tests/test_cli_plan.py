@@ -248,16 +248,15 @@ def test_the_verdict_says_where_a_budget_was_exceeded() -> None:
         "steps": {"median_seconds": None},
         "seconds": 1.0,
     }
-    assert "peak 190 MiB within a budget of 200 MiB" in verdict(figures, None)
+    assert "peak 190 MiB, within the budget of 200 MiB" in verdict(figures, None)
     figures["resident"] = {"peak_bytes": 210 * MIB}
-    assert (
-        "peak 210 MiB over a budget of 200 MiB, where the plan estimates 400 MiB with"
-        in verdict(figures, None)
+    said = (
+        "peak 210 MiB, over the budget of 200 MiB; everything in place takes an estimated 400 MiB"
     )
+    assert said in verdict(figures, None)
     figures["plan"] = replace(made, measured=StepFigures(199 * MIB, 1.0)).as_dict()
-    assert "200 MiB, which was kept in the steps measured under the plan, where" in verdict(
-        figures, None
-    )
+    said = "over the budget of 200 MiB, which a step keeps with a peak of 199 MiB: other parts of"
+    assert said in verdict(figures, None)
 
 
 CHAIN = """

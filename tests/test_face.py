@@ -35,6 +35,7 @@ def test_the_signature_is_the_contract():
         "name": None,
         "budget": None,
         "plan": None,
+        "strict": False,
     }
     assert all(p.kind is p.KEYWORD_ONLY for p in list(parameters.values())[1:])  # after budget
     assert backstash.__version__.count(".") == 2

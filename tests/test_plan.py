@@ -36,7 +36,7 @@ from backstash._plan.simulate import Windows
 from backstash._plan.solve import follow, solve
 from backstash._plan.solving import Beside, Kept, Solving
 from backstash._plan.trace import Links, Moment, Option, Trace, TracedBlock
-from backstash.errors import SizeError, StashWarning, UsageError
+from backstash.errors import BudgetError, SizeError, StashWarning, UsageError
 from backstash.plan import Plan, StepFigures, usable_bytes
 from backstash.units import format_bytes
 from counted_memory import MIB, OTHER, CountedMemory
@@ -140,21 +140,22 @@ def test_a_budget_that_cannot_be_kept_is_said_before_the_second_step(memory, tmp
     stash = memory(budget=OTHER // 2, disk=tmp_path)
     net = model()
     step(net, stash)
-    with pytest.warns(
-        StashWarning, match=r"cannot be kept: the smallest that this step can keep is 10\d MiB"
-    ):
+    with pytest.warns(StashWarning, match="cannot be kept: a step takes more"):
         step(net, stash)
     assert any("cannot be kept" in note for note in stash.stats().notes)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with pytest.warns(
+        StashWarning, match=r"cannot be kept: the smallest that this step can keep is 1\d\d MiB"
+    ) as warned:
         plan = settle(net, stash)
+    assert f"keep is {format_bytes(plan.smallest_budget_bytes)};" in str(warned[-1].message)
     assert plan.state == "too small"
     assert plan.smallest_budget_bytes > OTHER
     assert "the smallest that can be kept is" in str(plan)
     (note,) = stash.stats().notes
     assert f"can keep is {format_bytes(plan.smallest_budget_bytes)};" in note, "not two figures"
     memory.other = lambda: OTHER + 8 * MIB
-    grown = settle(net, stash)
+    with pytest.warns(StashWarning, match="the smallest that this step can keep is"):
+        grown = settle(net, stash)
     assert grown.smallest_budget_bytes > plan.smallest_budget_bytes + 4 * MIB
     (note,) = stash.stats().notes
     assert f"can keep is {format_bytes(grown.smallest_budget_bytes)};" in note, (
@@ -191,7 +192,7 @@ def test_without_a_disk_it_is_said_then_where_no_choice_could_keep_it(memory):
         StashWarning, match=r"cannot be kept: beside the tensors .* 100 MiB; the second"
     ):
         step(net, stash)
-    with pytest.warns(StashWarning, match="the smallest that this step can keep is"):
+    with pytest.warns(StashWarning, match="a step takes more, although everything moves that can"):
         step(net, stash)
     stash.close()
     stash = memory(budget=OTHER + MIB)
@@ -530,9 +531,10 @@ def test_with_a_budget_that_no_step_could_keep_steps_with_room_tell_what_moving_
     assert 0 < were_left[8] < were_left[9] < were_left[10] < were_left[11] < were_left[12]
     left = planner._first_steps.left
     left[0] = 99.0, left[0][1]  # the first one takes from the system what was given back
-    for _ in range(2):  # it is made beside the first of them
-        step(net, stash)
-        plan = stash.plan
+    with pytest.warns(StashWarning, match="the smallest that this step can keep is"):
+        for _ in range(2):  # it is made beside the first of them
+            step(net, stash)
+            plan = stash.plan
     left_seconds = sorted(seconds for seconds, _ in left[1:])[1]
     assert plan.plain.step_seconds == pytest.approx(left_seconds)
     assert plan.smallest_budget_bytes is not None
@@ -563,7 +565,9 @@ def test_a_device_is_waited_for_before_a_step_that_is_left_alone_is_timed(
             step(net, stash)
     assert waited.count("left") == len(first.left) == 2, "and of the last one when it ends"
     assert "left" not in gave_back, "it would be taken anew"
-    stash.close()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", StashWarning)
+        stash.close()
 
 
 def test_where_memory_cannot_be_spared_no_step_is_left_alone_to_learn_what_that_costs(
@@ -1685,11 +1689,12 @@ def test_without_a_disk_a_budget_that_cannot_be_kept_is_said_after_the_second_st
     stash = memory(budget=OTHER + 2 * MIB)
     train(smaller, stash)
     train(smaller, stash)
-    with pytest.warns(StashWarning, match="cannot be kept: the smallest .* recomputed does"):
+    with pytest.warns(StashWarning, match="cannot be kept: a step takes more"):
         train(smaller, stash)
-    for _ in range(4):
-        train(smaller, stash)
-        plan = stash.plan
+    with pytest.warns(StashWarning, match=r"cannot be kept: the smallest .* recomputed does"):
+        for _ in range(4):
+            train(smaller, stash)
+            plan = stash.plan
     assert plan.state == "too small"
     chosen = {name for each in plan.classes for name, _ in each.choices}
     assert {"recompute", "pack"} <= chosen
@@ -1981,3 +1986,27 @@ def test_a_step_is_tried_only_where_one_operation_more_keeps_the_budget():
     for held[0], is_tried in ((93, False), (92, True)):
         assert guard.must_free_at_start(always=False, may_try=True) != is_tried
         assert guard.is_trying == is_tried
+
+
+def test_strict_raises_where_a_budget_cannot_be_kept(memory, tmp_path):
+    stash = memory(budget=OTHER // 2, disk=tmp_path, strict=True)
+    net, raised = model(), []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", StashWarning)  # after the first step, that it will be said
+        for _ in range(12):
+            try:
+                step(net, stash)
+                _ = stash.plan
+            except BudgetError as error:
+                raised.append(str(error))
+    message, smallest = raised[-1], stash.plan.smallest_budget_bytes
+    assert len(raised) < 5, "not at each step"
+    assert f"the smallest that this step can keep is {format_bytes(smallest)};" in message
+    assert list(stash.stats().notes) == [message]
+    stash.close()
+
+
+def test_strict_says_nothing_where_a_budget_is_kept(memory, tmp_path):
+    stash = memory(budget=OTHER + SAVED // 2 + 8 * MIB, disk=tmp_path, strict=True)
+    assert settle(model(), stash).state == "planned"
+    stash.close()

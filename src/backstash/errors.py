@@ -48,8 +48,8 @@ class UsageError(StashError, RuntimeError):
 class BudgetError(StashError, RuntimeError):
     """With ``strict=True``: a budget cannot be kept, or was exceeded in three steps.
 
-    It is raised from the forward pass of the next step, once; the message says which budget can be kept. The
-    stash goes on as without ``strict``: gradients are exact.
+    It is raised from the forward pass of the next step, and again only where there is something new to say. The
+    stash can be used on, and then does what it does without ``strict``.
     """
 
 

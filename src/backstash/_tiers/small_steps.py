@@ -12,7 +12,7 @@ from .resident import ResidentSet
 
 __all__ = ["SMALL_STEP_BYTES", "SmallSteps"]
 
-SMALL_STEP_BYTES = 64 << 20
+SMALL_STEP_BYTES = 96 << 20
 """What ``backstash run`` takes for too little: moving less took more memory than it freed in most programs of
 ``scripts/gallery``."""
 _ANCHORS = 3  # blocks of a step before the rest is left alone

@@ -168,7 +168,7 @@ def _parser() -> Parser:
         type=by_rank(_keep),
         default=_NOT_GIVEN,
         help="bytes that may stay in place: a SIZE, unlimited, or auto for half of the free memory (default: 0 "
-        "with --disk or --host, but a step of the CPU that saves at most 64 MiB stays whole)",
+        "with --disk or --host, but a step of the CPU that saves at most 96 MiB stays whole)",
     )
     add(
         "--host",
