@@ -3,10 +3,13 @@
 from types import SimpleNamespace as Of
 
 import pytest
+import torch
 
+from backstash import Stash
 from backstash._admission import SMALL
 from backstash._saved.thread_state import Counts
 from backstash._stats import Left, collect
+from backstash.units import format_bytes
 
 
 def tiers(n, tier=None, refused=None):
@@ -39,13 +42,18 @@ def tier(n, swept):
         host_peak_bytes=n + 2,
         disk_peak_bytes=n + 3,
         stall_seconds=n + 0.125,
+        unfilled_bytes=lambda: 0,
         note=f"tier {n}",
     )
 
 
 def session_of(device_tiers, **counts):
     return Of(
-        counts=lambda: Counts(**counts), device_tiers=device_tiers, blocks_alive=3, planners={}
+        counts=lambda: Counts(**counts),
+        device_tiers=device_tiers,
+        blocks_alive=3,
+        planners={},
+        small_steps={},
     )
 
 
@@ -137,3 +145,15 @@ def test_notes_are_told_once_and_small_saves_by_themselves():
     )
     assert stats.notes == ("note 100",)
     assert (stats.saves, stats.left) == (2, {SMALL: Left(2, 70)})
+
+
+def test_a_small_block_counts_as_what_it_is_and_not_as_its_segment(disk_dir):
+    with Stash(disk=disk_dir) as stash:
+        y = (torch.ones(64 * 256, requires_grad=True) * 1).exp()
+    stats = stash.stats()
+    assert stats.written_bytes == stats.disk_bytes == stats.disk_peak_bytes == 64 << 10
+    assert stats.disk_file_bytes >= stats.disk_bytes
+    assert f"file {format_bytes(stats.disk_file_bytes)}" in str(stats)
+    y.sum().backward()
+    del y
+    stash.close()

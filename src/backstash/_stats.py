@@ -57,7 +57,10 @@ class Stats:
     host_peak_bytes: int
     """The most host memory that was taken for it at once: pinned slabs, used or not."""
     disk_bytes: int
-    """Held on disk now, each slot rounded up to the disk's unit."""
+    """Held on disk now, each slot rounded up to the disk's unit; of a segment that is being filled, what it
+    holds."""
+    disk_file_bytes: int
+    """The size of the file; ``disk_bytes`` where the store has none."""
     disk_peak_bytes: int
     """The most that was on disk at once."""
     inflight_bytes: int
@@ -145,7 +148,8 @@ class Stats:
             f"  in place   {size(self.keep_bytes):>9} now {size(self.keep_peak_bytes):>9} peak",
             f"  in flight  {size(self.inflight_bytes):>9} now {size(self.inflight_peak_bytes):>9} peak",
             *self._host_line(),
-            f"  on disk    {size(self.disk_bytes):>9} now {size(self.disk_peak_bytes):>9} peak",
+            f"  on disk    {size(self.disk_bytes):>9} now {size(self.disk_peak_bytes):>9} peak, "
+            f"file {size(self.disk_file_bytes)}",
             f"  read ahead {size(self.ahead_bytes):>9} now {size(self.ahead_peak_bytes):>9} peak",
             f"  moved      {size(self.written_bytes)} down, {size(self.read_bytes)} up; "
             f"{size(self.deduplicated_bytes)} saved again at no cost",
@@ -222,6 +226,8 @@ def collect(
         notes += planner.notes
     forward_stalls = [evictor.inflight.stalls.seconds for evictor in evictors]
     forward_stalls += [tier.stall_seconds for tier in below]
+    unfilled = sum(tier.unfilled_bytes() for tier in below)
+    on_disk = store.used_bytes - unfilled if store is not None else 0
     return Stats(
         name=name,
         saves=counts.saves + counts.small_saves + counts.fitting_saves,
@@ -237,7 +243,8 @@ def collect(
         keep_peak_bytes=sum(evictor.resident.peak_bytes for evictor in evictors),
         host_bytes=sum(tier.host_bytes for tier in below),
         host_peak_bytes=sum(tier.host_peak_bytes for tier in below),
-        disk_bytes=store.used_bytes if store is not None else 0,
+        disk_bytes=on_disk,
+        disk_file_bytes=getattr(store, "file_bytes", on_disk),
         disk_peak_bytes=max((tier.disk_peak_bytes for tier in below), default=0),
         inflight_bytes=sum(evictor.inflight.nbytes for evictor in evictors),
         inflight_peak_bytes=sum(evictor.inflight.peak_bytes for evictor in evictors),

@@ -908,11 +908,12 @@ def _levels_of(stash: weakref.ref[Stash]) -> Levels:
     if alive is None:
         return 0, 0, 0, 0, 0
     all_tiers, store = alive._session.device_tiers, alive._store
+    unfilled = sum(tiers.tier.unfilled_bytes() for tiers in all_tiers if tiers.tier is not None)
     return (
         sum(tiers.evictor.resident.nbytes for tiers in all_tiers),
         sum(tiers.evictor.inflight.nbytes for tiers in all_tiers),
         sum(tiers.tier.host_bytes for tiers in all_tiers if tiers.tier is not None),
-        store.used_bytes if store is not None else 0,
+        store.used_bytes - unfilled if store is not None else 0,
         sum(tiers.prefetcher.ahead_bytes for tiers in all_tiers),
     )
 

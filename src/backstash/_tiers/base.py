@@ -31,6 +31,10 @@ class LowerTier(ABC):
     capacity_bytes: int | None = None
     """The most bytes that it can hold; ``None``: no limit is known."""
 
+    def unfilled_bytes(self) -> int:
+        """Of the store's bytes in use, those that are reserved for what is yet to come."""
+        return 0
+
     @property
     @abstractmethod
     def used_bytes(self) -> int:

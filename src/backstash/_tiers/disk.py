@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -21,7 +22,7 @@ from ..errors import StashFullError
 from ..stores import Slot, Store
 from ..stores._base import PAGE_BYTES
 from ..stores._buffer_pool import BufferPool
-from .backing import DiskBacking, DiskLoad
+from .backing import DiskBacking, DiskLoad, SegmentBacking
 from .base import LowerTier
 
 __all__ = ["DiskTier"]
@@ -54,6 +55,8 @@ class DiskTier(LowerTier):
         self._event_log = event_log
         self._pool = pool
         self.disk_peak_bytes = 0
+        self.open_segment: weakref.ref[SegmentBacking] | None = None
+        """What is being filled, with a slot that is reserved for all of it."""
         self.stalls = Stalls(event_log)
 
     @property
@@ -65,6 +68,11 @@ class DiskTier(LowerTier):
     def capacity_bytes(self) -> int | None:  # type: ignore[override]
         """See :attr:`LowerTier.capacity_bytes`."""
         return self.store.max_bytes
+
+    def unfilled_bytes(self) -> int:
+        """See :meth:`LowerTier.unfilled_bytes`."""
+        segment = self.open_segment() if self.open_segment is not None else None
+        return segment.nbytes - segment.filled if segment is not None else 0
 
     @property
     def used_bytes(self) -> int:
@@ -102,18 +110,27 @@ class DiskTier(LowerTier):
         backing.cleanup.transfer = work
         return work
 
-    def reserve(self, nbytes: int) -> Slot:
-        """A slot for ``nbytes``. Raises ``StashFullError`` where there is none."""
+    def reserve(self, nbytes: int, *, is_open: bool = False) -> Slot:
+        """A slot for ``nbytes``. Raises ``StashFullError`` where there is none.
+
+        ``is_open``: it is filled bit by bit, and counted as it is.
+        """
         try:
             slot = self.store.reserve(nbytes)
         except StashFullError:
             if not self._reclaim():
                 raise
             slot = self.store.reserve(nbytes)
+        if not is_open:
+            self.count_peak()
+        return slot
+
+    def count_peak(self) -> None:
+        """More is on disk, or will be when it is written."""
         used = self.store.used_bytes
         if used > self.disk_peak_bytes:
-            self.disk_peak_bytes = used
-        return slot
+            unfilled = self.unfilled_bytes() if self.open_segment is not None else 0
+            self.disk_peak_bytes = max(used - unfilled, self.disk_peak_bytes)
 
     def _reclaim(self) -> bool:
         """Take back the slots of dead backings, waiting for the writes that still run into them."""

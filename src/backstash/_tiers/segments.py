@@ -75,6 +75,7 @@ class Segments:
         segment.blocks += 1
         block.offset = at
         block.placement = Stored(segment)
+        self._disk.count_peak()
         self._resident.leave(block)
         inflight.written_bytes += block.nbytes
         inflight.nbytes += block.nbytes
@@ -88,15 +89,15 @@ class Segments:
         nbytes = max(min(SEGMENT_BYTES, self._inflight.window_bytes // 8), at_least)
         nbytes = -(-nbytes // PAGE_BYTES) * PAGE_BYTES
         disk = self._disk
-        slot = disk.reserve(nbytes)
+        slot = disk.reserve(nbytes, is_open=True)
         segment = SegmentBacking(disk.store, slot, self._pool.take(nbytes), disk.reclaim_queue)
-        self._open = weakref.ref(segment)
+        self._open = disk.open_segment = weakref.ref(segment)
         return segment
 
     def _close(self) -> None:
         """Send the open segment on its way, full or not."""
         segment = self._open() if self._open is not None else None
-        self._open = None
+        self._open = self._disk.open_segment = None
         if segment is None:
             return
         work = self._disk.write_of(segment, segment.address, segment.buffer)
