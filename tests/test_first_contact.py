@@ -5,6 +5,7 @@ import torch
 
 from backstash import Stash
 from backstash.errors import SizeError, StashIOError, UsageError
+from backstash.report import draw, saved_report, timeline
 from backstash.scratch import scratch
 
 
@@ -41,3 +42,15 @@ def test_a_missing_directory_is_one_error(tmp_path) -> None:
     with pytest.raises(StashIOError, match="must be an existing, writable directory") as caught:
         Stash(disk=tmp_path / "missing")
     assert caught.value.__cause__ is None and caught.value.__suppress_context__
+
+
+def test_ipython_in_a_terminal_shows_the_table() -> None:
+    pretty = pytest.importorskip("IPython.lib.pretty")
+    stash = Stash("1TiB")
+    with stash, saved_report() as report:
+        timeline_of = timeline(stash.record())
+        loss = torch.ones(9, requires_grad=True).sin().sum()
+    for each in (stash.stats(), stash.plan, report, timeline_of, draw(loss)):
+        assert pretty.pretty(each) == str(each) != repr(each)
+    timeline_of.remove()
+    stash.close()

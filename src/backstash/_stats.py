@@ -8,7 +8,7 @@ from typing import Any
 
 from ._admission import FITS, NESTED, SMALL, SMALL_STEP, Admission
 from ._session import Session
-from ._text import clean, html_table
+from ._text import Shown, clean, html_table
 from .stores import Store
 from .units import format_bytes
 
@@ -26,7 +26,7 @@ class Left:
 
 
 @dataclass(frozen=True, slots=True)
-class Stats:
+class Stats(Shown):
     """One moment of a stash. Bytes ever moved only grow; bytes held rise and fall."""
 
     name: str | None

@@ -6,8 +6,19 @@ from __future__ import annotations
 import sys
 import unicodedata
 from collections.abc import Iterable, Sequence
+from typing import Any
 
-__all__ = ["clean", "html_table", "html_text", "level_of_program", "shown"]
+__all__ = ["Shown", "clean", "html_table", "html_text", "level_of_program", "shown"]
+
+
+class Shown:
+    """What IPython shows in a terminal as ``str`` does: a table, where a notebook shows HTML."""
+
+    __slots__ = ()
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        printer.text(str(self))
+
 
 _HIDDEN = {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}
 

@@ -16,7 +16,7 @@ from ._plan.solution import Solution
 from ._plan.solve import smallest_budget, solve
 from ._plan.table import REGION
 from ._plan.trace import Trace, TracedRegion
-from ._text import clean, html_table
+from ._text import Shown, clean, html_table
 from .errors import UsageError
 from .units import format_bytes, parse_bytes
 
@@ -101,7 +101,7 @@ class PlannedRegion:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class Plan(Shown):
     """What a stash with a ``budget`` does, and what that was expected to cost beside what it did.
 
     >>> plan = Plan.load("plan.json")  # doctest: +SKIP

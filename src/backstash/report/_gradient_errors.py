@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._text import clean, html_text
+from .._text import Shown, clean, html_text
 from ..errors import UsageError
 
 __all__ = ["GradientError", "GradientErrors", "gradient_errors"]
@@ -33,7 +33,7 @@ class GradientError:
 
 
 @dataclass(frozen=True, slots=True)
-class GradientErrors:
+class GradientErrors(Shown):
     """What :func:`gradient_errors` found; ``str()`` is a table."""
 
     rows: tuple[GradientError, ...]

@@ -7,7 +7,7 @@ import time
 from types import TracebackType
 from typing import Any
 
-from .._text import html_text
+from .._text import Shown, html_text
 from ..errors import UsageError
 from ._chrome_trace import write_chrome_trace
 from ._levels import Level, Phase, Step
@@ -54,7 +54,7 @@ def timeline(source: Any, *, steps: StepMarks | None = None) -> Timeline:
     return Timeline(recording, StepMarks() if steps is None else steps, owns_marks=steps is None)
 
 
-class Timeline:
+class Timeline(Shown):
     """The handle that :func:`timeline` returns; it can be read while it records, and faster after its end."""
 
     def __init__(self, recording: Any, marks: StepMarks, *, owns_marks: bool) -> None:

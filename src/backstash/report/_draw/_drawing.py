@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from ..._text import Shown
 from ..._torch.graph_walk import Outputs
 from ...errors import UsageError
 from ._assemble import assemble
@@ -113,7 +114,7 @@ def draw(
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class Drawing(DrawnGraph):
+class Drawing(DrawnGraph, Shown):
     """An autograd graph as boxes, edges and frames, which can be written as SVG, HTML or DOT.
 
     It holds no tensor and no node, so it keeps no memory of the graph alive. A notebook shows it as a picture.
