@@ -8,7 +8,7 @@ from typing import Any
 
 from ._admission import FITS, NESTED, SMALL, SMALL_STEP, Admission
 from ._session import Session
-from ._text import Shown, clean, html_table
+from ._text import clean, html_table, show_text
 from .stores import Store
 from .units import format_bytes
 
@@ -26,7 +26,7 @@ class Left:
 
 
 @dataclass(frozen=True, slots=True)
-class Stats(Shown):
+class Stats:
     """One moment of a stash. Bytes ever moved only grow; bytes held rise and fall."""
 
     name: str | None
@@ -164,6 +164,8 @@ class Stats(Shown):
         lines += self._hooks_off_line()
         lines += [f"  note       {note}" for note in self.notes]
         return "\n".join(map(clean, lines))
+
+    _repr_pretty_ = show_text
 
     def _repr_html_(self) -> str:
         size = format_bytes

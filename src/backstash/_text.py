@@ -8,17 +8,7 @@ import unicodedata
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-__all__ = ["Shown", "clean", "html_table", "html_text", "level_of_program", "shown"]
-
-
-class Shown:
-    """What IPython shows in a terminal as ``str`` does: a table, where a notebook shows HTML."""
-
-    __slots__ = ()
-
-    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
-        printer.text(str(self))
-
+__all__ = ["clean", "html_table", "html_text", "level_of_program", "show_text", "shown"]
 
 _HIDDEN = {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}
 
@@ -112,3 +102,8 @@ def _escaped(text: str) -> str:
     import html  # whose table of names takes half a MiB, and few programs show anything as HTML
 
     return html.escape(text)
+
+
+def show_text(thing: object, printer: Any, cycle: bool) -> None:
+    """A class's ``_repr_pretty_``: IPython shows ``str`` in a terminal, a table, where a notebook shows HTML."""
+    printer.text(str(thing))

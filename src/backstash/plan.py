@@ -16,7 +16,7 @@ from ._plan.solution import Solution
 from ._plan.solve import smallest_budget, solve
 from ._plan.table import REGION
 from ._plan.trace import Trace, TracedRegion
-from ._text import Shown, clean, html_table
+from ._text import clean, html_table, show_text
 from .errors import UsageError
 from .units import format_bytes, parse_bytes
 
@@ -101,7 +101,7 @@ class PlannedRegion:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan(Shown):
+class Plan:
     """What a stash with a ``budget`` does, and what that was expected to cost beside what it did.
 
     >>> plan = Plan.load("plan.json")  # doctest: +SKIP
@@ -329,6 +329,8 @@ class Plan(Shown):
                 f" (+{_took(each.seconds)}; {each.reason})"
             )
         return "\n".join(lines)
+
+    _repr_pretty_ = show_text
 
     def _repr_html_(self) -> str:
         title, *lines = str(self).splitlines()

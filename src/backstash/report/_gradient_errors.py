@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._text import Shown, clean, html_text
+from .._text import clean, html_text, show_text
 from ..errors import UsageError
 
 __all__ = ["GradientError", "GradientErrors", "gradient_errors"]
@@ -33,7 +33,7 @@ class GradientError:
 
 
 @dataclass(frozen=True, slots=True)
-class GradientErrors(Shown):
+class GradientErrors:
     """What :func:`gradient_errors` found; ``str()`` is a table."""
 
     rows: tuple[GradientError, ...]
@@ -60,6 +60,8 @@ class GradientErrors(Shown):
                 "the losses differ: the step does not repeat itself, so the errors are not a codec's"
             )
         return "\n".join(lines)
+
+    _repr_pretty_ = show_text
 
     def _repr_html_(self) -> str:
         return html_text(str(self))

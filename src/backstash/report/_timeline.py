@@ -7,7 +7,7 @@ import time
 from types import TracebackType
 from typing import Any
 
-from .._text import Shown, html_text
+from .._text import html_text, show_text
 from ..errors import UsageError
 from ._chrome_trace import write_chrome_trace
 from ._levels import Level, Phase, Step
@@ -54,7 +54,7 @@ def timeline(source: Any, *, steps: StepMarks | None = None) -> Timeline:
     return Timeline(recording, StepMarks() if steps is None else steps, owns_marks=steps is None)
 
 
-class Timeline(Shown):
+class Timeline:
     """The handle that :func:`timeline` returns; it can be read while it records, and faster after its end."""
 
     def __init__(self, recording: Any, marks: StepMarks, *, owns_marks: bool) -> None:
@@ -241,6 +241,8 @@ class Timeline(Shown):
 
     def __str__(self) -> str:
         return table(self._read)
+
+    _repr_pretty_ = show_text
 
     def _repr_html_(self) -> str:
         return html_text(str(self))

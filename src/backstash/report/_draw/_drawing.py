@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from ..._text import Shown
+from ..._text import show_text
 from ..._torch.graph_walk import Outputs
 from ...errors import UsageError
 from ._assemble import assemble
@@ -114,7 +114,7 @@ def draw(
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class Drawing(DrawnGraph, Shown):
+class Drawing(DrawnGraph):
     """An autograd graph as boxes, edges and frames, which can be written as SVG, HTML or DOT.
 
     It holds no tensor and no node, so it keeps no memory of the graph alive. A notebook shows it as a picture.
@@ -153,6 +153,8 @@ class Drawing(DrawnGraph, Shown):
             )
         file.write_text(make[file.suffix.lower()](), encoding="utf-8")
         return file
+
+    _repr_pretty_ = show_text
 
     def _repr_html_(self) -> str:
         return f'<div style="overflow:auto;max-height:80vh">{self.to_svg()}</div>'

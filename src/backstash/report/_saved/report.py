@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from ..._text import Shown, html_text
+from ..._text import html_text, show_text
 from ...errors import UsageError
 from ...units import format_bytes
 from .._page import render_page
@@ -63,7 +63,7 @@ def saved_report(model: nn.Module | None = None, *, look: bool = True) -> SavedR
     return SavedReport(recorder, recorder.found)
 
 
-class SavedReport(Shown):
+class SavedReport:
     """The report that :func:`saved_report` returns; it can be read inside its context and at any time after.
 
     The place of a tensor is where it is stored when the report is read; once backward has freed the tensor,
@@ -298,6 +298,8 @@ class SavedReport(Shown):
 
     def __str__(self) -> str:
         return self.text()
+
+    _repr_pretty_ = show_text
 
     def _repr_html_(self) -> str:
         return html_text(str(self))
