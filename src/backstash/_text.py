@@ -105,5 +105,5 @@ def _escaped(text: str) -> str:
 
 
 def show_text(thing: object, printer: Any, cycle: bool) -> None:
-    """A class's ``_repr_pretty_``: IPython shows ``str`` in a terminal, a table, where a notebook shows HTML."""
+    """A class's ``_repr_pretty_``: IPython shows a table in a terminal, and HTML in a notebook."""
     printer.text(str(thing))
