@@ -296,8 +296,8 @@ MOVED = {"written_bytes": 900 << 20, "disk_peak_bytes": 200 << 20, "stall_second
             "peak 600 MiB; hardly anything was moved: no room",
         ),
         (
-            figures_of(notes=("the disk is full",), keep_peak_bytes=50 << 20),
-            "peak 600 MiB; hardly anything was moved: the disk is full",
+            figures_of(notes=("left in place: the disk is full",), keep_peak_bytes=50 << 20),
+            "peak 600 MiB; hardly anything was moved: left in place: the disk is full",
         ),
         (
             figures_of(keep_peak_bytes=50 << 20),
@@ -471,3 +471,11 @@ def test_no_word_of_numpy_where_it_is_not_installed(command: list[str], tmp_path
         text=True,
     )
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_of_several_notes_the_first_line_has_the_one_that_says_why_nothing_moved() -> None:
+    first, *_, last = summary(
+        figures_of(notes=("a tmpfs", "left in place: it is full"))
+    ).splitlines()
+    assert first.endswith("hardly anything was moved: left in place: it is full")
+    assert last == "backstash: note: a tmpfs"

@@ -57,7 +57,8 @@ def verdict(figures: dict[str, Any], other: dict[str, Any] | None) -> str:
     if plan is not None:
         return f"{held}, {_beside_budget(plan, peak)}{_plain(plan)}"
     if away < _WORTH_MOVING * peak and stats["notes"]:
-        return f"{held}; hardly anything was moved: {stats['notes'][0]}"
+        why = next((note for note in stats["notes"] if "left in place" in note), stats["notes"][0])
+        return f"{held}; hardly anything was moved: {why}"
     if not stats["written_bytes"]:
         return f"{held}; nothing was moved: {_why_nothing(figures)}"
     if away < _WORTH_MOVING * peak:
