@@ -89,8 +89,8 @@ questions:
                            stays in memory need not be read back.
   What does --report cost? The first 5 optimizer steps are recorded, which takes some memory and
                            time (benchmarks/recording_overhead.py); later steps cost nothing.
-  Which allocator?         The process's own. Where a step moves 256 MiB or more, glibc is set to use
-                           freed memory again. --malloc tcmalloc or tbb preloads another one, which
+  Which allocator?         The process's own. Once it has moved 256 MiB, glibc is set to use freed memory
+                           again. --malloc tcmalloc or tbb preloads another one, which
                            suits some large scripts better; `backstash doctor` compares them here.
 """
 
