@@ -15,8 +15,17 @@ TCMALLOC = {"tcmalloc": "/lib/libtcmalloc_minimal.so.4"}
 TBB = {"tbb": "/venv/lib/libtbbmalloc_proxy.so.2"}
 
 
-def test_auto_keeps_the_process_s_own() -> None:
+def test_auto_takes_tcmalloc_where_it_is_installed() -> None:
     allocator = choose("auto", {}, TCMALLOC | TBB, "glibc")
+    assert (allocator.kind, allocator.library) == ("tcmalloc", TCMALLOC["tcmalloc"])
+    assert dict(allocator.environment) == {
+        "LD_PRELOAD": TCMALLOC["tcmalloc"],
+        "THP_MEM_ALLOC_ENABLE": "1",
+    }
+
+
+def test_else_auto_keeps_the_process_s_own() -> None:
+    allocator = choose("auto", {}, TBB, "glibc")
     assert (allocator.kind, allocator.library) == ("own", "")
     assert dict(allocator.environment) == {"THP_MEM_ALLOC_ENABLE": "1"}
     assert dict(choose("auto", {"THP_MEM_ALLOC_ENABLE": "0"}, {}, "glibc").environment) == {}

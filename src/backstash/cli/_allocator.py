@@ -4,9 +4,10 @@ A stash frees a tensor as soon as its bytes are on disk. Whether the process bec
 depends on the allocator. glibc keeps freed blocks below its growing threshold in its heap, in
 pieces; when it returns them to the system, every page has to be faulted in again at the next step.
 An allocator that keeps whole pages by size and reuses them does neither; so does glibc with other
-settings, which it takes at any time. Another allocator costs a small program more memory than a stash can
-save it (`docs/design.md` has what was measured), so `auto` keeps the one that is there, and the stash sets
-glibc once a step moves much (:mod:`backstash._runtime.trim`).
+settings, which it takes at any time. Most allocators cost a small program more memory than a stash can
+save it (`docs/design.md` has what was measured); tcmalloc does not. So `auto` takes tcmalloc where it is
+installed, and else keeps the one that is there: the stash sets glibc once it has moved much
+(:mod:`backstash._runtime.trim`).
 
 Another allocator is chosen by environment variables before a process starts. Nothing here changes the
 process it runs in.
@@ -98,7 +99,8 @@ def choose(
     """Choose an allocator for a process that has not started yet.
 
     Args:
-        asked: one of :data:`CHOICES`; ``auto`` keeps the process's own.
+        asked: one of :data:`CHOICES`; ``auto`` takes tcmalloc where it is installed, and else keeps the
+            process's own.
         environ: the environment that the process would have.
         installed: from kind to file, as :func:`find` returns it.
         libc: the C library's name; ``None`` asks the system.
@@ -117,6 +119,8 @@ def choose(
         if asked not in installed:
             raise LookupError(_missing(asked, installed))
         return _preload(asked, installed[asked], environ)
+    if asked == "auto" and "tcmalloc" in installed:
+        return _preload("tcmalloc", installed["tcmalloc"], environ)
     if asked == "auto":
         huge = {name: value for name, value in _HUGE_TENSORS.items() if name not in environ}
         return Allocator("own", _WHY["own"], "", huge)

@@ -89,9 +89,9 @@ questions:
                            stays in memory need not be read back.
   What does --report cost? The first 5 optimizer steps are recorded, which takes some memory and
                            time (benchmarks/recording_overhead.py); later steps cost nothing.
-  Which allocator?         The process's own. Once it has moved 256 MiB, glibc is set to use freed memory
-                           again. --malloc tcmalloc or tbb preloads another one, which
-                           suits some large scripts better; `backstash doctor` compares them here.
+  Which allocator?         tcmalloc where it is installed, which reuses the memory of freed tensors. Else
+                           the process's own: once 256 MiB were moved, glibc is set to do so, too.
+                           `backstash doctor` compares those that are installed.
 """
 
 
@@ -210,7 +210,7 @@ def _parser() -> Parser:
         "--malloc",
         choices=CHOICES,
         default="auto",
-        help="the process's memory allocator (default auto: its own, set up where much is moved)",
+        help="the process's memory allocator (default auto: tcmalloc, or its own)",
     )
     add("--json", metavar="FILE", type=new_file, help="write the summary's figures to FILE")
     add(
