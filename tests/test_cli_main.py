@@ -250,7 +250,7 @@ def test_summary_is_drawn_from_the_figures() -> None:
         "5.00 MiB of the process at most, 4.00 MiB over the start; 1.5 s, finished",
         "none: asked to",
         "note       a note",
-        "peak 5.00 MiB; hardly anything was moved: no direct I/O",
+        "note: no direct I/O",
     ):
         assert words in text
     assert all(line.startswith("backstash: ") for line in text.splitlines())
@@ -293,7 +293,7 @@ MOVED = {"written_bytes": 900 << 20, "disk_peak_bytes": 200 << 20, "stall_second
         ),
         (
             figures_of(notes=("no room",)),
-            "peak 600 MiB; hardly anything was moved: no room",
+            "peak 600 MiB; nothing was moved: no room",
         ),
         (
             figures_of(notes=("left in place: the disk is full",), keep_peak_bytes=50 << 20),

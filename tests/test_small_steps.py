@@ -80,3 +80,37 @@ def test_a_change_in_place_is_found_in_what_is_left_alone(stash) -> None:
         chain[7].add_(1)
     with pytest.raises(RuntimeError, match=r"modified|changed"):
         chain[-1].sum().backward()
+
+
+def test_what_small_backwards_leave_alone_in_a_large_step_does_not_add_up(stash) -> None:
+    """Local losses go backward while the graph of the step is alive: each begins a pass of its own."""
+    step(stash, 10)  # a small one, so that the next is taken for one
+    with stash:
+        x = torch.ones(MIB // 4, requires_grad=True)
+        y = x
+        for _ in range(12):
+            for _ in range(6):
+                y = y.sin()
+            (torch.ones(MIB // 4, requires_grad=True) * 2).exp().exp().sum().backward()
+    left = sum(each.nbytes for reason, each in stash.stats().left.items() if "too little" in reason)
+    assert left <= 24 * MIB, "of 72 MiB that are alive"
+    y.sum().backward()
+
+
+def test_a_storage_that_is_saved_again_counts_once(stash) -> None:
+    def twice() -> int:
+        before = stash.stats().written_bytes
+        with stash:
+            x = torch.ones(MIB // 4, requires_grad=True)
+            for _ in range(12):
+                x = x.exp().clamp(max=1.0).sin()  # exp and clamp save its result, each
+        x.sum().backward()
+        return stash.stats().written_bytes - before
+
+    stash._session.leave_small_steps(30 * MIB)
+    assert [twice() for _ in range(5)] == [0] * 5
+
+
+def test_set_keep_ends_it(stash) -> None:
+    stash.set_keep(None)
+    assert step(stash, 40) == 0 and left_alone(stash) == 0

@@ -545,7 +545,9 @@ class Admission:
                     choice = self._planned(block, tensor, thread_state, modules, tiers)
                     self._allow(planner, thread_state, tensor.device)
         elif session.small_steps and choice == _DEFAULT and self._codec is None:
-            session.leave_alone(tiers, thread_state)
+            storage = tensor.untyped_storage()
+            which = storage_identity(storage) + storage.nbytes()
+            session.leave_alone(tiers, thread_state, which)
         tier, codec, replay = choice
         is_copy = block.origin is not block.storage_version
         block.to_disk, block.at_once = tier == "disk", bool(tier)

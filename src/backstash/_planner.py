@@ -463,15 +463,12 @@ class Planner:
                 "smallest budget that can be kept is known after three steps"
             )
 
-    def _tell_too_small(self, note: str, *, is_final: bool = False) -> None:
-        """In the place of what was said of it before."""
+    def _tell_too_small(self, note: str) -> None:
+        """In the place of what was said of it before. A step may keep the budget all the same."""
         if note not in self.notes:
             self._forget_too_small()
             self._too_small = note
-            if is_final:
-                self._refuse(note)
-            else:
-                self._tell(note)
+            self._tell(note)
 
     def _forget_too_small(self) -> None:
         if self._too_small is not None:
@@ -531,10 +528,13 @@ class Planner:
         return f"budget={format_bytes(self._budget)}{where}"
 
     def _count_exceeding(self, highest_bytes: int) -> None:
-        if highest_bytes > self._budget + self._budget // _MARGIN:
+        margin = 0 if self._strict else self._budget // _MARGIN
+        if highest_bytes > self._budget + margin:
             self._exceeding += 1
+            if self._strict and self._too_small is not None:
+                self._refusal = self._too_small
             self.follower.has_exceeded = True
-            if self._exceeding == _TOLD_AT and not self.notes:
+            if self._exceeding == _TOLD_AT and (self._strict or not self.notes):
                 why = "It is planned for what the largest step that was measured saves and holds"
                 if self.follower.plan.state == "loaded":
                     why = "A loaded plan is followed as it is; allowed: budget= to have one made"
@@ -779,7 +779,7 @@ class Planner:
                 f"{self._named} cannot be kept: the smallest that this step can keep is "
                 f"{format_bytes(self._smallest_bytes)}; everything that can move or be recomputed does"
             )
-            self._tell_too_small(note, is_final=True)
+            self._tell_too_small(note)
         at_start = trace.moments[0].other_bytes if trace.moments else 0
         is_left = self.follower.plan.state == "left alone"
         grown_bytes = max(solution.forecast.peak_bytes, solution.measured_bytes or 0) - at_start

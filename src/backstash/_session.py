@@ -156,6 +156,7 @@ class Session:
     def limit(self, keep: int | str | None) -> None:
         """From now on, keep at most so many bytes in place on each device: see the constructor."""
         self._keep = keep
+        self.small_steps.clear()
         for tiers in self.device_tiers:
             self._limit(tiers)
 
@@ -167,10 +168,14 @@ class Session:
         """From now on, leave steps of the CPU that save at most ``nbytes`` in place; keep nothing of others."""
         self.small_steps[0] = SmallSteps(self.device_tiers[0].evictor.resident, nbytes)
 
-    def leave_alone(self, tiers: DeviceTiers, thread_state: ThreadState) -> None:
-        """A block was saved by this thread: if its step is small, say how much more may be saved as it is."""
+    def leave_alone(self, tiers: DeviceTiers, thread_state: ThreadState, which: int) -> None:
+        """A block was saved by this thread: if its step is small, say how much more may be saved as it is.
+
+        ``which``: the block's storage, as the thread's ``fitting_storages`` has it.
+        """
         small_steps = self.small_steps.get(tiers.number)
         if small_steps is not None:
+            thread_state.fitting_storages.append(which)
             nbytes = small_steps.may_leave_bytes(len(self.thread_states))
             thread_state.may_leave(nbytes, _CPU, self.uses)
 
@@ -306,8 +311,10 @@ class Session:
             self._follow(tiers)
             if tiers.windows is not None and tiers.number not in self.planners:
                 tiers.windows.begin_step()
-            if tiers.number in self.small_steps:
+            if tiers.number in self.small_steps and not self.blocks_alive:
                 self.small_steps[tiers.number].begin_step()
+                for thread_state in self.thread_states:
+                    thread_state.fitting_storages.clear()
             if tiers.tier is not None:
                 tiers.tier.begin_step()
         self._due.update(self.planners)

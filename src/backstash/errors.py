@@ -46,7 +46,7 @@ class UsageError(StashError, RuntimeError):
 
 
 class BudgetError(StashError, RuntimeError):
-    """With ``strict=True``: a budget cannot be kept, or was exceeded in three steps.
+    """With ``strict=True``: a step exceeded a budget that cannot be kept, or three steps exceeded one that can.
 
     It is raised from the forward pass of the next step, and again only where there is something new to say. The
     stash can be used on, and then does what it does without ``strict``.

@@ -123,8 +123,8 @@ class Stash:
             says.
         plan: a :class:`~backstash.plan.Plan`, or the file of one: it is followed from the first step on, and
             nothing is measured.
-        strict: raise :class:`~backstash.errors.BudgetError` where a budget cannot be kept, or was exceeded in
-            three steps, instead of a warning. Default ``False``.
+        strict: raise :class:`~backstash.errors.BudgetError` where a step exceeds a budget that no plan can
+            keep, or three steps exceed one that a plan was to keep. Default ``False``.
 
     Sizes are ints of bytes or strings with a unit, ``"512MiB"`` or ``"2GB"``. A ``budget`` or ``keep`` of 1 to
     4,095 without a unit is refused, but for ``budget=1``, which asks what any budget would cost. In a job of

@@ -138,7 +138,7 @@ class ThreadState:
     def take_used_bytes(self) -> int:
         """How many bytes were saved as they are since :meth:`may_leave`; none may be from now on."""
         used = self.granted_bytes - self.allowed_bytes
-        self.may_leave(-1)
+        self.allowed_bytes = self.granted_bytes = -1
         return used
 
     def untold_bytes(self) -> int:

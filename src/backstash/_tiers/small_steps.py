@@ -48,7 +48,7 @@ class SmallSteps:
             self._resident.set_limit(0)
 
     def begin_step(self) -> None:
-        """A step begins."""
+        """A step begins, and no block of those before is alive: what was left in place with it may be, too."""
         self._last_bytes, self._bytes, self._blocks = self._bytes, 0, 0
         self._resident.set_limit(self.most_bytes if self.is_small else 0)
 

@@ -42,6 +42,8 @@ def next_step(figures: dict[str, Any]) -> str:
     """What to do next, in one line of a summary."""
     stats, plan = figures["stats"], figures.get("plan")
     script = shlex.join(figures.get("script") or ["SCRIPT"])
+    if any("left in place" in note for note in stats["notes"]):
+        return "--disk DIR with a directory that has room"
     if plan is not None:
         found = _of_budget(figures, plan)
         if plan["state"] == "measuring":
@@ -50,8 +52,6 @@ def next_step(figures: dict[str, Any]) -> str:
             return f"{found[0]['text']} {found[0]['code']}"
         return f"what other budgets cost is predicted by: backstash plan {script}"
     waited, seconds = stats["stall_seconds"], figures["seconds"]
-    if any("left in place" in note for note in stats["notes"]):
-        return "--disk DIR with a directory that has room"
     if not stats["written_bytes"]:
         return "nothing needs to be done: this script fits as it is"
     if seconds and waited / seconds > _MUCH_WAITING:

@@ -95,7 +95,8 @@ class Session:
             strict=plan["strict"],
         )
         self._stash._trimmer.may_tune = plan["allocator"]["kind"] == "own"
-        if plan["leaves_small"] and plan["budget"] is None and plan["plan"] is None:
+        self._leaves_small = plan["leaves_small"] and not (plan["budget"] or plan["plan"])
+        if self._leaves_small:
             self._stash._session.leave_small_steps()
         self._stash.__enter__()
         self._recomputed = RecomputedModules(self._stash, plan["recompute"])
@@ -199,6 +200,7 @@ class Session:
             "resident": Resident(self._resident_start_bytes, resident_peak_bytes()).as_dict(),
             "devices": _device_peaks(),
             "allocator": self._plan["allocator"],
+            "leaves_small": self._leaves_small,
             "notes": self._notes,
             "versions": self._versions,
             "machine": machine().as_dict(),

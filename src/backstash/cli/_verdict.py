@@ -56,9 +56,9 @@ def verdict(figures: dict[str, Any], other: dict[str, Any] | None) -> str:
     held = f"peak {format_bytes(peak)}{where}"
     if plan is not None:
         return f"{held}, {_beside_budget(plan, peak)}{_plain(plan)}"
-    if away < _WORTH_MOVING * peak and stats["notes"]:
-        why = next((note for note in stats["notes"] if "left in place" in note), stats["notes"][0])
-        return f"{held}; hardly anything was moved: {why}"
+    full = next((note for note in stats["notes"] if "left in place" in note), "")
+    if away < _WORTH_MOVING * peak and full:
+        return f"{held}; hardly anything was moved: {full}"
     if not stats["written_bytes"]:
         return f"{held}; nothing was moved: {_why_nothing(figures)}"
     if away < _WORTH_MOVING * peak:
@@ -68,8 +68,10 @@ def verdict(figures: dict[str, Any], other: dict[str, Any] | None) -> str:
 
 def _why_nothing(figures: dict[str, Any]) -> str:
     stats = figures["stats"]
-    if any("too little" in reason for reason in stats["left"]):
+    if figures.get("leaves_small"):
         return "a step saves too little for that to free memory"
+    if stats["notes"]:
+        return str(stats["notes"][0])
     if stats["keep_peak_bytes"]:
         return f"{format_bytes(stats['keep_peak_bytes'])} were saved at once at most, which --keep allows"
     return "nothing that is saved could move"
@@ -94,8 +96,8 @@ def _beside_budget(plan: dict[str, Any], peak: int) -> str:
     if measured is not None and measured["peak_bytes"] <= plan["budget_bytes"]:
         step = format_bytes(measured["peak_bytes"])
         return (
-            f"over the budget of {budget}, which a step keeps with a peak of {step}: other parts of the run "
-            "take more"
+            f"over the budget of {budget}, which a step keeps with a peak of {step}: the first steps, or "
+            "other parts of the run, take more"
         )
     smallest = plan["smallest_budget_bytes"]
     if plan["state"] == "too small" and smallest:
@@ -124,6 +126,8 @@ def step_line(figures: dict[str, Any]) -> str:
         time = f"a step took {steps['median_seconds']:.3g} s, {waited:.2g} s of it waiting"
     else:
         time = f"{figures['seconds']:.1f} s, {waited:.2g} s of them waiting"
+    if (figures.get("plan") or {}).get("state") == "left alone":
+        return f"{time}; everything stays in memory but for the first step, which was measured"
     parts = {
         "moved": stats["written_bytes"],
         "recomputed": stats["recomputed_bytes"],

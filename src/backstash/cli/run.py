@@ -159,7 +159,7 @@ def _parser() -> Parser:
     add(
         "--strict",
         action="store_true",
-        help="end the script with an error where the budget cannot be kept, or was exceeded in three steps",
+        help="end the script with an error where a step exceeds a budget that cannot be kept, or three do",
     )
     recompute_option(parser)
     add(
