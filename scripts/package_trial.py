@@ -68,7 +68,11 @@ def trained() -> None:
         (here / "script.py").write_text(SCRIPT)
         subprocess.run([sys.executable, here / "script.py", here / "plain.pt"], check=True)
         out = [str(here / name) for name in ("run.json", "page.html", "script.py", "run.pt")]
-        command(*["run", "--quiet", "--disk", directory, "--json", out[0]], "--report", *out[1:])
+        command(
+            *["run", "--quiet", "--disk", directory, "--keep", "0", "--json", out[0]],
+            "--report",
+            *out[1:],
+        )
         assert torch.equal(torch.load(here / "plain.pt"), torch.load(here / "run.pt"))
         assert json.loads(Path(out[0]).read_text())["stats"]["written_bytes"] > 0
         assert "</html>" in Path(out[1]).read_text()

@@ -91,6 +91,7 @@ class Around:
             predictor=SimpleNamespace(passes=1),
             save_counts=SaveCounts(),
             planners={},
+            small_steps={},
             uses=0,
             event_log=SimpleNamespace(on=False),
             saved_again=lambda block: self.session.save_counts.again(block),

@@ -249,7 +249,7 @@ def test_summary_is_drawn_from_the_figures() -> None:
         "3, 0.25 s each in the median",
         "5.00 MiB of the process at most, 4.00 MiB over the start; 1.5 s, finished",
         "none: asked to",
-        "note       a note",
+        "note: a note",
         "note: no direct I/O",
     ):
         assert words in text

@@ -348,7 +348,7 @@ _session.tell = interrupted
     assert ended.returncode == 0  # how the script has ended
     assert "KeyboardInterrupt" not in ended.stderr
     summary, _, after = ended.stderr.partition("handled\n")
-    assert ("backstash: allocator" in summary) == (not twice)
+    assert ("backstash: next: " in summary) == (not twice)
     assert ("SystemExit: 9" in after) == (signal_name == "SIGTERM")
 
 

@@ -38,6 +38,7 @@ class Around:
             store="the store",
             reclaim_queue=RECLAIM_QUEUE,
             reserve=self.reserve,
+            count_peak=lambda: None,
             write_of=self.write_of,
             begin_work=lambda work: self.steps.append(("begin", work)),
         )
@@ -45,7 +46,7 @@ class Around:
         resident = SimpleNamespace(leave=self.left.append)
         self.segments = Segments(disk, pool, resident, self.inflight, self.event_log)
 
-    def reserve(self, nbytes):
+    def reserve(self, nbytes, *, is_open=False):
         self.slots.append(SimpleNamespace(nbytes=nbytes))
         return self.slots[-1]
 
@@ -150,7 +151,7 @@ def test_a_block_that_finds_no_room_has_not_left():
     around.segments.gather(first := block_of(7 * KIB), THREAD_STATE)
     error = StashFullError(28, "full")
 
-    def refuse(nbytes):
+    def refuse(nbytes, *, is_open=False):
         raise error
 
     around.segments._disk.reserve = refuse

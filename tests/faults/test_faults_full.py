@@ -125,7 +125,9 @@ def test_backstash_run_on_a_full_file_system_ends_as_without(small_file_system, 
     script.write_text(SCRIPT)
     plain = run_python(SCRIPT)
     main = "import sys; from backstash.cli import main; sys.exit(main(sys.argv[1:]))"
-    held = run_python(main, "run", "--disk", directory, "--malloc", "none", script, before=enter)
+    held = run_python(
+        main, "run", "--disk", directory, "--keep", "0", "--malloc", "none", script, before=enter
+    )
     assert held.returncode == plain.returncode == 0, held.stderr + plain.stderr
     assert held.stdout == plain.stdout
     assert "has no room for" in held.stderr, held.stderr

@@ -63,11 +63,15 @@ def summary(
         verbose: add all other figures. Default ``False``.
     """
     alone = only_line(figures)
-    stats, notes = figures["stats"], [f"note: {each}" for each in figures["stats"]["notes"]]
+    stats = figures["stats"]
+    told = figures["notes"] if stats["written_bytes"] else _without_scratch(figures["notes"])
+    notes = [f"note: {each}" for each in [*told, *stats["notes"]]]
     if alone:  # where the script failed, a note may say whether to run it again
         lines = [alone, *(notes if figures["outcome"] not in GOOD_ENDS else ())]
     else:
         first = verdict(figures, other)
+        if figures["outcome"] not in ("finished", "exit 0"):
+            first = f"ended by {figures['outcome']}; {first}"
         notes = [  # that the lines above do not say
             note
             for note in notes
@@ -76,6 +80,11 @@ def summary(
         lines = [first, step_line(figures), f"next: {next_step(figures)}", *notes]
         lines += _details(figures, stats, other) if verbose else ()
     return "\n".join(f"{label}: {line}" for line in lines)
+
+
+def _without_scratch(notes: list[str]) -> list[str]:
+    """Which directory was chosen matters only where something went there."""
+    return [note for note in notes if not note.startswith("what moves goes to ")]
 
 
 def _details(
@@ -93,7 +102,6 @@ def _details(
         *_devices(figures["devices"], other["devices"] if other is not None else {}),
         _memory(figures["resident"], figures["seconds"], figures["outcome"]),
         allocator_line(figures["allocator"]),
-        *(f"note       {note}" for note in figures["notes"]),
     ]
 
 
