@@ -2000,7 +2000,6 @@ def test_strict_raises_where_a_budget_cannot_be_kept(memory, tmp_path):
             except BudgetError as error:
                 raised.append(str(error))
     message, smallest = raised[-1], stash.plan.smallest_budget_bytes
-    assert len(raised) < 5, "not at each step"
     assert f"the smallest that this step can keep is {format_bytes(smallest)};" in message
     assert list(stash.stats().notes) == [message]
     stash.close()

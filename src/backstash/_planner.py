@@ -479,7 +479,7 @@ class Planner:
         """Raise what a step that has ended was found to be, where the caller wants it.
 
         Raises:
-            BudgetError: the budget cannot be kept, or was exceeded in three steps.
+            BudgetError: a step exceeded a budget that cannot be kept, or three steps one that can.
         """
         if self._refusal is not None:
             refusal, self._refusal = self._refusal, None
