@@ -531,10 +531,10 @@ class Planner:
         margin = 0 if self._strict else self._budget // _MARGIN
         if highest_bytes > self._budget + margin:
             self._exceeding += 1
+            self.follower.has_exceeded = True
             if self._strict and self._too_small is not None:
                 self._refusal = self._too_small
-            self.follower.has_exceeded = True
-            if self._exceeding == _TOLD_AT and (self._strict or not self.notes):
+            elif self._exceeding == _TOLD_AT and (self._strict or not self.notes):
                 why = "It is planned for what the largest step that was measured saves and holds"
                 if self.follower.plan.state == "loaded":
                     why = "A loaded plan is followed as it is; allowed: budget= to have one made"

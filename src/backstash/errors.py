@@ -48,8 +48,8 @@ class UsageError(StashError, RuntimeError):
 class BudgetError(StashError, RuntimeError):
     """With ``strict=True``: a step exceeded a budget that cannot be kept, or three steps exceeded one that can.
 
-    It is raised from the forward pass of the next step, and says which budget can be kept. The stash can be used
-    on: it does what it does without ``strict``, and raises again after the next such step.
+    It is raised from the forward pass of the next step, and says which budget can be kept. The stash can be
+    used on: it does what it does without ``strict``, and raises again after the next such step.
     """
 
 
