@@ -34,6 +34,9 @@ _FORMAT = "backstash plan 1"
 _CHOICES = frozenset(("keep", "host", "disk", "recompute", "pack", REGION))
 _RUNS = frozenset((REGION, "once"))
 _MOST = 10_000_000  # blocks of a class: more are no step's
+_TO_SPARE = (
+    1 / 16
+)  # of the smallest budget that is named: the run that is given it may hold more than this one
 _MARGIN = 0.02  # of a budget, that plans leave unused: what is measured varies by about as much
 
 
@@ -124,7 +127,8 @@ class Plan:
     plain: StepFigures | None = None
     """What the simulation gives for the step with everything in place."""
     smallest_budget_bytes: int | None = None
-    """The smallest budget that some choice keeps."""
+    """The smallest budget that some choice keeps, with a sixteenth to spare: the run that is given it may hold
+    some per cent more than the one that was measured."""
     inflight_bytes: int = 0
     """The window on the way down that the plan chose."""
     prefetch_bytes: int = 0
@@ -420,7 +424,7 @@ def plan_of(
         None,
         StepFigures(budget_bytes, solution.bound_seconds) if solution.fits else None,
         StepFigures(plain.peak_bytes + bias_bytes, plain.step_seconds),
-        budget_for(smallest + bias_bytes) if not solution.fits else None,
+        budget_for(int((smallest + bias_bytes) * (1 + _TO_SPARE))) if not solution.fits else None,
         solution.windows.inflight_bytes,
         solution.windows.prefetch_bytes,
         forecast.resident_peak_bytes,
