@@ -255,7 +255,9 @@ def test_the_verdict_says_where_a_budget_was_exceeded() -> None:
     )
     assert said in verdict(figures, None)
     figures["plan"] = replace(made, measured=StepFigures(199 * MIB, 1.0)).as_dict()
-    said = "over the budget of 200 MiB, which a step keeps with a peak of 199 MiB: the first steps, or"
+    said = (
+        "over the budget of 200 MiB, which a step keeps with a peak of 199 MiB: the first steps, or"
+    )
     assert said in verdict(figures, None)
 
 
