@@ -137,3 +137,33 @@ def test_an_allocator_gives_back_what_is_free(kind):
 def test_an_allocator_without_the_call_is_left_alone():
     for kind in ("tcmalloc", "mimalloc", "jemalloc", "another"):
         assert _trim._release_of(kind) is None, "not loaded here"
+
+
+TUNED = """
+import ctypes, resource, torch
+from backstash._runtime.trim import Trimmer
+def mapped():  # whether a large tensor lies in a mapping of its own, and not in the heap
+    tensor = torch.ones(64 << 18)
+    with open("/proc/self/maps") as lines:
+        heap = next(line.split()[0] for line in lines if "[heap]" in line)
+    start, end = (int(each, 16) for each in heap.split("-"))
+    return not start <= tensor.data_ptr() < end
+trimmer = Trimmer(lambda function, *args: None)
+before = mapped()
+trimmer.freed(1 << 40)
+still = mapped()
+trimmer.may_tune = True
+trimmer.freed(1 << 40)
+print(before, still, mapped())
+"""
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/maps"), reason="the system shows no mappings")
+def test_glibc_is_set_at_a_trim_only_where_the_process_is_ours() -> None:
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")
+    }
+    output = subprocess.run(
+        [sys.executable, "-c", TUNED], env=environment, capture_output=True, text=True, check=True
+    ).stdout
+    assert output == "True True False\n"

@@ -70,7 +70,7 @@ examples:
   backstash run --budget 6GiB --disk /scratch train.py
       the process holds 6 GiB at most; what is moved for it is planned from three measured steps
   backstash run --disk /scratch train.py --epochs 3
-      everything that can move goes to an unnamed file in /scratch
+      what can move goes to an unnamed file in /scratch, in steps that save more than 96 MiB
   backstash run --keep 2GiB --disk /scratch train.py
       the newest 2 GiB stay in memory, older tensors go to disk
   backstash run --disk . --json run.json --quiet -m package.train
