@@ -92,12 +92,13 @@ class Around:
             save_counts=SaveCounts(),
             planners={},
             small_steps={},
+            min_bytes=min_bytes,
             uses=0,
             event_log=SimpleNamespace(on=False),
             saved_again=lambda block: self.session.save_counts.again(block),
             review=lambda thread_state, most: self.steps.append(most),
         )
-        self.admission = Admission(self.session, policy=policy, min_bytes=min_bytes)
+        self.admission = Admission(self.session, policy=policy)
         self.lock, self.thread_state = self.session.section.lock, ThreadState()
         self.pack = self.admission.hook(self.thread_state)
 

@@ -434,7 +434,7 @@ def test_advice_after_keep_auto(moved: int) -> None:
     with backstash.Stash() as stash:
         stats = stash.stats().as_json()
     stats |= {"written_bytes": moved, "stall_seconds": 1.0, "keep_peak_bytes": 3 << 20}
-    sizes = {"min_bytes": 64 << 10, "inflight": "auto", "prefetch": "auto"}
+    sizes = {"min_bytes": "auto", "inflight": "auto", "prefetch": "auto"}
     settings = {"keep": "auto", "host": "auto", "disk": "/scratch", "max_bytes": None, **sizes}
     allocator = {"kind": "tcmalloc"}
     figures = {"stats": stats, "settings": settings, "seconds": 2.0, "allocator": allocator}

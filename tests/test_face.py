@@ -28,7 +28,7 @@ def test_the_signature_is_the_contract():
         "disk": None,
         "policy": None,
         "codec": None,
-        "min_bytes": "64KiB",
+        "min_bytes": "auto",
         "inflight": "auto",
         "prefetch": "auto",
         "on_full": "keep",

@@ -73,7 +73,6 @@ class Admission:
         session: of the stash.
         policy: that is asked for each tensor; ``None``: the default.
         codec: for what the default moves, or that is asked which.
-        min_bytes: smaller storages stay in place.
     """
 
     def __init__(
@@ -82,12 +81,10 @@ class Admission:
         *,
         policy: Policy | None,
         codec: CodecChoice | None = None,
-        min_bytes: int,
     ) -> None:
         self._session = session
         self._policy = policy
         self._codec = codec
-        self._min_bytes = min_bytes
         self.hooks_off = HooksOff(session)
         self.closed = False
         self.begin_anew()
@@ -113,7 +110,7 @@ class Admission:
         large = self._pack_large
         if self._policy is not None:
             return lambda tensor: large(tensor, thread_state)
-        min_bytes, session, event_log = self._min_bytes, self._session, self._session.event_log
+        session, event_log = self._session, self._session.event_log
 
         def pack(tensor: Tensor) -> object:
             if type(tensor) is Tensor:
@@ -122,7 +119,7 @@ class Admission:
                     nbytes = storage.nbytes()
                 except (NotImplementedError, RuntimeError):  # sparse tensors have no storage
                     return large(tensor, thread_state)
-                if nbytes < min_bytes:
+                if nbytes < session.min_bytes:
                     thread_state.small_saves += 1
                     thread_state.small_bytes += nbytes
                 else:
@@ -254,7 +251,7 @@ class Admission:
                     codec = action.packs_by
         if is_leaf_or_view:
             return _PARAMETER, _DEFAULT
-        if storage.nbytes() < self._min_bytes:
+        if storage.nbytes() < self._session.min_bytes:
             return SMALL, _DEFAULT
         if modules and is_buffer(storage_identity(storage), modules):
             return "a module's buffer, or a view of one", _DEFAULT
@@ -277,7 +274,11 @@ class Admission:
         result: of others, as noise that was made for a part of a batch, not every byte may have been written.
         """
         storage = tensor.untyped_storage()
-        least = min(self._min_bytes, _LEAST_LET_GO) if tensor.requires_grad else self._min_bytes
+        least = (
+            min(self._session.min_bytes, _LEAST_LET_GO)
+            if tensor.requires_grad
+            else self._session.min_bytes
+        )
         if storage.nbytes() < least or _is_parameter(tensor):
             return False
         if isinstance(self._session.tiers_of(tensor.device), str):
@@ -425,8 +426,8 @@ class Admission:
                 block.stream = tiers.device.stream()
             block.origin = origin
             # A part of a storage whose other parts are saved by themselves counts as the whole does.
-            is_part = _is_apart(tensor) and region.nbytes * _MOST_PARTS >= self._min_bytes
-            if region.nbytes >= self._min_bytes or choice.tier or is_part:
+            is_part = _is_apart(tensor) and region.nbytes * _MOST_PARTS >= self._session.min_bytes
+            if region.nbytes >= self._session.min_bytes or choice.tier or is_part:
                 self._admit(block, tensor, thread_state, modules, tiers, choice, gone)
             else:
                 self._session.add(block, thread_state)

@@ -50,6 +50,7 @@ from ._torch.dynamo import leave_untraced
 from .errors import BudgetError, StashWarning
 from .memory import spare_bytes
 from .plan import Plan, StepFigures, plan_of, usable_bytes
+from .policy import MIN_BYTES
 from .units import format_bytes
 
 __all__ = ["Planner", "auto_budget", "held_and_spare"]
@@ -61,6 +62,7 @@ _TOLD_AT = 3  # steps that exceeded it: planning again with what was measured di
 _SHORT_PART = (
     16  # the part of a budget that less is used where the device ran out of memory within it
 )
+_LEAST_BYTES = 16 << 10  # of a block, which itself takes 2 KiB and 0.1 ms of a step
 _FREE = Costs()
 
 
@@ -93,6 +95,9 @@ class Planner:
     ) -> None:
         self._strict = strict
         self._refusal: str | None = None  # what is yet to be raised
+        self.min_bytes = _LEAST_BYTES if loaded is None and budget != 1 else MIN_BYTES
+        """The smallest storage that moves, where the caller does not say. In the first step small ones do, too,
+        and after it where the budget cannot be kept otherwise."""
         self._smallest_bytes = 0  # the largest budget of which was said that it is the smallest
         self._tier = tier
         self._limits = Limits(windows)
@@ -135,6 +140,9 @@ class Planner:
         )
         """Decides block by block."""
         if loaded is not None:
+            self.min_bytes = min(
+                [MIN_BYTES, *(each.nbytes // each.blocks for each in loaded.classes)]
+            )
             self.follower.follow(_with(loaded, state="loaded", measured=None))
 
     @property
@@ -436,6 +444,13 @@ class Planner:
             self._recording.stop()
             self._solving.found = left
             return
+        if self.min_bytes < MIN_BYTES:
+            large = trace.keeping_below(MIN_BYTES)
+            if large is trace or self._smallest_of(large) <= self._budget:
+                self.min_bytes = MIN_BYTES
+            if large is not trace and self.min_bytes == MIN_BYTES:
+                self._first_steps.forget()  # the next step is measured as the first, with fewer blocks
+                return
         room = max(0, target - _most_other(trace))
         self._limits.set_resident(room)
         if self._tier is not None:
@@ -454,14 +469,14 @@ class Planner:
     def _look_whether_it_fits(self, trace: Trace) -> None:
         """After the first step, where everything can move; else after the second, which tells what can be
         recomputed and packed."""
-        smallest = smallest_budget(
-            trace, allowed=self._allowed(), windows=self._limits.given_windows
-        )
-        if smallest > self._budget:
+        if self._smallest_of(trace) > self._budget:
             self._tell_too_small(
                 f"{self._named} cannot be kept: a step takes more, although everything moves that can; the "
                 "smallest budget that can be kept is known after three steps"
             )
+
+    def _smallest_of(self, trace: Trace) -> int:
+        return smallest_budget(trace, allowed=self._allowed(), windows=self._limits.given_windows)
 
     def _tell_too_small(self, note: str) -> None:
         """In the place of what was said of it before. A step may keep the budget all the same."""

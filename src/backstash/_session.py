@@ -29,6 +29,7 @@ from ._tiers.small_steps import SMALL_STEP_BYTES, SmallSteps
 from ._torch.engine import sequence_number
 from .errors import UsageError
 from .memory import auto_bytes
+from .policy import MIN_BYTES
 
 if TYPE_CHECKING:
     from ._planner import Planner
@@ -51,6 +52,7 @@ class Session:
         make_of: the tiers of an accelerator by its ``torch.device``, or the reason why it has none.
         keep: bytes that may stay in place on each device; ``None``: no limit; ``"auto"``: half of what its
             memory has free when a step begins.
+        min_bytes: tensors with a smaller storage stay in place; ``None``: 64 KiB, or what a planner says.
         planner_for: makes what plans for a device (``None``: the CPU), where somebody does. A planner sets the
             device's limit, and is told when a step begins. Where an accelerator has one, the CPU has none.
     """
@@ -65,8 +67,12 @@ class Session:
         *,
         keep: int | str | None,
         planner_for: Callable[[Device | None], Planner | None] = lambda device: None,
+        min_bytes: int | None = None,
     ) -> None:
         self.section = section
+        self._least = min_bytes
+        self.min_bytes = MIN_BYTES if min_bytes is None else min_bytes
+        """Tensors with a smaller storage stay in place."""
         self._planner_for = planner_for
         self.planners: dict[int, Planner] = {}
         """By the number of the device: what plans for it."""
@@ -141,6 +147,8 @@ class Session:
         planner = self.planners.get(tiers.number) or self._planner_for(tiers.device)
         if planner is not None:
             self.planners[tiers.number] = planner
+            if self._least is None:
+                self.min_bytes = planner.min_bytes
             self._due.add(tiers.number)
             if tiers.device is not None:
                 self._retire(0)
@@ -335,6 +343,8 @@ class Session:
         if planner is not None and tiers.number in self._due:
             self._due.discard(tiers.number)
             planner.begin_step(tiers)
+            if self._least is None:
+                self.min_bytes = planner.min_bytes
             planner.check()
             self._check_loaded()
         return planner

@@ -19,10 +19,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from ._plan.trace import Links, Moment, Option, Trace, TracedBlock
 from ._torch.fake import FakeMemory
 from .errors import UsageError
+from .policy import MIN_BYTES
 
 __all__ = ["FakeRun"]
 
-_LEAST_BYTES = 64 << 10  # what Stash(min_bytes=) leaves in place by default
 _RATE = 1e9  # bytes per second, of links that nobody has measured: memory does not depend on it
 
 
@@ -126,7 +126,7 @@ class FakeRun:
         if type(tensor).__name__ not in ("FakeTensor", "Tensor"):
             return tensor  # another subclass: a stash may hold it, and here it stays
         storage = tensor.untyped_storage()
-        if storage.nbytes() < _LEAST_BYTES:
+        if storage.nbytes() < MIN_BYTES:
             return tensor
         saved = self._alive.get(id(storage))
         if saved is None or saved.storage() is not storage or saved.version != tensor._version:

@@ -21,6 +21,8 @@ from .units import parse_bytes
 
 __all__ = ["Action", "CodecChoice", "Policy", "SavedTensor", "by_module", "first", "larger_than"]
 
+MIN_BYTES = 64 << 10
+"""A stash leaves tensors in place whose storage is smaller, but for a budget that needs them."""
 _TIERS = ("keep", "host", "disk", "pack", "recompute")
 
 

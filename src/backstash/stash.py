@@ -103,6 +103,8 @@ class Stash:
             :class:`~backstash.codecs.Codec`, or ``callable(SavedTensor) -> Codec | None``. ``None``: bytes stay
             as they are. What a codec refuses is moved as it is, and ``stats().left`` says why.
         min_bytes: smaller tensors stay where they are; :meth:`recompute` lets go of results of 16 KiB and more.
+            ``"auto"``: 64 KiB; with ``budget`` 16 KiB in the first step, and after it where the budget cannot
+            be kept otherwise.
         inflight: bytes that may be on their way down, their memory not yet freed. ``"auto"``: of CPU tensors an
             eighth of what a step saves, at least the two largest blocks and at most 128 MiB; of an
             accelerator's 128 MiB.
@@ -155,7 +157,7 @@ class Stash:
         disk: ByRank[str | os.PathLike[str] | Store | bool | None] = None,
         policy: Policy | None = None,
         codec: CodecChoice | None = None,
-        min_bytes: int | str = "64KiB",
+        min_bytes: int | str = "auto",
         inflight: int | str = "auto",
         prefetch: int | str = "auto",
         on_full: Literal["keep", "raise"] = "keep",
@@ -191,7 +193,9 @@ class Stash:
         if not (isinstance(on_full, str) and on_full in ("keep", "raise")):
             raise UsageError(f'on_full={shown(on_full)}: allowed are "keep" and "raise"')
         self.name = name
-        min_nbytes = parse_bytes(min_bytes, name="min_bytes")
+        least = (
+            None if min_bytes == "auto" else parse_bytes(min_bytes, name="min_bytes", also=_AUTO)
+        )
         windows = (
             None if inflight == "auto" else parse_bytes(inflight, name="inflight", also=_AUTO),
             None if prefetch == "auto" else parse_bytes(prefetch, name="prefetch", also=_AUTO),
@@ -231,8 +235,9 @@ class Stash:
             # With a plan, of devices that it is not for.
             keep=keep_limit if most is None and plan is None else "auto",
             planner_for=planner_for,
+            min_bytes=least,
         )
-        self._admission = Admission(self._session, policy=policy, codec=codec, min_bytes=min_nbytes)
+        self._admission = Admission(self._session, policy=policy, codec=codec)
         levels = self._event_log.levels  # which does not own this stash
         # What is being written is counted where its place is reserved.
         self._whole_graph = WholeGraph(

@@ -166,6 +166,16 @@ class Trace:
             blocks.append(replace(block, options=options))
         return replace(self, blocks=tuple(blocks))
 
+    def keeping_below(self, nbytes: int) -> Trace:
+        """The same step where smaller blocks stay in place; this one where there are none."""
+        if all(each.nbytes >= nbytes for each in self.blocks):
+            return self
+        blocks = (
+            each if each.nbytes >= nbytes else replace(each, options={"keep": each.options["keep"]})
+            for each in self.blocks
+        )
+        return replace(self, blocks=tuple(blocks))
+
     def check(self) -> None:
         """Raise ``ValueError`` where a step cannot be like that, as one that a file describes may not be."""
         if self.span("save").keys() != set(range(len(self.blocks))):

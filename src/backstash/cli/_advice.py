@@ -141,7 +141,7 @@ def stash_line(settings: dict[str, Any]) -> str:
             f"disk={disk}" if bound is None else f"disk=Disk({disk}, max_bytes={_size(bound)})"
         )
     for name, default in (
-        ("min_bytes", 64 << 10),
+        ("min_bytes", "auto"),
         ("inflight", "auto"),
         ("prefetch", "auto"),
     ):

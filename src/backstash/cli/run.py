@@ -191,9 +191,9 @@ def _parser() -> Parser:
     add(
         "--min-bytes",
         metavar="SIZE",
-        type=size,
-        default="64KiB",
-        help="smaller tensors stay in place (default 64KiB)",
+        type=_size_or_auto,
+        default="auto",
+        help="smaller tensors stay in place (default auto: 64KiB, or 16KiB where a budget needs it)",
     )
     for window, what in (
         ("--inflight", "most bytes being moved out of memory at once"),

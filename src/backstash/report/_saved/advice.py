@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ...policy import MIN_BYTES
 from ...units import format_bytes, parse_bytes
 from .save import ADDED, Found, Save, Stored
 
@@ -37,8 +38,6 @@ _TIERS = {
 }
 PLACE = "/path/on/a/fast/disk"
 """The directory that a line to paste names where none is known."""
-_MIN_BYTES = 64 << 10
-"""The default of ``Stash(min_bytes=...)``."""
 _Lives = Sequence[tuple[Save, bool]]
 
 
@@ -182,7 +181,7 @@ def _can_move(stored: Stored) -> bool:
     """Whether a stash would move it: it is large enough, in place, and gets no gradient."""
     return (
         not stored.stays
-        and stored.nbytes >= _MIN_BYTES
+        and stored.nbytes >= MIN_BYTES
         and stored.device.type != "meta"
         and stored.holder is not None
         and stored.holder.where == "in place"
