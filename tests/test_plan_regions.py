@@ -12,14 +12,13 @@ from torch import nn
 import backstash._follower
 import backstash._plan.first_steps
 import backstash._planner
-import backstash._region
+import backstash._recompute.region as regions
+import backstash._saved.held
 from backstash import Stash
-from backstash._admission import FITS
 from backstash._plan.choices import Choices
 from backstash._plan.regions import AGAIN, ONCE, Regions
 from backstash._plan.trace import Links
-from backstash._stats import Left
-from backstash.plan import Plan, usable_bytes
+from backstash.plan import Plan
 from counted_memory import MIB, OTHER, CountedMemory
 
 LAYERS = 8
@@ -27,7 +26,7 @@ SAVED = LAYERS * 4 * MIB  # of each layer: its input, and three blocks that only
 
 
 class Layer(nn.Module):
-    """Cannot be computed again operation by operation, nor packed; what it is given is saved, too."""
+    """Cannot be packed; what it is given is saved, too."""
 
     def __init__(self):
         super().__init__()
@@ -141,18 +140,13 @@ def test_small_tensors_that_others_hold_are_not_counted_as_freed(memory, tmp_pat
     stash.close()
 
 
-def test_what_a_second_run_takes_is_measured(memory, tmp_path):
-    stash = memory(budget=OTHER + SAVED // 2 + 8 * MIB, disk=tmp_path)
+def test_what_a_replay_takes_is_measured(memory, tmp_path, monkeypatch):
+    def slower(*given, replay=regions.replay):
+        time.sleep(0.05)
+        return replay(*given)
 
-    class Slower(Layer):
-        """Than its first run is, by what no other figure tells."""
-
-        def forward(self, x):
-            if stash._thread_state().runs_again:
-                time.sleep(0.05)
-            return super().forward(x)
-
-    net = model(Slower)
+    monkeypatch.setattr(regions, "replay", slower)
+    net, stash = model(), memory(budget=OTHER + SAVED // 2 + 8 * MIB, disk=tmp_path)
     with stash.recompute(*net):
         settle(net, stash, steps=6)
         trace = stash.plan.trace
@@ -160,59 +154,32 @@ def test_what_a_second_run_takes_is_measured(memory, tmp_path):
     stash.close()
 
 
-def test_what_a_second_run_that_is_compared_leaves_free_is_not_the_step_s(memory, tmp_path):
+def test_what_a_replay_that_is_compared_leaves_free_is_not_the_step_s(
+    memory, tmp_path, monkeypatch
+):
     """An allocator keeps what it took; else every plan would count it."""
     stash, free = memory(budget=OTHER + SAVED // 2 + 8 * MIB, disk=tmp_path), [0]
+    compared = []
 
-    class Keeping(Layer):
-        def forward(self, x):
-            if stash._thread_state().runs_again and stash._planner.follower.choices is None:
-                free[0] += 2 * MIB
-            return super().forward(x)
+    def leaving(*given, replay=regions.replay):
+        if stash._planner.follower.choices is None:
+            free[0] += 2 * MIB
+            compared.append(1)
+        return replay(*given)
 
+    monkeypatch.setattr(regions, "replay", leaving)
     memory.other = lambda: OTHER + free[0]
     stash._planner._guard.let_go = lambda: free.__setitem__(0, 0)
-    net, held = model(Keeping), []
+    net, held = model(), []
     with stash.recompute(*net):
         for number in range(6):
             step(net, stash)
             if number == 1:
                 held.append(free[0])
             _ = stash.plan
-        assert held == [0]
+        assert held == [0] and compared
         assert max(each.other_bytes for each in stash.plan.trace.moments) < OTHER + 5 * MIB
         assert all(each.use_seconds > 0 for each in stash.plan.trace.regions)
-    stash.close()
-
-
-def test_what_is_made_again_is_left_as_it_is_where_there_is_room(memory, tmp_path):
-    net, budget = model(), OTHER + SAVED // 2 + 8 * MIB
-    stash = memory(budget=budget, disk=tmp_path)
-    true = step(net, Stash())
-
-    def left():
-        return stash.stats().left.get(FITS, Left(0, 0)).count
-
-    with stash.recompute(*net):
-        plan = settle(net, stash)
-        stash._planner._corrections._wait_steps = 1000  # it is not measured again
-        while stash._planner._recording.is_on:
-            step(net, stash)
-        planner = stash._planner
-        planner.follower.plan = replace(
-            planner.follower.plan, left_after=None
-        )  # of a first run each is looked at
-        memory.other = lambda: OTHER - 8 * MIB
-        before = left()
-        assert same(step(net, stash), true)
-        made = left() - before
-        assert stash._thread_state().allowed_bytes == -1, "nothing of the next step"
-        assert 0 < made <= 3 * count(plan, "region"), "all but the first of each second run"
-        most = usable_bytes(budget)
-        memory.other = lambda: most
-        before = left()
-        assert same(step(net, stash), true)
-        assert left() == before, "there is no room for any"
     stash.close()
 
 
@@ -382,15 +349,17 @@ def test_blocks_that_no_module_calls_are_numbered_anew_in_each_turn(memory, tmp_
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_a_region_that_is_refused_moves_and_is_planned_for_without(memory, tmp_path, late):
-    """Since its module has another's hook, from the first step on or once the plan is followed."""
+def test_a_region_that_is_refused_moves_and_is_planned_for_without(
+    memory, tmp_path, monkeypatch, late
+):
+    """From the first step on or once the plan is followed."""
     net, budget = model(), OTHER + SAVED // 2 + 8 * MIB
     stash = memory(budget=budget, disk=tmp_path)
     true = step(net, Stash())
     with stash.recompute(*net):
         if late:
             assert count(settle(net, stash), "region")
-        handles = [each.register_forward_hook(lambda *_: None) for each in net]
+        monkeypatch.setattr(regions, "_reason_against", lambda: "of no reason")
         for _ in range(10):
             memory.peaks[0] = 0
             assert same(step(net, stash), true)
@@ -398,39 +367,7 @@ def test_a_region_that_is_refused_moves_and_is_planned_for_without(memory, tmp_p
             assert memory.peaks[0] <= budget
     assert count(plan, "region") == 0, plan
     assert plan.state == "planned"
-    assert any("another forward hook" in reason for reason in stash.stats().left)
-    for handle in handles:
-        handle.remove()
-    stash.close()
-
-
-def test_a_region_that_gives_other_bits_is_no_choice(memory, tmp_path):
-    class Counts(Layer):
-        calls = 0
-
-        def forward(self, x):
-            Counts.calls += 1
-            return super().forward(x) + torch.erf(x * self.scale * Counts.calls)
-
-    def run(stash):
-        Counts.calls = 0
-        x = torch.randn(512, 512, generator=torch.Generator().manual_seed(0))
-        with stash:
-            loss = net(x).sum()
-        return torch.autograd.grad(loss, list(net.parameters()))
-
-    net = nn.Sequential(Counts(), *(Layer() for _ in range(LAYERS - 1)))
-    stash = memory(budget=OTHER + SAVED // 2 + 8 * MIB, disk=tmp_path)
-    with stash.recompute(*net):
-        for _ in range(8):
-            run(stash)
-            plan = stash.plan
-    assert plan.state == "planned"
-    assert any("gives other bits" in reason for reason in stash.stats().left)
-    again = [
-        name == "region" for each in plan.regions for name, n in each.choices for _ in range(n)
-    ]
-    assert any(again) and not again[0]
+    assert "not recomputed: of no reason" in stash.stats().left
     stash.close()
 
 
@@ -552,13 +489,13 @@ class Force(nn.Module):
 
 def test_what_a_gradient_in_a_forward_saves_is_held(monkeypatch):
     """It may be what was handed out to that backward, which lies elsewhere in memory each time."""
-    tasks, made = [], backstash._region.Held.__init__
+    tasks, made = [], backstash._saved.held.Held.__init__
 
     def held(self, *given):
         tasks.append(torch._C._current_graph_task_id())
         made(self, *given)
 
-    monkeypatch.setattr(backstash._region.Held, "__init__", held)
+    monkeypatch.setattr(backstash._saved.held.Held, "__init__", held)
     net, stash = nn.Sequential(Force(), Force()), Stash(min_bytes=0)
     true = step(net, Stash())
     with stash.recompute(*net):

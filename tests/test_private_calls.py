@@ -51,12 +51,18 @@ USED = {
         "_schema",
         "torch._C.DisableTorchFunction",
         "torch._C.DisableTorchFunctionSubclass",
+        "torch._C._AutoDispatchBelowAutograd",
+        "torch._C._DisableAutocast",
         "torch._C._DisableTorchDispatch",
         "torch._C._len_torch_dispatch_stack",
         "torch._C._len_torch_function_stack",
+        "torch._C._set_grad_enabled",
         "torch.utils._python_dispatch.TorchDispatchMode",
         "torch.utils._python_dispatch._disable_current_modes",
+        "torch.utils._python_dispatch._get_current_dispatch_mode",
         "torch.utils._python_dispatch._get_current_dispatch_mode_stack",
+        "torch.utils._python_dispatch._pop_mode",
+        "torch.utils._python_dispatch._push_mode",
     },
     "dynamo.py": {
         "_FrameAction",
@@ -147,6 +153,14 @@ USED = {
     "pushed_pairs.py": {
         "torch._C._autograd",
         "torch._C._autograd._push_saved_tensors_default_hooks",
+    },
+    "schemas.py": {  # operations, by name
+        "_ctc_loss",
+        "_cudnn_ctc_loss",
+        "_embedding_bag",
+        "_empty_affine_quantized",
+        "_index_put_impl_",
+        "_resize_output_",
     },
     "selective.py": {
         "torch._C.DispatchKey.ADInplaceOrView",

@@ -69,7 +69,7 @@ from .units import format_bytes, parse_bytes, parse_limit, with_unit
 
 if TYPE_CHECKING:
     from ._planner import Planner
-    from ._region import Region
+    from ._recompute.region import Region
     from .plan import Plan
 
 __all__ = ["Stash"]
@@ -246,6 +246,8 @@ class Stash:
         self._local = threading.local()
         self._is_closing = False  # by a nested call; the next that is none goes on with it
         self._regions: set[Region] = set()  # their modules' hooks do not keep them
+        # What was let go once, and was the same when it was computed again; and what was not, and why.
+        self._compared: tuple[set[int], dict[int, str]] = set(), {}
         _all.add(self)
 
     def _begin(self) -> None:
@@ -410,24 +412,22 @@ class Stash:
         return Attachment.of(module, self._enter, self._leave)
 
     def recompute(self, *modules: nn.Module) -> Attachment:
-        """Let go of what the forward of each of ``modules`` saves, and run it again in backward.
+        """Let go of what the forward of each of ``modules`` saves, and replay its operations in backward.
 
-        This is activation checkpointing, as ``torch.utils.checkpoint`` does it, checked: each tensor that is
-        let go has a fingerprint, and what the second run makes must have the same. Only what is given to the
-        modules is held, as any other saved tensor of this stash; so is what a second run saves, until its
-        graph dies: give ``keep`` room for one module. It is for modules of a few layers, a block of a
-        transformer say; of one inside another only the outer is run again. The stash need not be entered.
+        This takes the place of activation checkpointing (``torch.utils.checkpoint``), but runs none of the
+        program's Python twice: a tape records the operations that PyTorch calls in forward, and those that lead
+        to a saved tensor are called again, with the same arguments and settings. Held are the parameters, what
+        the modules were given, and what cannot be replayed, as any other saved tensor of this stash; why,
+        ``stats().left`` says. It is for modules of a few layers, a block of a transformer say: backward holds
+        what one call saves at once. Of a module inside another only the outer one counts. The stash need not be
+        entered.
 
-        The second run has the random numbers (PyTorch's, Python's, NumPy's), autocast and settings of the
-        first; afterwards they are as before, and so are the modules' buffers, attributes and the containers in
-        them: BatchNorm's statistics are updated once. The first forward of each class (training mode, kinds of
-        inputs, autocast) is run twice at once and compared. Where it cannot be run again alike (it changes its
-        input or an array that it holds, communicates with other processes, has hooks of another's, or
-        ``torch.utils.checkpoint`` is around it and runs it again itself), it is treated as without, and
-        ``stats().left`` says why.
+        The first time that a result of certain operations on certain shapes is let go, it is replayed when the
+        forward ends, and compared bit for bit. The idea of recomputing operation by operation is that of DTR
+        (Kirisame et al., ICLR 2021).
 
-        With a ``budget`` and a ``disk`` the plan decides which forwards of the modules run again, and
-        ``plan.regions`` says so; with a ``budget`` alone all do.
+        With a ``budget`` and a ``disk`` the plan decides which calls of the modules are recomputed, and
+        ``plan.regions`` says so; with a ``budget`` alone all are.
 
         Args:
             modules: each gets two hooks.
@@ -438,8 +438,8 @@ class Stash:
         Raises:
             UsageError: one is no ``nn.Module``.
 
-        Backward raises ``InplaceError`` where a weight, a buffer or anything else that decides the saved
-        tensors was changed since forward.
+        Backward raises ``InplaceError`` where a weight, or a tensor that a module was given, was changed in place
+        since forward; the graph is as it was.
 
         >>> model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(4)))
         >>> stash = Stash(min_bytes=0)
@@ -453,7 +453,7 @@ class Stash:
                 raise UsageError(
                     f"recompute({shown(module)}): allowed are modules, for example recompute(*model.blocks)"
                 )
-        from ._region import Region  # which most programs need not load
+        from ._recompute.region import Region  # which most programs need not load
 
         handles: list[Any] = []
         for module in modules:
@@ -465,6 +465,7 @@ class Stash:
                 self._enter,
                 self._leave,
                 self.unpack,
+                *self._compared,
             )
             self._regions.add(region)
             handles += [*region.handles, _Region(self._regions, region)]
@@ -529,7 +530,7 @@ class Stash:
             # Where it was loaded for this use alone, nobody else has its memory.
             return hand_out(view) if has_other_owners(view) else view
         if kind is Held:
-            return self.unpack(packed.run.value(packed, self._thread_state()))
+            return self.unpack(packed.call.value(packed, self._thread_state()))
         if kind is WrapperEntry:
             rebuilt: Tensor = packed.rebuild(self.unpack)
             return rebuilt if type(current_node()) in RETURNS_NONE else hand_out(rebuilt)

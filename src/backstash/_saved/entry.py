@@ -141,12 +141,13 @@ def recomputed_otherwise(entry: Entry, what: object) -> InplaceError:
     )
 
 
-def rerun_otherwise(module: str, why: str) -> InplaceError:
-    """The error for a module whose forward ran again and did not save what it had saved."""
+def replayed_otherwise(module: str, shape: object) -> InplaceError:
+    """The error for a tensor that was let go, and has other bits when its operations are replayed."""
     return InplaceError(
-        f"what {module} saved was let go, and its forward, run again, gives other bits or does something else"
-        f"{f' ({why})' if why else ''}. Mostly its input, a weight, a buffer or a value that it reads "
-        "elsewhere was changed since forward: run forward again, or do not recompute() this module"
+        f"the tensor of shape {shape} that {module or 'no module'} saved was let go, and the operations that "
+        "made it, replayed, give other bits: what they were given was changed since forward by what raises no "
+        "version (.data, NumPy), or a kernel that is no operation of PyTorch's wrote to their memory. Run "
+        "forward again, or do not recompute() this module"
     )
 
 

@@ -1,4 +1,4 @@
-"""What autograd holds of a tensor that a region let go of."""
+"""What autograd holds of a tensor that was let go, to be computed again."""
 
 from __future__ import annotations
 
@@ -6,53 +6,54 @@ from typing import Any
 
 from torch import Tensor
 
-__all__ = ["Held", "kind_of"]
+__all__ = ["Held"]
 
 
 class Held:
-    """What autograd holds of a tensor that was let go: which one of a run's it is, and its fingerprint."""
+    """What autograd holds of a tensor that was let go: how it is computed again.
+
+    Args:
+        call: the forward that saved it.
+        state: the bytes of its memory, on that one's tape.
+        place: where it lies in the memory.
+        tensor: that was saved.
+    """
 
     __slots__ = (
         "__weakref__",
+        "call",
         "device",
         "dtype",
-        "kind",
+        "made",
         "nbytes",
-        "number",
         "packed",
-        "run",
+        "place",
         "shape",
+        "state",
         "told",
+        "used_in",
     )
 
-    def __init__(self, run: Any, number: int, tensor: Tensor) -> None:
-        self.run = run
-        self.number = number
-        self.packed: Any = None  # as the stash packed it, while it is not let go
+    def __init__(self, call: Any, state: Any, place: Any, tensor: Tensor) -> None:
+        self.call = call
+        self.state = state
+        self.place = place
+        self.packed: Any = None
+        """As the stash packed it, where it is not let go."""
         self.told: Any = None
+        """A fingerprint of some of its bytes, where one was taken."""
+        self.made: Any = None
+        """Computed again, and not used yet: the tensor, and its version."""
+        self.used_in = -1
+        """The backward that used it last."""
         self.shape = tensor.shape
         self.dtype = tensor.dtype
         self.device = tensor.device
         self.nbytes = tensor.nbytes
-        self.kind = kind_of(tensor)
 
     @property
     def where(self) -> str:
-        """The tier that has the bytes, once they were made again; before, ``"recomputed"``."""
+        """The tier that has the bytes; ``"recomputed"``: none has."""
         if self.packed is None:
             return "recomputed"
         return str(getattr(self.packed, "where", "keep"))
-
-
-def kind_of(tensor: Tensor) -> tuple[Any, ...]:
-    return (
-        tensor.shape,
-        tensor.stride(),
-        tensor.dtype,
-        tensor.device,
-        tensor.storage_offset(),
-        tensor.untyped_storage().nbytes(),
-        tensor.is_conj(),
-        tensor.is_neg(),
-        tensor.requires_grad,
-    )

@@ -15,10 +15,16 @@ from .lookup import optional, required
 
 __all__ = [
     "TorchDispatchMode",  # documented under this private path, and no other: without it, ImportError
+    "below_autograd",
     "count_dispatch_modes",
     "count_function_modes",
     "dispatch_modes",
+    "innermost_mode",
+    "pop_mode",
+    "push_mode",
     "schema_of",
+    "set_grad_enabled",
+    "without_autocast",
     "without_dispatch",
     "without_dispatch_modes",
     "without_function_modes",
@@ -51,6 +57,39 @@ count_function_modes: Callable[[], int] = optional("torch._C._len_torch_function
 _without_dispatch_modes: Callable[[], AbstractContextManager[Any]] = optional(
     "torch.utils._python_dispatch._disable_current_modes", nullcontext
 )
+
+
+push_mode: Callable[[Any], None] = required(
+    "torch.utils._python_dispatch._push_mode", "sees which operations a forward runs"
+)
+"""Makes a dispatch mode the innermost of this thread. Where torch lacks it, it raises ``UsageError``."""
+
+pop_mode: Callable[[], Any] = required(
+    "torch.utils._python_dispatch._pop_mode", "sees which operations a forward runs"
+)
+"""Takes the innermost dispatch mode off, and returns it. Where torch lacks it, it raises ``UsageError``."""
+
+innermost_mode: Callable[[], Any] = optional(
+    "torch.utils._python_dispatch._get_current_dispatch_mode", lambda: None
+)
+"""The innermost dispatch mode of this thread; ``None``: it has none, or torch does not tell."""
+
+
+_REPLAYS = "computes again what was let go"
+
+below_autograd: Callable[[], AbstractContextManager[Any]] = required(
+    "torch._C._AutoDispatchBelowAutograd", _REPLAYS
+)
+"""A context in which operations make no graph, whatever the grad mode is. Where torch lacks it, it raises
+``UsageError``."""
+
+without_autocast: Callable[[], AbstractContextManager[Any]] = required(
+    "torch._C._DisableAutocast", _REPLAYS
+)
+"""A context in which no autocast is in force. Where torch lacks it, it raises ``UsageError``."""
+
+set_grad_enabled: Callable[[bool], None] = required("torch._C._set_grad_enabled", _REPLAYS)
+"""Sets the grad mode of this thread. Where torch lacks it, it raises ``UsageError``."""
 
 
 def without_dispatch_modes() -> AbstractContextManager[Any]:

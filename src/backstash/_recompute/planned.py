@@ -12,23 +12,20 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from ._admission import Admission
-from ._plan.regions import TRACED, Forward, Regions
-from ._planner import Planner
-from ._saved.entry import Entry
-from ._session import Session
-from ._tiers.device_tiers import DeviceTiers
-from ._torch.modules import child_names, module_path
-from ._torch.storages import storage_identity
+from .._admission import Admission
+from .._plan.regions import TRACED, Forward, Regions
+from .._planner import Planner
+from .._saved.entry import Entry
+from .._session import Session
+from .._tiers.device_tiers import DeviceTiers
+from .._torch.modules import child_names, module_path
+from .._torch.storages import storage_identity
 
-__all__ = ["TOLD_RATE", "Once", "Planned"]
-
-TOLD_RATE = 5e-10  # seconds a byte for a fingerprint, until it was measured
+__all__ = ["Once", "Planned"]
 
 
 class _Region(Protocol):
     session: Session
-    told_rate: float
     again_seconds: float
 
 
@@ -78,7 +75,6 @@ class Planned:
         """Whether a second run may be made now, to be compared."""
         self._number = -1
         self._latest = -1  # block, before it began
-        self._told_seconds = 0.0
         self._is_whole = False
         self._entered = False
         with self._session.section.lock, self._session.section:
@@ -168,10 +164,6 @@ class Planned:
                 self._regions.add_small(self.forward, storage_identity(storage), storage.nbytes())
         return packed
 
-    def told(self, paused: Any) -> None:
-        """A fingerprint was taken since :meth:`pause` gave this."""
-        self._told_seconds += self.resume(paused)
-
     def pause(self) -> Any:
         """What is done from now on is no part of a step that is recorded, until :meth:`resume`."""
         return self._planner.pause() if self.forward is not None else None
@@ -188,15 +180,11 @@ class Planned:
         with section.lock, section:
             return self._planner.end_trial(paused)
 
-    def was_alike(self, nbytes: int) -> None:
-        """It was run again, and gave the same; so many bytes were noted."""
-        if nbytes and self._told_seconds:
-            self._region.told_rate = self._told_seconds / nbytes
+    def was_alike(self) -> None:
+        """What it saved was computed again, and was the same."""
         if self.forward is not None:
             self.forward.can_run_again = self._is_whole
             self._tell_seconds(self.forward)
 
     def _tell_seconds(self, forward: Forward) -> None:
-        nbytes = forward.nbytes + forward.small_bytes
-        forward.told_seconds = self._region.told_rate * nbytes
         forward.again_seconds = self._region.again_seconds

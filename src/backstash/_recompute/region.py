@@ -1,0 +1,522 @@
+"""Regions: what a module's forward saves is let go, and the operations that made it are replayed in backward.
+
+A tape records the operations while the module runs (see ``tape``). Of what autograd saves meanwhile, everything
+that the tape can replay is let go; what cannot be replayed is treated as any other saved tensor. What a replay
+needs is held as entries of the stash, so budgets hold for it.
+
+Nothing is taken on faith. The first time that a result of certain operations, on tensors of certain shapes, is
+let go, it is computed again when the forward ends and compared bit for bit. Later on, some bytes of each tensor
+have a fingerprint, and what is computed again must have the same one.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+import weakref
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .._admission import Admission
+from .._device.fingerprint import fingerprint, same_bytes
+from .._hook_scope import Hook, newest_scope
+from .._plan.regions import ONCE
+from .._saved.entry import replayed_otherwise
+from .._saved.held import Held
+from .._saved.thread_state import ThreadState
+from .._saved.view import dense, extent_bytes, reason_to_stay
+from .._session import Session
+from .._text import clean
+from .._torch.checkpoints import is_of_checkpoint
+from .._torch.dispatch import count_dispatch_modes, innermost_mode
+from .._torch.dynamo import leave_untraced, untraced
+from .._torch.engine import queue_callback, task_or_none
+from .._torch.hook_stack import current_pair, own_pack
+from .._torch.modules import call_frame, is_running, module_path, running_modules
+from .._torch.storages import storage_identity, storage_of
+from .._torch.trees import tree_flatten
+from ..errors import InplaceError
+from .planned import Once, Planned
+from .replay import replay
+from .tape import UNSEEN, Tape, place_of
+
+__all__ = ["Region"]
+
+_REFUSED = "not recomputed: "
+_OTHER_BITS = "computed again it has other bits"
+_SAMPLED_BYTES = 16 << 10
+
+
+class Call:
+    """One forward of a region: the pack hook while it runs, and what computes again what it let go.
+
+    Args:
+        region: whose forward it is.
+        modules: that run, its own the last.
+        thread_state: of the thread.
+        frame: of the module's call.
+        inputs: what it was given, packed; held as long as it may be needed.
+        planned: what a plan wants of it; ``None``: there is none.
+    """
+
+    def __init__(
+        self,
+        region: Region,
+        modules: list[nn.Module],
+        thread_state: ThreadState,
+        frame: FrameType | None,
+        inputs: list[object],
+        planned: Planned | None = None,
+    ) -> None:
+        self.region = region
+        self.frame = frame
+        self._modules: list[nn.Module] = modules
+        self._pack = region.admission.hook(thread_state)
+        self._task = task_or_none()
+        self._count = 0
+        self._held: list[weakref.ref[Held]] = []
+        self._let_go_bytes = 0
+        self._unknown: list[tuple[Held, Tensor, int]] = []  # yet to be compared: with their memory
+        self._unfilled: list[tuple[Held, Tensor, int]] = []  # whose operation may not have ended
+        self._filled: list[tuple[Held, Tensor, int]] = []  # whose has
+        self._inputs = inputs
+        self._planned = planned
+        self._keeps = planned is not None and planned.forward is not None
+        self._tries = planned is None or planned.may_try
+        self._lock = os.getpid(), threading.RLock()
+        self.tape: Tape | None = Tape()
+
+    # The forward.
+
+    def steps_aside(self) -> None:
+        """A transform of ``torch.func`` runs without hooks."""
+        self.region.admission.stepped_aside()
+
+    def __call__(self, tensor: Tensor) -> object:
+        """The pack hook while the module runs."""
+        tape, planned = self.tape, self._planned
+        assert tape is not None
+        with tape.aside():
+            if self._filled:
+                self._settle(tape)
+            if planned is None or planned.forward is None:
+                return self._save(tensor, tape)
+            began = planned.hook_begins()
+            try:
+                return self._save(tensor, tape)
+            finally:
+                planned.hook_took(began)
+
+    def _save(self, tensor: Tensor, tape: Tape) -> object:
+        number, self._count = self._count, self._count + 1
+        if type(tensor) is not Tensor or reason_to_stay(tensor) or task_or_none() != self._task:
+            # A backward in the middle of the forward, whose graph is kept, saves what was handed out to it.
+            return self._pack(tensor)
+        state = tape.state_of(tensor)
+        if _is_workspace(tensor):
+            state = None
+        if state is None or not self.region.admission.may_go(tensor):
+            return self._pack(tensor)
+        planned = self._planned
+        if planned is not None and planned.stays_at(number):
+            return self._pack(tensor)
+        held = Held(self, state, place_of(tensor), tensor)
+        if not tensor.requires_grad:
+            # An operation may save what it is yet to fill: it is looked at when the operation has ended.
+            held.packed = tensor.detach(), tensor._version
+            self._unfilled.append((held, tensor, number))
+            tape.recorded = self._note_filled
+            return held
+        return self._handled(held, tensor, number, tape)
+
+    def _handled(self, held: Held, tensor: Tensor, number: int, tape: Tape) -> object:
+        """``held``, or what the stash made of a tensor that cannot be let go."""
+        planned = self._planned
+        if held.state is None:
+            reason = UNSEEN
+        elif self._keeps and planned is not None:
+            return self._trace(held, tensor, number, planned)
+        else:
+            reason = self._let_go(held, tensor, tape)
+        return self._refuse(tensor, reason) if reason else held
+
+    def _trace(self, held: Held, tensor: Tensor, number: int, planned: Planned) -> object:
+        """Hold what is only recorded."""
+        tape = self.tape
+        assert tape is not None
+        reason = tape.want(held.state, self._pack)
+        if reason:
+            return self._refuse(tensor, reason)
+        packed = planned.pack(number, tensor, self._pack)
+        region = self.region  # what a replay takes is measured for each
+        if self._tries and (held.state.key not in region.known or not region.again_seconds):
+            held.packed = packed
+            self._unknown.append((held, tensor.detach(), tensor._version))
+            return held
+        return packed
+
+    def _refuse(self, tensor: Tensor, reason: str) -> object:
+        if reason != UNSEEN:  # mostly what the module was given
+            self.region.count(reason, tensor.nbytes)
+        return self._pack(tensor)
+
+    def _let_go(self, held: Held, tensor: Tensor, tape: Tape) -> str:
+        """Let go of it, or hold it until it was compared. Why it cannot be let go; ``""``: it can."""
+        region, state = self.region, held.state
+        reason = region.refused.get(state.key, "") or tape.want(state, self._pack)
+        if reason:
+            return reason
+        if state.key in region.known:
+            held.packed = None
+            held.told = region.sample(tensor)
+            self._let_go_bytes += tensor.nbytes
+        else:
+            alias = tensor.detach()
+            held.packed = alias, tensor._version
+            self._unknown.append((held, alias, tensor._version))
+        self._held.append(weakref.ref(held))
+        return ""
+
+    def _note_filled(self) -> None:
+        """The operation that saved these has ended."""
+        tape, (unfilled, self._unfilled) = self.tape, (self._unfilled, [])
+        assert tape is not None
+        for held, tensor, _ in unfilled:
+            held.state = tape.state_of(tensor)
+        self._filled += unfilled
+
+    def _settle(self, tape: Tape) -> None:
+        """Let go of what was filled since it was saved."""
+        filled, self._filled = self._filled, []
+        for held, tensor, number in filled:
+            if held.packed[1] != tensor._version:
+                continue  # changed since, which is an error in plain PyTorch, too
+            packed = self._handled(held, tensor, number, tape)
+            if packed is not held:
+                held.packed = packed
+
+    def end(self, *, in_order: bool) -> None:
+        """The forward has ended; ``in_order``: without an error."""
+        tape = self.tape
+        assert tape is not None
+        tape.leave()
+        tape.recorded = None
+        self.frame = None
+        self._note_filled()
+        self._settle(tape)
+        self.tape = None
+        planned, region = self._planned, self.region
+        unknown, self._unknown = self._unknown, []
+        if planned is not None:
+            planned.leave(in_order=in_order and not unknown)
+        if unknown and self._tries:
+            paused = planned.pause() if planned is not None else None
+            reason = self._compare(unknown)
+            if planned is not None:
+                region.again_seconds = planned.end_trial(paused)
+                if not reason:
+                    planned.was_alike()
+        tape.end()
+        region.admission.let_go_bytes += self._let_go_bytes
+
+    def _compare(self, unknown: list[tuple[Held, Tensor, int]]) -> str:
+        """Compute it again, and let go of what is the same. Why some is not; ``""``: all is."""
+        region = self.region
+        # What was changed since is an error in plain PyTorch, too, if backward uses it.
+        same = [each for each in unknown if each[1]._version == each[2]]
+        try:
+            values = replay([(held.state, held.place) for held, _, _ in same], region.unpack)
+        except InplaceError:
+            raise  # something is not what plain PyTorch's is
+        except Exception as error:  # a kernel's
+            values, reason = [], f"computed again, {type(error).__name__}: {error}"
+        else:
+            reason = ""
+        alike = [True] * len(values) + [False] * (len(same) - len(values))
+        for at, ((_, alias, _), value) in enumerate(zip(same, values, strict=False)):
+            alike[at] = _are_same(alias, value)
+        for (held, alias, _), is_alike in zip(same, alike, strict=True):
+            if is_alike:
+                region.known.add(held.state.key)
+                if not self._keeps:
+                    held.packed = None
+                    held.told = region.sample(alias)
+                    self._let_go_bytes += alias.nbytes
+                continue
+            why = reason or _OTHER_BITS
+            region.refused[held.state.key] = why
+            region.count(why, alias.nbytes)
+            if not self._keeps:
+                held.packed = self._pack(alias)
+        return "" if all(alike) else reason or _OTHER_BITS
+
+    # Backward.
+
+    @property
+    def name(self) -> str:
+        """The module's path."""
+        return clean(module_path(self._modules))
+
+    def value(self, held: Held, thread_state: ThreadState) -> Any:
+        """What the stash made of ``held``, or the tensor computed again, with its version."""
+        if held.packed is not None:
+            return held.packed
+        if self.region.session.section.is_nested():
+            # In the middle of another call: nothing is waited for, and nothing shared changes.
+            return self._compute([held])[0]
+        with self._own_lock():
+            task = task_or_none()
+            if held.made is None:
+                self._make(held, task)
+            made, held.made, held.used_in = held.made, None, task
+            return made
+
+    def _own_lock(self) -> Any:
+        if self._lock[0] != os.getpid():  # in a forked process
+            self._lock = os.getpid(), threading.RLock()
+        return self._lock[1]
+
+    def _make(self, held: Held, task: int) -> None:
+        wanted = [held]
+        if task != -1:
+            for ref in self._held:
+                each = ref()
+                if each is None or each is held or each.packed is not None or each.made is not None:
+                    continue
+                if each.used_in != task:
+                    wanted.append(each)
+            if len(wanted) > 1:
+                queue_callback(_Drop(self._held))
+        for each, made in zip(wanted, self._compute(wanted), strict=True):
+            each.made = made
+
+    def _compute(self, wanted: list[Held]) -> list[tuple[Tensor, int]]:
+        region = self.region
+        try:
+            values = replay([(each.state, each.place) for each in wanted], region.unpack)
+        except InplaceError as error:
+            raise InplaceError(
+                f"what {self.name} saved was let go and cannot be computed again: {error}"
+            ) from error
+        for each, value in zip(wanted, values, strict=True):
+            if each.told is not None and region.sample(value, each.told[0]) != each.told:
+                raise replayed_otherwise(self.name, tuple(each.shape))
+        return [(value, value._version) for value in values]
+
+
+class _Drop:
+    """At the end of a backward: what was computed again for it, and not used."""
+
+    def __init__(self, held: list[weakref.ref[Held]]) -> None:
+        self._held = held
+
+    def __call__(self) -> None:
+        for ref in self._held:
+            each = ref()
+            if each is not None:
+                each.made = None
+
+
+def _are_same(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors have the same bits."""
+    if one.device.type == "cpu":
+        return same_bytes(dense(one).untyped_storage(), dense(other).untyped_storage())
+    kind = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    first, second = (dense(each) for each in (one, other))
+    size = first.element_size()
+    if size in kind:
+        first, second = first.view(kind[size]), second.view(kind[size])
+    else:
+        first, second = torch.view_as_real(first), torch.view_as_real(second)
+    return torch.equal(first, second)
+
+
+def _is_workspace(tensor: Tensor) -> bool:
+    """Whether it may be a library's (oneDNN's LSTM has one), of which nobody writes every byte."""
+    is_bytes = tensor.dtype is torch.uint8 and tensor.dim() == 1
+    return is_bytes and tensor.nbytes == tensor.untyped_storage().nbytes()
+
+
+def _device_used(module: nn.Module, args: tuple[Any, ...]) -> torch.device:
+    """That of its first parameter, or where it has none, of its first argument."""
+    for each in (*itertools.islice(module.parameters(), 1), *args):
+        if isinstance(each, Tensor):
+            return each.device
+    return torch.device("cpu")
+
+
+class _RegionHook(Hook):
+    """Before or after the forward of a region; an object, as :class:`Hook` is.
+
+    The region lives as long as its stash, or a graph that it let go of. Afterwards the hook does nothing.
+    """
+
+    def __init__(self, region: Region | None, act: Callable[..., None]) -> None:
+        super().__init__(act)
+        self._region = weakref.ref(region) if region is not None else lambda: None
+
+    @untraced
+    def __call__(self, *given: Any) -> None:
+        """See ``register_forward_pre_hook`` and ``register_forward_hook``."""
+        region = self._region()
+        if region is not None:
+            self._act(region, call_frame(), *given)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _RegionHook:
+        """A copied module shares the region."""
+        return self
+
+    def __reduce__(self) -> Any:
+        """A module that is pickled, and made again elsewhere, has hooks that do nothing."""
+        return _inert, ()
+
+
+def _inert() -> _RegionHook:
+    return _RegionHook(None, Region._begin)
+
+
+class Region:
+    """A module whose forward's saved tensors are computed again in backward instead of being held.
+
+    Args:
+        module: that gets two hooks.
+        session: of the stash.
+        admission: of the stash.
+        thread_state: gives that of this thread.
+        enter: pushes a pack hook for a frame.
+        leave: pops it.
+        unpack: of the stash.
+        known: the keys of the states that were compared, of all regions of the stash.
+        refused: likewise of those that were not the same, and why.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        session: Session,
+        admission: Admission,
+        thread_state: Callable[[], ThreadState],
+        enter: Callable[..., None],
+        leave: Callable[[FrameType | None], None],
+        unpack: Callable[[Any], Tensor],
+        known: set[int],
+        refused: dict[int, str],
+    ) -> None:
+        self._enter, self._leave = enter, leave
+        self.session = session
+        self.admission = admission
+        self.unpack = unpack
+        self.known = known
+        self.refused = refused
+        self.again_seconds = 0.0
+        """What the replay took that was compared last, where a step was measured."""
+        self._samples = 0
+        self._thread_state = thread_state
+        self.handles = (
+            module.register_forward_pre_hook(_RegionHook(self, Region._begin), with_kwargs=True),
+            module.register_forward_hook(
+                _RegionHook(self, Region._end), prepend=True, always_call=True
+            ),
+        )
+
+    def count(self, reason: str, nbytes: int) -> None:
+        """So many bytes are not recomputed."""
+        with self.session.lock:
+            self.admission.count_left(_REFUSED + reason, nbytes)
+
+    def sample(self, tensor: Tensor, at: int = -1) -> tuple[int, object] | None:
+        """A fingerprint of some bytes of a tensor of the CPU, and where; elsewhere each time, or ``at``."""
+        if tensor.device.type != "cpu":
+            return None
+        low, high = extent_bytes(tensor)
+        if high - low != tensor.nbytes:
+            return None  # others' bytes are between its own
+        if at < 0:
+            self._samples += 1
+            windows = -(-tensor.nbytes // _SAMPLED_BYTES)
+            at = self._samples % windows * _SAMPLED_BYTES
+        nbytes = min(_SAMPLED_BYTES, tensor.nbytes - at)
+        return at, fingerprint(tensor.untyped_storage(), low + at, nbytes)
+
+    def _begin(
+        self, frame: FrameType | None, module: nn.Module, args: Any, kwargs: dict[str, Any]
+    ) -> None:
+        leave_stale_tapes()
+        thread_state = self._thread_state()
+        if not torch.is_grad_enabled():
+            return
+        newest_scope(thread_state)  # clears those that an interrupt has left
+        inside = any(
+            isinstance(scope.hooks.pack_hook, Call | Once) for scope in thread_state.scopes
+        )
+        if inside or self.session.section.is_nested():
+            return
+        began = self.session.region_hook_begins()  # a step may begin here, which takes its time
+        running = [*thread_state.outer, *running_modules(frame)]
+        planned = Planned.of(self, running, _device_used(module, args))
+        reason = _reason_against()
+        if reason:
+            self.count(reason, 0)
+            return
+        pack = self.admission.hook(thread_state)
+        inputs: list[Tensor] = []
+        packed: list[object] = []
+        if planned is not None:
+            leaves = tree_flatten((args, kwargs))[0]
+            inputs = [
+                each for each in leaves if type(each) is Tensor and storage_of(each) is not None
+            ]
+            packed = [pack(each) for each in inputs]
+            if planned.begin() == ONCE:
+                self._enter(frame, Once(pack, self.admission, packed))
+                return
+        call = Call(self, running, thread_state, frame, packed, planned)
+        self._enter(frame, call)
+        assert call.tape is not None
+        call.tape.frame = frame
+        if planned is not None:
+            self.session.hook_took("region hook", began)
+            planned.enter([storage_identity(each.untyped_storage()) for each in inputs], packed)
+        call.tape.enter()
+
+    def _end(self, frame: FrameType | None, module: nn.Module, args: Any, output: Any) -> None:
+        leave_stale_tapes()
+        scope = newest_scope(self._thread_state())
+        if scope is None or scope.frame is not frame:
+            return
+        call = scope.hooks.pack_hook
+        if isinstance(call, Call | Once):
+            self._leave(frame)
+        if isinstance(call, Call):
+            call.end(in_order=output is not None)
+
+
+def _reason_against() -> str:
+    """Why nothing can be recorded now; ``""``: it can."""
+    pair = current_pair()
+    if pair is not None and is_of_checkpoint(own_pack(pair)):
+        return "torch.utils.checkpoint is around it, and runs it again itself"
+    if type(innermost_mode()) is Tape:
+        return "another stash recomputes it: remove() what that one's recompute() returned"
+    if count_dispatch_modes() > 0:
+        return (
+            "a dispatch mode of the program's is active, which may change what operations compute"
+        )
+    return ""
+
+
+def leave_stale_tapes() -> None:
+    """Take off the tapes of forwards that ended without a hook, as by an interrupt."""
+    while type(tape := innermost_mode()) is Tape and tape.frame is not None:
+        if is_running(tape.frame):
+            return
+        tape.leave()
+        tape.end()
+
+
+leave_untraced(__name__)  # with what was imported by it

@@ -1,0 +1,167 @@
+"""Computing again what was let go: a part of a tape, in one pass, each value freed after its last use.
+
+A replay writes no memory but what it allocates. What its operations write in place is a value that it has made
+itself; running statistics get memory of their own, which is dropped.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._saved.view import snapshot
+from .._torch.dispatch import (
+    below_autograd,
+    set_grad_enabled,
+    without_autocast,
+    without_dispatch_modes,
+    without_function_modes,
+)
+from .._torch.tensors import toggle_bits
+from .settings import Settings, put
+from .tape import Made, Op, Outside, Place, Scratch, State, tensors_of
+
+__all__ = ["replay"]
+
+
+def replay(targets: Iterable[tuple[State, Place]], unpack: Callable[[Any], Tensor]) -> list[Tensor]:
+    """The value of each target, in order.
+
+    Args:
+        targets: states, and where in their memory the values lie.
+        unpack: gives what was held for the tape's operands.
+    """
+    wanted = list(targets)
+    ops = _leading_to(state for state, _ in wanted)
+    uses = Counter(read.state.number for op in ops for read in op.reads)
+    held_uses = Counter(id(each) for op in ops for each in op.before)
+    places: dict[int, list[Place]] = {}
+    for state, place in wanted:
+        places.setdefault(state.number, []).append(place)
+    values = _Values(places, unpack)
+    with _alone():
+        for settings, run in _runs(ops):
+            with put(settings):
+                for op in run:
+                    set_grad_enabled(op.is_grad_enabled)
+                    values.run(op)
+                    for read in op.reads:
+                        uses[read.state.number] -= 1
+                        if not uses[read.state.number]:
+                            values.storages.pop(read.state.number, None)
+                    for each in op.made:
+                        if not uses[each.number]:
+                            values.storages.pop(each.number, None)
+                    for outside in op.before:
+                        held_uses[id(outside)] -= 1
+                        if not held_uses[id(outside)]:
+                            values.held.pop(id(outside), None)
+    return [values.found[state.number, place] for state, place in wanted]
+
+
+def _leading_to(states: Iterable[State]) -> list[Op]:
+    """The operations that make ``states``, in order."""
+    todo, seen = list(states), set()
+    while todo:
+        op = todo.pop().maker
+        if op is not None and op not in seen:
+            seen.add(op)
+            todo += [each.state for each in op.reads]
+    return sorted(seen, key=lambda op: op.index)
+
+
+def _runs(ops: Iterable[Op]) -> Iterator[tuple[Settings, list[Op]]]:
+    """The operations, in order, those under the same settings together."""
+    some: list[Op] = []
+    for op in ops:
+        if some and some[0].settings is not op.settings:
+            yield some[0].settings, some
+            some = []
+        some.append(op)
+    if some:
+        yield some[0].settings, some
+
+
+class _Values:
+    """Those of a replay that are alive.
+
+    Args:
+        places: by a state's number: where in its memory what is wanted lies.
+        unpack: gives what was held.
+    """
+
+    def __init__(self, places: dict[int, list[Place]], unpack: Callable[[Any], Tensor]) -> None:
+        self._places = places
+        self._unpack = unpack
+        self.storages: dict[int, torch.UntypedStorage] = {}
+        """By a state's number."""
+        self.held: dict[int, Tensor] = {}
+        """What was unpacked, by the identity of its :class:`Outside`."""
+        self.found: dict[tuple[int, Place], Tensor] = {}
+        """What is wanted."""
+
+    def run(self, op: Op) -> None:
+        """Call an operation again."""
+        for each in op.made:
+            if each.argument is None:
+                continue
+            before = _argument(op.args, op.kwargs, each.argument)
+            number = before.state.number
+            for place in self._places.get(number, ()):  # it was asked for, and is written now
+                self.found[number, place] = snapshot(self.found[number, place])
+        args = [self._value(each) for each in op.args]
+        kwargs = {name: self._value(each) for name, each in op.kwargs.items()}
+        results = [*tensors_of(op.func(*args, **kwargs))]
+        for each in op.made:
+            if each.argument is None:
+                tensor = results[each.result]
+            else:
+                tensor = _argument(args, kwargs, each.argument)
+            storage = self.storages[each.number] = tensor.untyped_storage()
+            for place in self._places.get(each.number, ()):
+                self.found[each.number, place] = _view(storage, tensor.device, place)
+
+    def _value(self, operand: Any) -> Any:
+        kind = type(operand)
+        if kind is Made:
+            return _view(self.storages[operand.state.number], operand.state.device, operand.place)
+        if kind is Outside:
+            if operand.tensor is not None:  # the forward has not ended
+                return operand.tensor.detach()
+            known = self.held.get(id(operand))
+            if known is None:
+                known = self.held[id(operand)] = self._unpack(operand.packed).detach()
+            return known
+        if kind is Scratch:
+            return torch.zeros(operand.place[1], dtype=operand.place[0], device=operand.device)
+        if kind is list or kind is tuple:
+            return kind([self._value(each) for each in operand])
+        return operand
+
+
+def _argument(args: list[Any], kwargs: dict[str, Any], place: int | str) -> Any:
+    return kwargs[place] if isinstance(place, str) else args[place]
+
+
+def _view(storage: torch.UntypedStorage, device: torch.device, place: Place) -> Tensor:
+    dtype, shape, stride, offset, conj, neg = place
+    view = torch.empty(0, dtype=dtype, device=device).set_(storage, offset, shape, stride)
+    return toggle_bits(view, conj=conj, neg=neg) if conj or neg else view
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """Without what stands between a call and its kernel: modes, autocast, gradients."""
+    with ExitStack() as stack:
+        stack.enter_context(without_function_modes())
+        stack.enter_context(without_dispatch_modes())
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(below_autograd())
+        stack.enter_context(without_autocast())
+        yield

@@ -1,0 +1,103 @@
+"""The settings by which PyTorch chooses a kernel: noted for each operation, and put there for its replay.
+
+The number of threads is one of them: how elements are divided among threads decides which of them vector code
+computes, and in which order they are added.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+
+__all__ = ["Settings", "now", "put"]
+
+Settings = tuple[Any, ...]
+
+_lock = (
+    threading.RLock()
+)  # they are the process's; a signal's handler may go backward in the middle of a replay
+_is_changed = False
+
+
+def _deterministic(setting: tuple[bool, bool]) -> None:
+    torch.use_deterministic_algorithms(setting[0], warn_only=setting[1])
+
+
+def _cudnn(setting: tuple[bool, ...]) -> None:
+    cudnn = torch.backends.cudnn
+    cudnn.enabled, cudnn.benchmark, cudnn.deterministic = setting
+
+
+def now(*, on_accelerator: bool = False) -> Settings:
+    """Those that are in force; for an operation of the CPU, those that it depends on."""
+    found = (
+        torch.get_num_threads(),
+        torch.get_default_dtype(),
+        torch.get_float32_matmul_precision(),
+        torch.backends.mkldnn.enabled,
+        (
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+        ),
+    )
+    if not on_accelerator:
+        return found
+    cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
+    return (
+        *found,
+        (cudnn.enabled, cudnn.benchmark, cudnn.deterministic),
+        matmul.allow_fp16_reduced_precision_reduction,
+        matmul.allow_bf16_reduced_precision_reduction,
+    )
+
+
+def _mkldnn(enabled: bool) -> None:
+    torch.backends.mkldnn.enabled = enabled  # type: ignore[assignment]
+
+
+def _fp16_sums(allowed: Any) -> None:
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = allowed
+
+
+def _bf16_sums(allowed: Any) -> None:
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = allowed
+
+
+_SET: tuple[Any, ...] = (
+    torch.set_num_threads,
+    torch.set_default_dtype,
+    torch.set_float32_matmul_precision,
+    _mkldnn,
+    _deterministic,
+    _cudnn,
+    _fp16_sums,
+    _bf16_sums,
+)
+
+
+@contextmanager
+def put(settings: Settings) -> Iterator[None]:
+    """While it is entered, ``settings`` are in force; then what was before. One thread at a time."""
+    global _is_changed
+    before = now(on_accelerator=len(settings) > 5)
+    if before == settings and not _is_changed:
+        yield
+        return
+    with _lock, ExitStack() as stack:
+        before, was_changed = now(on_accelerator=len(settings) > 5), _is_changed
+        _is_changed = True
+        stack.callback(_restore, was_changed)
+        for change, wanted, found in zip(_SET, settings, before, strict=False):
+            if wanted != found:
+                stack.callback(change, found)
+                change(wanted)
+        yield
+
+
+def _restore(was_changed: bool) -> None:
+    global _is_changed
+    _is_changed = was_changed

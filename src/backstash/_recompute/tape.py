@@ -1,0 +1,619 @@
+"""The tape: the operations that PyTorch ran in a forward, so that a part of them can be run again.
+
+A dispatch mode sees each operation below autograd, with its real arguments, after autocast, and after composite
+operations were taken apart. The tape notes those that can be replayed. Nothing of the program's is run for it,
+then or later, so nothing that the program does beside computing is done twice.
+
+Memory is told apart by its storage, which a weak reference keeps from being given to another one. A *state* is
+what its bytes are between two writes. A write in place makes a new state from the one before. Views need no
+operation of their own: an operand is a state, and where the operand lies in its memory.
+
+What a state is made from and cannot be replayed itself is *outside*: a parameter, the input of a module, random
+numbers, what a kernel of the program's has written. A tape refers to its tensor while it records, and has it
+held once something that is let go needs it. The tape refers to no intermediate result.
+
+The idea of replaying what a dispatch mode saw is that of this project. To let go of results and compute them
+again operation by operation, chosen while a program runs, is that of DTR (Kirisame et al., ICLR 2021).
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .._saved.view import reason_to_stay, snapshot
+from .._torch.dispatch import (
+    TorchDispatchMode,
+    dispatch_modes,
+    innermost_mode,
+    pop_mode,
+    push_mode,
+)
+from .._torch.schemas import ALLOCATES, Operation, operation_of
+from .._torch.storages import free_weak_ref, storage_identity, storage_of, weak_ref
+from .settings import Settings, now
+
+__all__ = [
+    "UNSEEN",
+    "Made",
+    "Op",
+    "Outside",
+    "Place",
+    "Product",
+    "Scratch",
+    "State",
+    "Tape",
+    "place_of",
+    "tensors_of",
+]
+
+Place = tuple[Any, ...]
+"""Where a tensor lies in its memory: its type, shape, stride, offset, and its conj and neg bits."""
+
+_CHANGED = "its input was changed in place"
+UNSEEN = "what made it was not seen"
+_SUBCLASS = "a tensor subclass computed it"
+_IN_FUNCTION = "an autograd.Function computed it"
+_OTHER_STREAM = "it was made on another stream"
+_ANY_ORDER = "{} may add in another order each time"
+_STATISTICS = (3, 4)  # the arguments that batch normalization writes
+_MOST_COPIED_BYTES = 64 << 10
+
+
+def place_of(tensor: Tensor) -> Place:
+    """Where ``tensor`` lies in its memory."""
+    return (
+        tensor.dtype,
+        tuple(tensor.shape),
+        tensor.stride(),
+        int(tensor.storage_offset()),
+        tensor.is_conj(),
+        tensor.is_neg(),
+    )
+
+
+class State:
+    """The bytes of a memory between two writes."""
+
+    __slots__ = ("device", "key", "maker", "number", "outside", "reason")
+
+    def __init__(
+        self,
+        device: torch.device,
+        reason: str,
+        key: int = 0,
+        maker: Op | None = None,
+        number: int = -1,
+    ) -> None:
+        self.device = device
+        self.maker = maker
+        """The operation that gave it these bytes; ``None``: one that was not seen."""
+        self.number = number
+        """Among all that the tape's operations made."""
+        self.reason = reason
+        """Why it cannot be replayed; ``""``: it can."""
+        self.key = key
+        """What the operations that lead to it are, and the shapes of what they are given."""
+        self.outside: dict[Place, Outside] | None = None
+        """The operands that are held, if it comes to that."""
+
+
+class Memory:
+    """A storage that the tape has seen."""
+
+    __slots__ = ("__del__", "state", "version", "writes")
+    __del__: Callable[[], None]
+
+    def __init__(self, storage: torch.UntypedStorage, state: State, version: int) -> None:
+        # As of a StorageVersion: the weak reference keeps its identity from being given to another.
+        self.__del__ = functools.partial(free_weak_ref, weak_ref(storage))
+        self.state = state
+        self.version = version
+        """Of the tensor that was seen first."""
+        self.writes = 0
+        """That were seen since."""
+
+
+class Outside:
+    """An operand that no replay makes."""
+
+    __slots__ = ("is_lost", "packed", "tensor")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor: Tensor | None = tensor
+        """While the tape records, and its memory is not written."""
+        self.packed: Any = None
+        """What the stash has made of it, once something needs it."""
+        self.is_lost = False
+        """Whether its memory was written before anything did."""
+
+
+class Made:
+    """An operand that a replay makes."""
+
+    __slots__ = ("place", "state")
+
+    def __init__(self, state: State, place: Place) -> None:
+        self.state = state
+        self.place = place
+
+
+class Scratch:
+    """An operand that an operation only writes, and that is not the tape's: running statistics."""
+
+    __slots__ = ("device", "place")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.place = place_of(tensor)
+        self.device = tensor.device
+
+
+class Product(NamedTuple):
+    """A state that an operation makes. It does not refer to the state, which refers to the operation."""
+
+    number: int
+    """The state's."""
+    result: int
+    """Which of the operation's results has the memory."""
+    argument: int | str | None
+    """Or which of its arguments, by place or name, where it writes there."""
+
+
+class _Write(NamedTuple):
+    """What an operation is about to do to a memory."""
+
+    place: int | str
+    """The argument."""
+    tensor: Tensor
+    memory: Memory
+    nbytes: int
+    """Of the storage."""
+    fills: bool
+    """Whether each byte of it gets another value, and none is read."""
+    is_statistic: bool
+    """Whether it is none of the tape's, and no schema says that it is written."""
+
+
+class Op:
+    """An operation that can be replayed."""
+
+    __slots__ = (
+        "args",
+        "before",
+        "func",
+        "index",
+        "is_grad_enabled",
+        "is_wanted",
+        "kwargs",
+        "made",
+        "reads",
+        "settings",
+    )
+
+    def __init__(self, func: Any, index: int) -> None:
+        self.func = func
+        self.args: list[Any] = []
+        """With operands in place of tensors."""
+        self.kwargs: dict[str, Any] = {}
+        self.index = index
+        """On the tape."""
+        self.settings: Settings = ()
+        self.is_grad_enabled = torch.is_grad_enabled()
+        """Some kernels ask, oneDNN's LSTM for one."""
+        self.reads: list[Made] = []
+        """Its operands that a replay makes."""
+        self.before: list[Outside] = []
+        """Those that are held."""
+        self.made: list[Product] = []
+        self.is_wanted = False
+        """Whether its operands are held, and those of what it needs."""
+
+
+class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Records between :meth:`enter` and :meth:`leave`.
+
+    Args:
+        recomputable: asked of the class of each ``torch.autograd.Function`` whose forward runs: whether what it
+            computes may be replayed.
+    """
+
+    def __init__(self, recomputable: Callable[[Any], bool] = lambda function: False) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._memories: dict[int, Memory] = {}
+        self._outside: list[Outside] = []
+        self._count = self._states = 0
+        self._recomputable = recomputable
+        self._stream: Any = None
+        self._settings: Settings = ()
+        self.is_recording = True
+        self.frame: FrameType | None = None
+        """Of the module call that it covers."""
+        self.recorded: Callable[[], None] | None = None
+        """Called once, after the next operation."""
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """For PyTorch's compiler: it compiles as if there were no such mode."""
+        return True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Likewise."""
+        return True
+
+    def enter(self) -> None:
+        """Record what this thread computes."""
+        push_mode(self)
+
+    def leave(self) -> None:
+        """Record it no more, whatever modes were entered since and are active yet."""
+        above = []
+        if any(each is self for each in dispatch_modes()):
+            while (mode := pop_mode()) is not self:
+                above.append(mode)
+            for mode in reversed(above):
+                push_mode(mode)
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Nothing is recorded, and where it is the innermost mode it is not there at all."""
+        is_innermost, was_recording = innermost_mode() is self, self.is_recording
+        self.is_recording = False
+        if is_innermost:
+            pop_mode()
+        try:
+            yield
+        finally:
+            if is_innermost:
+                push_mode(self)
+            self.is_recording = was_recording
+
+    def end(self) -> None:
+        """Record no more. What is not needed is let go."""
+        self.is_recording = False
+        self.recorded = None
+        for each in self._outside:
+            each.tensor = None
+        self._outside.clear()
+        self._memories.clear()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """See ``TorchDispatchMode``."""
+        kwargs = kwargs or {}
+        operation = operation_of(func)
+        if operation.is_view or not self.is_recording:
+            return func(*args, **kwargs)
+        if any(each is not Tensor and each is not torch.nn.Parameter for each in types):
+            result = func(*args, **kwargs)
+            self._forget(operation, args, kwargs)
+        else:
+            result = self._record(func, operation, args, kwargs)
+        if (recorded := self.recorded) is not None:
+            self.recorded = None
+            recorded()
+        return result
+
+    # What is seen.
+
+    def _record(self, func: Any, operation: Operation, args: Any, kwargs: Any) -> Any:
+        reason = operation.reason
+        if reason and operation.dropout and operation.is_random:
+            if not any(_argument(args, kwargs, each) for each in operation.dropout):
+                reason = ""
+        if not reason and not torch.is_grad_enabled() and not self._may_replay_here():
+            reason = _IN_FUNCTION
+        in_training = operation.train_at >= 0 and args[operation.train_at]
+        writes, reason = self._writes_of(operation, args, kwargs, reason, in_training=in_training)
+        op = Op(func, self._count)
+        self._count += 1
+        if not reason:
+            unread = {each.place for each in writes if each.fills}
+            op.args = [
+                Scratch(each)
+                if in_training and at in _STATISTICS and isinstance(each, Tensor)
+                else self._operand(each, op, is_read=at not in unread)
+                for at, each in enumerate(args)
+            ]
+            op.kwargs = {
+                name: self._operand(each, op, is_read=name not in unread)
+                for name, each in kwargs.items()
+            }
+        for each in writes:
+            self._begin_write(each)
+        result = func(*args, **kwargs)
+        if not reason:
+            reason = self._reason_of(operation, args, result)
+        key = 0
+        if not reason:
+            op.settings = self._settings_now(on_accelerator=self._stream is not None)
+            key = hash((func, _signature(op.args), _signature(op.kwargs), op.settings))
+        for each in writes:
+            why = reason or (_CHANGED if each.is_statistic else "")
+            if each.tensor.untyped_storage().nbytes() != each.nbytes:
+                why = why or f"{operation.name} gave it other memory"
+            each.memory.state = self._made(
+                op, each.tensor.device, why, hash((key, each.place)), argument=each.place
+            )
+        self._add_results(operation, op, result, reason, key)
+        return result
+
+    def _writes_of(
+        self, operation: Operation, args: Any, kwargs: Any, reason: str, *, in_training: bool
+    ) -> tuple[list[_Write], str]:
+        """What it is about to write, and why what it makes cannot be replayed."""
+        places = (*operation.writes, *_STATISTICS) if in_training else operation.writes
+        found: list[_Write] = []
+        for place in places:
+            given = _argument(args, kwargs, place)
+            tensors = [*tensors_of(given)]
+            if len(tensors) > 1 or (tensors and given is not tensors[0]):
+                reason = reason or f"{operation.name} writes to several tensors"
+            for tensor in tensors:
+                memory = self._memory(tensor)
+                if memory is None:
+                    reason = reason or UNSEEN
+                    continue
+                fills = (operation.fills or place in operation.out) and (
+                    tensor.is_contiguous() and tensor.nbytes == tensor.untyped_storage().nbytes()
+                )
+                before = memory.state.reason
+                is_statistic = in_training and place in _STATISTICS
+                if before and not is_statistic and not (fills and before == ALLOCATES):
+                    reason = reason or before
+                found.append(
+                    _Write(
+                        place,
+                        tensor,
+                        memory,
+                        tensor.untyped_storage().nbytes(),
+                        fills,
+                        is_statistic,
+                    )
+                )
+        return found, reason
+
+    def _begin_write(self, write: _Write) -> None:
+        """What is held for a replay, and is about to be written, is copied."""
+        write.memory.writes += 1
+        outside = write.memory.state.outside
+        for each in outside.values() if outside is not None else ():
+            if each.packed is None:
+                each.is_lost = True
+            elif each.tensor is not None:
+                each.packed, each.tensor = _copied(each.tensor), None
+
+    def _add_results(
+        self, operation: Operation, op: Op, result: Any, reason: str, key: int
+    ) -> None:
+        for at, tensor in enumerate(tensors_of(result)):
+            storage = storage_of(tensor)
+            if storage is None:
+                continue
+            identity = storage_identity(storage)
+            if identity in self._memories:
+                continue  # of an argument, or of a result before this one
+            why = reason or (ALLOCATES if operation.is_allocation else "")
+            state = self._made(op, tensor.device, why, hash((key, at)), result=at)
+            self._memories[identity] = Memory(storage, state, 0)
+
+    def _made(
+        self,
+        op: Op,
+        device: torch.device,
+        reason: str,
+        key: int,
+        *,
+        result: int = -1,
+        argument: int | str | None = None,
+    ) -> State:
+        if reason and reason != ALLOCATES:
+            return State(device, reason)  # which keeps nothing of the operation
+        number, self._states = self._states, self._states + 1
+        op.made.append(Product(number, result, argument))
+        return State(device, reason, key, op, number)
+
+    def _reason_of(self, operation: Operation, args: Any, result: Any) -> str:
+        """Why what was computed cannot be replayed, as far as its schema does not tell."""
+        first = next(tensors_of(result), None)
+        if first is None:
+            first = next((each for each in args if isinstance(each, Tensor)), None)
+        if first is None or first.device.type == "cpu":
+            return ""
+        if operation.sums_in_any_order and not torch.are_deterministic_algorithms_enabled():
+            return _ANY_ORDER.format(operation.name)
+        if first.device.type == "meta":
+            return UNSEEN
+        stream = torch.accelerator.current_stream(first.device)
+        if self._stream is None:
+            self._stream = stream
+        return "" if stream == self._stream else _OTHER_STREAM
+
+    def _settings_now(self, *, on_accelerator: bool) -> Settings:
+        found = now(on_accelerator=on_accelerator)
+        if found != self._settings:
+            self._settings = found  # one object for as long as they are the same
+        return self._settings
+
+    def _may_replay_here(self) -> bool:
+        """Without gradients: whether no ``autograd.Function`` runs, whose kernels may not all be seen."""
+        frame: FrameType | None = sys._getframe(3)
+        while frame is not None:
+            if frame.f_code is _APPLY:
+                return self._recomputable(frame.f_locals.get("cls"))
+            frame = frame.f_back
+        return True
+
+    def _forget(self, operation: Operation, args: Any, kwargs: Any) -> None:
+        """A subclass computes: what it writes inside is not seen."""
+        if operation.writes:
+            for each in self._outside:
+                each.is_lost = each.packed is None
+            for memory in self._memories.values():
+                memory.state = State(memory.state.device, _SUBCLASS)
+
+    # Operands.
+
+    def _memory(self, tensor: Tensor) -> Memory | None:
+        """That of ``tensor``, known from now on; ``None``: it has none that can be told apart."""
+        storage = storage_of(tensor)
+        if storage is None or tensor.layout is not torch.strided:
+            return None
+        identity = storage_identity(storage)
+        memory = self._memories.get(identity)
+        version = _version(tensor)
+        if memory is None:
+            memory = self._memories[identity] = Memory(storage, _outside(tensor), version)
+        elif version > memory.version + memory.writes:
+            # It was written, and not by what was seen.
+            memory.state, memory.version = _outside(tensor), version - memory.writes
+        return memory
+
+    def _operand(self, value: Any, op: Op, *, is_read: bool = True) -> Any:
+        if isinstance(value, Tensor):
+            memory = self._memory(value)
+            if memory is None:
+                return self._hold(None, value, op)
+            state = memory.state
+            if state.reason and (is_read or state.reason != ALLOCATES):
+                return self._hold(state, value, op)
+            made = Made(state, place_of(value))
+            op.reads.append(made)
+            return made
+        if isinstance(value, (list, tuple)):
+            return (
+                type(value)([self._operand(each, op) for each in value])
+                if type(value) in (list, tuple)
+                else value
+            )
+        return value
+
+    def _hold(self, state: State | None, tensor: Tensor, op: Op) -> Outside:
+        known = state.outside if state is not None else None
+        place = place_of(tensor) if state is not None else ()
+        outside = known.get(place) if known is not None else None
+        if outside is None:
+            outside = Outside(tensor)
+            self._outside.append(outside)
+            if state is not None:
+                if known is None:
+                    known = state.outside = {}
+                known[place] = outside
+        op.before.append(outside)
+        return outside
+
+    # What is asked.
+
+    def state_of(self, tensor: Tensor) -> State | None:
+        """The state of its memory now; ``None``: it was not seen."""
+        storage = storage_of(tensor)
+        memory = self._memories.get(storage_identity(storage)) if storage is not None else None
+        if memory is None:
+            return None
+        if _version(tensor) > memory.version + memory.writes:
+            return None
+        return memory.state
+
+    def want(self, state: State, pack: Callable[[Tensor], object]) -> str:
+        """Have held what a replay of ``state`` needs.
+
+        Args:
+            state: that is to be let go.
+            pack: of the stash.
+
+        Returns:
+            Why it cannot be let go; ``""``: it can.
+        """
+        if state.reason:
+            return state.reason
+        new = [*_wanted(state)]
+        outside = [each for op in new for each in op.before]
+        if any(each.is_lost or (each.packed is None and each.tensor is None) for each in outside):
+            return _CHANGED
+        for each in outside:
+            if each.packed is None and (tensor := each.tensor) is not None:
+                # A buffer may be written before backward, which is no error where it is not saved.
+                is_buffer = _is_small(tensor)
+                each.packed = _copied(tensor) if is_buffer else pack(tensor)
+        for op in new:
+            op.is_wanted = True
+        return ""
+
+
+_APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
+
+
+def _wanted(state: State) -> Iterator[Op]:
+    """The operations that lead to ``state``, but for those whose operands are held."""
+    todo, seen = [state], set()
+    while todo:
+        op = todo.pop().maker
+        if op is None or op.is_wanted or op in seen:
+            continue
+        seen.add(op)
+        yield op
+        todo += [each.state for each in op.reads]
+
+
+def _outside(tensor: Tensor) -> State:
+    is_weight = isinstance(tensor, torch.nn.Parameter)
+    key = hash((is_weight, place_of(tensor), str(tensor.device)))
+    return State(tensor.device, UNSEEN, key)
+
+
+def _is_small(tensor: Tensor) -> bool:
+    """Whether it is copied rather than held, so that it may be written."""
+    if type(tensor) is not Tensor or tensor.requires_grad or reason_to_stay(tensor):
+        return False
+    return tensor.nbytes <= _MOST_COPIED_BYTES
+
+
+def _copied(tensor: Tensor) -> tuple[Tensor, int]:
+    copy = snapshot(tensor.detach())
+    return copy, copy._version
+
+
+def _version(tensor: Tensor) -> int:
+    try:
+        return tensor._version
+    except RuntimeError:  # an inference tensor has none
+        return 0
+
+
+def _argument(args: Any, kwargs: Any, place: int | str) -> Any:
+    if isinstance(place, str):
+        return kwargs.get(place)
+    return args[place] if place < len(args) else None
+
+
+def tensors_of(result: Any) -> Iterator[Tensor]:
+    """The tensors in what an operation is given or returns, in order."""
+    if isinstance(result, Tensor):
+        yield result
+    elif isinstance(result, (list, tuple)):
+        for each in result:
+            yield from tensors_of(each)
+
+
+def _signature(value: Any) -> Any:
+    """What decides which kernel runs, but for the bytes that it is given."""
+    kind = type(value)
+    if kind is Made:
+        return value.state.key, value.place
+    if kind is Outside:
+        return place_of(value.tensor), str(value.tensor.device)
+    if kind is Scratch:
+        return value.place
+    if kind is list or kind is tuple:
+        return tuple(_signature(each) for each in value)
+    if kind is dict:
+        return tuple((name, _signature(each)) for name, each in value.items())
+    if kind is float or kind is complex:
+        return kind
+    return value

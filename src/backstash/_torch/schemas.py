@@ -1,0 +1,119 @@
+"""Which of PyTorch's operations a tape may replay, and what each writes.
+
+An operation may be replayed if its result is decided by its arguments: it is of the ``aten`` namespace, and
+draws no random numbers. Its schema and its tags tell, which are the same for every call.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .dispatch import schema_of
+
+__all__ = ["ALLOCATES", "OF_TRAINING", "Operation", "operation_of"]
+
+ALLOCATES = "its memory was allocated, and what filled it was not seen"
+_RANDOM = "{} draws random numbers"
+_FOREIGN = "{} is no operation of PyTorch's own"
+_CHANGES_LAYOUT = "{} gives a tensor other memory"
+
+_ALLOCATIONS = frozenset(
+    (
+        "empty",
+        "empty_like",
+        "new_empty",
+        "empty_strided",
+        "new_empty_strided",
+        "empty_permuted",
+        "_empty_affine_quantized",
+    )
+)
+_OTHER_MEMORY = frozenset(
+    ("set_", "resize_", "resize_as_", "_resize_output_", "set_data", "swap_tensors")
+)
+_FILLS = frozenset(("copy_", "fill_", "zero_"))
+"""Operations in place that do not read what they write to. So do those with ``out=``."""
+OF_TRAINING = {"native_batch_norm": 5, "cudnn_batch_norm": 5, "miopen_batch_norm": 5}
+"""These write running statistics, their arguments 3 and 4, though no schema says so, if the argument at this
+place is true."""
+_DROPOUTS = ("dropout_p", "dropout")
+_SUMS_IN_ANY_ORDER = frozenset(
+    (
+        "index_add", "index_add_", "scatter_add", "scatter_add_", "scatter_reduce", "scatter_reduce_",
+        "index_reduce", "index_reduce_", "index_put", "index_put_", "_index_put_impl_", "bincount", "histc",
+        "put", "put_", "cumsum", "cumsum_", "_embedding_bag", "_ctc_loss", "_cudnn_ctc_loss",
+    )
+)  # fmt: skip
+"""On an accelerator these may add in another order each time."""
+
+
+class Operation:
+    """What is known of one overload."""
+
+    __slots__ = (
+        "dropout",
+        "fills",
+        "is_allocation",
+        "is_random",
+        "is_view",
+        "name",
+        "out",
+        "reason",
+        "sums_in_any_order",
+        "train_at",
+        "writes",
+    )
+
+    def __init__(self, func: Any) -> None:
+        schema = schema_of(func)
+        self.name = str(func)
+        base = schema.name.partition("::")[2] if schema is not None else ""
+        self.reason = ""
+        """Why it cannot be replayed; ``""``: it can."""
+        self.writes: tuple[int | str, ...] = ()
+        """The arguments that it writes, by place or by name."""
+        self.out: tuple[int | str, ...] = ()
+        """Those of them that are given by ``out=``."""
+        self.is_view = False
+        """Whether what it returns has the memory of an argument, and it writes nothing."""
+        self.is_allocation = base in _ALLOCATIONS
+        self.fills = base in _FILLS
+        self.train_at = OF_TRAINING.get(base, -1)
+        self.dropout: tuple[int | str, ...] = ()
+        """The arguments that must be 0 for it to draw no random numbers, where it draws no others."""
+        self.sums_in_any_order = base in _SUMS_IN_ANY_ORDER
+        self.is_random = torch.Tag.nondeterministic_seeded in func.tags
+        if schema is None or getattr(func, "namespace", "") != "aten":
+            self.reason = _FOREIGN.format(self.name)
+        elif self.is_random:
+            self.reason = _RANDOM.format(self.name)
+        elif base in _OTHER_MEMORY:
+            self.reason = _CHANGES_LAYOUT.format(self.name)
+        if schema is None:
+            return
+        places = [
+            (each.name if each.kwarg_only else at, each) for at, each in enumerate(schema.arguments)
+        ]
+        self.writes = tuple(
+            place
+            for place, each in places
+            if each.alias_info is not None and each.alias_info.is_write
+        )
+        self.out = tuple(place for place, each in places if each.is_out)
+        self.dropout = tuple(place for place, each in places if each.name in _DROPOUTS)
+        self.is_view = not self.writes and any(
+            each.alias_info is not None and not each.alias_info.is_write for each in schema.returns
+        )
+
+
+_known: dict[Any, Operation] = {}
+
+
+def operation_of(func: Any) -> Operation:
+    """What is known of an operation that was dispatched."""
+    known = _known.get(func)
+    if known is None:
+        known = _known[func] = Operation(func)
+    return known
