@@ -136,8 +136,6 @@ USED = {
         "_orig_mod",
         "_parameters",
     },
-    "module_state.py": {"torch.autograd._unsafe_preserve_version_counter"},
-    "rerun.py": {"torch.nn.utils.stateless._functional_call"},
     "modules.py": {
         "_buffers",
         "_is_param",

@@ -438,8 +438,8 @@ class Stash:
         Raises:
             UsageError: one is no ``nn.Module``.
 
-        Backward raises ``InplaceError`` where a weight, or a tensor that a module was given, was changed in place
-        since forward; the graph is as it was.
+        Backward raises ``InplaceError`` where a weight, or a tensor that a module was given, was changed in
+        place since forward; the graph is as it was.
 
         >>> model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(4)))
         >>> stash = Stash(min_bytes=0)
