@@ -156,11 +156,17 @@ class Admission:
         finally:
             self._session.hook_took("pack hook", began)
 
+    def hook_packing(self, thread_state: ThreadState) -> Callable[[Tensor], object]:
+        """As :meth:`hook`; what it is given is packed by :data:`EXACT`, unless a policy or a codec was given."""
+        return lambda tensor: self._pack_large(tensor, thread_state, packs=True)
+
     def _pack_large(
         self,
         tensor: Tensor,
         thread_state: ThreadState,
         storage: torch.UntypedStorage | None = None,
+        *,
+        packs: bool = False,
     ) -> object:
         thread_state.saves += 1
         if self.closed:
@@ -188,7 +194,7 @@ class Admission:
         )
         if not reason and (tiers.tier is None or tiers.device is not None) and not plans:
             cannot_move = _no_tier(tiers)
-            if cannot_move is _CAPTURED or (self._policy is None and self._codec is None):
+            if cannot_move is _CAPTURED or not (packs or self._policy or self._codec):
                 reason = cannot_move
         if reason:
             return self._stay(tensor, reason)
@@ -198,6 +204,8 @@ class Admission:
         if thread_state.outer:
             modules = [*thread_state.outer, *modules]
         reason, choice = self._choose(tensor, storage, modules, thread_state, tiers)
+        if packs and not reason and choice is _DEFAULT and self._policy is None:
+            choice = _Choice(codec=EXACT)
         if not reason and choice.codec is None and choice.replay is None:
             reason = cannot_move  # else it need not move
         if reason:

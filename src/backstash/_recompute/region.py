@@ -38,12 +38,13 @@ from .._torch.dynamo import leave_untraced, untraced
 from .._torch.engine import queue_callback, task_or_none
 from .._torch.hook_stack import current_pair, own_pack
 from .._torch.modules import call_frame, is_running, module_path, running_modules
+from .._torch.schemas import RANDOM
 from .._torch.storages import storage_identity, storage_of
 from .._torch.trees import tree_flatten
 from ..errors import InplaceError
 from .planned import Once, Planned
 from .replay import replay
-from .tape import UNSEEN, Tape, place_of
+from .tape import UNSEEN, Place, Tape, place_of
 
 __all__ = ["Region"]
 
@@ -77,10 +78,14 @@ class Call:
         self.frame = frame
         self._modules: list[nn.Module] = modules
         self._pack = region.admission.hook(thread_state)
+        self._pack_smaller = (
+            region.admission.hook_packing(thread_state) if planned is None else self._pack
+        )
         self._task = task_or_none()
         self._count = 0
         self._held: list[weakref.ref[Held]] = []
         self._let_go_bytes = 0
+        self._counted: set[tuple[int, Place]] = set()  # what is in these
         self._unknown: list[tuple[Held, Tensor, int]] = []  # yet to be compared: with their memory
         self._unfilled: list[tuple[Held, Tensor, int]] = []  # whose operation may not have ended
         self._filled: list[tuple[Held, Tensor, int]] = []  # whose has
@@ -149,7 +154,7 @@ class Call:
         """Hold what is only recorded."""
         tape = self.tape
         assert tape is not None
-        reason = tape.want(held.state, self._pack)
+        reason = tape.want(held.state, self._hold)
         if reason:
             return self._refuse(tensor, reason)
         packed = planned.pack(number, tensor, self._pack)
@@ -163,24 +168,33 @@ class Call:
     def _refuse(self, tensor: Tensor, reason: str) -> object:
         if reason != UNSEEN:  # mostly what the module was given
             self.region.count(reason, tensor.nbytes)
-        return self._pack(tensor)
+        return self._hold(tensor, reason.endswith(RANDOM))
+
+    def _hold(self, tensor: Tensor, is_random: bool) -> object:
+        return self._pack_smaller(tensor) if is_random else self._pack(tensor)
 
     def _let_go(self, held: Held, tensor: Tensor, tape: Tape) -> str:
         """Let go of it, or hold it until it was compared. Why it cannot be let go; ``""``: it can."""
         region, state = self.region, held.state
-        reason = region.refused.get(state.key, "") or tape.want(state, self._pack)
+        reason = region.refused.get(state.key, "") or tape.want(state, self._hold)
         if reason:
             return reason
         if state.key in region.known:
             held.packed = None
             held.told = region.sample(tensor)
-            self._let_go_bytes += tensor.nbytes
+            self._count_let_go(held)
         else:
             alias = tensor.detach()
             held.packed = alias, tensor._version
             self._unknown.append((held, alias, tensor._version))
         self._held.append(weakref.ref(held))
         return ""
+
+    def _count_let_go(self, held: Held) -> None:
+        which = held.state.number, held.place
+        if which not in self._counted:
+            self._counted.add(which)
+            self._let_go_bytes += held.nbytes
 
     def _note_filled(self) -> None:
         """The operation that saved these has ended."""
@@ -222,6 +236,7 @@ class Call:
                 if not reason:
                     planned.was_alike()
         tape.end()
+        self._counted.clear()
         region.admission.let_go_bytes += self._let_go_bytes
 
     def _compare(self, unknown: list[tuple[Held, Tensor, int]]) -> str:
@@ -246,7 +261,7 @@ class Call:
                 if not self._keeps:
                     held.packed = None
                     held.told = region.sample(alias)
-                    self._let_go_bytes += alias.nbytes
+                    self._count_let_go(held)
                 continue
             why = reason or _OTHER_BITS
             region.refused[held.state.key] = why

@@ -36,7 +36,7 @@ from .._torch.dispatch import (
     pop_mode,
     push_mode,
 )
-from .._torch.schemas import ALLOCATES, Operation, operation_of
+from .._torch.schemas import ALLOCATES, RANDOM, Operation, operation_of
 from .._torch.storages import free_weak_ref, storage_identity, storage_of, weak_ref
 from .settings import Settings, now
 
@@ -124,9 +124,11 @@ class Memory:
 class Outside:
     """An operand that no replay makes."""
 
-    __slots__ = ("is_lost", "packed", "tensor")
+    __slots__ = ("is_lost", "is_random", "packed", "tensor")
 
-    def __init__(self, tensor: Tensor) -> None:
+    def __init__(self, tensor: Tensor, *, is_random: bool = False) -> None:
+        self.is_random = is_random
+        """Whether it has random numbers, which mostly pack well: a dropout's noise has two values."""
         self.tensor: Tensor | None = tensor
         """While the tape records, and its memory is not written."""
         self.packed: Any = None
@@ -499,7 +501,8 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         place = place_of(tensor) if state is not None else ()
         outside = known.get(place) if known is not None else None
         if outside is None:
-            outside = Outside(tensor)
+            is_random = state is not None and state.reason.endswith(RANDOM)
+            outside = Outside(tensor, is_random=is_random)
             self._outside.append(outside)
             if state is not None:
                 if known is None:
@@ -520,12 +523,12 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return None
         return memory.state
 
-    def want(self, state: State, pack: Callable[[Tensor], object]) -> str:
+    def want(self, state: State, pack: Callable[[Tensor, bool], object]) -> str:
         """Have held what a replay of ``state`` needs.
 
         Args:
             state: that is to be let go.
-            pack: of the stash.
+            pack: holds a tensor in the stash, and is told whether it has random numbers.
 
         Returns:
             Why it cannot be let go; ``""``: it can.
@@ -540,7 +543,7 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if each.packed is None and (tensor := each.tensor) is not None:
                 # A buffer may be written before backward, which is no error where it is not saved.
                 is_buffer = _is_small(tensor)
-                each.packed = _copied(tensor) if is_buffer else pack(tensor)
+                each.packed = _copied(tensor) if is_buffer else pack(tensor, each.is_random)
         for op in new:
             op.is_wanted = True
         return ""

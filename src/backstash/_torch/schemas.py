@@ -12,10 +12,10 @@ import torch
 
 from .dispatch import schema_of
 
-__all__ = ["ALLOCATES", "OF_TRAINING", "Operation", "operation_of"]
+__all__ = ["ALLOCATES", "OF_TRAINING", "RANDOM", "Operation", "operation_of"]
 
 ALLOCATES = "its memory was allocated, and what filled it was not seen"
-_RANDOM = "{} draws random numbers"
+RANDOM = "draws random numbers"
 _FOREIGN = "{} is no operation of PyTorch's own"
 _CHANGES_LAYOUT = "{} gives a tensor other memory"
 
@@ -88,7 +88,7 @@ class Operation:
         if schema is None or getattr(func, "namespace", "") != "aten":
             self.reason = _FOREIGN.format(self.name)
         elif self.is_random:
-            self.reason = _RANDOM.format(self.name)
+            self.reason = f"{self.name} {RANDOM}"
         elif base in _OTHER_MEMORY:
             self.reason = _CHANGES_LAYOUT.format(self.name)
         if schema is None:
