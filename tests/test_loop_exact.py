@@ -15,6 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 
 from backstash import Stash
+from backstash.errors import UsageError
 from backstash.graph import Binomial, KeepAll, TwoLevel, checkpoint_loop
 from long_tests import takes_long
 
@@ -466,3 +467,92 @@ def test_a_step_that_asks_its_own_graph_what_it_saved() -> None:
             return [w.grad, x.grad]
 
         check(run, {"schedule": Binomial(3)})
+
+
+class Step(nn.Module):
+    """One that writes to memory from outside, in the way of ``kind``."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.layer, self.head, self.norm = nn.Linear(16, 16), nn.Linear(16, 1), nn.BatchNorm1d(16)
+        self.mean = nn.Parameter(torch.zeros(16), requires_grad=False)
+        self.calls = torch.zeros(())
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x)
+        if self.kind == "a call of a norm's forward":
+            y = self.norm.forward(y)
+        elif self.kind == "a function's statistics":
+            y = F.batch_norm(y, self.norm.running_mean, self.norm.running_var, training=True)
+        elif self.kind == "backward":
+            self.head(y.detach()).square().mean().backward()  # type: ignore[no-untyped-call]
+        elif self.kind == "a frozen parameter":
+            with torch.no_grad():
+                self.mean.lerp_(x.mean(0), 0.1)
+        else:
+            self.calls += 1
+        return y.tanh()
+
+
+KINDS = (
+    "a call of a norm's forward",
+    "a function's statistics",
+    "backward",
+    "a frozen parameter",
+    "a counter",
+)
+
+
+@pytest.mark.parametrize("forgets", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_a_step_writes_outside_is_written_once(kind: str, forgets: bool) -> None:
+    def run(loop: Any) -> list[Any]:
+        torch.manual_seed(0)
+        step, x = Step(kind), torch.randn(8, 16)
+        y = loop(step, x, N)
+        if forgets:
+            step.zero_grad()  # what a replay accumulates then is a gradient's first
+        y.square().mean().backward()
+        grads = [each.grad for each in step.parameters()]
+        return [*grads, *step.buffers(), step.mean.detach(), step.calls]
+
+    for budget in BUDGETS:
+        check(run, budget)
+
+
+def test_a_number_that_decides_gradients_alone_may_not_change() -> None:
+    class Reverse(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+            ctx.factor = factor
+            return x.view_as(x)
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+            return -ctx.factor * grads[0], None
+
+    factor = [0.5]
+    (w,) = tensors((16, 16))
+    apply: Callable[..., Tensor] = Reverse.apply
+    y = checkpoint_loop(
+        lambda x: apply((x @ w).tanh(), factor[0]), torch.ones(4, 16), 5, schedule=Binomial(2)
+    )
+    factor[0] = 0.25
+    with pytest.raises(UsageError, match="numbers for its gradients"):
+        y.sum().backward()
+
+
+@pytest.mark.parametrize("budget", BUDGETS, ids=str)
+def test_a_step_that_uses_a_transform(budget: dict[str, Any]) -> None:
+    def run(loop: Any) -> list[Any]:
+        (w,) = tensors((16,))
+
+        def step(x: Tensor) -> Tensor:
+            force: Callable[[Tensor], Tensor] = torch.func.grad(lambda each: (each * w).sin().sum())
+            return x - 0.01 * force(x)
+
+        loop(step, torch.ones(8, 16), N).square().sum().backward()
+        return [w.grad]
+
+    check(run, budget)

@@ -277,6 +277,16 @@ def test_of_several_graphs_the_one_that_is_needed_last_moves(memory, tmp_path):
     keeping.close()
 
 
+def test_a_plan_that_is_not_made_yet_is_not_saved(memory, tmp_path):
+    stash = memory(budget=OTHER + SAVED, disk=tmp_path)
+    step(model(), stash)
+    assert stash.plan.state == "measuring"
+    with pytest.raises(UsageError, match="three steps are measured first"):
+        stash.plan.save(tmp_path / "plan.json")
+    assert not (tmp_path / "plan.json").exists()
+    stash.close()
+
+
 def test_a_plan_is_followed_from_a_file(memory, tmp_path):
     budget = OTHER + SAVED // 2 + 3 * MIB
     stash = memory(budget=budget, disk=tmp_path, inflight="2MiB", prefetch="2MiB")

@@ -565,7 +565,7 @@ def test_nothing_is_held_but_the_inputs_and_random_numbers():
         held = stash.stats().keep_bytes
         loss.backward()
     noise = 4 * 2 * 12 * 12 * 4  # of the attention's dropout
-    assert held == 4 * (x.nbytes + noise)
+    assert 4 * x.nbytes < held < 4 * (x.nbytes + noise / 8), "it is packed to bits"
 
 
 def test_forward_holds_no_more_than_without():

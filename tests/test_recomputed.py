@@ -408,7 +408,7 @@ def test_operations(name, dtype, disk_dir):
         assert are_same(state, after)
         if how is None:
             continue
-        if name == "functional layer norm" and dtype is torch.bfloat16:
+        if name == "functional layer norm":
             assert stash.stats().recomputed_bytes == 0  # no module tells its eps
         else:
             # Of some layers what they make inside is let go, too.
@@ -755,7 +755,7 @@ class OwnNorm(nn.Module):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("casts", [False, True])
-def test_a_layer_norm_in_half_precision_that_no_module_tells_of(dtype, casts):
+def test_a_layer_norm_that_no_module_tells_of(dtype, casts):
     """Its weights are ones and zeros in the first step, when it is compared, and others in the second."""
 
     def run(hold):
@@ -777,10 +777,8 @@ def test_a_layer_norm_in_half_precision_that_no_module_tells_of(dtype, casts):
     with Stash(policy=recompute, min_bytes=4096) as stash:
         pass
     assert are_same(run(stash), run(nullcontext()))
-    is_let_go = dtype == torch.float32
-    assert bool(stash.stats().recomputed_bytes) == is_let_go
-    reasons = [each for each in stash.stats().left if "no module tells its eps" in each]
-    assert bool(reasons) != is_let_go
+    assert not stash.stats().recomputed_bytes
+    assert any("no module tells its eps" in each for each in stash.stats().left)
 
 
 def test_a_storage_of_parts_is_not_made_again_by_what_made_one_of_them():

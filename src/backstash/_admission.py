@@ -157,7 +157,7 @@ class Admission:
             self._session.hook_took("pack hook", began)
 
     def hook_packing(self, thread_state: ThreadState) -> Callable[[Tensor], object]:
-        """As :meth:`hook`; what it is given is packed by :data:`EXACT`, unless a policy or a codec was given."""
+        """As :meth:`hook`; what it is given is packed by :data:`EXACT`, unless a policy or codec was given."""
         return lambda tensor: self._pack_large(tensor, thread_state, packs=True)
 
     def _pack_large(

@@ -212,7 +212,12 @@ class Plan:
 
         Raises:
             OSError: the file cannot be written.
+            UsageError: there is no plan yet: steps are being measured.
         """
+        if self.state == "measuring":
+            raise UsageError(
+                "the plan is not made yet: three steps are measured first; allowed: to save it after them"
+            )
         with open(path, "w", encoding="utf-8") as file:
             file.write(self.text())
 

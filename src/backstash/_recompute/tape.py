@@ -36,7 +36,7 @@ from .._torch.dispatch import (
     pop_mode,
     push_mode,
 )
-from .._torch.schemas import ALLOCATES, RANDOM, Operation, operation_of
+from .._torch.schemas import ALLOCATES, RANDOM, STATISTICS, Operation, operation_of
 from .._torch.storages import free_weak_ref, storage_identity, storage_of, weak_ref
 from .settings import Settings, now
 
@@ -63,7 +63,6 @@ _SUBCLASS = "a tensor subclass computed it"
 _IN_FUNCTION = "an autograd.Function computed it"
 _OTHER_STREAM = "it was made on another stream"
 _ANY_ORDER = "{} may add in another order each time"
-_STATISTICS = (3, 4)  # the arguments that batch normalization writes
 _MOST_COPIED_BYTES = 64 << 10
 
 
@@ -319,7 +318,7 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
             unread = {each.place for each in writes if each.fills}
             op.args = [
                 Scratch(each)
-                if in_training and at in _STATISTICS and isinstance(each, Tensor)
+                if in_training and at in STATISTICS and isinstance(each, Tensor)
                 else self._operand(each, op, is_read=at not in unread)
                 for at, each in enumerate(args)
             ]
@@ -350,7 +349,7 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, operation: Operation, args: Any, kwargs: Any, reason: str, *, in_training: bool
     ) -> tuple[list[_Write], str]:
         """What it is about to write, and why what it makes cannot be replayed."""
-        places = (*operation.writes, *_STATISTICS) if in_training else operation.writes
+        places = (*operation.writes, *STATISTICS) if in_training else operation.writes
         found: list[_Write] = []
         for place in places:
             given = _argument(args, kwargs, place)
@@ -366,7 +365,7 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     tensor.is_contiguous() and tensor.nbytes == tensor.untyped_storage().nbytes()
                 )
                 before = memory.state.reason
-                is_statistic = in_training and place in _STATISTICS
+                is_statistic = in_training and place in STATISTICS
                 if before and not is_statistic and not (fills and before == ALLOCATES):
                     reason = reason or before
                 found.append(

@@ -101,19 +101,13 @@ def _cat(values: Values, scalars: Mapping[str, Any], out: Tensor | None) -> Tens
 
 def _layer_norm(values: Values, scalars: Mapping[str, Any], out: Tensor | None) -> Tensor:
     x, weight, bias, mean, rstd = values
-    if "eps" in scalars:
-        shape, eps = list(scalars["normalized_shape"]), scalars["eps"]
-        if out is None:
-            return _first(_aten.native_layer_norm.default(x, shape, weight, bias, eps))
-        _aten.native_layer_norm.out(
-            x, shape, weight, bias, eps, out0=out, out1=_none(mean), out2=_none(rstd)
-        )
-        return out
-    # From the statistics that it saved, rounded as its kernel does in float32 and float64.
-    result = (x - mean) * rstd
-    if weight is not None and bias is not None:
-        return torch.addcmul(bias, result, weight, out=out)
-    return _into(out, result if weight is None else result * weight)
+    shape, eps = list(scalars["normalized_shape"]), scalars["eps"]
+    if out is None:
+        return _first(_aten.native_layer_norm.default(x, shape, weight, bias, eps))
+    _aten.native_layer_norm.out(
+        x, shape, weight, bias, eps, out0=out, out1=_none(mean), out2=_none(rstd)
+    )
+    return out
 
 
 def _batch_norm(values: Values, scalars: Mapping[str, Any], out: Tensor | None) -> Tensor:

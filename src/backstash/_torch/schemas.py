@@ -12,7 +12,7 @@ import torch
 
 from .dispatch import schema_of
 
-__all__ = ["ALLOCATES", "OF_TRAINING", "RANDOM", "Operation", "operation_of"]
+__all__ = ["ALLOCATES", "OF_TRAINING", "RANDOM", "STATISTICS", "Operation", "operation_of"]
 
 ALLOCATES = "its memory was allocated, and what filled it was not seen"
 RANDOM = "draws random numbers"
@@ -39,6 +39,8 @@ OF_TRAINING = {"native_batch_norm": 5, "cudnn_batch_norm": 5, "miopen_batch_norm
 """These write running statistics, their arguments 3 and 4, though no schema says so, if the argument at this
 place is true."""
 _DROPOUTS = ("dropout_p", "dropout")
+STATISTICS = (3, 4)
+"""Those arguments."""
 _SUMS_IN_ANY_ORDER = frozenset(
     (
         "index_add", "index_add_", "scatter_add", "scatter_add_", "scatter_reduce", "scatter_reduce_",

@@ -25,6 +25,7 @@ from ._schedules import Schedule
 from ._state import State, take_apart
 from ._steps import Face, Stepper
 from ._surroundings import Surroundings
+from ._writes import writes_undone
 
 __all__ = ["checkpoint_loop"]
 
@@ -299,7 +300,7 @@ class _Job:
         """What the first step takes."""
         loop, stepper = self._loop(stash, False)
         meter = Meter(stash)
-        with loop.surroundings.replaying(), buffers_put_back(), meter.counting():
+        with loop.surroundings.replaying(), buffers_put_back(), writes_undone(), meter.counting():
             x = self.x(0) if self.n else State((), None)
             loop.evaluate(0, self.state, x, for_backward=True)
         return Measured(

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import graph as stock
+from torch.autograd.function import BackwardCFunction
 from torch.overrides import TorchFunctionMode
 
 from ..._torch.engine import number_of, sequence_number
@@ -141,10 +142,12 @@ class Foreign(TorchFunctionMode):
 class Uses:
     """The edges by which one run of a step reaches outside, in the order in which a walk finds them."""
 
-    __slots__ = ("_edges", "casts", "keys")
+    __slots__ = ("_edges", "casts", "constants", "keys")
 
-    def __init__(self, edges: list[tuple[Any, int, Key]]) -> None:
+    def __init__(self, edges: list[tuple[Any, int, Key]], constants: Any = ()) -> None:
         self._edges = edges
+        self.constants = constants
+        """The numbers and strings that the ``autograd.Function`` objects inside keep for backward."""
         self.casts = {key for node, _, key in edges if node.name() == _CAST}
         """Where a change of the element type leads."""
         self.keys: list[Key] = [key for _, _, key in edges]
@@ -211,4 +214,16 @@ def uses_of(outputs: Sequence[Tensor], since: int, known: Callable[[Key], bool])
             elif following not in seen:
                 seen.add(following)
                 ahead.append(following)
-    return Uses(edges)
+    return Uses(
+        edges, tuple(_constants(node, number_of(node) - since) for node in seen if _is_custom(node))
+    )
+
+
+def _is_custom(node: Any) -> bool:
+    return isinstance(node, BackwardCFunction)
+
+
+def _constants(node: Any, number: int) -> tuple[Any, ...]:
+    plain = (int, float, complex, str, type(None))  # repr tells one NaN from no other
+    found = {name: repr(value) for name, value in vars(node).items() if isinstance(value, plain)}
+    return number, *sorted(found.items())

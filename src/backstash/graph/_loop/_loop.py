@@ -19,6 +19,7 @@ from ._schedules import Binomial, Schedule, checked_next
 from ._state import Snapshot, State
 from ._steps import Again, Evaluation, Node, Stepper, leaves_of
 from ._surroundings import RandomState, Surroundings
+from ._writes import Writes, writes_undone
 
 __all__ = ["Loop"]
 
@@ -168,19 +169,32 @@ class Loop:
         """
         random = RandomState.now(self.surroundings.devices)
         state, x = leaves_of(state), leaves_of(x)
-        for _ in range(3):
-            buffers = Buffers()
+        unseen = False  # whether a part of it ran, and what it wrote is not known
+        for attempt in range(3):
+            buffers, writes = Buffers(), Writes() if attempt or not number else None
             try:
                 with buffers, ExitStack() as stack:
+                    if writes is not None:
+                        stack.enter_context(writes)
                     if through_stash:
                         stack.enter_context(self._stash)
                     elif not for_backward:
                         stack.enter_context(self._stepper.nothing_saved())
                     self.evaluations += 1
-                    return self._stepper.run(number, state, x)
+                    found = self._stepper.run(number, state, x)
+                if unseen and writes:
+                    raise UsageError(
+                        f"step {number} had to be begun again, since it asks for what it saved or uses a "
+                        "tensor that was computed outside, and it writes to memory from outside (.grad, "
+                        "statistics), which it has done twice. Let step 0 do what this one does"
+                    )
+                return found
             except Again:
                 random.restore()
                 buffers.put_back()
+                if writes is not None:
+                    writes.undo()
+                unseen = unseen or writes is None
         raise AssertionError("a step is run again twice at most")
 
     def _attach(
@@ -268,7 +282,7 @@ class Loop:
             schedule = _AGAIN
         while self._held[-1][0] > number:
             self._held.pop()
-        with self.surroundings.replaying(), buffers_put_back():
+        with self.surroundings.replaying(), buffers_put_back(), writes_undone():
             at, snapshot = self._held[-1]
             state, random = snapshot.load()
             random.restore()
@@ -291,9 +305,9 @@ class Loop:
         if found.mark != record.mark or found.pattern != record.pattern:
             raise UsageError(
                 f"step {number} did not repeat itself: run again for backward, it returned another state, or "
-                "used other tensors, than before. It must depend on its inputs and torch's random numbers "
-                "alone, and make no leaf that requires a gradient (x.detach().requires_grad_()) and goes into "
-                "its result; no gradient was computed from it"
+                "used other tensors, or numbers for its gradients, than before. It must depend on its inputs "
+                "and torch's random numbers alone, and make no leaf that requires a gradient "
+                "(x.detach().requires_grad_()) and goes into its result; no gradient was computed from it"
             )
         return found
 

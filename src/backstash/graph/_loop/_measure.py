@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from ..._torch.func_transforms import let_transforms_pass
 from ...stash import Stash
 
 __all__ = ["Meter"]
@@ -26,10 +27,14 @@ class Meter:
     @contextmanager
     def counting(self) -> Iterator[None]:
         """Everything that is saved inside goes to the stash."""
+        let_transforms_pass()
         begun = time.perf_counter()
         with torch.autograd.graph.saved_tensors_hooks(self._pack, self._stash.unpack):
             yield
         self.seconds = time.perf_counter() - begun
+
+    def steps_aside(self) -> None:
+        """A transform of ``torch.func`` runs without hooks: what it saves is not counted."""
 
     def _pack(self, tensor: Tensor) -> object:
         if tensor.layout is torch.strided and not (tensor.is_leaf and tensor.requires_grad):

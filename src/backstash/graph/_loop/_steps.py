@@ -59,10 +59,10 @@ class Evaluation:
 
     @property
     def pattern(self) -> int:
-        """Equal for two evaluations that use the same tensors equally often."""
-        return hash(
-            (tuple(self.places), tuple(sorted(repr(self.tokens[k]) for k in self.uses.keys)))
-        )
+        """Equal for two evaluations that use the same tensors equally often, and whose functions keep the same
+        numbers for backward."""
+        used = tuple(sorted(repr(self.tokens[k]) for k in self.uses.keys))
+        return hash((tuple(self.places), used, frozenset(self.uses.constants)))
 
     def only_graph(self) -> Evaluation:
         """Itself, without the tensors."""
