@@ -181,7 +181,7 @@ def variants():
 
 
 def check_recompute(rank, directory):
-    """Of what `fully_shard` has hooks on, the modules inside are run again; itself it is not, which is said."""
+    """Of what `fully_shard` has hooks on, and of the modules inside."""
     for options in ({}, {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)}):
         true = gradients(sharded(**options), rank, nullcontext())
         for inside in (True, False):
@@ -191,9 +191,7 @@ def check_recompute(rank, directory):
                 mine = gradients(model, rank, stash)
             assert all(map(torch.equal, true, mine)), (options, inside)
             stats = stash.stats()
-            assert (stats.recomputed_bytes > 0) == inside, stats
-            said = any("recompute the modules inside the sharded" in each for each in stats.left)
-            assert said != inside, stats.left
+            assert stats.recomputed_bytes > 0, stats
             stash.close()
 
 

@@ -37,7 +37,7 @@ def words(*line: str) -> list[str]:
         (["run", "--budget", ""], ["auto"]),
         (["run", "--keep", ""], ["auto", "unlimited"]),
         (["run", "--keep", "4"], ["4MiB", "4GiB"]),
-        (["run", "--min-bytes", ""], []),
+        (["run", "--min-bytes", ""], ["auto"]),
         (["run", "--malloc", "t"], ["tcmalloc", "tbb"]),
         (["run", "--malloc=t"], ["--malloc=tcmalloc", "--malloc=tbb"]),
         (["run", "--malloc", "=", "t"], ["tcmalloc", "tbb"]),

@@ -223,7 +223,7 @@ def test_the_page_s_plan_says_what_came_beside_what_was_predicted() -> None:
 def test_a_run_within_a_budget_is_advised_about_its_budget(state: str) -> None:
     made = Plan(200 * MIB, state, plain=StepFigures(MIB, 1.0), smallest_budget_bytes=210 * MIB + 1)
     settings = {"budget": 200 * MIB, "plan": None, "keep": 0, "host": "auto", "disk": "/d"}
-    settings |= {"min_bytes": 64 << 10, "inflight": "auto", "prefetch": "auto"}
+    settings |= {"min_bytes": "auto", "inflight": "auto", "prefetch": "auto"}
     figures = {
         "plan": made.as_dict(),
         "settings": settings | {"max_bytes": None},

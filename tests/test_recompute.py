@@ -1264,3 +1264,54 @@ def test_a_graph_keeps_what_runs_again_for_it():
     gc.collect()
     loss.backward()
     assert torch.equal(x.grad, true)
+
+
+class Lazy(nn.Module):
+    """Kernels that conjugate lazily what they have made: under a dispatch mode PyTorch gets them wrong."""
+
+    def forward(self, x):
+        return torch.linalg.pinv(torch.complex(x, x.flip(0) * 1.5)).abs()
+
+
+def test_lazy_conjugation_inside_a_kernel():
+    x = torch.randn(6, 6, dtype=torch.float64, requires_grad=True)
+    net = Lazy()
+    want = torch.autograd.grad(net(x * 1).sum(), x)
+    stash = stash_of()
+    with stash.recompute(net):
+        for _ in range(2):
+            assert are_same(torch.autograd.grad(net(x * 1).sum(), x), want)
+    assert stash.stats().recomputed_bytes > 0
+
+
+@pytest.mark.parametrize("values", [torch.linalg.svdvals, torch.linalg.eigvalsh, torch.linalg.cond])
+def test_values_that_have_other_bits_under_a_mode_raise(values):
+    class Net(nn.Module):
+        def forward(self, x, matrix):
+            return (x * values(matrix).sum()).sin().exp()
+
+    x, matrix = torch.randn(4, 16, requires_grad=True), torch.randn(40, 40)
+    matrix = matrix + matrix.T
+    stash = stash_of()
+    with (
+        stash.recompute(net := Net()),
+        pytest.raises(UsageError, match="other bits while operations"),
+    ):
+        net(x, matrix)
+    assert not dispatch_modes()
+
+
+def test_a_decomposition_without_a_gradient_is_the_program_s_own():
+    class Net(nn.Module):
+        def forward(self, x, matrix):
+            u, s, _ = torch.linalg.svd(matrix)
+            return (x @ (u * s)).sin().exp()
+
+    x, matrix = torch.randn(4, 40, requires_grad=True), torch.randn(40, 40)
+    net = Net()
+    want = torch.autograd.grad(net(x * 1, matrix).sum(), x)
+    stash = stash_of()
+    with stash.recompute(net):
+        for _ in range(2):
+            assert are_same(torch.autograd.grad(net(x * 1, matrix).sum(), x), want)
+    assert stash.stats().recomputed_bytes > 0

@@ -35,7 +35,9 @@ from .._torch.dispatch import (
     innermost_mode,
     pop_mode,
     push_mode,
+    with_lazy_bits,
 )
+from .._torch.mode_bits import ModeBits
 from .._torch.schemas import ALLOCATES, RANDOM, STATISTICS, Operation, operation_of
 from .._torch.storages import free_weak_ref, storage_identity, storage_of, weak_ref
 from .settings import Settings, now
@@ -232,6 +234,7 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._count = self._states = 0
         self._recomputable = recomputable
         self._stream: Any = None
+        self._bits = ModeBits()
         self._settings: Settings = ()
         self.is_recording = True
         self.frame: FrameType | None = None
@@ -277,22 +280,30 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.is_recording = was_recording
 
     def end(self) -> None:
-        """Record no more. What is not needed is let go."""
+        """Record no more. What is not needed is let go.
+
+        Raises:
+            UsageError: see :meth:`ModeBits.look`.
+        """
         self.is_recording = False
         self.recorded = None
         for each in self._outside:
             each.tensor = None
         self._outside.clear()
         self._memories.clear()
+        self._bits.look()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """See ``TorchDispatchMode``."""
         kwargs = kwargs or {}
         operation = operation_of(func)
+        self._bits.look()
         if operation.is_view or not self.is_recording:
-            return func(*args, **kwargs)
+            with with_lazy_bits():
+                return func(*args, **kwargs)
         if any(each is not Tensor and each is not torch.nn.Parameter for each in types):
-            result = func(*args, **kwargs)
+            with with_lazy_bits():
+                result = func(*args, **kwargs)
             self._forget(operation, args, kwargs)
         else:
             result = self._record(func, operation, args, kwargs)
@@ -328,7 +339,9 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
             }
         for each in writes:
             self._begin_write(each)
-        result = func(*args, **kwargs)
+        with with_lazy_bits():
+            result = func(*args, **kwargs)
+            self._bits.saw(func, args, kwargs, result)
         if not reason:
             reason = self._reason_of(operation, args, result)
         key = 0

@@ -24,6 +24,7 @@ __all__ = [
     "push_mode",
     "schema_of",
     "set_grad_enabled",
+    "with_lazy_bits",
     "without_autocast",
     "without_dispatch",
     "without_dispatch_modes",
@@ -87,6 +88,30 @@ without_autocast: Callable[[], AbstractContextManager[Any]] = required(
     "torch._C._DisableAutocast", _REPLAYS
 )
 """A context in which no autocast is in force. Where torch lacks it, it raises ``UsageError``."""
+
+_exclude: Callable[[], Any] = required("torch._C._dispatch_tls_local_exclude_set", _REPLAYS)
+_include: Callable[[], Any] = required("torch._C._dispatch_tls_local_include_set", _REPLAYS)
+_force: Callable[[Any, Any], AbstractContextManager[None]] = required(
+    "torch._C._ForceDispatchKeyGuard", _REPLAYS
+)
+_keys: Any = optional("torch._C.DispatchKeySet", None)
+_key: Any = optional("torch._C.DispatchKey", None)
+_BITS = (
+    _keys(_key.Conjugate) | _keys(_key.Negative) | _keys(_key.ZeroTensor)
+    if _keys and _key
+    else None
+)
+
+
+def with_lazy_bits() -> AbstractContextManager[None]:
+    """Inside ``__torch_dispatch__``: a context in which kernels see lazy conjugation and negation.
+
+    PyTorch excludes their dispatch keys there. A kernel that conjugates what it has made itself, as that of
+    ``linalg.pinv`` does, then reads it unconjugated: its result is wrong under any dispatch mode (seen in
+    torch 2.13).
+    """
+    return _force(_include(), _exclude() - _BITS)
+
 
 set_grad_enabled: Callable[[bool], None] = required("torch._C._set_grad_enabled", _REPLAYS)
 """Sets the grad mode of this thread. Where torch lacks it, it raises ``UsageError``."""

@@ -33,6 +33,8 @@ _ALLOCATIONS = frozenset(
 _OTHER_MEMORY = frozenset(
     ("set_", "resize_", "resize_as_", "_resize_output_", "set_data", "swap_tensors")
 )
+_NOT_REPEATED = frozenset(("linalg_lstsq", "_ctc_loss", "_cudnn_ctc_loss"))
+"""LAPACK's least squares give other bits each time, and what CTC keeps for backward is not written in full."""
 _FILLS = frozenset(("copy_", "fill_", "zero_"))
 """Operations in place that do not read what they write to. So do those with ``out=``."""
 OF_TRAINING = {"native_batch_norm": 5, "cudnn_batch_norm": 5, "miopen_batch_norm": 5}
@@ -91,6 +93,8 @@ class Operation:
             self.reason = _FOREIGN.format(self.name)
         elif self.is_random:
             self.reason = f"{self.name} {RANDOM}"
+        elif base in _NOT_REPEATED:
+            self.reason = f"{self.name} does not give the same bits each time"
         elif base in _OTHER_MEMORY:
             self.reason = _CHANGES_LAYOUT.format(self.name)
         if schema is None:

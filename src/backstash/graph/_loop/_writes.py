@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..._torch.dispatch import TorchDispatchMode
+from ..._torch.dispatch import TorchDispatchMode, with_lazy_bits
 from ..._torch.engine import current_node
+from ..._torch.mode_bits import ModeBits
 from ..._torch.schemas import STATISTICS, operation_of
 from ..._torch.storages import keep_identity, storage_identity, storage_of
 from ..._torch.tensors import is_wrapper_subclass
@@ -33,6 +34,7 @@ class Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
             tuple[Tensor, Tensor, int]
         ] = []  # with what they held, and their versions
         self._seen: set[tuple[Any, ...]] = set()  # what is in these
+        self._bits = ModeBits()
         self._grads: dict[int, tuple[Tensor, Tensor | None]] = {}
 
     @classmethod
@@ -55,12 +57,14 @@ class Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return NotImplemented
         kwargs = kwargs or {}
         operation = operation_of(func)
+        self._bits.look()
         node: Any = current_node()
         if type(node).__name__ == "AccumulateGrad":
             leaf = node.variable
             self._grads.setdefault(id(leaf), (leaf, leaf.grad))
         if operation.is_view:
-            return func(*args, **kwargs)
+            with with_lazy_bits():
+                return func(*args, **kwargs)
         places = operation.writes
         if operation.train_at >= 0 and args[operation.train_at]:
             places = (*places, *STATISTICS)
@@ -69,7 +73,9 @@ class Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for each in given if isinstance(given, (list, tuple)) else (given,):
                 if isinstance(each, Tensor):
                     self._note(each)
-        result = func(*args, **kwargs)
+        with with_lazy_bits():
+            result = func(*args, **kwargs)
+            self._bits.saw(func, args, kwargs, result)
         for each in result if isinstance(result, (list, tuple)) else (result,):
             storage = storage_of(each) if isinstance(each, Tensor) else None
             # What an operation returns for an argument was made by it only if it was not given it.
