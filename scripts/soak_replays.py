@@ -4,9 +4,9 @@
     scripts/soak_replays.py            # each operator in a module under Stash.recompute; a minute
     scripts/soak_replays.py --modes    # each operator under a dispatch mode that does nothing; two minutes
 
-The first form runs each sample input twice: what is let go is compared in the first, and replayed in the second.
-An operator that does not repeat itself in plain PyTorch is left out. The exit status is 1 if gradients differ or
-an error is raised.
+The first form runs each sample input twice: what is let go is compared in the first run, and replayed in the
+second. An operator that does not repeat itself in plain PyTorch is left out. The exit status is 1 if gradients
+differ or an error is raised.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 ``linalg.svdvals`` and ``eigvalsh``, and with them ``cond`` and the norms of singular values, compute vectors,
 too, where a gradient may be wanted or a dispatch mode is active; LAPACK's values then differ in the last bits.
-Of all operators that PyTorch lists for its own tests (``op_db``) these are the ones, each for a tensor that needs
-no gradient (``scripts/soak_replays.py --modes``).
+Of all operators that PyTorch lists for its own tests (``op_db``) these are the ones, each for a tensor that
+needs no gradient (``scripts/soak_replays.py --modes``).
 """
 
 from __future__ import annotations
