@@ -339,7 +339,18 @@ def test_no_mode_of_the_program_sees_it():
 def test_what_a_program_may_take_away_is_copied():
     """A parameter's memory is resized after its use by FSDP: a worker that still read it would read what is
     no memory any more."""
-    norms = torch.nn.ModuleList(torch.nn.LayerNorm(128) for _ in range(LAYERS))
+
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norms = torch.nn.ModuleList(torch.nn.LayerNorm(128) for _ in range(LAYERS))
+
+        def forward(self, x, ws):
+            for norm, w in zip(self.norms, ws, strict=True):
+                x = seen(norm(x) @ w, look)
+            return x
+
+    net = Net()
     with ByHand() as by_hand:
         given = []
 
@@ -349,13 +360,10 @@ def test_what_a_program_may_take_away_is_copied():
 
         with by_hand.stash:
             ws = weights()
-            x = torch.randn(128, 128, requires_grad=True)
-            for norm, w in zip(norms, ws, strict=True):
-                x = seen(norm(x) @ w, look)
-            loss = x.square().sum()
+            loss = net(torch.randn(128, 128, requires_grad=True), ws).square().sum()
         torch.autograd.grad(loss, ws)
         assert given
-        assert not {each.data_ptr() for norm in norms for each in norm.parameters()} & set(given)
+        assert not {each.data_ptr() for each in net.parameters()} & set(given)
 
 
 def test_a_large_parameter_is_not_copied_for_it():

@@ -118,7 +118,10 @@ def _take_out(scope: Scope) -> None:
 
 
 class Hook:
-    """A module hook; an object, so that a model that is saved with it fails by the stash's own words."""
+    """A module hook; an object, so that a model can be copied and pickled with it.
+
+    A copy of the model shares the stash. In a model that was pickled, and is loaded, the hook does nothing.
+    """
 
     def __init__(self, act: Callable[..., None]) -> None:
         self._act = act
@@ -126,6 +129,20 @@ class Hook:
     @untraced
     def __call__(self, *_: object) -> None:
         self._act(call_frame())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Hook:
+        return self
+
+    def __reduce__(self) -> Any:
+        return type(self)._inert, ()
+
+    @classmethod
+    def _inert(cls) -> Hook:
+        return Hook(_do_nothing)
+
+
+def _do_nothing(*_: object) -> None:
+    """What a hook does in a model that was loaded."""
 
 
 class _Removable(Protocol):

@@ -371,9 +371,9 @@ class _RegionHook(Hook):
     The region lives as long as its stash, or a graph that it let go of. Afterwards the hook does nothing.
     """
 
-    def __init__(self, region: Region | None, act: Callable[..., None]) -> None:
+    def __init__(self, region: Region, act: Callable[..., None]) -> None:
         super().__init__(act)
-        self._region = weakref.ref(region) if region is not None else lambda: None
+        self._region = weakref.ref(region)
 
     @untraced
     def __call__(self, *given: Any) -> None:
@@ -381,18 +381,6 @@ class _RegionHook(Hook):
         region = self._region()
         if region is not None:
             self._act(region, call_frame(), *given)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _RegionHook:
-        """A copied module shares the region."""
-        return self
-
-    def __reduce__(self) -> Any:
-        """A module that is pickled, and made again elsewhere, has hooks that do nothing."""
-        return _inert, ()
-
-
-def _inert() -> _RegionHook:
-    return _RegionHook(None, Region._begin)
 
 
 class Region:
