@@ -132,7 +132,6 @@ USED = {
         "torch._C._autograd",
     },
     "host_memory.py": {"_host_emptyCache", "torch._C"},
-    "mode_bits.py": {"_overloadname", "_schema"},
     "module_parts.py": {
         "_buffers",
         "_checkpoint_wrapped_module",

@@ -1315,3 +1315,23 @@ def test_a_decomposition_without_a_gradient_is_the_program_s_own():
         for _ in range(2):
             assert are_same(torch.autograd.grad(net(x * 1, matrix).sum(), x), want)
     assert stash.stats().recomputed_bytes > 0
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_higher_order_operator_inside():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(16, 16)
+
+        def forward(self, x):
+            y = self.layer(x).tanh()
+            return torch.cond(y.sum() > 1e9, torch.sin, torch.cos, (y,)).exp()
+
+    net, x = Net(), torch.randn(4, 16)
+    want = torch.autograd.grad(net(x).sum(), list(net.parameters()))
+    stash = stash_of()
+    with stash.recompute(net):
+        for _ in range(2):
+            assert are_same(torch.autograd.grad(net(x).sum(), list(net.parameters())), want)
+    assert stash.stats().recomputed_bytes > 0

@@ -275,23 +275,18 @@ class Admission:
             return "", _DEFAULT
         return "", _Choice(codec=codec if isinstance(codec, Codec) else _asked(codec, described))
 
-    def may_go(self, tensor: Tensor) -> bool:
-        """Whether a plain tensor may be let go: it is none that stays by default, and on a device of ours.
+    def may_let_go(self, tensor: Tensor) -> bool:
+        """Whether a plain tensor that operations of PyTorch's made may be let go: it is on a device of ours.
 
         It may be smaller than what moves, since nothing is written and read for it, if it is an operation's
         result: of others, as noise that was made for a part of a batch, not every byte may have been written.
         """
-        storage = tensor.untyped_storage()
-        least = (
-            min(self._session.min_bytes, _LEAST_LET_GO)
-            if tensor.requires_grad
-            else self._session.min_bytes
-        )
-        if storage.nbytes() < least or _is_parameter(tensor):
+        least = self._session.min_bytes
+        if tensor.requires_grad:
+            least = min(least, _LEAST_LET_GO)
+        if tensor.untyped_storage().nbytes() < least:
             return False
-        if isinstance(self._session.tiers_of(tensor.device), str):
-            return False
-        return not is_buffer(storage_identity(storage), running_modules())
+        return not isinstance(self._session.tiers_of(tensor.device), str)
 
     def _pack_block(
         self,

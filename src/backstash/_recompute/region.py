@@ -50,7 +50,7 @@ __all__ = ["Region"]
 
 _REFUSED = "not recomputed: "
 _OTHER_BITS = "computed again it has other bits"
-_SAMPLED_BYTES = 16 << 10
+_SAMPLED_BYTES = 4 << 10
 
 
 class Call:
@@ -123,9 +123,11 @@ class Call:
             # A backward in the middle of the forward, whose graph is kept, saves what was handed out to it.
             return self._pack(tensor)
         state = tape.state_of(tensor)
-        if _is_workspace(tensor):
-            state = None
-        if state is None or not self.region.admission.may_go(tensor):
+        if state is None or _is_workspace(tensor):
+            return self._pack(tensor)
+        if state.reason and tensor.requires_grad:  # what may be filled yet is looked at later
+            return self._refuse(tensor, state.reason)
+        if not self.region.admission.may_let_go(tensor):
             return self._pack(tensor)
         planned = self._planned
         if planned is not None and planned.stays_at(number):

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from .._saved.view import reason_to_stay, snapshot
 from .._torch.dispatch import (
-    TorchDispatchMode,
+    SilentMode,
     dispatch_modes,
     innermost_mode,
     pop_mode,
@@ -219,7 +219,7 @@ class Op:
         """Whether its operands are held, and those of what it needs."""
 
 
-class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Tape(SilentMode):
     """Records between :meth:`enter` and :meth:`leave`.
 
     Args:
@@ -241,16 +241,6 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Of the module call that it covers."""
         self.recorded: Callable[[], None] | None = None
         """Called once, after the next operation."""
-
-    @classmethod
-    def is_infra_mode(cls) -> bool:
-        """For PyTorch's compiler: it compiles as if there were no such mode."""
-        return True
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Likewise."""
-        return True
 
     def enter(self) -> None:
         """Record what this thread computes."""

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from .lookup import optional, required
 
 __all__ = [
+    "SilentMode",
     "TorchDispatchMode",  # documented under this private path, and no other: without it, ImportError
     "below_autograd",
     "count_dispatch_modes",
@@ -101,6 +102,28 @@ _BITS = (
     if _keys and _key
     else None
 )
+
+
+class SilentMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A dispatch mode that PyTorch's compiler compiles as if it were not there, and that higher-order operators
+    go through."""
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """Where dynamo asks whether a mode of the program's is active: this is none."""
+        return True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Likewise."""
+        return True
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # Else each call goes through a wrapper; who subclasses this one calls ``leave_untraced``.
+        return False
 
 
 def with_lazy_bits() -> AbstractContextManager[None]:

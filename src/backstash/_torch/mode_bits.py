@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..errors import UsageError
+from .dispatch import schema_of
 from .storages import keep_identity, storage_of
 
 __all__ = ["ModeBits"]
@@ -30,13 +31,14 @@ class ModeBits:
 
     def saw(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """An operation has run."""
-        name = func._schema.name
-        if name not in _FLAG or func._overloadname != "default":
+        schema = schema_of(func)
+        name = schema.name if schema is not None else ""
+        if name not in _FLAG or schema.overload_name:
             return
         matrix = args[0]
         if matrix.requires_grad and torch.is_grad_enabled():
             return
-        names = [each.name for each in func._schema.arguments]
+        names = [each.name for each in schema.arguments]
         given = dict(zip(names, args, strict=False)) | kwargs
         flag = names[_FLAG[name]]
         if given.get(flag, True):

@@ -88,7 +88,7 @@ class Operation:
         self.dropout: tuple[int | str, ...] = ()
         """The arguments that must be 0 for it to draw no random numbers, where it draws no others."""
         self.sums_in_any_order = base in _SUMS_IN_ANY_ORDER
-        self.is_random = torch.Tag.nondeterministic_seeded in func.tags
+        self.is_random = torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
         if schema is None or getattr(func, "namespace", "") != "aten":
             self.reason = _FOREIGN.format(self.name)
         elif self.is_random:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..._torch.dispatch import TorchDispatchMode, with_lazy_bits
+from ..._torch.dispatch import SilentMode, with_lazy_bits
 from ..._torch.engine import current_node
 from ..._torch.mode_bits import ModeBits
 from ..._torch.schemas import STATISTICS, operation_of
@@ -24,7 +24,7 @@ from ..._torch.tensors import is_wrapper_subclass
 __all__ = ["Writes", "writes_undone"]
 
 
-class Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Writes(SilentMode):
     """While it is entered, what is written to memory from outside is noted."""
 
     def __init__(self) -> None:
@@ -36,16 +36,6 @@ class Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._seen: set[tuple[Any, ...]] = set()  # what is in these
         self._bits = ModeBits()
         self._grads: dict[int, tuple[Tensor, Tensor | None]] = {}
-
-    @classmethod
-    def is_infra_mode(cls) -> bool:
-        """For PyTorch's compiler: it compiles as if there were no such mode."""
-        return True
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Likewise."""
-        return True
 
     def __bool__(self) -> bool:
         """Whether anything was written."""
