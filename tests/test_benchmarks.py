@@ -326,6 +326,18 @@ def test_the_bytes_of_packing_and_recomputing_are_counted_and_the_gradients_equa
     assert all(map(float.__ge__, recomputed, both))
 
 
+def test_replays_are_timed_beside_checkpoints_and_the_gradients_equal():
+    command = [sys.executable, "benchmarks/replay.py", "--tiny"]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stderr
+    assert [line.split("|")[1].strip() for line in run.stdout.splitlines() if "|" in line][2:] == [
+        "GPT, dropout",
+        "GPT",
+        "ResNet",
+        "LSTM cell",
+    ]
+
+
 def test_what_is_made_ahead_of_need_is_timed_and_the_gradients_equal():
     command = [sys.executable, "benchmarks/made_ahead.py", "--tiny", "--pairs", "1", "unet"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)

@@ -477,7 +477,7 @@ class Step(nn.Module):
         self.kind = kind
         self.layer, self.head, self.norm = nn.Linear(16, 16), nn.Linear(16, 1), nn.BatchNorm1d(16)
         self.mean = nn.Parameter(torch.zeros(16), requires_grad=False)
-        self.calls = torch.zeros(())
+        self.calls, self.sparse = torch.zeros(()), torch.eye(4).to_sparse()
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.layer(x)
@@ -487,6 +487,11 @@ class Step(nn.Module):
             y = F.batch_norm(y, self.norm.running_mean, self.norm.running_var, training=True)
         elif self.kind == "backward":
             self.head(y.detach()).square().mean().backward()  # type: ignore[no-untyped-call]
+        elif self.kind == "a gradient that is dropped":
+            self.head.zero_grad()
+            self.head(y.detach()).square().mean().backward()  # type: ignore[no-untyped-call]
+        elif self.kind == "a sparse matrix":
+            self.sparse.mul_(0.9)
         elif self.kind == "a frozen parameter":
             with torch.no_grad():
                 self.mean.lerp_(x.mean(0), 0.1)
@@ -500,6 +505,8 @@ KINDS = (
     "a function's statistics",
     "backward",
     "a frozen parameter",
+    "a gradient that is dropped",
+    "a sparse matrix",
     "a counter",
 )
 
@@ -515,7 +522,7 @@ def test_what_a_step_writes_outside_is_written_once(kind: str, forgets: bool) ->
             step.zero_grad()  # what a replay accumulates then is a gradient's first
         y.square().mean().backward()
         grads = [each.grad for each in step.parameters()]
-        return [*grads, *step.buffers(), step.mean.detach(), step.calls]
+        return [*grads, *step.buffers(), step.mean.detach(), step.calls, step.sparse.to_dense()]
 
     for budget in BUDGETS:
         check(run, budget)

@@ -1335,3 +1335,101 @@ def test_a_higher_order_operator_inside():
         for _ in range(2):
             assert are_same(torch.autograd.grad(net(x).sum(), list(net.parameters())), want)
     assert stash.stats().recomputed_bytes > 0
+
+
+class InInference(nn.Module):
+    """Composite operations are not taken apart there."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.layer = nn.BatchNorm1d(16), nn.Linear(16, 16)
+
+    def forward(self, x):
+        with torch.inference_mode():
+            h = self.norm(x.detach())
+        return (self.layer(h.clone()) + x).tanh().exp()
+
+
+class Nested(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+
+    def forward(self, x):
+        h = self.layer(x).tanh()
+        nested = torch.nested.as_nested_tensor([h[:1], h[1:]]).sin()
+        return torch.nested.to_padded_tensor(nested, 0.0).exp()
+
+
+class Compressed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+
+    def forward(self, x):
+        return (torch.eye(4).to_sparse_csr() @ self.layer(x).tanh()).exp()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("make", [InInference, Nested, Compressed])
+def test_tensors_and_modes_that_a_tape_cannot_follow(make):
+    found = []
+    for stash in (None, stash_of()):
+        torch.manual_seed(0)
+        net, x = make(), torch.randn(4, 16, requires_grad=True)
+        with stash.recompute(net) if stash else nullcontext():
+            for _ in range(3):
+                found.append(torch.autograd.grad(net(x * 2).sum(), [x, *net.layer.parameters()]))
+        found.append(list(net.buffers()))
+    assert all(map(are_same, found[:4], found[4:]))
+    assert stash.stats().recomputed_bytes > 0, stash.stats().left
+
+
+def test_a_weight_that_was_changed_unseen_is_told_where_only_parts_are_saved():
+    class Net(nn.Linear):
+        def forward(self, x):
+            left, right = super().forward(x).chunk(2, 1)
+            return left * right
+
+    net, x = Net(16, 16), torch.randn(8, 16)
+    stash = stash_of()
+    with stash.recompute(net):
+        net(x).sum().backward()
+        loss = net(x).sum()
+        net.bias.data.add_(1)
+        with pytest.raises(InplaceError, match="give other bits"):
+            loss.backward()
+
+
+def test_data_in_a_buffer_of_numpy_s_that_is_used_again_is_told():
+    array = np.zeros((600, 64), dtype=np.float32)
+    net = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
+    net[0].weight.requires_grad_(False)  # so that plain PyTorch does not save the data
+    stash = stash_of()
+    with stash.recompute(net):
+        for step in range(2):
+            array[:] = step + 1
+            loss = net(torch.from_numpy(array)).sum()
+            array[500] = 7
+            with pytest.raises(InplaceError, match="data of shape"):
+                loss.backward()
+
+
+def test_a_tape_that_an_interrupt_left_ends_by_itself():
+    class Interrupted(nn.Module):
+        def forward(self, x):
+            raise KeyboardInterrupt
+
+    net = nn.Sequential(nn.Linear(16, 16), Interrupted())
+    stash = stash_of()
+    with stash.recompute(net):
+        with pytest.raises(KeyboardInterrupt):
+            net(torch.ones(4, 16))
+        (tape,) = dispatch_modes()
+        x = torch.ones(4)
+        for _ in range(64):
+            x = x * 1.5
+        assert not tape.is_recording
+        net[1] = nn.Identity()
+        net(torch.ones(4, 16)).sum().backward()
+    assert not dispatch_modes()

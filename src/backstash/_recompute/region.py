@@ -29,7 +29,7 @@ from .._plan.regions import ONCE
 from .._saved.entry import replayed_otherwise
 from .._saved.held import Held
 from .._saved.thread_state import ThreadState
-from .._saved.view import dense, extent_bytes, reason_to_stay
+from .._saved.view import dense, extent_bytes, raw_alias, reason_to_stay
 from .._session import Session
 from .._text import clean
 from .._torch.checkpoints import is_of_checkpoint
@@ -50,7 +50,7 @@ __all__ = ["Region"]
 
 _REFUSED = "not recomputed: "
 _OTHER_BITS = "computed again it has other bits"
-_SAMPLED_BYTES = 4 << 10
+_SAMPLED_BYTES, _SAMPLED_ELEMENTS = 4 << 10, 1024
 
 
 class Call:
@@ -439,14 +439,23 @@ class Region:
         if tensor.device.type != "cpu":
             return None
         low, high = extent_bytes(tensor)
-        if high - low != tensor.nbytes:
-            return None  # others' bytes are between its own
+        if high - low != tensor.nbytes:  # others' bytes are between its own
+            return self._sample_of_parts(tensor, at)
         if at < 0:
             self._samples += 1
             windows = -(-tensor.nbytes // _SAMPLED_BYTES)
             at = self._samples % windows * _SAMPLED_BYTES
         nbytes = min(_SAMPLED_BYTES, tensor.nbytes - at)
         return at, fingerprint(tensor.untyped_storage(), low + at, nbytes)
+
+    def _sample_of_parts(self, tensor: Tensor, at: int) -> tuple[int, object]:
+        if at < 0:
+            self._samples += 1
+            at = self._samples
+        some = raw_alias(tensor)
+        while some.numel() > _SAMPLED_ELEMENTS:
+            some = some[at % len(some)] if some.dim() > 1 else some[:_SAMPLED_ELEMENTS]
+        return at, fingerprint(dense(some).untyped_storage())
 
     def _begin(
         self, frame: FrameType | None, module: nn.Module, args: Any, kwargs: dict[str, Any]

@@ -23,8 +23,9 @@ from .._torch.dispatch import (
     without_function_modes,
 )
 from .._torch.tensors import toggle_bits
+from ..errors import InplaceError
 from .settings import Settings, put
-from .tape import Made, Op, Outside, Place, Scratch, State, tensors_of
+from .tape import Made, Op, Outside, Place, Scratch, State, tensors_of, told
 
 __all__ = ["replay"]
 
@@ -136,6 +137,11 @@ class _Values:
             known = self.held.get(id(operand))
             if known is None:
                 known = self.held[id(operand)] = self._unpack(operand.packed).detach()
+                if operand.told is not None and told(known) != operand.told:
+                    raise InplaceError(
+                        f"data of shape {tuple(known.shape)} that it was given was changed since forward, by "
+                        "what raises no version (NumPy, .data)"
+                    )
             return known
         if kind is Scratch:
             return torch.zeros(operand.place[1], dtype=operand.place[0], device=operand.device)

@@ -28,7 +28,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._saved.view import reason_to_stay, snapshot
+from .._device.fingerprint import fingerprint
+from .._saved.view import extent_bytes, reason_to_stay, snapshot
 from .._torch.dispatch import (
     SilentMode,
     dispatch_modes,
@@ -38,6 +39,7 @@ from .._torch.dispatch import (
     with_lazy_bits,
 )
 from .._torch.mode_bits import ModeBits
+from .._torch.modules import is_running
 from .._torch.schemas import ALLOCATES, RANDOM, STATISTICS, Operation, operation_of
 from .._torch.storages import free_weak_ref, storage_identity, storage_of, weak_ref
 from .settings import Settings, now
@@ -66,6 +68,7 @@ _IN_FUNCTION = "an autograd.Function computed it"
 _OTHER_STREAM = "it was made on another stream"
 _ANY_ORDER = "{} may add in another order each time"
 _MOST_COPIED_BYTES = 64 << 10
+_LOOKED_EVERY = 32  # operations
 
 
 def place_of(tensor: Tensor) -> Place:
@@ -125,9 +128,13 @@ class Memory:
 class Outside:
     """An operand that no replay makes."""
 
-    __slots__ = ("is_lost", "is_random", "packed", "tensor")
+    __slots__ = ("is_lost", "is_random", "kind", "packed", "tensor", "told")
 
-    def __init__(self, tensor: Tensor, *, is_random: bool = False) -> None:
+    def __init__(self, tensor: Tensor, place: Place, *, is_random: bool = False) -> None:
+        self.kind = place, str(tensor.device)
+        """For the key of what is made from it."""
+        self.told: Any = None
+        """The fingerprint of its bytes, where the program may have them elsewhere, as NumPy's."""
         self.is_random = is_random
         """Whether it has random numbers, which mostly pack well: a dropout's noise has two values."""
         self.tensor: Tensor | None = tensor
@@ -287,7 +294,10 @@ class Tape(SilentMode):
         """See ``TorchDispatchMode``."""
         kwargs = kwargs or {}
         operation = operation_of(func)
-        self._bits.look()
+        if self.is_recording:
+            self._bits.look()
+            if not self._count % _LOOKED_EVERY and self.frame and not is_running(self.frame):
+                self.end()  # the forward was left by an interrupt
         if operation.is_view or not self.is_recording:
             with with_lazy_bits():
                 return func(*args, **kwargs)
@@ -467,7 +477,7 @@ class Tape(SilentMode):
     def _memory(self, tensor: Tensor) -> Memory | None:
         """That of ``tensor``, known from now on; ``None``: it has none that can be told apart."""
         storage = storage_of(tensor)
-        if storage is None or tensor.layout is not torch.strided:
+        if storage is None or tensor.layout is not torch.strided or tensor.is_nested:
             return None
         identity = storage_identity(storage)
         memory = self._memories.get(identity)
@@ -504,7 +514,7 @@ class Tape(SilentMode):
         outside = known.get(place) if known is not None else None
         if outside is None:
             is_random = state is not None and state.reason.endswith(RANDOM)
-            outside = Outside(tensor, is_random=is_random)
+            outside = Outside(tensor, place, is_random=is_random)
             self._outside.append(outside)
             if state is not None:
                 if known is None:
@@ -545,6 +555,7 @@ class Tape(SilentMode):
             if each.packed is None and (tensor := each.tensor) is not None:
                 # A buffer may be written before backward, which is no error where it is not saved.
                 is_buffer = _is_small(tensor)
+                each.told = None if is_buffer or each.is_random else told(tensor)
                 each.packed = _copied(tensor) if is_buffer else pack(tensor, each.is_random)
         for op in new:
             op.is_wanted = True
@@ -577,6 +588,20 @@ def _is_small(tensor: Tensor) -> bool:
     if type(tensor) is not Tensor or tensor.requires_grad or reason_to_stay(tensor):
         return False
     return tensor.nbytes <= _MOST_COPIED_BYTES
+
+
+def told(tensor: Tensor) -> Any:
+    """The fingerprint of data that the program has put in: a tensor of the CPU that needs no gradient."""
+    if type(tensor) is not Tensor or tensor.requires_grad or tensor.device.type != "cpu":
+        return None
+    return (
+        None if reason_to_stay(tensor) else fingerprint(tensor.untyped_storage(), *_extent(tensor))
+    )
+
+
+def _extent(tensor: Tensor) -> tuple[int, int]:
+    low, high = extent_bytes(tensor)
+    return low, high - low
 
 
 def _copied(tensor: Tensor) -> tuple[Tensor, int]:
@@ -612,7 +637,7 @@ def _signature(value: Any) -> Any:
     if kind is Made:
         return value.state.key, value.place
     if kind is Outside:
-        return place_of(value.tensor), str(value.tensor.device)
+        return value.kind
     if kind is Scratch:
         return value.place
     if kind is list or kind is tuple:

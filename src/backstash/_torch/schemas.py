@@ -37,7 +37,13 @@ _NOT_REPEATED = frozenset(("linalg_lstsq", "_ctc_loss", "_cudnn_ctc_loss"))
 """LAPACK's least squares give other bits each time, and what CTC keeps for backward is not written in full."""
 _FILLS = frozenset(("copy_", "fill_", "zero_"))
 """Operations in place that do not read what they write to. So do those with ``out=``."""
-OF_TRAINING = {"native_batch_norm": 5, "cudnn_batch_norm": 5, "miopen_batch_norm": 5}
+OF_TRAINING = dict.fromkeys(
+    (
+        "native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm", "batch_norm", "instance_norm",
+        "_batch_norm_impl_index",
+    ),
+    5,
+)  # fmt: skip
 """These write running statistics, their arguments 3 and 4, though no schema says so, if the argument at this
 place is true."""
 _DROPOUTS = ("dropout_p", "dropout")
@@ -93,6 +99,9 @@ class Operation:
             self.reason = _FOREIGN.format(self.name)
         elif self.is_random:
             self.reason = f"{self.name} {RANDOM}"
+        elif func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd):
+            # In inference mode PyTorch does not take it apart, so what it writes inside is not seen.
+            self.reason = f"{self.name} was not taken apart, as in inference mode"
         elif base in _NOT_REPEATED:
             self.reason = f"{self.name} does not give the same bits each time"
         elif base in _OTHER_MEMORY:

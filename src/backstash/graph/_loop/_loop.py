@@ -73,6 +73,9 @@ class Loop:
         """Which states to hold."""
         self._held: list[tuple[int, Snapshot]] = []
         self._records: list[_Record] = []
+        self._accumulated: list[
+            Tensor
+        ] = []  # leaves that a backward inside a step gives gradients to
         self.evaluations = 0
         """How often a step ran, forward's runs included."""
 
@@ -182,6 +185,8 @@ class Loop:
                         stack.enter_context(self._stepper.nothing_saved())
                     self.evaluations += 1
                     found = self._stepper.run(number, state, x)
+                if writes is not None and len(self._records) == number:
+                    self._accumulated = writes.accumulated
                 if unseen and writes:
                     raise UsageError(
                         f"step {number} had to be begun again, since it asks for what it saved or uses a "
@@ -282,7 +287,7 @@ class Loop:
             schedule = _AGAIN
         while self._held[-1][0] > number:
             self._held.pop()
-        with self.surroundings.replaying(), buffers_put_back(), writes_undone():
+        with self.surroundings.replaying(), buffers_put_back(), writes_undone(self._accumulated):
             at, snapshot = self._held[-1]
             state, random = snapshot.load()
             random.restore()

@@ -7,7 +7,8 @@ arguments that they write; what memory held before is kept, and put back when th
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import weakref
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,17 +26,23 @@ __all__ = ["Writes", "writes_undone"]
 
 
 class Writes(SilentMode):
-    """While it is entered, what is written to memory from outside is noted."""
+    """While it is entered, what is written to memory from outside is noted.
 
-    def __init__(self) -> None:
+    Args:
+        leaves: whose gradients are put back, too, whatever becomes of them.
+    """
+
+    def __init__(self, leaves: Iterable[Tensor] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._own: dict[int, object] = {}  # by a storage's identity: what keeps that from another
         self._written: list[
             tuple[Tensor, Tensor, int]
         ] = []  # with what they held, and their versions
-        self._seen: set[tuple[Any, ...]] = set()  # what is in these
+        self._seen: set[Any] = set()  # what is in these
         self._bits = ModeBits()
-        self._grads: dict[int, tuple[Tensor, Tensor | None]] = {}
+        # A step may drop a gradient before it accumulates another: see `accumulated`.
+        self._grads = {id(leaf): (leaf, leaf.grad) for leaf in leaves}
+        self._sparse: dict[int, weakref.ref[Tensor]] = {}
 
     def __bool__(self) -> bool:
         """Whether anything was written."""
@@ -68,6 +75,8 @@ class Writes(SilentMode):
             self._bits.saw(func, args, kwargs, result)
         for each in result if isinstance(result, (list, tuple)) else (result,):
             storage = storage_of(each) if isinstance(each, Tensor) else None
+            if isinstance(each, Tensor) and storage is None and not any(each is a for a in args):
+                self._sparse[id(each)] = weakref.ref(each)
             # What an operation returns for an argument was made by it only if it was not given it.
             if storage is not None and not any(
                 _has(given, storage) for given in (*args, *kwargs.values())
@@ -77,7 +86,15 @@ class Writes(SilentMode):
 
     def _note(self, tensor: Tensor) -> None:
         storage = storage_of(tensor)
-        if storage is None or storage_identity(storage) in self._own:
+        made = self._sparse.get(id(tensor))
+        if (storage is None and made is not None and made() is tensor) or (
+            storage is not None and storage_identity(storage) in self._own
+        ):
+            return
+        if storage is None:  # a sparse tensor
+            if id(tensor) not in self._seen:
+                self._seen.add(id(tensor))
+                self._written.append((tensor, tensor.detach().clone(), tensor._version))
             return
         place = (
             storage_identity(storage),
@@ -90,22 +107,30 @@ class Writes(SilentMode):
             self._seen.add(place)
             self._written.append((tensor, tensor.detach().clone(), tensor._version))
 
+    @property
+    def accumulated(self) -> list[Tensor]:
+        """The leaves that a backward inside has given gradients to."""
+        return [leaf for leaf, _ in self._grads.values()]
+
     def undo(self) -> None:
         """Put back what was there before. A tensor whose version was told of the write is told of this, too."""
         for leaf, grad in self._grads.values():
             leaf.grad = grad
         with torch.no_grad():
             for tensor, before, version in reversed(self._written):
-                (tensor.data if tensor._version == version else tensor).copy_(before)
+                target = tensor.data if tensor._version == version else tensor
+                if target.shape != before.shape:
+                    target.resize_(before.shape)
+                target.copy_(before)
         self._grads.clear()
         self._written.clear()
         self._seen.clear()
 
 
 @contextmanager
-def writes_undone() -> Iterator[None]:
-    """What is written inside to memory from outside is put back at the end."""
-    writes = Writes()
+def writes_undone(leaves: Iterable[Tensor] = ()) -> Iterator[None]:
+    """What is written inside to memory from outside is put back at the end, and the gradients of ``leaves``."""
+    writes = Writes(leaves)
     try:
         with writes:
             yield
