@@ -158,6 +158,7 @@ USED = {
         "torch._C._autograd._push_saved_tensors_default_hooks",
     },
     "schemas.py": {  # operations, by name
+        "_batch_norm_impl_index",
         "_ctc_loss",
         "_cudnn_ctc_loss",
         "_embedding_bag",
