@@ -165,6 +165,7 @@ USED = {
         "_empty_affine_quantized",
         "_index_put_impl_",
         "_resize_output_",
+        "torch._C.DispatchKey.CompositeImplicitAutograd",
     },
     "selective.py": {
         "torch._C.DispatchKey.ADInplaceOrView",
