@@ -165,7 +165,7 @@ USED = {
         "_empty_affine_quantized",
         "_index_put_impl_",
         "_resize_output_",
-        "torch._C.DispatchKey.CompositeImplicitAutograd",
+        "torch._C.DispatchKey",
     },
     "selective.py": {
         "torch._C.DispatchKey.ADInplaceOrView",

@@ -59,6 +59,15 @@ _SUMS_IN_ANY_ORDER = frozenset(
 """On an accelerator these may add in another order each time."""
 
 
+def _is_composite(func: Any) -> bool:
+    """Whether an operation has no kernel, but is made of others."""
+    keys = torch._C.DispatchKey
+    kernels = (keys.CPU, keys.CUDA, keys.CompositeExplicitAutograd)
+    return func.has_kernel_for_dispatch_key(keys.CompositeImplicitAutograd) and not any(
+        map(func.has_kernel_for_dispatch_key, kernels)
+    )
+
+
 class Operation:
     """What is known of one overload."""
 
@@ -99,7 +108,7 @@ class Operation:
             self.reason = _FOREIGN.format(self.name)
         elif self.is_random:
             self.reason = f"{self.name} {RANDOM}"
-        elif func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd):
+        elif _is_composite(func):
             # In inference mode PyTorch does not take it apart, so what it writes inside is not seen.
             self.reason = f"{self.name} was not taken apart, as in inference mode"
         elif base in _NOT_REPEATED:
