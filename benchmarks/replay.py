@@ -125,7 +125,9 @@ def main() -> None:
     options = parser.parse_args()
     rounds = 1 if options.tiny else ROUNDS
     rows = [row(name, *each, rounds) for name, each in models(options.tiny).items()]
-    print(f"{machine()}; torch {torch.__version__}, {torch.get_num_threads()} thread(s)\n")
+    about = machine()
+    print(f"{about.processor}, {about.cores} cores; torch {torch.__version__}, ", end="")
+    print(f"{torch.get_num_threads()} thread(s)\n")
     print(markdown(HEAD, rows))
 
 
