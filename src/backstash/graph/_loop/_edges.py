@@ -214,16 +214,18 @@ def uses_of(outputs: Sequence[Tensor], since: int, known: Callable[[Key], bool])
             elif following not in seen:
                 seen.add(following)
                 ahead.append(following)
-    return Uses(
-        edges, tuple(_constants(node, number_of(node) - since) for node in seen if _is_custom(node))
-    )
+    custom = sorted((each for each in seen if _is_custom(each)), key=number_of)
+    return Uses(edges, tuple(found for each in custom if (found := _constants(each))))
 
 
 def _is_custom(node: Any) -> bool:
     return isinstance(node, BackwardCFunction)
 
 
-def _constants(node: Any, number: int) -> tuple[Any, ...]:
-    plain = (int, float, complex, str, type(None))  # repr tells one NaN from no other
-    found = {name: repr(value) for name, value in vars(node).items() if isinstance(value, plain)}
-    return number, *sorted(found.items())
+def _constants(node: Any) -> tuple[Any, ...]:
+    plain = (int, float, complex, str)  # compared by repr, by which a NaN is itself
+    return tuple(
+        sorted(
+            (name, repr(value)) for name, value in vars(node).items() if isinstance(value, plain)
+        )
+    )

@@ -62,7 +62,7 @@ class Evaluation:
         """Equal for two evaluations that use the same tensors equally often, and whose functions keep the same
         numbers for backward."""
         used = tuple(sorted(repr(self.tokens[k]) for k in self.uses.keys))
-        return hash((tuple(self.places), used, frozenset(self.uses.constants)))
+        return hash((tuple(self.places), used, self.uses.constants))
 
     def only_graph(self) -> Evaluation:
         """Itself, without the tensors."""
