@@ -1433,3 +1433,27 @@ def test_a_tape_that_an_interrupt_left_ends_by_itself():
         net[1] = nn.Identity()
         net(torch.ones(4, 16)).sum().backward()
     assert not dispatch_modes()
+
+
+def test_a_frozen_parameter_may_be_written_before_backward():
+    """As a buffer may: plain PyTorch does not save it."""
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.mean = nn.Parameter(torch.zeros(16), requires_grad=False)
+
+        def forward(self, x):
+            return (x + self.mean).sin()
+
+    x, found = torch.randn(4, 16, requires_grad=True), []
+    for stash in (None, stash_of()):
+        net = Net()
+        with stash.recompute(net) if stash else nullcontext():
+            for _ in range(3):
+                loss = net(x).sum()
+                with torch.no_grad():
+                    net.mean.add_(1)
+                found.append(torch.autograd.grad(loss, x)[0])
+    assert are_same(found[:3], found[3:])
+    assert stash.stats().recomputed_bytes > 0

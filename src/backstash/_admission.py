@@ -201,8 +201,6 @@ class Admission:
         if storage is None:
             storage = tensor.untyped_storage()
         modules = running_modules()
-        if thread_state.outer:
-            modules = [*thread_state.outer, *modules]
         reason, choice = self._choose(tensor, storage, modules, thread_state, tiers)
         if packs and not reason and choice is _DEFAULT and self._policy is None:
             choice = _Choice(codec=EXACT)
@@ -440,7 +438,7 @@ class Admission:
                 )
                 session = self._session
                 planner = session.planner_at_work(tiers) if session.planners else None
-                if planner is not None and not (thread_state.runs_again or thread_state.is_tried):
+                if planner is not None:
                     self._allow(planner, thread_state, tensor.device, is_block=False)
             origin.regions[region.key] = weakref.ref(block)
             origin.copied_bytes += region.nbytes
@@ -536,18 +534,10 @@ class Admission:
         planner = session.planner_of(tiers, thread_state) if session.planners else None
         if planner is not None:
             thread_state.may_leave(-1)
-            if planner.regions is not None and (thread_state.runs_again or thread_state.is_tried):
-                # No part of what is planned for: a second run's, or what its region is held by meanwhile.
-                instead = planner.follower.beside(block, again=thread_state.runs_again)
-                choice = _Choice(instead) if choice == _DEFAULT else choice
-                if thread_state.runs_again and choice == _DEFAULT and self._codec is None:
-                    nbytes = planner.follower.may_make_bytes(len(session.thread_states))
-                    thread_state.may_leave(nbytes, tensor.device, session.uses)
-            else:
-                planner.follower.count(block)
-                if choice == _DEFAULT:
-                    choice = self._planned(block, tensor, thread_state, modules, tiers)
-                    self._allow(planner, thread_state, tensor.device)
+            planner.follower.count(block)
+            if choice == _DEFAULT:
+                choice = self._planned(block, tensor, thread_state, modules, tiers)
+                self._allow(planner, thread_state, tensor.device)
         elif session.small_steps and choice == _DEFAULT and self._codec is None:
             storage = tensor.untyped_storage()
             which = storage_identity(storage) + storage.nbytes()

@@ -27,7 +27,6 @@ __all__ = ["Follower"]
 
 _ANCHORS = 4  # blocks that each step begins with, whose uses tell when its backward runs
 _LOOKS = 4  # the part of the memory left that is saved between two looks at it, where all fits
-_MADE_LOOKS = 2  # the same in a second run
 
 
 class Follower:
@@ -166,12 +165,6 @@ class Follower:
         """See :meth:`StepShape.take_rest_as_known`."""
         self._shape.take_rest_as_known()
 
-    def may_make_bytes(self, threads: int) -> int:
-        """The same for what a region saves in its second run, which the plan counts, and backward uses next."""
-        return (
-            -1 if self._recording.is_on else self._guard.part_of_what_is_left(_MADE_LOOKS, threads)
-        )
-
     def choose(self, block: Block, tensor: Tensor) -> str:
         """The tier that a block goes to at once; ``""``: it stays, as far as the limit allows."""
         self._look_after(block.nbytes)
@@ -194,12 +187,6 @@ class Follower:
     def instead(self) -> str:
         """The tier of a block that was to be recomputed or packed and cannot be; ``""``: it stays."""
         return self._tier or ""
-
-    def beside(self, block: Block, *, again: bool) -> str:
-        """The tier of a block that no plan knows: a second run's stays as far as the limit allows (``again``);
-        one of a region that is first to be tried, moves."""
-        self._look_after(block.nbytes)
-        return "" if again else self.instead
 
     # Per forward of a module that may run again.
 

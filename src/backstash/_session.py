@@ -285,7 +285,7 @@ class Session:
         small_steps = self.small_steps.get(block.number)
         if small_steps is not None and (left := thread_state.take_used_bytes()):
             small_steps.saved(left, is_block=False)  # in the step that ends here, if one does
-        self.predictor.add(block, thread_state.apart)
+        self.predictor.add(block)
         if self._followed != self.predictor.passes:
             self._begin_step()
         windows = self.device_tiers[block.number].windows

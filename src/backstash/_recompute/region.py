@@ -473,7 +473,7 @@ class Region:
         if inside or self.session.section.is_nested():
             return
         began = self.session.region_hook_begins()  # a step may begin here, which takes its time
-        running = [*thread_state.outer, *running_modules(frame)]
+        running = running_modules(frame)
         planned = Planned.of(self, running, _device_used(module, args))
         reason = _reason_against()
         if reason:

@@ -585,7 +585,8 @@ def _outside(tensor: Tensor) -> State:
 
 def _is_small(tensor: Tensor) -> bool:
     """Whether it is copied rather than held, so that it may be written."""
-    if type(tensor) is not Tensor or tensor.requires_grad or reason_to_stay(tensor):
+    is_plain = type(tensor) in (Tensor, torch.nn.Parameter)
+    if not is_plain or tensor.requires_grad or reason_to_stay(tensor):
         return False
     return tensor.nbytes <= _MOST_COPIED_BYTES
 

@@ -103,15 +103,8 @@ class AccessPredictor(Generic[_B]):
         self._is_begun = False  # the current one, before its first block
         self._learned: OrderedDict[int, AccessHistory] = OrderedDict()
 
-    def add(self, block: _B, apart: ForwardPass[_B] | None = None) -> None:
-        """A new block; the first one after a backward begins a new pass. ``apart``: the pass it is of, where
-        that is a part of a backward."""
-        if apart is not None:
-            block.cleanup.serial = self._blocks
-            self._blocks += 1
-            block.forward_pass, block.index = apart, len(apart.blocks)
-            apart.blocks.append(weakref.ref(block))
-            return
+    def add(self, block: _B) -> None:
+        """A new block; the first one after a backward begins a new pass."""
         if self._current.seen:
             self._conclude(self._current)
             self._current = ForwardPass(self._current)

@@ -70,21 +70,17 @@ class ThreadState:
         "allowed_bytes",
         "allowed_on",
         "allowed_until",
-        "apart",
         "expecting",
         "fitting_bytes",
         "fitting_saves",
         "fitting_storages",
         "granted_bytes",
-        "is_tried",
         "large_bytes",
         "latest",
         "nested_bytes",
         "nested_saves",
         "off_pass",
         "operation",
-        "outer",
-        "runs_again",
         "saves",
         "scopes",
         "small_bytes",
@@ -110,14 +106,6 @@ class ThreadState:
         """While recomputing is learnt, the newest blocks and the memory they were saved from: an operation's
         input, which may have left, is there until what was computed from it is saved."""
         self.operation = 0  # the graph's next sequence number when the last of them was saved
-        # While a region's forward runs again: that it does, the modules around it (outermost first), and the
-        # forward pass that its blocks are of.
-        self.runs_again = False
-        self.is_tried = (
-            False  # a region's, which the plan says runs again, and which may have to be held
-        )
-        self.outer: list[Any] = []
-        self.apart: Any = None
         self.saves = self.small_saves = self.small_bytes = 0  # see Counts
         self.nested_saves = self.nested_bytes = 0
         self.fitting_saves = self.fitting_bytes = 0
