@@ -27,6 +27,8 @@ def test_the_signature_is_the_contract():
         "host": "auto",
         "disk": None,
         "policy": None,
+        "recompute": "auto",
+        "verify": "auto",
         "codec": None,
         "min_bytes": "auto",
         "inflight": "auto",

@@ -161,7 +161,6 @@ ASKED = {
     ("_saved/handout.py", "_Guard"): "metadata of one of autograd's nodes",
     ("_saved/handout.py", "_Loan"): "metadata of one of autograd's nodes",
     ("_tiers/packing.py", "Encoded"): "what a user's codec returned",
-    ("_torch/made_by.py", "Operation"): "an operand, which autograd holds or which is computed",
     ("graph/_functions.py", "Store"): "the caller's",
     ("graph/_loop/_call.py", "Schedule"): "the caller's",
     ("graph/_loop/_state.py", "_Place"): "a leaf of the caller's tree",

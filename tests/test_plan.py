@@ -50,11 +50,23 @@ def memory(monkeypatch):
     return CountedMemory(monkeypatch)
 
 
+class OwnErf(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.erf()
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        return x.square().neg_().exp_().mul_(2 / math.sqrt(math.pi)).mul_(grad)
+
+
 class Erf(nn.Module):
     """Cannot be computed again, nor packed."""
 
     def forward(self, x):
-        return x.erf()
+        return OwnErf.apply(x)
 
 
 class Sine(nn.Module):
@@ -1782,7 +1794,7 @@ def test_without_a_disk_larger_steps_than_were_measured_are_recomputed(memory, r
 
 def test_without_a_disk_modules_that_run_again_are_left_out_of_the_plan(memory):
     """The plan is for the rest: what they are given, and what a second run saves."""
-    net = nn.Sequential(*(model()[:4] for _ in range(8)))  # 32 blocks of 1 MiB
+    net = nn.Sequential(*(model(Sine)[:4] for _ in range(8)))  # 32 blocks of 1 MiB
     true = step(net, nullcontext())
     budget = OTHER + 17 * MIB
     stash = memory(budget=budget)
@@ -1910,9 +1922,9 @@ def test_a_plan_s_replay_that_is_refused_moves_instead(memory, tmp_path):
     for _ in range(2):
         assert torch.equal(step(model(Sine), other), true)
     stats = other.stats()
-    assert stats.recomputed_bytes  # three of four sines in a row
+    assert stats.recomputed_bytes  # four of five sines in a row
     assert stats.written_bytes
-    assert any("more than 4" in reason for reason in stats.left)
+    assert any("of at most 4" in reason for reason in stats.left)
     other.close()
 
 

@@ -79,7 +79,7 @@ def sizes(generator, parts=16):
 def test_experts_whose_rows_change_at_each_step_follow_the_plan(memory, tmp_path, monkeypatch):
     net = Mixture(sizes(torch.Generator().manual_seed(0)))
     plain = Mixture(sizes(torch.Generator().manual_seed(0)))
-    stash = memory(budget=BUDGET, disk=tmp_path)
+    stash = memory(budget=BUDGET, disk=tmp_path, recompute=False)
     chosen, choose = [], Choices.next
 
     def choose_and_note(*arguments, **options):

@@ -620,7 +620,7 @@ def test_an_interrupt_in_a_replay_leaves_a_graph_that_works(monkeypatch):
         net(x).sum().backward()
         net.zero_grad()
         loss = net(x).sum()
-        run, calls = replays._Values.run, []
+        run, calls = replays.Values.run, []
 
         def interrupted(self, op):
             calls.append(op)
@@ -628,7 +628,7 @@ def test_an_interrupt_in_a_replay_leaves_a_graph_that_works(monkeypatch):
                 raise KeyboardInterrupt
             run(self, op)
 
-        monkeypatch.setattr(replays._Values, "run", interrupted)
+        monkeypatch.setattr(replays.Values, "run", interrupted)
         torch.manual_seed(5)
         before = [each.clone() for each in net.buffers()]
         with pytest.raises(KeyboardInterrupt):

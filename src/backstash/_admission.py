@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from types import FrameType
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -21,8 +22,7 @@ from ._saved.view import StridedRegion, raw_alias, reason_to_stay, snapshot
 from ._session import Session
 from ._text import shown
 from ._tiers.device_tiers import DeviceTiers
-from ._tiers.packing import Packer
-from ._tiers.replay import Replay, replay_of
+from ._tiers.packing import Packer, Replay
 from ._torch.modules import is_buffer, is_parameter, module_path, running_modules
 from ._torch.storages import storage_identity
 from ._torch.tensors import is_wrapper_subclass, wait_for_collective
@@ -52,6 +52,24 @@ _REVIEWED_AT_ONCE = 2  # blocks that are expected again, at each new one
 _PARAMETER = "a parameter or another leaf that requires a gradient, or a view of one"
 
 
+class Recorder(Protocol):
+    """What records operations where something may be recomputed: see :mod:`backstash._recompute.recorder`."""
+
+    def saves(self, thread_state: ThreadState) -> Any:
+        """A tensor is about to be saved: the tape that is on, or ``None``."""
+
+    def replay_of(
+        self, tensor: Tensor, thread_state: ThreadState, *, unsaved: bool = True
+    ) -> tuple[Replay | None, str]:
+        """How the storage of ``tensor`` can be computed again; or ``None``, and why it cannot."""
+
+    def entered(self, thread_state: ThreadState, frame: FrameType | None) -> None:
+        """This thread enters a context of the stash; ``frame``: of a module's call."""
+
+    def left(self, thread_state: ThreadState) -> None:
+        """This thread has left one."""
+
+
 class _Choice(NamedTuple):
     """What is done with a tensor that may move."""
 
@@ -73,6 +91,7 @@ class Admission:
         session: of the stash.
         policy: that is asked for each tensor; ``None``: the default.
         codec: for what the default moves, or that is asked which.
+        recorder: of what is computed, where something may be recomputed.
     """
 
     def __init__(
@@ -81,10 +100,12 @@ class Admission:
         *,
         policy: Policy | None,
         codec: CodecChoice | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
         self._session = session
         self._policy = policy
         self._codec = codec
+        self.recorder = recorder
         self.hooks_off = HooksOff(session)
         self.closed = False
         self.begin_anew()
@@ -150,6 +171,10 @@ class Admission:
         self, tensor: Tensor, thread_state: ThreadState, storage: torch.UntypedStorage
     ) -> object:
         """While a step is measured: what this takes is no computing."""
+        if thread_state.tape is not None:
+            seconds = thread_state.tape.take_seconds()
+            for planner in self._session.planners.values():
+                planner.recording_took(seconds)
         began = self._session.hook_begins(tensor.device)
         try:
             return self._pack_large(tensor, thread_state, storage)
@@ -161,6 +186,23 @@ class Admission:
         return lambda tensor: self._pack_large(tensor, thread_state, packs=True)
 
     def _pack_large(
+        self,
+        tensor: Tensor,
+        thread_state: ThreadState,
+        storage: torch.UntypedStorage | None = None,
+        *,
+        packs: bool = False,
+    ) -> object:
+        recorder = self.recorder
+        tape = recorder.saves(thread_state) if recorder is not None else None
+        if tape is None:
+            return self._pack_untaped(tensor, thread_state, storage, packs=packs)
+        with tape.aside():
+            packed = self._pack_untaped(tensor, thread_state, storage, packs=packs)
+            tape.tell_packed(tensor, packed)
+            return packed
+
+    def _pack_untaped(
         self,
         tensor: Tensor,
         thread_state: ThreadState,
@@ -263,8 +305,9 @@ class Admission:
             return "a module's buffer, or a view of one", _DEFAULT
         if recomputes:
             self._recomputes = True
-            mark, latest = self._session.reclaim_queue.mark, thread_state.latest
-            replay, reason = replay_of(tensor, mark, latest, modules)
+            replay, reason = None, "recompute=False"
+            if self.recorder is not None:
+                replay, reason = self.recorder.replay_of(tensor, thread_state)
             if replay is not None:
                 return "", _Choice(replay=replay)
             with self._session.section.lock:
@@ -369,11 +412,12 @@ class Admission:
     def _hold_latest(
         self, thread_state: ThreadState, packer: Packer, block: weakref.ref[Block], alias: Tensor
     ) -> None:
-        """Hold the memory of a new block until the next four are saved, in the first forward pass, and in each
-        after one in which a replay was asked for that is not known to be exact."""
+        """Hold the memory of a new block until the next four are saved, in the first forward pass, and once a
+        replay was asked for that is not known to be exact until the end of the next pass."""
         if self._pass != self._session.predictor.passes:
             self._pass = self._session.predictor.passes
             self._holds_latest, packer.met_unknown = packer.met_unknown, False
+        self._holds_latest = self._holds_latest or packer.met_unknown
         if self._holds_latest and thread_state.scopes:
             thread_state.latest.append((block, alias))
 
@@ -591,8 +635,9 @@ class Admission:
         if tier not in ("recompute", "pack") and not planner.asks_prices:
             return _Choice(tier)
         self._recomputes = True
-        mark, latest = self._session.reclaim_queue.mark, thread_state.latest
-        replay, _ = replay_of(tensor, mark, latest, modules, unsaved=False)
+        replay: Replay | None = None
+        if self.recorder is not None:
+            replay, _ = self.recorder.replay_of(tensor, thread_state, unsaved=False)
         if planner.asks_prices:
             paused = planner.pause()
             block.dtype = tensor.dtype

@@ -184,6 +184,15 @@ class Follower:
         return "recompute" if self._must_recompute(block) else ""
 
     @property
+    def recomputes(self) -> bool:
+        """Whether the plan has blocks recomputed, or may have to."""
+        if self.choices is None:
+            return False
+        if self._shape.is_larger or self._shape.expects_larger:
+            return True
+        return self.plan.state != "left alone" and (self._tier is None or self.choices.recompute)
+
+    @property
     def instead(self) -> str:
         """The tier of a block that was to be recomputed or packed and cannot be; ``""``: it stays."""
         return self._tier or ""

@@ -121,6 +121,7 @@ class Planner:
         self._links, self._costs = Links(0.0, 0.0), Costs()
         self._corrections = Corrections()
         self._anew_bytes = 0  # that were given back before this step
+        self._recording_seconds = 0.0  # of operations, which is in the price of no block yet
         self._exceeding = 0  # steps under a plan that exceeded the budget
         self.notes: dict[str, None] = {}
         self._too_small: str | None = None  # of these, that the budget cannot be kept
@@ -653,6 +654,14 @@ class Planner:
             self.follower.choices is None and len(self._first_steps.records) == 1
         )
 
+    def may_recompute(self, *, has_ended: bool) -> bool:
+        """Whether something may be recomputed of what is saved now; ``has_ended``: of the step that begins with
+        the next block."""
+        if self.asks_prices or self.follower.recomputes:
+            return True
+        measured = self._recording.is_on and self.follower.choices is None
+        return has_ended and measured and not self._first_steps.records
+
     def pause(self) -> Any:
         """What is done until :meth:`was_priced` or :meth:`resume` is given what this returns is no part of the
         step."""
@@ -664,7 +673,18 @@ class Planner:
         ``prices``: what each takes; ``None`` where the block cannot be held so.
         """
         self._meter.resume(paused)
+        again = prices.get("recompute")
+        if again is not None:  # what is recomputed has to be recorded
+            seconds, self._recording_seconds = self._recording_seconds, 0.0
+            again = replace(again, save_seconds=again.save_seconds + seconds)
+            prices = {**prices, "recompute": again}
         self._recording.tell_prices(block.cleanup.serial, prices)
+
+    def recording_took(self, seconds: float) -> None:
+        """So long operations were recorded since the last block: in a measured step, that is no computing."""
+        if self._device is None and self.asks_prices:
+            self._recording_seconds += seconds
+            self._meter.resume(time.perf_counter() - seconds)
 
     # And of forwards of modules that may run again.
 

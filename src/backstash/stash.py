@@ -16,7 +16,7 @@ import sys
 import threading
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -43,6 +43,7 @@ from ._text import clean, html_text, shown
 from ._tiers.device_tiers import DeviceTiers, TierConfig
 from ._tiers.packing import decode_apart
 from ._tiers.windows import MOST_BYTES
+from ._torch.dispatch import innermost_mode
 from ._torch.dynamo import leave_untraced
 from ._torch.engine import current_node
 from ._torch.func_transforms import REFUSAL
@@ -125,6 +126,13 @@ class Stash:
             says.
         plan: a :class:`~backstash.plan.Plan`, or the file of one: it is followed from the first step on, and
             nothing is measured.
+        recompute: what a budget may have computed again. ``"auto"``: whatever PyTorch's operations made, in
+            modules and outside. Modules: what they save, as :meth:`recompute` does it, without a budget too.
+            ``False``: nothing, whatever a policy answers.
+        verify: how it is known that what is computed again has the bits that were let go. The first time that
+            certain operations on certain shapes are, the result is compared. ``"auto"``: later on the CPU
+            compares a fingerprint, of all bytes of a tensor that a policy or plan has let go, and of up to 4
+            KiB of one that :meth:`recompute` has. ``"always"``: of all bytes of each. ``"first"``: of none.
         strict: raise :class:`~backstash.errors.BudgetError` where a step exceeds a budget that no plan can
             keep, or three steps exceed one that a plan was to keep. Default ``False``.
 
@@ -163,6 +171,8 @@ class Stash:
         on_full: Literal["keep", "raise"] = "keep",
         name: str | None = None,
         plan: str | os.PathLike[str] | Plan | None = None,
+        recompute: Literal["auto", False] | nn.Module | Iterable[nn.Module] = "auto",
+        verify: Literal["auto", "always", "first"] = "auto",
         strict: bool = False,
     ) -> None:
         most: int | str | None = of_this_rank(budget, "budget")
@@ -192,6 +202,9 @@ class Stash:
             )
         if not (isinstance(on_full, str) and on_full in ("keep", "raise")):
             raise UsageError(f'on_full={shown(on_full)}: allowed are "keep" and "raise"')
+        if not (isinstance(verify, str) and verify in ("auto", "always", "first")):
+            raise UsageError(f'verify={shown(verify)}: allowed are "auto", "always" and "first"')
+        named = _modules_of(recompute)
         self.name = name
         least = (
             None if min_bytes == "auto" else parse_bytes(min_bytes, name="min_bytes", also=_AUTO)
@@ -237,7 +250,15 @@ class Stash:
             planner_for=planner_for,
             min_bytes=least,
         )
-        self._admission = Admission(self._session, policy=policy, codec=codec)
+        recorder = None
+        is_planned = most is not None or plan is not None
+        if recompute is not False and (policy is not None or is_planned):
+            from ._recompute.recorder import Recorder
+
+            recorder = Recorder(self._session, asks=policy is not None, is_marked=verify != "first")
+        self._recorder = recorder
+        self._recomputes, self._verify = recompute is not False, verify
+        self._admission = Admission(self._session, policy=policy, codec=codec, recorder=recorder)
         levels = self._event_log.levels  # which does not own this stash
         # What is being written is counted where its place is reserved.
         self._whole_graph = WholeGraph(
@@ -249,6 +270,8 @@ class Stash:
         # What was let go once, and was the same when it was computed again; and what was not, and why.
         self._compared: tuple[set[int], dict[int, str]] = set(), {}
         _all.add(self)
+        if named:
+            self.recompute(*named)
 
     def _begin(self) -> None:
         """Threads, memory and tiers of this process."""
@@ -337,14 +360,23 @@ class Stash:
                 f"stash {self.name or ''} is closed: make a new one".replace("  ", " ")
             )
         thread_state = self._thread_state()
+        recorder, unpack = self._recorder, self.unpack
+        if recorder is not None:
+            unpack = self._unpack_aside
         if pack is None:
             pack = self._admission.hook(thread_state)
             pack.steps_aside = self._admission.stepped_aside
-        enter_scope(thread_state, pack, self.unpack, frame)
+        else:
+            recorder = None
+        enter_scope(thread_state, pack, unpack, frame)
+        if recorder is not None:
+            recorder.entered(thread_state, frame)
 
     def _leave(self, frame: FrameType | None) -> None:
         thread_state = self._thread_state()
         leave_scope(thread_state, frame)
+        if self._recorder is not None:
+            self._recorder.left(thread_state)
         if self._section.is_nested():
             return
         with self._session.section.lock, self._session.section:
@@ -453,6 +485,10 @@ class Stash:
                 raise UsageError(
                     f"recompute({shown(module)}): allowed are modules, for example recompute(*model.blocks)"
                 )
+        if not self._recomputes:
+            raise UsageError("recompute() of a stash that was made with recompute=False")
+        if self._recorder is not None:
+            self._recorder.only_modules = True
         from ._recompute.region import Region  # which most programs need not load
 
         handles: list[Any] = []
@@ -466,6 +502,7 @@ class Stash:
                 self._leave,
                 self.unpack,
                 *self._compared,
+                verify=self._verify,
             )
             self._regions.add(region)
             handles += [*region.handles, _Region(self._regions, region)]
@@ -541,6 +578,14 @@ class Stash:
             )
             raise _changed(tensor.shape, tensor.dtype, module, tensor._version, version)
         return tensor if type(current_node()) in RETURNS_NONE else hand_out(tensor)
+
+    def _unpack_aside(self, packed: Any) -> Tensor:
+        """As :meth:`unpack`, where what is computed may be recorded."""
+        if innermost_mode() is not None:
+            from ._recompute.tape import leave_for_backward
+
+            leave_for_backward()
+        return self.unpack(packed)
 
     def _look_at_compiled(self, node: object, entry: Entry) -> None:
         if self._whole_graph.has_most(node, entry.block):
@@ -817,6 +862,24 @@ _RUN_LATER = (
     inspect.isgeneratorfunction,
     inspect.isasyncgenfunction,
 )
+
+
+def _modules_of(recompute: object) -> tuple[nn.Module, ...]:
+    """The modules that ``recompute=`` names."""
+    if recompute is False or (isinstance(recompute, str) and recompute == "auto"):
+        return ()
+    if isinstance(recompute, nn.Module):
+        return (recompute,)
+    try:
+        modules: tuple[Any, ...] = tuple(recompute)  # type: ignore[arg-type]
+    except TypeError:
+        modules = ()
+    if not modules or not all(isinstance(each, nn.Module) for each in modules):
+        raise UsageError(
+            f'recompute={shown(recompute)}: allowed are "auto", False, a module, and modules, for example '
+            "recompute=model.blocks"
+        )
+    return modules
 
 
 def _check_planned(budget: object, plan: object, keep: object) -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from saved_programs import program
 from torch import Tensor, nn
 
-from backstash import Action, Stash
+from backstash import Stash
 from backstash.report import SavedReport, saved_report
 from backstash.report._saved.advice import budgets
 from backstash.report._saved.save import Found, Save, Stored
@@ -123,35 +123,6 @@ def test_waste_is_added_up_over_alike_modules() -> None:
         Wasteful()(torch.randn(4, 8, 4096, requires_grad=True))
     assert not any(waste.what.startswith(("two", "zeros", "int")) for waste in unseen.waste)
     loss.backward()
-
-
-def test_what_could_be_computed_again_is_what_a_stash_lets_go() -> None:
-    torch.manual_seed(0)
-    layers = [nn.Linear(256, 256), nn.LayerNorm(256), nn.GELU(), nn.Linear(256, 256), nn.Tanh()]
-    model, x = nn.Sequential(*layers, nn.Linear(256, 256)), torch.randn(512, 256)
-    state = torch.get_rng_state()
-    with saved_report(model) as saved:
-        loss = model(x).sum()
-    stash = Stash(policy=lambda saved: Action("recompute"), min_bytes="64KiB")
-    with stash:
-        expected = model(x).sum()
-    assert saved.again_bytes == stash.stats().recomputed_bytes == 2 * 512 * 256 * 4
-    assert saved.again_seconds > 0
-    assert "could be recomputed, exactly: 1.00 MiB (" in str(saved)
-    assert saved.as_dict()["again_bytes"] == saved.again_bytes
-    assert torch.equal(loss, expected) and torch.equal(state, torch.get_rng_state())
-    with saved_report(model, look=False) as unseen:
-        model(x)
-    assert unseen.again_bytes == 0 and "recomputed, exactly" not in str(unseen)
-
-
-def test_a_result_that_was_written_unseen_could_not_be_computed_again() -> None:
-    x, weight = torch.randn(512, 256, requires_grad=True), torch.randn(256, 256)
-    with saved_report() as saved:
-        y = torch.nn.functional.gelu(x @ weight)
-        y.data.add_(1)
-        y.square()
-    assert saved.again_bytes == 0
 
 
 def test_a_small_part_that_holds_a_large_storage_is_pointed_out(disk_dir: Path) -> None:

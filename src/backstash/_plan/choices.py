@@ -59,10 +59,13 @@ class Choices:
         # this step had so far.
         self._of: dict[str, list[str]] = {}
         self._partly: set[str] = set()  # those of which regions that run again let go
+        self.recompute = False
+        """Whether any block is recomputed by itself."""
         for name, runs in classes:
             anyhow = self._of.setdefault(_without_size(name), [])
             these = self._of[name] = []
             for choice, count in runs:
+                self.recompute = self.recompute or choice == "recompute"
                 if choice == REGION:
                     self._partly.update((name, _without_size(name)))
                 else:

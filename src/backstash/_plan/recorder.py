@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -439,14 +439,18 @@ def _alike(
 
 
 def _offers(record: StepRecord) -> dict[str, dict[str, Option]]:
-    """By class, the options that each of its blocks has, with typical seconds and the most bytes."""
+    """By class, the options that three of four of its blocks have, with typical seconds and the most bytes.
+
+    What made the first blocks of a step may not have been recorded; in the next one it is.
+    """
     members: dict[str, list[dict[str, Option]]] = {}
     for number, group in record.groups.items():
         members.setdefault(group, []).append(record.offers.get(number, {}))
     return {
         group: {
-            name: _common([each[name] for each in offers])
-            for name in set.intersection(*map(set, offers))
+            name: _common([each[name] for each in offers if name in each])
+            for name, count in Counter(itertools.chain(*offers)).items()
+            if 4 * count >= 3 * len(offers)
         }
         for group, offers in members.items()
     }

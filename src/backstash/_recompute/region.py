@@ -95,8 +95,17 @@ class Call:
         self._tries = planned is None or planned.may_try
         self._lock = os.getpid(), threading.RLock()
         self.tape: Tape | None = Tape()
+        self._thread_state = thread_state
+        self._outer: Tape | None = None  # the context's, which it stands in for
 
     # The forward.
+
+    def begin(self, outer: Tape | None) -> None:
+        """Record it; ``outer``: the tape of the context, which sees nothing of it."""
+        assert self.tape is not None
+        self.tape.frame = self.frame
+        self._outer, self._thread_state.tape = outer, self.tape
+        self.tape.enter()
 
     def steps_aside(self) -> None:
         """A transform of ``torch.func`` runs without hooks."""
@@ -225,6 +234,8 @@ class Call:
         tape.leave()
         tape.recorded = None
         self.frame = None
+        _put_back(self._thread_state, self._outer)
+        self._outer = None
         self._note_filled()
         self._settle(tape)
         self.tape = None
@@ -400,6 +411,7 @@ class Region:
         unpack: of the stash.
         known: the keys of the states that were compared, of all regions of the stash.
         refused: likewise of those that were not the same, and why.
+        verify: see :class:`~backstash.Stash`.
     """
 
     def __init__(
@@ -413,7 +425,10 @@ class Region:
         unpack: Callable[[Any], Tensor],
         known: set[int],
         refused: dict[int, str],
+        *,
+        verify: str,
     ) -> None:
+        self._verify = verify
         self._enter, self._leave = enter, leave
         self.session = session
         self.admission = admission
@@ -437,10 +452,15 @@ class Region:
             self.admission.count_left(_REFUSED + reason, nbytes)
 
     def sample(self, tensor: Tensor, at: int = -1) -> tuple[int, object] | None:
-        """A fingerprint of some bytes of a tensor of the CPU, and where; elsewhere each time, or ``at``."""
-        if tensor.device.type != "cpu":
+        """A fingerprint of some bytes of a tensor of the CPU, and where: elsewhere each time, or ``at``; with
+        ``verify="always"`` of all."""
+        if tensor.device.type != "cpu" or self._verify == "first":
             return None
         low, high = extent_bytes(tensor)
+        if self._verify == "always":
+            if high - low == tensor.nbytes:
+                return 0, fingerprint(tensor.untyped_storage(), low, tensor.nbytes)
+            return 0, fingerprint(dense(raw_alias(tensor)).untyped_storage())
         if high - low != tensor.nbytes:  # others' bytes are between its own
             return self._sample_of_parts(tensor, at)
         if at < 0:
@@ -475,9 +495,13 @@ class Region:
         began = self.session.region_hook_begins()  # a step may begin here, which takes its time
         running = running_modules(frame)
         planned = Planned.of(self, running, _device_used(module, args))
+        outer = thread_state.tape
+        if outer is not None:
+            outer.leave()
         reason = _reason_against()
         if reason:
             self.count(reason, 0)
+            _put_back(thread_state, outer)
             return
         pack = self.admission.hook(thread_state)
         inputs: list[Tensor] = []
@@ -490,15 +514,14 @@ class Region:
             packed = [pack(each) for each in inputs]
             if planned.begin() == ONCE:
                 self._enter(frame, Once(pack, self.admission, packed))
+                _put_back(thread_state, outer)
                 return
         call = Call(self, running, thread_state, frame, packed, planned)
         self._enter(frame, call)
-        assert call.tape is not None
-        call.tape.frame = frame
         if planned is not None:
             self.session.hook_took("region hook", began)
             planned.enter([storage_identity(each.untyped_storage()) for each in inputs], packed)
-        call.tape.enter()
+        call.begin(outer)
 
     def _end(self, frame: FrameType | None, module: nn.Module, args: Any, output: Any) -> None:
         leave_stale_tapes()
@@ -510,6 +533,13 @@ class Region:
             self._leave(frame)
         if isinstance(call, Call):
             call.end(in_order=output is not None)
+
+
+def _put_back(thread_state: ThreadState, tape: Tape | None) -> None:
+    """The tape of the context is the thread's again."""
+    thread_state.tape = tape
+    if tape is not None and tape.is_recording:
+        tape.enter()
 
 
 def _reason_against() -> str:

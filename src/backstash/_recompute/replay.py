@@ -7,7 +7,7 @@ itself; running statistics get memory of their own, which is dropped.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -25,9 +25,9 @@ from .._torch.dispatch import (
 from .._torch.tensors import toggle_bits
 from ..errors import InplaceError
 from .settings import Settings, put
-from .tape import Made, Op, Outside, Place, Scratch, State, tensors_of, told
+from .tape import Made, Op, Outside, Place, Scratch, State, argument_of, tensors_of, told
 
-__all__ = ["replay"]
+__all__ = ["Given", "Values", "replay", "run", "view_of"]
 
 
 def replay(targets: Iterable[tuple[State, Place]], unpack: Callable[[Any], Tensor]) -> list[Tensor]:
@@ -38,23 +38,28 @@ def replay(targets: Iterable[tuple[State, Place]], unpack: Callable[[Any], Tenso
         unpack: gives what was held for the tape's operands.
     """
     wanted = list(targets)
-    ops = _leading_to(state for state, _ in wanted)
-    uses = Counter(read.state.number for op in ops for read in op.reads)
-    held_uses = Counter(id(each) for op in ops for each in op.before)
     places: dict[int, list[Place]] = {}
     for state, place in wanted:
         places.setdefault(state.number, []).append(place)
-    values = _Values(places, unpack)
+    values = Values(places, lambda outside: _unpacked(outside, unpack))
+    run(_leading_to(state for state, _ in wanted), values)
+    return [values.found[state.number, place] for state, place in wanted]
+
+
+def run(ops: list[Op], values: Values) -> None:
+    """Call ``ops``, in order, and let go of each value after its last use."""
+    uses = Counter(read.number for op in ops for read in op.reads)
+    held_uses = Counter(id(each) for op in ops for each in op.before)
     with _alone():
-        for settings, run in _runs(ops):
+        for settings, together in _runs(ops):
             with put(settings):
-                for op in run:
+                for op in together:
                     set_grad_enabled(op.is_grad_enabled)
                     values.run(op)
                     for read in op.reads:
-                        uses[read.state.number] -= 1
-                        if not uses[read.state.number]:
-                            values.storages.pop(read.state.number, None)
+                        uses[read.number] -= 1
+                        if not uses[read.number]:
+                            values.storages.pop(read.number, None)
                     for each in op.made:
                         if not uses[each.number]:
                             values.storages.pop(each.number, None)
@@ -62,7 +67,6 @@ def replay(targets: Iterable[tuple[State, Place]], unpack: Callable[[Any], Tenso
                         held_uses[id(outside)] -= 1
                         if not held_uses[id(outside)]:
                             values.held.pop(id(outside), None)
-    return [values.found[state.number, place] for state, place in wanted]
 
 
 def _leading_to(states: Iterable[State]) -> list[Op]:
@@ -88,7 +92,16 @@ def _runs(ops: Iterable[Op]) -> Iterator[tuple[Settings, list[Op]]]:
         yield some[0].settings, some
 
 
-class _Values:
+class Given:
+    """An operand that a replay is given, by its place among them."""
+
+    __slots__ = ("index",)
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+
+class Values:
     """Those of a replay that are alive.
 
     Args:
@@ -96,9 +109,10 @@ class _Values:
         unpack: gives what was held.
     """
 
-    def __init__(self, places: dict[int, list[Place]], unpack: Callable[[Any], Tensor]) -> None:
+    def __init__(self, places: dict[int, list[Place]], unpack: Callable[[Outside], Tensor]) -> None:
         self._places = places
         self._unpack = unpack
+        self.given: Sequence[Tensor] = ()
         self.storages: dict[int, torch.UntypedStorage] = {}
         """By a state's number."""
         self.held: dict[int, Tensor] = {}
@@ -111,8 +125,8 @@ class _Values:
         for each in op.made:
             if each.argument is None:
                 continue
-            before = _argument(op.args, op.kwargs, each.argument)
-            number = before.state.number
+            before = argument_of(op.args, op.kwargs, each.argument)
+            number = before.number
             for place in self._places.get(number, ()):  # it was asked for, and is written now
                 self.found[number, place] = snapshot(self.found[number, place])
         args = [self._value(each) for each in op.args]
@@ -122,26 +136,21 @@ class _Values:
             if each.argument is None:
                 tensor = results[each.result]
             else:
-                tensor = _argument(args, kwargs, each.argument)
+                tensor = argument_of(args, kwargs, each.argument)
             storage = self.storages[each.number] = tensor.untyped_storage()
             for place in self._places.get(each.number, ()):
-                self.found[each.number, place] = _view(storage, tensor.device, place)
+                self.found[each.number, place] = view_of(storage, tensor.device, place)
 
     def _value(self, operand: Any) -> Any:
         kind = type(operand)
         if kind is Made:
-            return _view(self.storages[operand.state.number], operand.state.device, operand.place)
+            return view_of(self.storages[operand.number], operand.device, operand.place)
+        if kind is Given:
+            return self.given[operand.index]
         if kind is Outside:
-            if operand.tensor is not None:  # the forward has not ended
-                return operand.tensor.detach()
             known = self.held.get(id(operand))
             if known is None:
-                known = self.held[id(operand)] = self._unpack(operand.packed).detach()
-                if operand.told is not None and told(known) != operand.told:
-                    raise InplaceError(
-                        f"data of shape {tuple(known.shape)} that it was given was changed since forward, by "
-                        "what raises no version (NumPy, .data)"
-                    )
+                known = self.held[id(operand)] = self._unpack(operand)
             return known
         if kind is Scratch:
             return torch.zeros(operand.place[1], dtype=operand.place[0], device=operand.device)
@@ -150,11 +159,20 @@ class _Values:
         return operand
 
 
-def _argument(args: list[Any], kwargs: dict[str, Any], place: int | str) -> Any:
-    return kwargs[place] if isinstance(place, str) else args[place]
+def _unpacked(outside: Outside, unpack: Callable[[Any], Tensor]) -> Tensor:
+    if outside.tensor is not None:  # the forward has not ended
+        return outside.tensor.detach()
+    value = unpack(outside.packed).detach()
+    if outside.told is not None and told(value) != outside.told:
+        raise InplaceError(
+            f"data of shape {tuple(value.shape)} that it was given was changed since forward, by what raises "
+            "no version (NumPy, .data)"
+        )
+    return value
 
 
-def _view(storage: torch.UntypedStorage, device: torch.device, place: Place) -> Tensor:
+def view_of(storage: torch.UntypedStorage, device: torch.device, place: Place) -> Tensor:
+    """A tensor at ``place`` in a memory."""
     dtype, shape, stride, offset, conj, neg = place
     view = torch.empty(0, dtype=dtype, device=device).set_(storage, offset, shape, stride)
     return toggle_bits(view, conj=conj, neg=neg) if conj or neg else view

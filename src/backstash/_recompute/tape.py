@@ -20,6 +20,8 @@ from __future__ import annotations
 
 import functools
 import sys
+import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -29,6 +31,7 @@ import torch
 from torch import Tensor
 
 from .._device.fingerprint import fingerprint
+from .._saved.entry import Entry, WrapperEntry
 from .._saved.view import extent_bytes, reason_to_stay, snapshot
 from .._torch.dispatch import (
     SilentMode,
@@ -38,13 +41,21 @@ from .._torch.dispatch import (
     push_mode,
     with_lazy_bits,
 )
+from .._torch.engine import in_backward, queue_callback, task_or_none
 from .._torch.mode_bits import ModeBits
 from .._torch.modules import is_running
 from .._torch.schemas import ALLOCATES, RANDOM, STATISTICS, Operation, operation_of
-from .._torch.storages import free_weak_ref, storage_identity, storage_of, weak_ref
+from .._torch.storages import (
+    free_weak_ref,
+    keep_identity,
+    storage_identity,
+    storage_of,
+    weak_ref,
+)
 from .settings import Settings, now
 
 __all__ = [
+    "TOO_FAR",
     "UNSEEN",
     "Made",
     "Op",
@@ -54,6 +65,11 @@ __all__ = [
     "Scratch",
     "State",
     "Tape",
+    "argument_of",
+    "copied",
+    "is_small",
+    "leaf_of",
+    "leave_for_backward",
     "place_of",
     "tensors_of",
 ]
@@ -65,10 +81,13 @@ _CHANGED = "its input was changed in place"
 UNSEEN = "what made it was not seen"
 _SUBCLASS = "a tensor subclass computed it"
 _IN_FUNCTION = "an autograd.Function computed it"
+_PRODUCT = "{} takes long; recompute(module) has it computed again"
+_OTHERWISE = "it is computed in another way while operations are recorded"
 _OTHER_STREAM = "it was made on another stream"
 _ANY_ORDER = "{} may add in another order each time"
 _MOST_COPIED_BYTES = 64 << 10
 _LOOKED_EVERY = 32  # operations
+TOO_FAR = "it is {} operations away from what is held, more than {}"
 
 
 def place_of(tensor: Tensor) -> Place:
@@ -86,7 +105,17 @@ def place_of(tensor: Tensor) -> Place:
 class State:
     """The bytes of a memory between two writes."""
 
-    __slots__ = ("device", "key", "maker", "number", "outside", "reason")
+    __slots__ = (
+        "__weakref__",
+        "depth",
+        "device",
+        "key",
+        "maker",
+        "number",
+        "outside",
+        "reason",
+        "saved",
+    )
 
     def __init__(
         self,
@@ -107,6 +136,11 @@ class State:
         """What the operations that lead to it are, and the shapes of what they are given."""
         self.outside: dict[Place, Outside] | None = None
         """The operands that are held, if it comes to that."""
+        self.depth = 0
+        """How many operations one after another it is away from what is held."""
+        self.saved: Any = None
+        """A weak reference to what holds these bytes, once something does: the block of a stash, or the
+        storage, where autograd holds a tensor as it is."""
 
 
 class Memory:
@@ -128,9 +162,13 @@ class Memory:
 class Outside:
     """An operand that no replay makes."""
 
-    __slots__ = ("is_lost", "is_random", "kind", "packed", "tensor", "told")
+    __slots__ = ("is_lost", "is_random", "kind", "packed", "state", "tensor", "told")
 
-    def __init__(self, tensor: Tensor, place: Place, *, is_random: bool = False) -> None:
+    def __init__(
+        self, tensor: Tensor, place: Place, state: State | None, *, is_random: bool = False
+    ) -> None:
+        self.state = weakref.ref(state) if state is not None else None
+        """That it is, which refers to this; ``None``: its memory cannot be told apart."""
         self.kind = place, str(tensor.device)
         """For the key of what is made from it."""
         self.told: Any = None
@@ -148,10 +186,12 @@ class Outside:
 class Made:
     """An operand that a replay makes."""
 
-    __slots__ = ("place", "state")
+    __slots__ = ("device", "number", "place", "state")
 
     def __init__(self, state: State, place: Place) -> None:
         self.state = state
+        self.number = state.number
+        self.device = state.device
         self.place = place
 
 
@@ -232,18 +272,31 @@ class Tape(SilentMode):
     Args:
         recomputable: asked of the class of each ``torch.autograd.Function`` whose forward runs: whether what it
             computes may be replayed.
+        most: how many operations a state may be away from what is held. Then it holds no tensor but those that
+            the program keeps anyway, and what takes long is not replayed: products of matrices, convolutions
+            and the like. ``None``: any number.
     """
 
-    def __init__(self, recomputable: Callable[[Any], bool] = lambda function: False) -> None:
+    def __init__(
+        self,
+        recomputable: Callable[[Any], bool] = lambda function: False,
+        *,
+        most: int | None = None,
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._memories: dict[int, Memory] = {}
         self._outside: list[Outside] = []
         self._count = self._states = 0
         self._recomputable = recomputable
+        self._task = task_or_none()
+        self._most = most
         self._stream: Any = None
         self._bits = ModeBits()
         self._settings: Settings = ()
+        self._seconds = self._called_seconds = 0.0
         self.is_recording = True
+        self.number = -1
+        """Of the step that it is for, where it is a context's."""
         self.frame: FrameType | None = None
         """Of the module call that it covers."""
         self.recorded: Callable[[], None] | None = None
@@ -293,17 +346,33 @@ class Tape(SilentMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """See ``TorchDispatchMode``."""
         kwargs = kwargs or {}
-        operation = operation_of(func)
-        if self.is_recording:
-            self._bits.look()
-            if not self._count % _LOOKED_EVERY and self.frame and not is_running(self.frame):
-                self.end()  # the forward was left by an interrupt
-        if operation.is_view or not self.is_recording:
-            with with_lazy_bits():
+        if not self.is_recording or task_or_none() != self._task:
+            with (
+                with_lazy_bits()
+            ):  # in a backward, perhaps on another thread: it was not taken off yet
                 return func(*args, **kwargs)
+        began, self._called_seconds = time.perf_counter(), 0.0
+        try:
+            return self._note(func, types, args, kwargs)
+        finally:
+            self._seconds += time.perf_counter() - began - self._called_seconds
+
+    def take_seconds(self) -> float:
+        """What recording took since this was asked last, without the operations themselves."""
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
+
+    # What is seen.
+
+    def _note(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        self._bits.look()
+        if not self._count % _LOOKED_EVERY and self.frame and not is_running(self.frame):
+            self.end()  # the forward was left by an interrupt
+        operation = operation_of(func)
+        if operation.is_view or not self.is_recording:
+            return self._call(func, args, kwargs)
         if any(each is not Tensor and each is not torch.nn.Parameter for each in types):
-            with with_lazy_bits():
-                result = func(*args, **kwargs)
+            result = self._call(func, args, kwargs)
             self._forget(operation, args, kwargs)
         else:
             result = self._record(func, operation, args, kwargs)
@@ -312,15 +381,27 @@ class Tape(SilentMode):
             recorded()
         return result
 
-    # What is seen.
+    @property
+    def is_of_context(self) -> bool:
+        """Whether it is of a whole context, and not of one module's forward."""
+        return self._most is not None
+
+    def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
+        began = time.perf_counter()
+        with with_lazy_bits():
+            result = func(*args, **kwargs)
+        self._called_seconds += time.perf_counter() - began
+        return result
 
     def _record(self, func: Any, operation: Operation, args: Any, kwargs: Any) -> Any:
         reason = operation.reason
         if reason and operation.dropout and operation.is_random:
-            if not any(_argument(args, kwargs, each) for each in operation.dropout):
+            if not any(argument_of(args, kwargs, each) for each in operation.dropout):
                 reason = ""
         if not reason and not torch.is_grad_enabled() and not self._may_replay_here():
             reason = _IN_FUNCTION
+        if not reason and operation.is_product and self._most is not None:
+            reason = _PRODUCT.format(operation.name)
         in_training = operation.train_at >= 0 and args[operation.train_at]
         writes, reason = self._writes_of(operation, args, kwargs, reason, in_training=in_training)
         op = Op(func, self._count)
@@ -339,15 +420,19 @@ class Tape(SilentMode):
             }
         for each in writes:
             self._begin_write(each)
+        found = self._call(func, args, kwargs)
         with with_lazy_bits():
-            result = func(*args, **kwargs)
-            self._bits.saw(func, args, kwargs, result)
+            result = self._bits.saw(func, args, kwargs, found, depth=4)
+        if result is not found:
+            reason = reason or _OTHERWISE
         if not reason:
             reason = self._reason_of(operation, args, result)
         key = 0
         if not reason:
             op.settings = self._settings_now(on_accelerator=self._stream is not None)
             key = hash((func, _signature(op.args), _signature(op.kwargs), op.settings))
+            if self._most is not None and (depth := _depth(op)) > self._most:
+                reason = TOO_FAR.format(depth, self._most)
         for each in writes:
             why = reason or (_CHANGED if each.is_statistic else "")
             if each.tensor.untyped_storage().nbytes() != each.nbytes:
@@ -365,7 +450,7 @@ class Tape(SilentMode):
         places = (*operation.writes, *STATISTICS) if in_training else operation.writes
         found: list[_Write] = []
         for place in places:
-            given = _argument(args, kwargs, place)
+            given = argument_of(args, kwargs, place)
             tensors = [*tensors_of(given)]
             if len(tensors) > 1 or (tensors and given is not tensors[0]):
                 reason = reason or f"{operation.name} writes to several tensors"
@@ -401,7 +486,7 @@ class Tape(SilentMode):
             if each.packed is None:
                 each.is_lost = True
             elif each.tensor is not None:
-                each.packed, each.tensor = _copied(each.tensor), None
+                each.packed, each.tensor = copied(each.tensor), None
 
     def _add_results(
         self, operation: Operation, op: Op, result: Any, reason: str, key: int
@@ -431,7 +516,9 @@ class Tape(SilentMode):
             return State(device, reason)  # which keeps nothing of the operation
         number, self._states = self._states, self._states + 1
         op.made.append(Product(number, result, argument))
-        return State(device, reason, key, op, number)
+        state = State(device, reason, key, op, number)
+        state.depth = _depth(op)
+        return state
 
     def _reason_of(self, operation: Operation, args: Any, result: Any) -> str:
         """Why what was computed cannot be replayed, as far as its schema does not tell."""
@@ -457,7 +544,7 @@ class Tape(SilentMode):
 
     def _may_replay_here(self) -> bool:
         """Without gradients: whether no ``autograd.Function`` runs, whose kernels may not all be seen."""
-        frame: FrameType | None = sys._getframe(3)
+        frame: FrameType | None = sys._getframe(4)
         while frame is not None:
             if frame.f_code is _APPLY:
                 return self._recomputable(frame.f_locals.get("cls"))
@@ -514,7 +601,11 @@ class Tape(SilentMode):
         outside = known.get(place) if known is not None else None
         if outside is None:
             is_random = state is not None and state.reason.endswith(RANDOM)
-            outside = Outside(tensor, place, is_random=is_random)
+            outside = Outside(tensor, place, state, is_random=is_random)
+            if self._most is not None and not (
+                leaf_of(tensor) is not None or is_small(tensor, also_trained=True)
+            ):
+                outside.tensor = None
             self._outside.append(outside)
             if state is not None:
                 if known is None:
@@ -524,6 +615,32 @@ class Tape(SilentMode):
         return outside
 
     # What is asked.
+
+    def tell_packed(self, tensor: Tensor, packed: object) -> None:
+        """The stash has saved ``tensor``, as ``packed``: from now on others can be computed from that."""
+        if type(packed) is not Entry:
+            if type(packed) is not WrapperEntry:
+                self._tell_saved(tensor, None)
+            return
+        block = packed.block
+        source = block.storage_version
+        is_whole = block.origin is source and not source.is_parted and packed.source is source
+        if is_whole and block.rounds is None and packed.check is None:
+            self._tell_saved(tensor, block)
+
+    def _tell_saved(self, tensor: Tensor, block: Any) -> None:
+        """The stash holds ``tensor``: as ``block``, which is all of its memory, or as it is (``None``)."""
+        memory = self._memory(tensor)
+        if memory is None or memory.state.reason == ALLOCATES:
+            return
+        state = memory.state
+        state.depth = 0
+        if block is not None:
+            state.saved = weakref.ref(block)
+        elif state.saved is None:
+            state.saved = keep_identity(tensor.untyped_storage())
+        if self._most is not None:
+            state.maker = None  # from now on it is given, and what led to it is not needed
 
     def state_of(self, tensor: Tensor) -> State | None:
         """The state of its memory now; ``None``: it was not seen."""
@@ -554,12 +671,42 @@ class Tape(SilentMode):
         for each in outside:
             if each.packed is None and (tensor := each.tensor) is not None:
                 # A buffer may be written before backward, which is no error where it is not saved.
-                is_buffer = _is_small(tensor)
+                is_buffer = is_small(tensor)
                 each.told = None if is_buffer or each.is_random else told(tensor)
-                each.packed = _copied(tensor) if is_buffer else pack(tensor, each.is_random)
+                each.packed = copied(tensor) if is_buffer else pack(tensor, each.is_random)
         for op in new:
             op.is_wanted = True
         return ""
+
+
+class _Leaver:
+    """Takes a tape off when the engine drops what was to be called at the end of a backward: by then it has put
+    back the modes of the thread that called it."""
+
+    def __init__(self, tape: Tape) -> None:
+        self._tape = tape
+
+    def __call__(self) -> None:
+        """See :func:`queue_callback`; the modes are the engine's yet."""
+
+    def __del__(self) -> None:
+        self._tape.leave()
+
+
+def leave_for_backward() -> None:
+    """A node of the graph is about to compute, perhaps inside a context that records: no tape is active while
+    it does, and that of the context ends.
+
+    Some formulas of backward are others where a dispatch mode is active. The engine puts the modes of the
+    thread that called it back for each node, and when it has ended.
+    """
+    if not in_backward():
+        return
+    for tape in [each for each in dispatch_modes() if type(each) is Tape]:
+        if tape.is_of_context and tape.is_recording:
+            queue_callback(_Leaver(tape))
+            tape.end()
+        tape.leave()
 
 
 _APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
@@ -577,16 +724,26 @@ def _wanted(state: State) -> Iterator[Op]:
         todo += [each.state for each in op.reads]
 
 
+def _depth(op: Op) -> int:
+    return 1 + max((each.state.depth for each in op.reads), default=0)
+
+
 def _outside(tensor: Tensor) -> State:
     is_weight = isinstance(tensor, torch.nn.Parameter)
     key = hash((is_weight, place_of(tensor), str(tensor.device)))
     return State(tensor.device, UNSEEN, key)
 
 
-def _is_small(tensor: Tensor) -> bool:
+def leaf_of(tensor: Tensor) -> Tensor | None:
+    """The leaf that requires a gradient, a parameter mostly, that it is or is a view of."""
+    leaf = tensor if tensor._base is None else tensor._base
+    return leaf if leaf.is_leaf and leaf.requires_grad else None
+
+
+def is_small(tensor: Tensor, *, also_trained: bool = False) -> bool:
     """Whether it is copied rather than held, so that it may be written."""
     is_plain = type(tensor) in (Tensor, torch.nn.Parameter)
-    if not is_plain or tensor.requires_grad or reason_to_stay(tensor):
+    if not is_plain or (tensor.requires_grad and not also_trained) or reason_to_stay(tensor):
         return False
     return tensor.nbytes <= _MOST_COPIED_BYTES
 
@@ -605,7 +762,7 @@ def _extent(tensor: Tensor) -> tuple[int, int]:
     return low, high - low
 
 
-def _copied(tensor: Tensor) -> tuple[Tensor, int]:
+def copied(tensor: Tensor) -> tuple[Tensor, int]:
     copy = snapshot(tensor.detach())
     return copy, copy._version
 
@@ -617,7 +774,7 @@ def _version(tensor: Tensor) -> int:
         return 0
 
 
-def _argument(args: Any, kwargs: Any, place: int | str) -> Any:
+def argument_of(args: Any, kwargs: Any, place: int | str) -> Any:
     if isinstance(place, str):
         return kwargs.get(place)
     return args[place] if place < len(args) else None

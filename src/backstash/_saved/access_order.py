@@ -124,6 +124,18 @@ class AccessPredictor(Generic[_B]):
         blocks.append(weakref.ref(block))
 
     @property
+    def is_used(self) -> bool:
+        """Whether backward has used a block of the current pass: the next block begins another."""
+        return bool(self._current.seen)
+
+    @property
+    def next_pass(self) -> int:
+        """The number of the pass that the next block is of."""
+        current = self._current
+        is_on = (current.blocks or self._is_begun) and not current.seen
+        return self.passes if is_on else self.passes + 1
+
+    @property
     def blocks(self) -> int:
         """How many there were, so far: the number of the next one."""
         return self._blocks

@@ -273,7 +273,7 @@ class Block:
         # Called when it is complete, to make it smaller: returns the block that is to move then, or None.
         self.reduce: Callable[[Block], Block | None] | None = None
         self.dtype: torch.dtype  # that it is to be read in, once it is to be made smaller
-        self.depth = 0  # how many operations it is away from what is held
+        self.depth = 0  # how many blocks one after another are recomputed, with this one
         self.rounds: Codec | None = (
             None  # a lossy one, which another save of its storage may not want
         )

@@ -62,6 +62,25 @@ class Entry:
         self.region = region
         self.turn = 0
 
+    @classmethod
+    def at(cls, block: Block, device: torch.device, place: tuple[Any, ...]) -> Entry:
+        """Of a view that nobody has saved, of ``block``, which is a whole storage.
+
+        Args:
+            block: that has the bytes.
+            device: of it.
+            place: the view's type, shape, stride and offset, and its conj and neg bits; empty: all bytes.
+        """
+        all_bytes = (torch.uint8, (block.nbytes,), (1,), 0, False, False)
+        self = object.__new__(cls)
+        self.block, self.source, self.device = block, block.storage_version, device
+        self.dtype, shape, self.stride, offset, self.conj, self.neg = place or all_bytes
+        self.shape = torch.Size(shape)
+        self.offset_bytes = offset * self.dtype.itemsize
+        self.check = self.region = None
+        self.turn = 0
+        return self
+
     @property
     def nbytes(self) -> int:
         """Bytes of the view's elements."""

@@ -214,6 +214,11 @@ class Derivation(ABC):
         """As :meth:`given`, for another thread to use while the program goes on; raises
         :class:`NotAtHandError` where it cannot be had so."""
 
+    def whole(self, given: Any, address: int) -> Tensor | None:
+        """The bytes, in memory of their own that is aligned as ``address`` is, from what :meth:`given`
+        returned. ``None``: they are to be made by :meth:`make`."""
+        return None
+
     @abstractmethod
     def make(self, given: Any, out: Tensor) -> None:
         """Fill ``out``, which has ``dtype`` and one dimension, from what :meth:`given` returned."""

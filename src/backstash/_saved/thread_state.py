@@ -85,6 +85,7 @@ class ThreadState:
         "scopes",
         "small_bytes",
         "small_saves",
+        "tape",
         "thread",
         "times_off",
         "told_bytes",
@@ -105,6 +106,8 @@ class ThreadState:
         self.latest: deque[tuple[weakref.ref[Any], Tensor]] = deque(maxlen=4)
         """While recomputing is learnt, the newest blocks and the memory they were saved from: an operation's
         input, which may have left, is there until what was computed from it is saved."""
+        self.tape: Any = None
+        """What records this thread's operations, where something may be recomputed."""
         self.operation = 0  # the graph's next sequence number when the last of them was saved
         self.saves = self.small_saves = self.small_bytes = 0  # see Counts
         self.nested_saves = self.nested_bytes = 0

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -32,10 +32,35 @@ from ..errors import InplaceError, UsageError
 from ..stores._base import PAGE_BYTES
 from ..stores._buffer_pool import BufferPool, own_memory
 from .making import Maker
-from .replay import Recomputation, Replay
 from .resident import ResidentSet
 
-__all__ = ["Packer", "decode_apart"]
+__all__ = ["Packer", "Replay", "decode_apart"]
+
+
+class Replay(Protocol):
+    """What computes a block again: see :mod:`backstash._recompute.blocks`."""
+
+    depth: int
+    """How many blocks one after another are recomputed, with this one."""
+    is_marked: bool
+    """Whether a fingerprint of the bytes is taken, and compared each time they are made."""
+    sources: tuple[Tensor | None, ...]
+    """The memory that each operand was saved from, where that is alive: to be compared with once."""
+
+    def result(self, values: Sequence[Tensor]) -> Tensor:
+        """Compute it again, from the value of each operand: all elements, as they lie in memory."""
+
+    def key(self, block: Block) -> tuple[Any, ...]:
+        """What decides the bits of the result beside the operands': alike for two replays of one class."""
+
+    def reason_against(self, block: Block) -> str:
+        """Why ``block``, which is complete and in place, cannot be recomputed; ``""``: it can."""
+
+    def given(self) -> list[Tensor] | None:
+        """The values of all operands, where they are in place."""
+
+    def derivation(self, block: Block, fingerprint: Any) -> Derivation:
+        """What makes ``block``, whose bytes have this fingerprint."""
 
 
 class Packer:
@@ -115,7 +140,7 @@ class Packer:
             reason = reason or self._reason_to_doubt(block, replay)
             replay.sources = ()
             alias = block.placement.alias
-            if not reason and alias is not None:
+            if not reason and alias is not None and replay.is_marked:
                 told = self._mark(alias.untyped_storage())
                 reason = "" if told is not None else "no memory to note its bytes in"
         except (torch.OutOfMemoryError, MemoryError):
@@ -123,12 +148,14 @@ class Packer:
         if block.storage_version.changed:
             self._resident.lose(block)
             return None
-        if told is None:
+        if reason:
             block.depth = 0
             return self._refuse(block, f"not recomputed: {reason}")
         if block.saves != block.expected:
             block.fingerprint = told
-        block.placement = Derived(Recomputation(replay, block.dtype, replay.owned(), told))
+            if told is None:
+                block.take_fingerprint(self._device)
+        block.placement = Derived(replay.derivation(block, told))
         self._maker.has_derived = True
         self._resident.leave(block)
         self.recomputed_bytes += block.nbytes
@@ -159,14 +186,11 @@ class Packer:
         """Why ``replay`` of these values is not ``block``; ``""``: it is. Notes the seconds that it took."""
         alias = block.placement.alias
         assert alias is not None
-        low = block.address % PAGE_BYTES
         with without_function_modes(), torch.no_grad(), profiled("replay", block.cleanup.module):
             values = alias.as_strided((block.nbytes // alias.element_size(),), (1,), 0)
-            root = self._memory(low + block.nbytes, alias.device)
-            out = root[low : low + block.nbytes].view(block.dtype)
             began = self._now()
             try:
-                replay.run(given, out)
+                out = replay.result(given)
             except (RuntimeError, TypeError) as error:
                 if isinstance(error, torch.OutOfMemoryError):
                     raise
@@ -357,10 +381,17 @@ class Packer:
         with self._section.lock, self._section:
             if self.has_room is not None:
                 self.has_room(block.nbytes)
-            root = self._memory(low + block.nbytes, entry.device)
         began = time.perf_counter()
         with profiled("unpack", block.cleanup.module):
-            check = _fill(entry, derivation, given, root, low, device)
+            with without_function_modes(), without_dispatch(), torch.no_grad():
+                whole = derivation.whole(given, block.address)
+            if whole is not None:
+                root, low = whole, 0
+                check = _check(entry, derivation, root, low, device)
+            else:
+                with self._section.lock, self._section:
+                    root = self._memory(low + block.nbytes, entry.device)
+                check = _fill(entry, derivation, given, root, low, device)
             if check is not None:
                 self._ask_at_the_end(recomputed_otherwise(entry, derivation), check)
         event_log = self._resident.event_log

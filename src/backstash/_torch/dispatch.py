@@ -20,6 +20,7 @@ __all__ = [
     "count_dispatch_modes",
     "count_function_modes",
     "dispatch_modes",
+    "has_kernels",
     "innermost_mode",
     "pop_mode",
     "push_mode",
@@ -135,6 +136,9 @@ def with_lazy_bits() -> AbstractContextManager[None]:
     """
     return _force(_include(), _exclude() - _BITS)
 
+
+has_kernels: Callable[[str], bool] = optional("torch._C._dispatch_has_kernel", lambda name: False)
+"""Whether the dispatcher knows any kernel of the operator of this name. Where torch lacks the call: no."""
 
 set_grad_enabled: Callable[[bool], None] = required("torch._C._set_grad_enabled", _REPLAYS)
 """Sets the grad mode of this thread. Where torch lacks it, it raises ``UsageError``."""

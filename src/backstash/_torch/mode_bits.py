@@ -4,10 +4,15 @@
 too, where a gradient may be wanted or a dispatch mode is active; LAPACK's values then differ in the last bits.
 Of all operators that PyTorch lists for its own tests (``op_db``) these are the ones, each for a tensor that
 needs no gradient (``scripts/soak_replays.py --modes``).
+
+A mode sees the same operation for ``svd`` as for ``svdvals``. The code of the caller names the function that
+it calls, and who asked for values alone is given what PyTorch computes then. Whether somebody holds the vectors
+when the next operation runs shows whether that was right.
 """
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -21,6 +26,13 @@ __all__ = ["ModeBits"]
 
 _FLAG = {"aten::_linalg_svd": 2, "aten::_linalg_eigh": 2}  # the argument that asks for vectors
 _VALUES = {"aten::_linalg_svd": 1, "aten::_linalg_eigh": 0}  # the result that has the values
+_WITH_VECTORS = frozenset(("svd", "linalg_svd", "eigh", "linalg_eigh", "pinv", "pinverse"))
+_VALUES_ALONE = frozenset(
+    (
+        "svdvals", "linalg_svdvals", "eigvalsh", "linalg_eigvalsh", "cond", "linalg_cond", "norm",
+        "linalg_norm", "matrix_norm", "linalg_matrix_norm", "matrix_rank", "linalg_matrix_rank", "nuclear_norm",
+    )
+)  # fmt: skip
 
 
 class ModeBits:
@@ -28,37 +40,55 @@ class ModeBits:
 
     def __init__(self) -> None:
         self._vectors: list[Any] = []
+        self._wants_vectors = True
 
-    def saw(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """An operation has run."""
+    def saw(self, func: Any, args: Any, kwargs: Any, result: Any, depth: int) -> Any:
+        """An operation has run. Returns its result, or what it would have been without a mode.
+
+        Args:
+            func: the operation.
+            args: that it was given.
+            kwargs: likewise.
+            result: that it returned.
+            depth: of the caller's frame, from this one.
+        """
         schema = schema_of(func)
         name = schema.name if schema is not None else ""
         if name not in _FLAG or schema.overload_name:
-            return
+            return result
         matrix = args[0]
         if matrix.requires_grad and torch.is_grad_enabled():
-            return
+            return result
         names = [each.name for each in schema.arguments]
         given = dict(zip(names, args, strict=False)) | kwargs
         flag = names[_FLAG[name]]
-        if given.get(flag, True):
-            at = _VALUES[name]
-            alone = func(**(given | {flag: False}))[at]
-            if not torch.equal(alone.view(torch.uint8), result[at].view(torch.uint8)):
-                self._vectors = [_weak(each) for place, each in enumerate(result) if place != at]
+        if not given.get(flag, True):
+            return result
+        at = _VALUES[name]
+        alone = func(**(given | {flag: False}))[at]
+        if torch.equal(alone.view(torch.uint8), result[at].view(torch.uint8)):
+            return result
+        self._vectors = [_weak(each) for place, each in enumerate(result) if place != at]
+        called = {*sys._getframe(depth).f_code.co_names}
+        self._wants_vectors = not called & _VALUES_ALONE or bool(called & _WITH_VECTORS)
+        if self._wants_vectors:
+            return result
+        return (*result[:at], alone, *result[at + 1 :])
 
     def look(self) -> None:
         """The next operation is about to run.
 
         Raises:
-            UsageError: nobody has the vectors that were computed, so only the values may have been asked for.
+            UsageError: nobody has the vectors that were computed, so only the values may have been asked for;
+                or somebody has them who seemed to want none.
         """
         vectors, self._vectors = self._vectors, []
-        if vectors and all(each.expired() for each in vectors):
+        if vectors and self._wants_vectors == all(each.expired() for each in vectors):
             raise UsageError(
                 "torch.linalg.svdvals or eigvalsh (also in cond, matrix_rank, norms of singular values) of a "
-                "tensor that needs no gradient has other bits while operations are recorded than without: "
-                "compute it outside of what is recomputed, or outside of checkpoint_loop's step 0"
+                "tensor that needs no gradient has other bits while operations are recorded than without, and "
+                "it was not seen which was called: call it by its name, or outside of what is recomputed or "
+                "planned, or outside of checkpoint_loop's step 0"
             )
 
 

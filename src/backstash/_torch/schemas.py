@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from .dispatch import schema_of
+from .dispatch import has_kernels, schema_of
 
 __all__ = ["ALLOCATES", "OF_TRAINING", "RANDOM", "STATISTICS", "Operation", "operation_of"]
 
@@ -59,8 +59,30 @@ _SUMS_IN_ANY_ORDER = frozenset(
 """On an accelerator these may add in another order each time."""
 
 
+_PRODUCTS = frozenset(
+    (
+        "mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "vdot", "addr", "convolution",
+        "_convolution", "cudnn_convolution", "thnn_conv2d", "_slow_conv2d_forward", "slow_conv3d_forward",
+        "_trilinear", "_cdist_forward", "lstm", "gru", "_cudnn_rnn", "cholesky", "cholesky_inverse",
+        "triangular_solve", "linear",
+    )
+)  # fmt: skip
+_OF_PRODUCTS = (
+    "linalg_", "_linalg_", "_fft_", "mkldnn_", "_scaled_dot_product_", "_flash_attention_",
+    "_efficient_attention_", "_cudnn_attention_", "_thnn_fused_", "conv_",
+)  # fmt: skip
+"""How names of others begin."""
+
+
+def _is_product(base: str) -> bool:
+    """Whether it computes more than a few operations for each element of its result."""
+    return base in _PRODUCTS or base.startswith(_OF_PRODUCTS)
+
+
 def _is_composite(func: Any) -> bool:
     """Whether an operation has no kernel, but is made of others."""
+    if not has_kernels(func.name()):
+        return False  # as sym_size: PyTorch aborts where it is asked for one of these
     keys = torch._C.DispatchKey
     kernels = (keys.CPU, keys.CUDA, keys.CompositeExplicitAutograd)
     return func.has_kernel_for_dispatch_key(keys.CompositeImplicitAutograd) and not any(
@@ -75,6 +97,7 @@ class Operation:
         "dropout",
         "fills",
         "is_allocation",
+        "is_product",
         "is_random",
         "is_view",
         "name",
@@ -97,6 +120,7 @@ class Operation:
         """Those of them that are given by ``out=``."""
         self.is_view = False
         """Whether what it returns has the memory of an argument, and it writes nothing."""
+        self.is_product = _is_product(base)
         self.is_allocation = base in _ALLOCATIONS
         self.fills = base in _FILLS
         self.train_at = OF_TRAINING.get(base, -1)

@@ -72,7 +72,7 @@ class Writes(SilentMode):
                     self._note(each)
         with with_lazy_bits():
             result = func(*args, **kwargs)
-            self._bits.saw(func, args, kwargs, result)
+            result = self._bits.saw(func, args, kwargs, result, depth=2)
         for each in result if isinstance(result, (list, tuple)) else (result,):
             storage = storage_of(each) if isinstance(each, Tensor) else None
             if isinstance(each, Tensor) and storage is None and not any(each is a for a in args):

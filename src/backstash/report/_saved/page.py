@@ -8,7 +8,7 @@ from typing import Any
 from ...units import format_bytes
 from .rows import Row, SavedTensorRow
 from .summary import Details, Summary
-from .text import again_lines, where_of
+from .text import where_of
 
 __all__ = ["as_page", "as_values"]
 
@@ -27,8 +27,6 @@ def as_values(report: Summary, details: Details) -> dict[str, Any]:
         "by_dtype": [_row(row) for row in details.by_dtype],
         "by_kind": [_row(row) for row in report.by_kind],
         "waste": [asdict(each) for each in report.waste],
-        "again_bytes": report.again_bytes,
-        "again_seconds": report.again_seconds,
         "advice": [asdict(each) for each in report.advice],
         "budgets": [asdict(each) for each in details.budgets],
         "notes": list(report.notes),
@@ -81,7 +79,6 @@ def as_page(report: Summary, title: str) -> dict[str, Any]:
         "advice": [asdict(each) for each in report.advice],
         "notes": [
             *(_waste_note(each) for each in report.waste[:20]),
-            *again_lines(report),
             *report.notes,
         ],
     }

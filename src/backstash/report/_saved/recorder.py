@@ -35,13 +35,12 @@ from ..._torch.engine import in_backward
 from ..._torch.func_transforms import let_transforms_pass
 from ..._torch.hook_stack import Pair, current_pair, pop_owned
 from ..._torch.module_parts import own_buffers, own_parameters
-from ..._torch.modules import CALL_CODE, module_path, running_modules
+from ..._torch.modules import CALL_CODE, module_path
 from ..._torch.node_saves import RECOMPUTED
 from ..._torch.pushed_pairs import Pack, Unpack, is_listening, listen, push_unseen, stop_listening
 from ..._torch.trees import tree_leaves
 from ..._torch.versions import Held
 from ...errors import UsageError
-from .again import Again
 from .save import Found, Packed, Save, identities
 from .storages import Storages, existing_tensors
 from .waste import LEAST_BYTES, find_waste
@@ -67,7 +66,6 @@ class Recorder:
         self._base: _Base | None = None
         self._stand_in = self._stand_in_for  # one object, to be found again
         self.found = Found()
-        self._again = Again()
         self._calls = _Calls(model, self._met, self._given, self.found)
 
     # The context.
@@ -190,8 +188,6 @@ class Recorder:
             self.found.not_looked += save.nbytes >= LEAST_BYTES
         elif found[1] < save.nbytes:
             save.waste = found
-        if save.nbytes >= LEAST_BYTES and type(tensor) is Tensor:
-            save.again_seconds = self._again.seconds(tensor, running_modules())
 
 
 class _Base:

@@ -212,17 +212,6 @@ class SavedReport:
         return wasted(self._saves())
 
     @property
-    def again_bytes(self) -> int:
-        """Bytes of saved tensors that their operations computed again with the same bits, each storage once:
-        what ``Action("recompute")`` would let go of."""
-        return sum(save.unique_bytes for save in self._saves() if save.again_seconds is not None)
-
-    @property
-    def again_seconds(self) -> float:
-        """What computing all of them again took, in seconds."""
-        return sum(save.again_seconds or 0.0 for save in self._saves())
-
-    @property
     def advice(self) -> tuple[Advice, ...]:
         """Which stash to use and how much memory it would save, computed from the recorded sizes."""
         self._saves()
@@ -286,8 +275,6 @@ class SavedReport:
             folded_rows=self.folded_rows(),
             by_kind=self.by_kind(),
             waste=self.waste,
-            again_bytes=self.again_bytes,
-            again_seconds=self.again_seconds,
             advice=self.advice if advice else (),
             notes=self.notes,
         )

@@ -44,7 +44,6 @@ class Save:
     """The record of one saved tensor. It holds no tensor, and what autograd holds only by a weak reference."""
 
     __slots__ = (
-        "again_seconds",
         "boundary",
         "device",
         "dtype",
@@ -77,8 +76,6 @@ class Save:
         self.boundary = ""
         # What the values are, and the bytes that would hold them.
         self.waste: tuple[str, int] | None = None
-        # What its operations took to compute it again; None: that is not known.
-        self.again_seconds: float | None = None
         self.held: weakref.ref[Packed] | None = None
 
     def looks_into(self, stored: tuple[Stored, ...]) -> None:

@@ -24,8 +24,6 @@ class Summary:
     folded_rows: tuple[Row, ...]
     by_kind: tuple[Row, ...]
     waste: tuple[Waste, ...]
-    again_bytes: int
-    again_seconds: float
     advice: tuple[Advice, ...]
     """Empty for a table without advice."""
     notes: tuple[str, ...]

@@ -10,7 +10,7 @@ from .rows import Row
 from .summary import Summary
 from .waste import PART, Waste
 
-__all__ = ["again_lines", "as_rich", "as_text", "where_of"]
+__all__ = ["as_rich", "as_text", "where_of"]
 
 _HEAD = ("module", "calls", "saved", "unique", "share", "where")
 _MOST_ROWS = 30
@@ -112,11 +112,6 @@ def _below(report: Summary) -> list[str]:
         if packable:
             gain = sum(each.nbytes - each.could_be_bytes for each in packable)
             lines.append(f'  Stash(policy=lambda saved: Action("pack")): {format_bytes(gain)} less')
-    for line in again_lines(report):
-        lines += ["", line]
-        lines.append(
-            f'  Stash(policy=lambda saved: Action("recompute")): {format_bytes(report.again_bytes)} less'
-        )
     if report.advice:
         lines += ["", "advice:"]
     for each in report.advice:
@@ -124,17 +119,6 @@ def _below(report: Summary) -> list[str]:
     if report.notes:
         lines += ["", *(f"note: {note}" for note in report.notes)]
     return list(map(clean, lines))
-
-
-def again_lines(report: Summary) -> list[str]:
-    """What could be computed again, in a sentence; none where nothing could."""
-    if not report.again_bytes:
-        return []
-    share = report.again_bytes / max(1, report.unique_bytes)
-    return [
-        f"could be recomputed, exactly: {format_bytes(report.again_bytes)} ({share:.0%}), in "
-        f"{report.again_seconds * 1e3:,.3g} ms"
-    ]
 
 
 def _waste_lines(waste: tuple[Waste, ...]) -> list[str]:

@@ -1,0 +1,395 @@
+"""Recomputing one block: the operations that lead to it from what is held anyway, and that are called again.
+
+A :class:`Replay` is a part of a tape. Its *operands* are entries of other blocks, of which the recomputed block
+owns copies; tensors that autograd holds as they are, as parameters; and copies of small ones.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._saved.block import Block
+from .._saved.entry import Entry
+from .._saved.placement import Derivation, NotAtHandError
+from .._saved.view import ALIGNMENT_BYTES, extent_bytes
+from .._torch.dispatch import without_dispatch, without_function_modes
+from .._torch.storages import storage_identity
+from .replay import Given, Values, run, view_of
+from .tape import (
+    UNSEEN,
+    Made,
+    Op,
+    Outside,
+    Place,
+    State,
+    Tape,
+    argument_of,
+    place_of,
+)
+
+__all__ = ["MOST_OPERATIONS", "NOT_HELD", "InPlace", "Replay", "Slice", "slice_of"]
+
+MOST_OPERATIONS = 16
+"""How many operations one after another a block may be away from what was saved before it."""
+MOST_BLOCKS = 4
+"""How many blocks one after another may be recomputed: backward may need all of them at once."""
+_TOO_MANY = "it would be the {}th recomputed one after another, of at most {}"
+NOT_HELD = "what it is computed from is not held"
+_MOST_COPIED_BYTES = 256 * 2**10  # for one replay ahead of need
+
+
+class InPlace:
+    """An operand in memory of the program's, which may take it away and give it back, as FSDP does.
+
+    Args:
+        owner: a tensor that has the memory: a parameter, or an alias of what autograd holds as it is.
+        place: of the operand in the memory that this has when it is asked for.
+    """
+
+    __slots__ = ("_end", "_owner", "_place", "dtype", "shape")
+
+    def __init__(self, owner: Tensor, place: Place) -> None:
+        self._owner = owner
+        self._place = place
+        self.dtype, self.shape = place[0], torch.Size(place[1])
+        meta = torch.empty_strided(place[1], place[2], dtype=self.dtype, device="meta")
+        self._end = extent_bytes(meta)[1] + place[3] * self.dtype.itemsize
+
+    def value(self) -> Tensor | None:
+        """It now; ``None``: its memory is not there."""
+        storage = self._owner.untyped_storage()
+        if self._end > storage.nbytes():
+            return None
+        return view_of(storage, self._owner.device, self._place)
+
+    def data_ptr(self) -> int:
+        """The address of its first element."""
+        begin: int = self._owner.untyped_storage().data_ptr()
+        offset: int = self._place[3]
+        skipped = offset * int(self.dtype.itemsize)
+        return begin + skipped
+
+    def stride(self) -> tuple[int, ...]:
+        """That of the operand."""
+        return tuple(self._place[2])
+
+
+class _NotHeldError(Exception):
+    """An operand is not held."""
+
+
+class Slice:
+    """The operations that lead to one tensor, for which nothing of their tape is needed.
+
+    Args:
+        state: that they make.
+        place: of the tensor.
+        give: makes an operand of a state that is held, and the place in it; of an :class:`Outside`; or returns
+            ``None``, where that is to be computed, too.
+    """
+
+    def __init__(
+        self,
+        state: State,
+        place: Place,
+        give: Callable[[State | None, Place, Outside | None], object | None],
+    ) -> None:
+        self.operands: list[Any] = []
+        self._number, self._place = state.number, place
+        self._give = give
+        self._seeds: dict[
+            int, int
+        ] = {}  # by a state's number: the operand that an operation writes
+        self._ops: list[Op] = []
+        todo, seen = [state.maker], set()
+        while todo:
+            op = todo.pop()
+            if op is None:
+                raise _NotHeldError
+            if op not in seen:
+                seen.add(op)
+                new, before = self._copy_of(op)
+                self._ops.append(new)
+                todo += before
+        self._ops.sort(key=lambda op: op.index)
+        self.name = str(state.maker.func) if state.maker is not None else ""
+        del self._give
+
+    def _copy_of(self, op: Op) -> tuple[Op, list[Op | None]]:
+        """``op`` with what it is given in place of what is held, and the operations that it needs."""
+        new, before = Op(op.func, op.index), list[Op | None]()
+        new.is_grad_enabled, new.settings, new.made = op.is_grad_enabled, op.settings, op.made
+        places = (each.argument for each in op.made)
+        written = [argument_of(op.args, op.kwargs, each) for each in places if each is not None]
+        new.args = [self._operand(each, written, new, before) for each in op.args]
+        for name, each in op.kwargs.items():
+            new.kwargs[name] = self._operand(each, written, new, before)
+        return new, before
+
+    def _operand(self, value: Any, written: list[Any], new: Op, before: list[Op | None]) -> Any:
+        kind = type(value)
+        if kind is list or kind is tuple:
+            return kind([self._operand(each, written, new, before) for each in value])
+        if kind is Outside:
+            state = value.state() if value.state is not None else None
+            given = self._give(state, value.kind[0], value)
+            if given is None:
+                raise _NotHeldError
+            return Given(self._index(given))
+        if kind is not Made:
+            return value
+        is_written = any(each is value for each in written)
+        if value.number not in self._seeds or not is_written:
+            given = self._give(value.state, _FLAT if is_written else value.place, None)
+            if given is not None and not is_written:
+                return Given(self._index(given))
+            if given is not None:
+                self._seeds[value.number] = self._index(given)
+            else:
+                before.append(value.state.maker)
+        made = copy.copy(value)
+        del made.state  # with all that led to it
+        new.reads.append(made)
+        return made
+
+    def _index(self, operand: object) -> int:
+        for at, each in enumerate(self.operands):
+            if each is operand or _is_same(each, operand):
+                return at
+        self.operands.append(operand)
+        return len(self.operands) - 1
+
+    def run(self, given: Sequence[Tensor]) -> Tensor:
+        """The tensor, from the value of each operand."""
+        values = Values({self._number: [self._place]}, _no_outside)
+        values.given = given
+        for number, at in self._seeds.items():
+            values.storages[number] = given[at].clone().untyped_storage()
+        run(self._ops, values)
+        return values.found[self._number, self._place]
+
+
+_FLAT: Place = ()
+"""All of a memory, as a tensor of one dimension."""
+
+
+def _no_outside(outside: Outside) -> Tensor:
+    raise AssertionError("a part of a tape is given all that it needs")
+
+
+def _is_same(one: object, other: object) -> bool:
+    """Whether two operands are the same view of the same memory."""
+    if type(one) is InPlace and type(other) is InPlace:
+        return one._owner is other._owner and one._place == other._place
+    if type(one) is not Entry or type(other) is not Entry or one.block is not other.block:
+        return False
+    return _view_of(one) == _view_of(other)
+
+
+def _view_of(entry: Entry) -> tuple[Any, ...]:
+    return entry.dtype, entry.shape, entry.stride, entry.offset_bytes, entry.conj, entry.neg
+
+
+def slice_of(
+    tape: Tape,
+    tensor: Tensor,
+    give: Callable[[State | None, Place, Outside | None], object | None],
+) -> tuple[Slice | None, str]:
+    """The operations that lead to ``tensor``; or ``None``, and why it cannot be computed again."""
+    state = tape.state_of(tensor)
+    if state is None:
+        return None, UNSEEN
+    if state.reason:
+        return None, state.reason
+    try:
+        return Slice(state, place_of(tensor), give), ""
+    except _NotHeldError:
+        return None, NOT_HELD
+
+
+class Replay:
+    """Operations that are called again to make one block.
+
+    Args:
+        part: of a tape.
+        made: what it makes, which fills its storage.
+        key: of the state that it makes.
+        is_marked: whether a fingerprint of the bytes is taken, and compared each time they are made.
+    """
+
+    sources: tuple[Tensor | None, ...] = ()
+    """The memory that each operand was saved from, where that is alive: to be compared with once."""
+
+    def __init__(self, part: Slice, made: Tensor, key: int, *, is_marked: bool = True) -> None:
+        self._slice = part
+        self.is_marked = is_marked
+        self._key = key
+        self._layout = made.shape, made.stride()
+        self.operands = tuple(part.operands)
+        self.threads = torch.get_num_threads()
+        self.depth: int = 1 + max(map(_depth_of, self.operands), default=0)
+
+    def result(self, values: Sequence[Tensor]) -> Tensor:
+        """Compute it again, from the value of each operand: all elements, as they lie in memory."""
+        result = self._slice.run(values)
+        return result.as_strided((result.numel(),), (1,))
+
+    def key(self, block: Block) -> tuple[Any, ...]:
+        """What decides the bits of the result beside the operands': alike for two replays of one class."""
+        return (
+            block.cleanup.module,
+            block.number_in_module,
+            self._key,
+            block.storage_version.version,
+            *((each.dtype, each.shape, _stride_of(each), _residue(each)) for each in self.operands),
+            (block.dtype, *self._layout, block.address % ALIGNMENT_BYTES),
+            self.threads,
+        )
+
+    def reason_against(self, block: Block) -> str:
+        """Why ``block``, which is complete and in place, cannot be recomputed; ``""``: it can."""
+        source = block.storage_version
+        if block.origin is not source or source.is_parted:
+            return "only a part of its storage was saved"
+        for operand in self.operands:
+            if type(operand) is not Entry:
+                continue
+            if operand.block is block:
+                return "its input is in the same storage"
+            if operand.block.number != block.number:
+                return "its input is on another device"
+            if operand.block.stream != block.stream:
+                return "its input was made on another stream"
+            if operand.block.placement.lost_at is not None or operand.source.changed:
+                return "its input was changed in place"
+        if self.depth > MOST_BLOCKS:
+            return _TOO_MANY.format(self.depth, MOST_BLOCKS)
+        return ""
+
+    def given(self) -> list[Tensor] | None:
+        """The values of all operands, where they are in place."""
+        found = []
+        for at, operand in enumerate(self.operands):
+            value = operand
+            if type(operand) is Entry:
+                block = operand.block
+                alias = block.placement.alias
+                source = alias if alias is not None or not self.sources else self.sources[at]
+                if source is None or source.untyped_storage().data_ptr() != block.address:
+                    return None
+                value = operand.view_in_place(source)
+            found.append(value)
+        return self.values(found)
+
+    def values(self, operands: Sequence[Any]) -> list[Tensor] | None:
+        """``operands`` without their graphs; ``None`` where the memory of one is not there."""
+        with without_function_modes(), without_dispatch():
+            found = [each.value() if type(each) is InPlace else each for each in operands]
+            there = [each.detach() for each in found if each is not None]
+        return there if len(there) == len(found) else None
+
+    def derivation(self, block: Block, fingerprint: Any) -> Derivation:
+        """What makes ``block``, whose bytes have this fingerprint. It owns entries of its own."""
+        owned = (_owned(each) if type(each) is Entry else each for each in self.operands)
+        return _Recomputation(self, block.dtype, tuple(owned), fingerprint)
+
+    def __repr__(self) -> str:
+        return f"{self._slice.name} computed again"
+
+
+class _Recomputation(Derivation):
+    """The bytes are what ``replay`` computes again.
+
+    Args:
+        replay: that was bit-equal once.
+        dtype: of what it makes.
+        operands: its own entries, and tensors in place.
+        fingerprint: of the bytes that were let go.
+    """
+
+    __slots__ = ("_operands", "_replay", "dtype", "fingerprint", "threads")
+    where = "recomputed"
+
+    def __init__(
+        self, replay: Replay, dtype: torch.dtype, operands: tuple[Any, ...], fingerprint: Any
+    ) -> None:
+        self._replay = replay
+        self._operands = operands
+        self.dtype = dtype
+        self.fingerprint = fingerprint
+        self.threads = replay.threads
+
+    @property
+    def entries(self) -> tuple[Entry, ...]:
+        """See :attr:`Derivation.entries`."""
+        return tuple(each for each in self._operands if type(each) is Entry)
+
+    def given(self, unpack: Callable[[Any], Tensor]) -> list[Tensor] | None:
+        """See :meth:`Derivation.given`; ``None``: an operand in place has no memory any more."""
+        return self._replay.values(
+            [unpack(each) if type(each) is Entry else each for each in self._operands]
+        )
+
+    def given_ahead(self, unpack: Callable[[Any], Tensor]) -> list[Tensor]:
+        """See :meth:`Derivation.given_ahead`. What the program holds is copied: it may take its memory away
+        (``resize_``), as FSDP does."""
+        given = self.given(unpack)
+        if given is None:
+            raise NotAtHandError
+        at_risk = [at for at, each in enumerate(self._operands) if type(each) is not Entry]
+        if sum(given[at].nbytes for at in at_risk) > _MOST_COPIED_BYTES:
+            raise NotAtHandError
+        for at in at_risk:
+            given[at] = given[at].clone()
+        return given
+
+    def make(self, given: Any, out: Tensor) -> None:
+        """See :meth:`Derivation.make`; zeros, whose fingerprint tells, where nothing is given."""
+        if given is None:
+            out.zero_()
+        else:
+            out.copy_(self._replay.result(given))
+
+    def whole(self, given: Any, address: int) -> Tensor | None:
+        """See :meth:`Derivation.whole`."""
+        if given is None:
+            return None
+        result = self._replay.result(given)
+        storage = result.untyped_storage()
+        is_own = all(
+            storage_identity(each.untyped_storage()) != storage_identity(storage) for each in given
+        )
+        if not is_own or storage.nbytes() != result.nbytes:
+            result = result.clone()
+        if (result.data_ptr() - address) % ALIGNMENT_BYTES and result.device.type == "cpu":
+            return None
+        return result.view(torch.uint8)
+
+    def __repr__(self) -> str:
+        return repr(self._replay)
+
+
+def _owned(operand: Entry) -> Entry:
+    entry = copy.copy(operand)
+    entry.turn = 0
+    entry.block.entries += 1
+    return entry
+
+
+def _depth_of(operand: Any) -> int:
+    return int(operand.block.depth) if type(operand) is Entry else 0
+
+
+def _stride_of(operand: Any) -> tuple[int, ...]:
+    return tuple(operand.stride if type(operand) is Entry else operand.stride())
+
+
+def _residue(operand: Any) -> int:
+    if type(operand) is Entry:
+        return int(operand.block.address + operand.offset_bytes) % ALIGNMENT_BYTES
+    return int(operand.data_ptr()) % ALIGNMENT_BYTES

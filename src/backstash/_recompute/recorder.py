@@ -1,0 +1,178 @@
+"""Which tape records what a thread computes in a context of its stash, and what that can compute again.
+
+A tape is on only where something may be recomputed: the stash's policy answers so, or its plan does, or a step
+is measured. It begins with a context, or with the first save of a step inside one, whose own operation it does
+not see. It ends with the context, or when backward begins to use what was saved.
+"""
+
+from __future__ import annotations
+
+import weakref
+from types import FrameType
+
+import torch
+from torch import Tensor
+
+from .._saved.block import Block
+from .._saved.entry import Entry
+from .._saved.thread_state import ThreadState
+from .._saved.view import StridedRegion, reason_to_stay
+from .._session import Session
+from .._torch.dispatch import count_dispatch_modes
+from .._torch.dynamo import leave_untraced
+from .._torch.engine import in_backward
+from .._torch.storages import alive
+from .blocks import MOST_OPERATIONS, InPlace, Replay, slice_of
+from .tape import UNSEEN, Outside, Place, State, Tape, copied, is_small, leaf_of
+
+__all__ = ["Recorder"]
+
+_FIRST_CONTEXTS = 2
+"""In so many contexts a policy is listened to before it is taken to recompute nothing."""
+
+
+class Recorder:
+    """Of one stash.
+
+    Args:
+        session: of the stash.
+        asks: whether a policy is asked, which may answer so.
+        is_marked: see :class:`Replay`.
+    """
+
+    def __init__(self, session: Session, *, asks: bool, is_marked: bool) -> None:
+        self._session = session
+        self._is_marked = is_marked
+        self.only_modules = False
+        """Whether modules were named, so that a plan is to have nothing else recomputed."""
+        self._asks = asks
+        self._contexts = 0
+        self._has_asked = False
+
+    def _is_wanted(self) -> bool:
+        if self._has_asked or (self._asks and self._contexts < _FIRST_CONTEXTS):
+            return True
+        if self.only_modules:
+            return False
+        planners, has_ended = self._session.planners, self._session.predictor.is_used
+        return any(each.may_recompute(has_ended=has_ended) for each in planners.values())
+
+    def entered(self, thread_state: ThreadState, frame: FrameType | None) -> None:
+        """This thread enters a context of the stash; ``frame``: of a module's call."""
+        self._drop_stale(thread_state)
+        if thread_state.tape is None and self._is_wanted():
+            self._begin(thread_state, frame)
+
+    def left(self, thread_state: ThreadState) -> None:
+        """This thread has left one."""
+        tape = thread_state.tape
+        if not thread_state.scopes and tape is not None and tape.is_of_context:
+            self._contexts += 1
+            self.end(thread_state)
+
+    def saves(self, thread_state: ThreadState) -> Tape | None:
+        """A tensor is about to be saved: the tape that is on. A step has one of its own."""
+        tape: Tape | None = thread_state.tape
+        if tape is not None and not tape.is_of_context:
+            return tape  # of a module's forward, in which it is off while this runs
+        is_old = tape is not None and tape.number != self._session.predictor.next_pass
+        if tape is not None and (is_old or not tape.is_recording):
+            self.end(thread_state)
+            tape = None
+        if tape is None and thread_state.scopes and not in_backward() and self._is_wanted():
+            self._begin(thread_state, thread_state.scopes[0].frame)
+        tape = thread_state.tape
+        return tape
+
+    def _begin(self, thread_state: ThreadState, frame: FrameType | None) -> None:
+        if count_dispatch_modes():
+            return  # a mode of the program's may change what operations compute
+        tape = thread_state.tape = Tape(most=MOST_OPERATIONS)
+        tape.number, tape.frame = self._session.predictor.next_pass, frame
+        tape.enter()
+
+    def _drop_stale(self, thread_state: ThreadState) -> None:
+        tape = thread_state.tape
+        if tape is not None and not tape.is_recording:
+            self.end(thread_state)
+
+    def end(self, thread_state: ThreadState) -> None:
+        """Record no more of what this thread computes."""
+        tape, thread_state.tape = thread_state.tape, None
+        if tape is not None:
+            tape.leave()
+            tape.end()
+
+    def replay_of(
+        self, tensor: Tensor, thread_state: ThreadState, *, unsaved: bool = True
+    ) -> tuple[Replay | None, str]:
+        """How the storage of ``tensor`` can be computed again; or ``None``, and why it cannot.
+
+        Args:
+            tensor: that autograd saves.
+            thread_state: of this thread.
+            unsaved: whether a parameter may be relied on that no operation saved. Plain PyTorch does not mind
+                where it is changed before backward.
+        """
+        self._has_asked = self._has_asked or self._asks
+        tape: Tape | None = thread_state.tape
+        if tape is None or (self.only_modules and not self._asks):
+            return None, UNSEEN
+        base = tensor._base
+        made = tensor if base is None else base
+        if made.dtype != tensor.dtype or made.is_conj() or made.is_neg() or not _fills(made):
+            return None, "it does not fill its storage"
+        found, reason = slice_of(tape, made, _Operands(unsaved=unsaved))
+        if found is None:
+            return None, reason
+        state = tape.state_of(made)
+        assert state is not None
+        replay = Replay(found, made, state.key, is_marked=self._is_marked)
+        memory = {block(): source for block, source in thread_state.latest}
+        replay.sources = tuple(
+            memory.get(each.block) if type(each) is Entry else None for each in replay.operands
+        )
+        return replay, ""
+
+
+class _Operands:
+    """Gives the operands of a replay, where they are held anyway, or small enough to be copied."""
+
+    def __init__(self, *, unsaved: bool) -> None:
+        self._unsaved = unsaved
+
+    def __call__(self, state: State | None, place: Place, outside: Outside | None) -> object | None:
+        """See :class:`~backstash._recompute.blocks.Slice`."""
+        if state is None:
+            return None
+        saved = state.saved
+        if type(saved) is weakref.ref:
+            block: Block | None = saved()
+            if block is not None:
+                return Entry.at(block, state.device, place)
+        storage = alive(saved) if saved is not None and type(saved) is not weakref.ref else None
+        tensor = outside.tensor if outside is not None and not outside.is_lost else None
+        leaf = leaf_of(tensor) if tensor is not None else None
+        if leaf is not None and (self._unsaved or storage is not None):
+            return InPlace(leaf, place)
+        if outside is not None and tensor is not None and is_small(tensor, also_trained=True):
+            if outside.packed is None:  # a buffer, say, which may be written where it is
+                outside.packed = copied(tensor)
+            copy: Tensor = outside.packed[0]
+            return copy
+        if storage is None:
+            return None
+        place = place or (torch.uint8, (storage.nbytes(),), (1,), 0, False, False)
+        return InPlace(torch.empty(0, dtype=torch.uint8, device=state.device).set_(storage), place)
+
+
+def _fills(made: Tensor) -> bool:
+    """Whether every byte of its storage is an element's, once."""
+    if reason_to_stay(made) or made.storage_offset():
+        return False
+    if made.nbytes != made.untyped_storage().nbytes():
+        return False
+    return made.is_contiguous() or StridedRegion(made).nbytes == made.nbytes
+
+
+leave_untraced(__name__)
