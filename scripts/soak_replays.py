@@ -1,10 +1,12 @@
 #!/usr/bin/env python
 """Compare what is replayed with plain PyTorch, for every operator that PyTorch lists for its own tests.
 
-    scripts/soak_replays.py            # each operator in a module under Stash.recompute; a minute
-    scripts/soak_replays.py --modes    # each operator under a dispatch mode that does nothing; two minutes
+    scripts/soak_replays.py              # each operator in a module under Stash.recompute; a minute
+    scripts/soak_replays.py --contexts   # each in a context whose policy recomputes all; a minute
+    scripts/soak_replays.py --modes      # each under a dispatch mode that does nothing; two minutes
+    scripts/soak_replays.py --backwards  # likewise, the backward alone
 
-The first form runs each sample input twice: what is let go is compared in the first run, and replayed in the
+The first two run each sample input twice: what is let go is compared in the first run, and replayed in the
 second. An operator that does not repeat itself in plain PyTorch is left out. The exit status is 1 if gradients
 differ or an error is raised.
 """
@@ -16,6 +18,7 @@ import sys
 import warnings
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -23,8 +26,9 @@ from torch import Tensor, nn
 from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from backstash import Stash
+from backstash import Action, Stash
 from backstash._torch.dispatch import with_lazy_bits
+from backstash.policy import SavedTensor
 
 REPEATS = 4  # of plain PyTorch
 UNREPEATED = "linalg.lstsq"  # LAPACK's least squares give other bits now and then
@@ -74,12 +78,14 @@ def same(one: Any, other: Any) -> bool:
     return bool(((one == other) | ((one != one) & (other != other))).all())
 
 
-def gradients(module: nn.Module, sample: Any) -> list[Any]:
+def gradients(module: nn.Module, sample: Any, mode: Any = None) -> list[Any]:
     torch.manual_seed(0)
     given = [sample.input, *sample.args, *sample.kwargs.values()]
     wanted = [each for each in given if isinstance(each, Tensor) and each.requires_grad]
     sums = [each.abs().sum() for each in module(sample.input, sample.args, sample.kwargs)]
-    return list(torch.autograd.grad(sum(sums), wanted, allow_unused=True)) if sums else []
+    loss = sum(sums)
+    with mode or nullcontext():
+        return list(torch.autograd.grad(loss, wanted, allow_unused=True)) if sums else []
 
 
 def samples(requires_grad: bool) -> Iterator[tuple[Any, Any]]:
@@ -97,7 +103,7 @@ def samples(requires_grad: bool) -> Iterator[tuple[Any, Any]]:
                         yield info, sample
 
 
-def replays() -> Counter[str]:
+def replays(*, in_context: bool) -> Counter[str]:
     said: Counter[str] = Counter()
     for info, sample in samples(True):
         module = Operator(info.op)
@@ -108,12 +114,14 @@ def replays() -> Counter[str]:
             continue
         if not want or not all(all(map(same, each, want)) for each in again):
             continue
-        stash = Stash(min_bytes=0)
+        stash = Stash(min_bytes=0, policy=all_again if in_context else None)
         said["programs"] += 1
-        with stash.recompute(module):
+        with nullcontext() if in_context else stash.recompute(module):
             for _ in range(2):
                 try:
-                    if not all(map(same, gradients(module, sample), want)):
+                    with stash if in_context else nullcontext():
+                        found = gradients(module, sample)
+                    if not all(map(same, found, want)):
                         said["wrong: " + info.name] += 1
                 except Exception as error:
                     said[f"wrong: {info.name}: {type(error).__name__}"] += 1
@@ -121,6 +129,27 @@ def replays() -> Counter[str]:
         said["held after a comparison"] += any(
             "computed again" in each for each in stash.stats().left
         )
+    return said
+
+
+def all_again(saved: SavedTensor) -> Action:
+    return Action("recompute")
+
+
+def backwards() -> Counter[str]:
+    said: Counter[str] = Counter()
+    for info, sample in samples(True):
+        module = Operator(info.op)
+        try:
+            want = gradients(module, sample)
+            again = [gradients(module, sample) for _ in range(REPEATS)]
+        except Exception:  # not for such a sample
+            continue
+        if not want or not all(all(map(same, each, want)) for each in again):
+            continue
+        said["programs"] += 1
+        if not all(map(same, gradients(module, sample, Nothing()), want)):
+            said["differs: " + info.name] += 1
     return said
 
 
@@ -147,11 +176,18 @@ def modes() -> Counter[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--contexts", action="store_true", help="a policy in place of modules")
     parser.add_argument("--modes", action="store_true", help="dispatch modes instead")
+    parser.add_argument(
+        "--backwards", action="store_true", help="dispatch modes in backward instead"
+    )
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    said = modes() if options.modes else replays()
+    if options.modes or options.backwards:
+        said = modes() if options.modes else backwards()
+    else:
+        said = replays(in_context=options.contexts)
     for line, count in sorted(said.items()):
         print(f"{count:6} {line}")
     return any(each.startswith("wrong") for each in said)

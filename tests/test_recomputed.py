@@ -802,3 +802,131 @@ def test_a_storage_of_parts_is_not_made_again_by_what_made_one_of_them():
     for made, is_refused in ((StorageVersion, False), (PartedStorage, True)):
         block.storage_version = block.origin = made(torch.zeros(64), storage)
         assert bool(replay.reason_against(block)) == is_refused
+
+
+class Tricky(nn.Module):
+    """Formulas of backward that are others under a dispatch mode, of nodes that no stash unpacks for."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+
+    def forward(self, x):
+        y = self.layer(x).sin().exp()
+        mask = torch.zeros(16, dtype=torch.bool)
+        z = checkpoint(lambda t: t.masked_fill(mask, 2.0).prod(-1), y, use_reentrant=False)
+        return (z + y.sum(-1)).square().mean()
+
+
+def test_no_mode_is_active_when_the_model_has_returned():
+    net, x = Tricky(), torch.randn(8, 16)
+    x[:, 3] = 0
+    expected = gradients(net, x)
+    with Stash(policy=recompute, min_bytes=0) as stash:
+        for _ in range(2):
+            loss = net(x)
+            assert not dispatch_modes()
+            assert are_same(torch.autograd.grad(loss, list(net.parameters())), gradients_of(net, x))
+        loss = (x @ net.layer.weight).sin().exp().sum()  # outside of a module it is on
+        assert dispatch_modes()
+        loss.backward()
+        assert not dispatch_modes(), "and off when backward has ended"
+    assert stash.stats().recomputed_bytes > 0 and expected
+
+
+def gradients_of(net, x):
+    return torch.autograd.grad(net(x), list(net.parameters()))
+
+
+def test_inside_backward_no_mode_is_active():
+    seen = []
+
+    class Looks(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, grad):
+            _ = ctx.saved_tensors
+            seen.append(len(dispatch_modes()))
+            return grad * 2
+
+    x = torch.randn(64, 64, requires_grad=True)
+    with Stash(policy=recompute, min_bytes=0):
+        loss = Looks.apply(x.sin().exp()).sum()
+        assert len(dispatch_modes()) == 1
+        loss.backward()
+    assert seen == [0]
+
+
+def test_svd_under_a_tape_has_the_bits_that_it_has_without_one():
+    matrix = torch.randn(40, 40)
+    x = torch.randn(40, 40, requires_grad=True)
+    wanted = torch.linalg.svd(matrix)
+    with Stash(policy=recompute, min_bytes=0):
+        y = x.sin()
+        assert dispatch_modes()
+        found = torch.linalg.svd(matrix)
+        y.exp().sum().backward()
+    assert are_same(found, wanted)
+
+
+def values_of(matrix):
+    return torch.linalg.svdvals(matrix)
+
+
+def test_svdvals_by_its_name_has_the_bits_that_it_has_without_a_tape():
+    matrix, x = torch.randn(40, 40), torch.randn(40, 40, requires_grad=True)
+    wanted = values_of(matrix)
+    with Stash(policy=recompute, min_bytes=0):
+        y = x.sin()
+        assert dispatch_modes()
+        found = values_of(matrix)
+        y.exp().sum().backward()
+    assert torch.equal(found, wanted)
+
+
+def test_nothing_is_recomputed_where_that_is_off():
+    net, x = net_of()
+    expected = gradients(net, x)
+    with Stash(policy=recompute, min_bytes=0, keep=None, recompute=False) as stash:
+        assert are_same(gradients(net, x), expected)
+    assert not stash.stats().recomputed_bytes
+    assert "not recomputed: recompute=False" in stash.stats().left
+    with pytest.raises(UsageError, match="recompute=False"):
+        stash.recompute(net)
+
+
+@pytest.mark.parametrize("given", ["blocks", 3, True, [3], []])
+def test_recompute_takes_auto_false_and_modules(given):
+    with pytest.raises(UsageError, match="allowed are"):
+        Stash(recompute=given)
+
+
+def test_modules_may_be_given_to_the_stash():
+    net, x = net_of()
+    expected = gradients(net, x)
+    stash = Stash(min_bytes=0, recompute=net)
+    assert are_same(gradients(net, x), expected)
+    assert stash.stats().recomputed_bytes
+
+
+@pytest.mark.parametrize("verify", ["first", "auto", "always"])
+def test_how_much_is_compared(verify):
+    """The first time is compared in any case; here, an operand is written unseen the second time."""
+    base = torch.randn(64, 64, requires_grad=True)
+    weight = torch.randn(64, 64, requires_grad=True)
+    stash = Stash(policy=recompute, disk=MemoryStore(), keep=None, min_bytes=0, verify=verify)
+    x = base * 1
+    for _ in range(2):
+        with stash:
+            loss = (F.gelu(x) @ weight).sum()
+    assert stash.stats().recomputed_bytes
+    x.detach().numpy()[63, 63] += 1
+    if verify == "first":
+        loss.backward()
+        return
+    with pytest.raises(InplaceError, match="other bits"):
+        loss.backward()

@@ -2,11 +2,13 @@
 
 A tape is on only where something may be recomputed: the stash's policy answers so, or its plan does, or a step
 is measured. It begins with a context, or with the first save of a step inside one, whose own operation it does
-not see. It ends with the context, or when backward begins to use what was saved.
+not see. It ends with the context, when the outermost module's forward returns in which something was saved, or
+when backward begins to use what was saved.
 """
 
 from __future__ import annotations
 
+import functools
 import weakref
 from types import FrameType
 
@@ -21,9 +23,10 @@ from .._session import Session
 from .._torch.dispatch import count_dispatch_modes
 from .._torch.dynamo import leave_untraced
 from .._torch.engine import in_backward
+from .._torch.modules import mark_outermost_call
 from .._torch.storages import alive
 from .blocks import MOST_OPERATIONS, InPlace, Replay, slice_of
-from .tape import UNSEEN, Outside, Place, State, Tape, copied, is_small, leaf_of
+from .tape import UNSEEN, Leaver, Outside, Place, State, Tape, copied, is_small, leaf_of
 
 __all__ = ["Recorder"]
 
@@ -82,6 +85,9 @@ class Recorder:
         if tape is None and thread_state.scopes and not in_backward() and self._is_wanted():
             self._begin(thread_state, thread_state.scopes[0].frame)
         tape = thread_state.tape
+        if tape is not None and tape.frame is None and not tape.is_marked:
+            # Backward mostly comes when the model has returned, and no mode may be active then.
+            tape.is_marked = mark_outermost_call(functools.partial(Leaver, tape))
         return tape
 
     def _begin(self, thread_state: ThreadState, frame: FrameType | None) -> None:

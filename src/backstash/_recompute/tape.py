@@ -57,6 +57,7 @@ from .settings import Settings, now
 __all__ = [
     "TOO_FAR",
     "UNSEEN",
+    "Leaver",
     "Made",
     "Op",
     "Outside",
@@ -81,7 +82,7 @@ _CHANGED = "its input was changed in place"
 UNSEEN = "what made it was not seen"
 _SUBCLASS = "a tensor subclass computed it"
 _IN_FUNCTION = "an autograd.Function computed it"
-_PRODUCT = "{} takes long; recompute(module) has it computed again"
+_PRODUCT = "{} takes long: give its module to recompute()"
 _OTHERWISE = "it is computed in another way while operations are recorded"
 _OTHER_STREAM = "it was made on another stream"
 _ANY_ORDER = "{} may add in another order each time"
@@ -297,6 +298,8 @@ class Tape(SilentMode):
         self.is_recording = True
         self.number = -1
         """Of the step that it is for, where it is a context's."""
+        self.is_marked = False
+        """Whether it ends with the outermost module call that runs."""
         self.frame: FrameType | None = None
         """Of the module call that it covers."""
         self.recorded: Callable[[], None] | None = None
@@ -335,13 +338,17 @@ class Tape(SilentMode):
         Raises:
             UsageError: see :meth:`ModeBits.look`.
         """
+        self.stop()
+        self._bits.look()
+
+    def stop(self) -> None:
+        """As :meth:`end`, without an error."""
         self.is_recording = False
         self.recorded = None
         for each in self._outside:
             each.tensor = None
         self._outside.clear()
         self._memories.clear()
-        self._bits.look()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """See ``TorchDispatchMode``."""
@@ -679,17 +686,18 @@ class Tape(SilentMode):
         return ""
 
 
-class _Leaver:
-    """Takes a tape off when the engine drops what was to be called at the end of a backward: by then it has put
-    back the modes of the thread that called it."""
+class Leaver:
+    """Takes a tape off when its owner drops it: a module call that returns, or the engine, which drops what was
+    to be called at the end of a backward when it has put back the modes of the thread that called it."""
 
     def __init__(self, tape: Tape) -> None:
         self._tape = tape
 
-    def __call__(self) -> None:
-        """See :func:`queue_callback`; the modes are the engine's yet."""
+    def __call__(self, *_: object) -> None:
+        """See :func:`queue_callback`: the modes are the engine's yet. Nor is a module call traced by it."""
 
     def __del__(self) -> None:
+        self._tape.stop()
         self._tape.leave()
 
 
@@ -704,7 +712,7 @@ def leave_for_backward() -> None:
         return
     for tape in [each for each in dispatch_modes() if type(each) is Tape]:
         if tape.is_of_context and tape.is_recording:
-            queue_callback(_Leaver(tape))
+            queue_callback(Leaver(tape))
             tape.end()
         tape.leave()
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import sys
+from collections.abc import Callable
 from itertools import pairwise
 from types import FrameType
 from typing import Any
@@ -28,6 +29,7 @@ __all__ = [
     "is_buffer",
     "is_parameter",
     "is_running",
+    "mark_outermost_call",
     "module_path",
     "module_that_has",
     "running_modules",
@@ -75,6 +77,28 @@ def call_frame() -> FrameType | None:
     while current is not None and current.f_code is not CALL_CODE:
         current = current.f_back
     return current
+
+
+def mark_outermost_call(make: Callable[[], object]) -> bool:
+    """Have the outermost module call of this thread own what ``make`` makes until it returns; whether it does.
+
+    ``f_trace`` is the one attribute of a frame that can be set. A debugger uses it, too: it goes before.
+    """
+    outermost: FrameType | None = None
+    current: FrameType | None = sys._getframe(1)
+    while current is not None:
+        if current.f_code is CALL_CODE:
+            outermost = current
+        current = current.f_back
+    if outermost is None:
+        return False
+    wrapper = outermost.f_back
+    if wrapper is not None and wrapper.f_code is _WRAPPER_CODE:
+        outermost = wrapper  # the other may have the mark of a report
+    if outermost.f_trace is not None:
+        return False
+    outermost.f_trace = make()  # type: ignore[assignment]
+    return True
 
 
 def is_running(frame: FrameType) -> bool:

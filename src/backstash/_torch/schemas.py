@@ -61,7 +61,7 @@ _SUMS_IN_ANY_ORDER = frozenset(
 
 _PRODUCTS = frozenset(
     (
-        "mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "vdot", "addr", "convolution",
+        "mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "convolution",
         "_convolution", "cudnn_convolution", "thnn_conv2d", "_slow_conv2d_forward", "slow_conv3d_forward",
         "_trilinear", "_cdist_forward", "lstm", "gru", "_cudnn_rnn", "cholesky", "cholesky_inverse",
         "triangular_solve", "linear",
@@ -74,9 +74,12 @@ _OF_PRODUCTS = (
 """How names of others begin."""
 
 
+_LINEAR = ("linalg_vector_norm", "linalg_cross", "linalg_vecdot", "linalg_diagonal")
+
+
 def _is_product(base: str) -> bool:
     """Whether it computes more than a few operations for each element of its result."""
-    return base in _PRODUCTS or base.startswith(_OF_PRODUCTS)
+    return base in _PRODUCTS or (base.startswith(_OF_PRODUCTS) and base not in _LINEAR)
 
 
 def _is_composite(func: Any) -> bool:
