@@ -5,11 +5,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from torch import nn
 
 from backstash import Stash
-from backstash.cli._recompute import RecomputedModules, matching
+from backstash.cli._recompute import RecomputedModules, matching, recompute_of
+from backstash.errors import UsageError
 
 SCRIPT = """
 import torch
@@ -100,3 +102,10 @@ def test_plans_take_them_into_account(tmp_path: Path) -> None:
     ]
     refused = run(tmp_path, "-m", "backstash", "plan", "--fake", "--recompute", "x", "train.py")
     assert refused.returncode == 2 and "--recompute with --fake" in refused.stderr
+
+
+def test_off():
+    assert recompute_of([]) == recompute_of(["blocks.*"]) == "auto"
+    assert recompute_of(["off"]) is False
+    with pytest.raises(UsageError, match="--recompute off beside"):
+        recompute_of(["off", "blocks.*"])

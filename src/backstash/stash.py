@@ -326,6 +326,8 @@ class Stash:
             inner = newest_scope(thread_state)
             if inner is not None and inner is not outer:
                 abandon(thread_state, inner)
+            if self._recorder is not None:
+                self._recorder.left(thread_state)
             raise
         return self
 
@@ -374,9 +376,11 @@ class Stash:
 
     def _leave(self, frame: FrameType | None) -> None:
         thread_state = self._thread_state()
-        leave_scope(thread_state, frame)
-        if self._recorder is not None:
-            self._recorder.left(thread_state)
+        try:
+            leave_scope(thread_state, frame)
+        finally:
+            if self._recorder is not None:
+                self._recorder.left(thread_state)
         if self._section.is_nested():
             return
         with self._session.section.lock, self._session.section:

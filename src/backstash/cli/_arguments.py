@@ -224,6 +224,6 @@ def recompute_option(parser: Parser) -> None:
         metavar="PATTERN",
         action="append",
         default=[],
-        help="modules that may run again in backward, by path: 'model.layers.*'; as many do as pay within "
-        "the budget, and with --keep all. What a forward does outside of tensors is done twice",
+        help="modules whose operations may be called again in backward, by path: 'model.layers.*'; as many are "
+        "as pay within the budget, and with --keep all. 'off': nothing is recomputed",
     )

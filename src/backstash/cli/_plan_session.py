@@ -11,7 +11,7 @@ from ..errors import StashError, StashWarning
 from ..plan import Plan
 from ..report import StepMarks
 from ._plan_table import budgets_of, figures_of, table, write
-from ._recompute import RecomputedModules
+from ._recompute import RecomputedModules, recompute_of
 from ._say import say
 
 __all__ = ["Session"]
@@ -29,7 +29,8 @@ class Session:
         self._command = " ".join([plan["command"], shlex.join(plan["arguments"])]).rstrip()
         # No step fits in one byte: all are measured, with everything moved that can move, or half of it.
         warnings.filterwarnings("ignore", "budget=1 B cannot be kept", StashWarning)
-        self._stash = Stash(budget=1, disk=plan["disk"], name="backstash plan")
+        again = recompute_of(plan["recompute"])
+        self._stash = Stash(budget=1, disk=plan["disk"], name="backstash plan", recompute=again)
         self._stash.__enter__()
         self._recomputed = RecomputedModules(self._stash, plan["recompute"])
         self._marks = StepMarks(then=self._stepped)

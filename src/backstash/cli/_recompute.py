@@ -5,15 +5,17 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from .. import Stash
+from ..errors import UsageError
 
-__all__ = ["RecomputedModules", "matching"]
+__all__ = ["RecomputedModules", "matching", "recompute_of"]
 
+_OFF = "off"
 _WRAPPER = "module"  # what DistributedDataParallel puts before a path
 
 
@@ -30,12 +32,12 @@ class RecomputedModules:
 
     def __init__(self, stash: Stash, patterns: Sequence[str]) -> None:
         self._stash = stash
-        self._patterns = tuple(patterns)
+        self._patterns = tuple(each for each in patterns if each != _OFF)
         self.found: list[str] = []
         """The paths of the modules."""
         self._known: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._handle: Any = None
-        if patterns:
+        if self._patterns:
             self._handle = register_module_forward_pre_hook(self._look)
 
     def _look(self, module: nn.Module, _given: Any) -> None:
@@ -64,6 +66,15 @@ class RecomputedModules:
             f"--recompute: no module that ran has a path like {named}, from the outermost one on: "
             "`backstash profile` prints paths"
         )
+
+
+def recompute_of(patterns: Sequence[str]) -> Literal["auto", False]:
+    """What a stash is to be given as ``recompute``."""
+    if _OFF not in patterns:
+        return "auto"
+    if len(patterns) > 1:
+        raise UsageError("--recompute off beside --recompute PATTERN: allowed is one of them")
+    return False
 
 
 def matching(root: nn.Module, patterns: Sequence[str]) -> Iterator[tuple[str, nn.Module]]:

@@ -25,7 +25,7 @@ from ._ending import as_json, tell, write
 from ._live import Live
 from ._machine import machine, versions
 from ._ranks import DIED, Ranks
-from ._recompute import RecomputedModules
+from ._recompute import RecomputedModules, recompute_of
 from ._resident import resident_bytes, resident_peak_bytes
 from ._selective import SelectiveCheckpoints
 from ._signals_later import SignalsLater
@@ -93,6 +93,7 @@ class Session:
             budget=in_bytes(plan["budget"]),
             plan=plan["plan"],
             strict=plan["strict"],
+            recompute=recompute_of(plan["recompute"]),
         )
         self._stash._trimmer.may_tune = plan["allocator"]["kind"] == "own"
         self._leaves_small = plan["leaves_small"] and not (plan["budget"] or plan["plan"])
