@@ -124,8 +124,8 @@ def test_a_parameter_s_cast_is_made_again(keep, disk_dir):
     for step in range(2):
         with stash:
             assert are_same(cast_step(net, x), expected)
-        # The input's cast, the results, and the last one, which is cast back.
-        made = 2 * x.numel() + 2 * 8 * 17 * (131 + 67) + 4 * 8 * 17 * 5
+        # The input's cast, and the results. What comes after the model is not recorded.
+        made = 2 * x.numel() + 2 * 8 * 17 * (131 + 67)
         assert stash.stats().recomputed_bytes == (step + 1) * (weights + made)
     stash.close()
 

@@ -372,14 +372,15 @@ class Tape(SilentMode):
     # What is seen.
 
     def _note(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        self._bits.look()
+        if self._bits.is_asked:
+            self._bits.look()
         if not self._count % _LOOKED_EVERY and self.frame and not is_running(self.frame):
             self.end()  # the forward was left by an interrupt
         operation = operation_of(func)
         if operation.is_view or not self.is_recording:
-            return self._call(func, args, kwargs)
+            return self._call(func, operation, args, kwargs)
         if any(each is not Tensor and each is not torch.nn.Parameter for each in types):
-            result = self._call(func, args, kwargs)
+            result = self._call(func, operation, args, kwargs)
             self._forget(operation, args, kwargs)
         else:
             result = self._record(func, operation, args, kwargs)
@@ -393,9 +394,13 @@ class Tape(SilentMode):
         """Whether it is of a whole context, and not of one module's forward."""
         return self._most is not None
 
-    def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _call(self, func: Any, operation: Operation, args: Any, kwargs: Any) -> Any:
         began = time.perf_counter()
-        with with_lazy_bits():
+        # No kernel that computes element by element conjugates what it has made of real numbers.
+        if operation.is_product or _has_complex(args):
+            with with_lazy_bits():
+                result = func(*args, **kwargs)
+        else:
             result = func(*args, **kwargs)
         self._called_seconds += time.perf_counter() - began
         return result
@@ -410,7 +415,11 @@ class Tape(SilentMode):
         if not reason and operation.is_product and self._most is not None:
             reason = _PRODUCT.format(operation.name)
         in_training = operation.train_at >= 0 and args[operation.train_at]
-        writes, reason = self._writes_of(operation, args, kwargs, reason, in_training=in_training)
+        writes: list[_Write] = []
+        if operation.writes or in_training:
+            writes, reason = self._writes_of(
+                operation, args, kwargs, reason, in_training=in_training
+            )
         op = Op(func, self._count)
         self._count += 1
         if not reason:
@@ -427,11 +436,13 @@ class Tape(SilentMode):
             }
         for each in writes:
             self._begin_write(each)
-        found = self._call(func, args, kwargs)
-        with with_lazy_bits():
-            result = self._bits.saw(func, args, kwargs, found, depth=4)
-        if result is not found:
-            reason = reason or _OTHERWISE
+        result = self._call(func, operation, args, kwargs)
+        if operation.is_product:
+            found = result
+            with with_lazy_bits():
+                result = self._bits.saw(func, args, kwargs, found, depth=4)
+            if result is not found:
+                reason = reason or _OTHERWISE
         if not reason:
             reason = self._reason_of(operation, args, result)
         key = 0
@@ -795,6 +806,20 @@ def tensors_of(result: Any) -> Iterator[Tensor]:
     elif isinstance(result, (list, tuple)):
         for each in result:
             yield from tensors_of(each)
+
+
+def _has_complex(values: Any) -> bool:
+    for each in values:
+        kind = type(each)
+        if kind is Tensor:
+            if each.is_complex():
+                return True
+        elif kind is list or kind is tuple:
+            if _has_complex(each):
+                return True
+        elif isinstance(each, Tensor) and each.is_complex():
+            return True
+    return False
 
 
 def _signature(value: Any) -> Any:

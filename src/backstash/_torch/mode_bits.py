@@ -42,6 +42,11 @@ class ModeBits:
         self._vectors: list[Any] = []
         self._wants_vectors = True
 
+    @property
+    def is_asked(self) -> bool:
+        """Whether :meth:`look` has something to look at."""
+        return bool(self._vectors)
+
     def saw(self, func: Any, args: Any, kwargs: Any, result: Any, depth: int) -> Any:
         """An operation has run. Returns its result, or what it would have been without a mode.
 
