@@ -23,7 +23,7 @@ from .._session import Session
 from .._torch.dispatch import count_dispatch_modes
 from .._torch.dynamo import leave_untraced
 from .._torch.engine import in_backward
-from .._torch.modules import mark_outermost_call
+from .._torch.modules import call_frame, mark_outermost_call
 from .._torch.storages import alive
 from .blocks import MOST_OPERATIONS, InPlace, Replay, slice_of
 from .tape import UNSEEN, Leaver, Outside, Place, State, Tape, copied, is_small, leaf_of
@@ -50,6 +50,7 @@ class Recorder:
         """Whether modules were named, so that a plan is to have nothing else recomputed."""
         self._asks = asks
         self._contexts = 0
+        self._marked = -1  # the step of the last tape that ends with a module's call
         self._has_asked = False
 
     def _is_wanted(self) -> bool:
@@ -83,11 +84,14 @@ class Recorder:
             self.end(thread_state)
             tape = None
         if tape is None and thread_state.scopes and not in_backward() and self._is_wanted():
-            self._begin(thread_state, thread_state.scopes[0].frame)
+            if call_frame() is not None or self._marked != self._session.predictor.next_pass:
+                self._begin(thread_state, thread_state.scopes[0].frame)
         tape = thread_state.tape
         if tape is not None and tape.frame is None and not tape.is_marked:
             # Backward mostly comes when the model has returned, and no mode may be active then.
             tape.is_marked = mark_outermost_call(functools.partial(Leaver, tape))
+            if tape.is_marked:
+                self._marked = tape.number
         return tape
 
     def _begin(self, thread_state: ThreadState, frame: FrameType | None) -> None:
