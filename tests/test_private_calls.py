@@ -189,7 +189,6 @@ USED = {
         "_cdata",
         "torch.UntypedStorage._cdata",
         "torch.UntypedStorage._free_weak_ref",
-        "torch.UntypedStorage._new_with_weak_ptr",
         "torch.UntypedStorage._weak_ref",
         "torch._C._storage_Use_Count",
     },

@@ -132,7 +132,8 @@ class Stash:
         verify: how it is known that what is computed again has the bits that were let go. The first time that
             certain operations on certain shapes are, the result is compared. ``"auto"``: later on the CPU
             compares a fingerprint, of all bytes of a tensor that a policy or plan has let go, and of up to 4
-            KiB of one that :meth:`recompute` has. ``"always"``: of all bytes of each. ``"first"``: of none.
+            KiB of one that :meth:`recompute` has. ``"always"``: of all bytes of these, too. ``"first"``: of
+            none of these.
         strict: raise :class:`~backstash.errors.BudgetError` where a step exceeds a budget that no plan can
             keep, or three steps exceed one that a plan was to keep. Default ``False``.
 
@@ -255,7 +256,7 @@ class Stash:
         if recompute is not False and (policy is not None or is_planned):
             from ._recompute.recorder import Recorder
 
-            recorder = Recorder(self._session, asks=policy is not None, is_marked=verify != "first")
+            recorder = Recorder(self._session, asks=policy is not None)
         self._recorder = recorder
         self._recomputes, self._verify = recompute is not False, verify
         self._admission = Admission(self._session, policy=policy, codec=codec, recorder=recorder)

@@ -136,8 +136,7 @@ class Slice:
         if kind is list or kind is tuple:
             return kind([self._operand(each, written, new, before) for each in value])
         if kind is Outside:
-            state = value.state() if value.state is not None else None
-            given = self._give(state, value.kind[0], value)
+            given = self._give(value.state, value.kind[0], value)
             if given is None:
                 raise _NotHeldError
             return Given(self._index(given))
@@ -218,17 +217,15 @@ class Replay:
     Args:
         part: of a tape.
         made: what it makes, which fills its storage.
-        key: of the state that it makes.
-        is_marked: whether a fingerprint of the bytes is taken, and compared each time they are made.
+        state: that it makes.
     """
 
     sources: tuple[Tensor | None, ...] = ()
     """The memory that each operand was saved from, where that is alive: to be compared with once."""
 
-    def __init__(self, part: Slice, made: Tensor, key: int, *, is_marked: bool = True) -> None:
+    def __init__(self, part: Slice, made: Tensor, state: State) -> None:
         self._slice = part
-        self.is_marked = is_marked
-        self._key = key
+        self._state = state
         self._layout = made.shape, made.stride()
         self.operands = tuple(part.operands)
         self.threads = torch.get_num_threads()
@@ -244,7 +241,7 @@ class Replay:
         return (
             block.cleanup.module,
             block.number_in_module,
-            self._key,
+            self._state.key,
             block.storage_version.version,
             *((each.dtype, each.shape, _stride_of(each), _residue(each)) for each in self.operands),
             (block.dtype, *self._layout, block.address % ALIGNMENT_BYTES),
@@ -256,6 +253,8 @@ class Replay:
         source = block.storage_version
         if block.origin is not source or source.is_parted:
             return "only a part of its storage was saved"
+        if self._state.is_over:  # as running statistics are, by the operation that saves them
+            return "it was changed since it was saved"
         for operand in self.operands:
             if type(operand) is not Entry:
                 continue

@@ -9,8 +9,8 @@ when backward begins to use what was saved.
 from __future__ import annotations
 
 import functools
-import weakref
 from types import FrameType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,9 +24,8 @@ from .._torch.dispatch import count_dispatch_modes
 from .._torch.dynamo import leave_untraced
 from .._torch.engine import in_backward
 from .._torch.modules import call_frame, mark_outermost_call
-from .._torch.storages import alive
 from .blocks import MOST_OPERATIONS, InPlace, Replay, slice_of
-from .tape import UNSEEN, Leaver, Outside, Place, State, Tape, copied, is_small, leaf_of
+from .tape import UNSEEN, Leaver, Outside, Place, State, Tape, copied, is_small
 
 __all__ = ["Recorder"]
 
@@ -40,12 +39,10 @@ class Recorder:
     Args:
         session: of the stash.
         asks: whether a policy is asked, which may answer so.
-        is_marked: see :class:`Replay`.
     """
 
-    def __init__(self, session: Session, *, asks: bool, is_marked: bool) -> None:
+    def __init__(self, session: Session, *, asks: bool) -> None:
         self._session = session
-        self._is_marked = is_marked
         self.only_modules = False
         """Whether modules were named, so that a plan is to have nothing else recomputed."""
         self._asks = asks
@@ -137,7 +134,7 @@ class Recorder:
             return None, reason
         state = tape.state_of(made)
         assert state is not None
-        replay = Replay(found, made, state.key, is_marked=self._is_marked)
+        replay = Replay(found, made, state)
         memory = {block(): source for block, source in thread_state.latest}
         replay.sources = tuple(
             memory.get(each.block) if type(each) is Entry else None for each in replay.operands
@@ -155,25 +152,33 @@ class _Operands:
         """See :class:`~backstash._recompute.blocks.Slice`."""
         if state is None:
             return None
-        saved = state.saved
-        if type(saved) is weakref.ref:
-            block: Block | None = saved()
-            if block is not None:
-                return Entry.at(block, state.device, place)
-        storage = alive(saved) if saved is not None and type(saved) is not weakref.ref else None
-        tensor = outside.tensor if outside is not None and not outside.is_lost else None
-        leaf = leaf_of(tensor) if tensor is not None else None
-        if leaf is not None and (self._unsaved or storage is not None):
-            return InPlace(leaf, place)
-        if outside is not None and tensor is not None and is_small(tensor, also_trained=True):
+        saved = state.saved() if state.saved is not None else None
+        if type(saved) is Block:
+            return Entry.at(saved, state.device, place)
+        if outside is not None and outside.is_lost:
+            outside = None
+        leaf = outside.leaf() if outside is not None and outside.leaf is not None else None
+        kept = outside.kept() if outside is not None and outside.kept is not None else saved
+        held: InPlace | None = None
+        if leaf is not None or kept is not None:
+            held = InPlace(leaf if leaf is not None else _flat(kept, state), place or _all_of(kept))
+        if held is None or (leaf is not None and (self._unsaved or saved is not None)):
+            return held
+        small = held.value()
+        if outside is not None and small is not None and is_small(small):
             if outside.packed is None:  # a buffer, say, which may be written where it is
-                outside.packed = copied(tensor)
+                outside.packed = copied(small)
             copy: Tensor = outside.packed[0]
             return copy
-        if storage is None:
-            return None
-        place = place or (torch.uint8, (storage.nbytes(),), (1,), 0, False, False)
-        return InPlace(torch.empty(0, dtype=torch.uint8, device=state.device).set_(storage), place)
+        return held if saved is not None else None
+
+
+def _all_of(storage: Any) -> Place:
+    return torch.uint8, (storage.nbytes(),), (1,), 0, False, False
+
+
+def _flat(storage: Any, state: State) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=state.device).set_(storage)
 
 
 def _fills(made: Tensor) -> bool:

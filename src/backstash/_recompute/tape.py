@@ -18,11 +18,10 @@ again operation by operation, chosen while a program runs, is that of DTR (Kiris
 
 from __future__ import annotations
 
-import functools
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any, NamedTuple
@@ -45,13 +44,7 @@ from .._torch.engine import in_backward, queue_callback, task_or_none
 from .._torch.mode_bits import ModeBits
 from .._torch.modules import is_running
 from .._torch.schemas import ALLOCATES, RANDOM, STATISTICS, Operation, operation_of
-from .._torch.storages import (
-    free_weak_ref,
-    keep_identity,
-    storage_identity,
-    storage_of,
-    weak_ref,
-)
+from .._torch.storages import storage_identity, storage_of
 from .settings import Settings, now
 
 __all__ = [
@@ -110,6 +103,7 @@ class State:
         "__weakref__",
         "depth",
         "device",
+        "is_over",
         "key",
         "maker",
         "number",
@@ -135,8 +129,10 @@ class State:
         """Why it cannot be replayed; ``""``: it can."""
         self.key = key
         """What the operations that lead to it are, and the shapes of what they are given."""
-        self.outside: dict[Place, Outside] | None = None
-        """The operands that are held, if it comes to that."""
+        self.outside: MutableMapping[Place, Outside] | None = None
+        """The operands that are held, if it comes to that. Those of a context refer to this."""
+        self.is_over = False
+        """Whether its memory was written since."""
         self.depth = 0
         """How many operations one after another it is away from what is held."""
         self.saved: Any = None
@@ -147,12 +143,13 @@ class State:
 class Memory:
     """A storage that the tape has seen."""
 
-    __slots__ = ("__del__", "state", "version", "writes")
-    __del__: Callable[[], None]
+    __slots__ = ("ref", "state", "version", "writes")
 
-    def __init__(self, storage: torch.UntypedStorage, state: State, version: int) -> None:
-        # As of a StorageVersion: the weak reference keeps its identity from being given to another.
-        self.__del__ = functools.partial(free_weak_ref, weak_ref(storage))
+    def __init__(self, ref: weakref.ref[torch.UntypedStorage], state: State, version: int) -> None:
+        self.ref = ref
+        """Of the storage, which takes this from the tape when it dies. PyTorch keeps a storage's object in
+        Python as long as the storage. A weak reference in C++ would keep what describes the storage, which
+        glibc has put among large pieces of memory."""
         self.state = state
         self.version = version
         """Of the tensor that was seen first."""
@@ -163,13 +160,24 @@ class Memory:
 class Outside:
     """An operand that no replay makes."""
 
-    __slots__ = ("is_lost", "is_random", "kind", "packed", "state", "tensor", "told")
+    __slots__ = (
+        "__weakref__",
+        "is_lost",
+        "is_random",
+        "kept",
+        "kind",
+        "leaf",
+        "packed",
+        "state",
+        "tensor",
+        "told",
+    )
 
     def __init__(
         self, tensor: Tensor, place: Place, state: State | None, *, is_random: bool = False
     ) -> None:
-        self.state = weakref.ref(state) if state is not None else None
-        """That it is, which refers to this; ``None``: its memory cannot be told apart."""
+        self.state = state
+        """On the tape of a context: that it is; ``None``: its memory cannot be told apart."""
         self.kind = place, str(tensor.device)
         """For the key of what is made from it."""
         self.told: Any = None
@@ -178,6 +186,10 @@ class Outside:
         """Whether it has random numbers, which mostly pack well: a dropout's noise has two values."""
         self.tensor: Tensor | None = tensor
         """While the tape records, and its memory is not written."""
+        self.leaf: weakref.ref[Tensor] | None = None
+        """On the tape of a context: the parameter that it is or is a view of, in place of ``tensor``."""
+        self.kept: weakref.ref[torch.UntypedStorage] | None = None
+        """Likewise, of another tensor that is small: its memory."""
         self.packed: Any = None
         """What the stash has made of it, once something needs it."""
         self.is_lost = False
@@ -353,16 +365,23 @@ class Tape(SilentMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """See ``TorchDispatchMode``."""
         kwargs = kwargs or {}
-        if not self.is_recording or task_or_none() != self._task:
-            with (
-                with_lazy_bits()
-            ):  # in a backward, perhaps on another thread: it was not taken off yet
-                return func(*args, **kwargs)
+        # In a backward, perhaps on another thread, it may not be taken off yet. What is computed in a context
+        # without a graph is no operand but where it is saved: a write to what was seen tells a version.
+        is_off = not self.is_recording or task_or_none() != self._task
+        if is_off or (self._most is not None and not torch.is_grad_enabled()):
+            return self._pass(func, args, kwargs)
         began, self._called_seconds = time.perf_counter(), 0.0
         try:
             return self._note(func, types, args, kwargs)
         finally:
             self._seconds += time.perf_counter() - began - self._called_seconds
+
+    def _pass(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if self._bits.is_asked:
+            self._bits.look()
+        with with_lazy_bits():
+            result = func(*args, **kwargs)
+            return self._bits.saw(func, args, kwargs, result, depth=3)
 
     def take_seconds(self) -> float:
         """What recording took since this was asked last, without the operations themselves."""
@@ -499,6 +518,7 @@ class Tape(SilentMode):
     def _begin_write(self, write: _Write) -> None:
         """What is held for a replay, and is about to be written, is copied."""
         write.memory.writes += 1
+        write.memory.state.is_over = True
         outside = write.memory.state.outside
         for each in outside.values() if outside is not None else ():
             if each.packed is None:
@@ -518,7 +538,7 @@ class Tape(SilentMode):
                 continue  # of an argument, or of a result before this one
             why = reason or (ALLOCATES if operation.is_allocation else "")
             state = self._made(op, tensor.device, why, hash((key, at)), result=at)
-            self._memories[identity] = Memory(storage, state, 0)
+            self._know(storage, identity, state, 0)
 
     def _made(
         self,
@@ -571,10 +591,12 @@ class Tape(SilentMode):
 
     def _forget(self, operation: Operation, args: Any, kwargs: Any) -> None:
         """A subclass computes: what it writes inside is not seen."""
-        if operation.writes:
+        if operation.writes and self._most is not None:
+            self.stop()
+        elif operation.writes:
             for each in self._outside:
                 each.is_lost = each.packed is None
-            for memory in self._memories.values():
+            for memory in [*self._memories.values()]:
                 memory.state = State(memory.state.device, _SUBCLASS)
 
     # Operands.
@@ -588,10 +610,18 @@ class Tape(SilentMode):
         memory = self._memories.get(identity)
         version = _version(tensor)
         if memory is None:
-            memory = self._memories[identity] = Memory(storage, _outside(tensor), version)
+            memory = self._know(storage, identity, _outside(tensor), version)
         elif version > memory.version + memory.writes:
             # It was written, and not by what was seen.
             memory.state, memory.version = _outside(tensor), version - memory.writes
+        return memory
+
+    def _know(
+        self, storage: torch.UntypedStorage, identity: int, state: State, version: int
+    ) -> Memory:
+        memories = self._memories
+        ref = weakref.ref(storage, lambda _: memories.pop(identity, None))
+        memory = memories[identity] = Memory(ref, state, version)
         return memory
 
     def _operand(self, value: Any, op: Op, *, is_read: bool = True) -> Any:
@@ -619,15 +649,20 @@ class Tape(SilentMode):
         outside = known.get(place) if known is not None else None
         if outside is None:
             is_random = state is not None and state.reason.endswith(RANDOM)
-            outside = Outside(tensor, place, state, is_random=is_random)
-            if self._most is not None and not (
-                leaf_of(tensor) is not None or is_small(tensor, also_trained=True)
-            ):
+            in_context = self._most is not None
+            outside = Outside(tensor, place, state if in_context else None, is_random=is_random)
+            if self._most is not None:
+                leaf = leaf_of(tensor)
+                outside.leaf = weakref.ref(leaf) if leaf is not None else None
+                if state is not None and is_small(tensor):
+                    outside.kept = weakref.ref(tensor.untyped_storage())
                 outside.tensor = None
-            self._outside.append(outside)
+            else:
+                self._outside.append(outside)
             if state is not None:
                 if known is None:
-                    known = state.outside = {}
+                    known = weakref.WeakValueDictionary() if in_context else {}
+                    state.outside = known
                 known[place] = outside
         op.before.append(outside)
         return outside
@@ -656,7 +691,7 @@ class Tape(SilentMode):
         if block is not None:
             state.saved = weakref.ref(block)
         elif state.saved is None:
-            state.saved = keep_identity(tensor.untyped_storage())
+            state.saved = weakref.ref(tensor.untyped_storage())
         if self._most is not None:
             state.maker = None  # from now on it is given, and what led to it is not needed
 

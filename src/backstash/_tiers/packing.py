@@ -42,8 +42,6 @@ class Replay(Protocol):
 
     depth: int
     """How many blocks one after another are recomputed, with this one."""
-    is_marked: bool
-    """Whether a fingerprint of the bytes is taken, and compared each time they are made."""
     sources: tuple[Tensor | None, ...]
     """The memory that each operand was saved from, where that is alive: to be compared with once."""
 
@@ -140,7 +138,7 @@ class Packer:
             reason = reason or self._reason_to_doubt(block, replay)
             replay.sources = ()
             alias = block.placement.alias
-            if not reason and alias is not None and replay.is_marked:
+            if not reason and alias is not None:
                 told = self._mark(alias.untyped_storage())
                 reason = "" if told is not None else "no memory to note its bytes in"
         except (torch.OutOfMemoryError, MemoryError):
@@ -153,8 +151,6 @@ class Packer:
             return self._refuse(block, f"not recomputed: {reason}")
         if block.saves != block.expected:
             block.fingerprint = told
-            if told is None:
-                block.take_fingerprint(self._device)
         block.placement = Derived(replay.derivation(block, told))
         self._maker.has_derived = True
         self._resident.leave(block)

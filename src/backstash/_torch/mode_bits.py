@@ -5,14 +5,16 @@ too, where a gradient may be wanted or a dispatch mode is active; LAPACK's value
 Of all operators that PyTorch lists for its own tests (``op_db``) these are the ones, each for a tensor that
 needs no gradient (``scripts/soak_replays.py --modes``).
 
-A mode sees the same operation for ``svd`` as for ``svdvals``. The code of the caller names the function that
-it calls, and who asked for values alone is given what PyTorch computes then. Whether somebody holds the vectors
-when the next operation runs shows whether that was right.
+A mode sees the same operation for ``svd`` as for ``svdvals``. The instruction that the caller is at names the
+function that it calls, and who asked for values alone is given what PyTorch computes then. Where the name tells
+nothing, as of a function in a variable, it shows when the next operation runs whether somebody has the vectors.
 """
 
 from __future__ import annotations
 
+import dis
 import sys
+from types import FrameType
 from typing import Any
 
 import torch
@@ -26,11 +28,12 @@ __all__ = ["ModeBits"]
 
 _FLAG = {"aten::_linalg_svd": 2, "aten::_linalg_eigh": 2}  # the argument that asks for vectors
 _VALUES = {"aten::_linalg_svd": 1, "aten::_linalg_eigh": 0}  # the result that has the values
-_WITH_VECTORS = frozenset(("svd", "linalg_svd", "eigh", "linalg_eigh", "pinv", "pinverse"))
+_WITH_VECTORS = frozenset(("svd", "linalg_svd", "eigh", "linalg_eigh"))
 _VALUES_ALONE = frozenset(
     (
         "svdvals", "linalg_svdvals", "eigvalsh", "linalg_eigvalsh", "cond", "linalg_cond", "norm",
-        "linalg_norm", "matrix_norm", "linalg_matrix_norm", "matrix_rank", "linalg_matrix_rank", "nuclear_norm",
+        "linalg_norm", "matrix_norm", "linalg_matrix_norm", "matrix_rank", "linalg_matrix_rank",
+        "nuclear_norm",
     )
 )  # fmt: skip
 
@@ -74,8 +77,11 @@ class ModeBits:
         if torch.equal(alone.view(torch.uint8), result[at].view(torch.uint8)):
             return result
         self._vectors = [_weak(each) for place, each in enumerate(result) if place != at]
-        called = {*sys._getframe(depth).f_code.co_names}
-        self._wants_vectors = not called & _VALUES_ALONE or bool(called & _WITH_VECTORS)
+        called = _called_name(sys._getframe(depth))
+        if called in _WITH_VECTORS:
+            self._vectors = []
+            return result
+        self._wants_vectors = called not in _VALUES_ALONE
         if self._wants_vectors:
             return result
         return (*result[:at], alone, *result[at + 1 :])
@@ -95,6 +101,29 @@ class ModeBits:
                 "it was not seen which was called: call it by its name, or outside of what is recomputed or "
                 "planned, or outside of checkpoint_loop's step 0"
             )
+
+
+def _called_name(frame: FrameType) -> str:
+    """The last name in the expression that ``frame`` calls now; ``""``: Python does not tell (before 3.11)."""
+    code = frame.f_code
+    if not hasattr(code, "co_positions"):
+        return ""
+    instructions = list(dis.get_instructions(code))
+    call = next((each for each in instructions if each.offset == frame.f_lasti), None)
+    where = call.positions if call is not None else None
+    if where is None or where.lineno is None or where.col_offset is None:
+        return ""
+    begin, end = (where.lineno, where.col_offset), (where.end_lineno, where.end_col_offset)
+    names = [
+        ((at.end_lineno, at.end_col_offset), each.argval)
+        for each in instructions
+        if each.opname.startswith("LOAD_")
+        and isinstance(each.argval, str)
+        and (at := each.positions) is not None
+        and (at.lineno, at.col_offset) == begin
+        and (at.end_lineno, at.end_col_offset) < end
+    ]
+    return max(names)[1] if names else ""
 
 
 def _weak(tensor: Tensor) -> Any:

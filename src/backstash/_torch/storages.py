@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +16,6 @@ from torch import Tensor
 from .lookup import optional, required
 
 __all__ = [
-    "alive",
     "free_weak_ref",
     "has_other_owners",
     "keep_identity",
@@ -48,15 +46,6 @@ keep_identity: Callable[[torch.UntypedStorage], object] = required(
 """An object that owns a weak reference to a storage. Undocumented; where torch lacks it: ``UsageError``."""
 
 
-def alive(kept: Any) -> torch.UntypedStorage | None:
-    """The storage that :data:`keep_identity` was given; ``None``: it is gone, or torch lacks the call."""
-    storage: torch.UntypedStorage | None = _of_weak_ref(kept.cdata)
-    return storage
-
-
-_of_weak_ref: Callable[[int], Any] = optional(
-    "torch.UntypedStorage._new_with_weak_ptr", lambda reference: None
-)
 _use_count: Callable[[int], int] = optional("torch._C._storage_Use_Count", lambda identity: 3)
 
 
