@@ -998,3 +998,21 @@ def test_a_tape_holds_nothing_that_the_program_drops():
         assert known < 12 and len(tape._memories) < known
         assert not tape._outside
     assert stash.stats().blocks == 0
+
+
+def test_what_autograd_holds_as_it_is_and_the_program_then_writes():
+    """A small tensor stays where it is. What is computed from it first is not computed again from other bytes."""
+    base = torch.randn(64, 64, requires_grad=True)
+
+    def step():
+        x = base * 1
+        y = x.sin()  # saves x, which stays
+        x.add_(0)
+        x.detach().mul_(3.0)
+        z = (x * 1.5).exp()
+        return torch.autograd.grad(z.sum(), base)[0], y
+
+    expected, _ = step()
+    with Stash(policy=lambda saved: Action("recompute" if saved.index else "keep"), min_bytes=0):
+        found, _ = step()
+    assert torch.equal(found, expected)

@@ -155,6 +155,8 @@ class _Operands:
         saved = state.saved() if state.saved is not None else None
         if type(saved) is Block:
             return Entry.at(saved, state.device, place)
+        if state.is_over:
+            saved = None  # its memory has other bytes now
         if outside is not None and outside.is_lost:
             outside = None
         leaf = outside.leaf() if outside is not None and outside.leaf is not None else None
