@@ -1001,7 +1001,7 @@ def test_a_tape_holds_nothing_that_the_program_drops():
 
 
 def test_what_autograd_holds_as_it_is_and_the_program_then_writes():
-    """A small tensor stays where it is. What is computed from it first is not computed again from other bytes."""
+    """A small tensor stays where it is; nothing is computed again from the bytes that it has then."""
     base = torch.randn(64, 64, requires_grad=True)
 
     def step():
