@@ -580,7 +580,7 @@ class Admission:
             thread_state.may_leave(-1)
             planner.follower.count(block)
             if choice == _DEFAULT:
-                choice = self._planned(block, tensor, thread_state, modules, tiers)
+                choice = self._planned(block, tensor, thread_state, tiers)
                 self._allow(planner, thread_state, tensor.device)
         elif session.small_steps and choice == _DEFAULT and self._codec is None:
             storage = tensor.untyped_storage()
@@ -626,7 +626,6 @@ class Admission:
         block: Block,
         tensor: Tensor,
         thread_state: ThreadState,
-        modules: list[nn.Module],
         tiers: DeviceTiers,
     ) -> _Choice:
         """What the plan chooses; a planner that asks is told what each choice costs."""

@@ -65,9 +65,10 @@ class Action:
     ``"disk"``: the tensor moves to disk at once, an accelerator's through host memory. ``"pack"``: the tensor
     is stored smaller, by ``codec``; what that makes of it is in memory, counts as ``keep``, and moves down as
     any other. What cannot be packed is treated as with ``None``, and ``stats().left`` says why.
-    ``"recompute"``: the tensor is let go, and computed again in backward by the operations that made it
-    (activations, normalizations, products and sums, softmax, casts, and others), from what is held anyway:
-    what those operations saved, and parameters. What cannot be computed again is treated as with ``None``, and
+    ``"recompute"``: the tensor is not held, and computed again in backward by the operations of PyTorch that
+    made it, from what is held anyway: other saved tensors, and parameters. Not by products of matrices,
+    convolutions, attention and decompositions, which take long, nor by random operations. What
+    cannot be computed again is treated as with ``None``, and
     ``stats().left`` says why. Where an operand was changed since, or what is computed is not bit for bit what
     was let go, backward raises ``InplaceError``; for an accelerator's tensors when it ends."""
 

@@ -4,8 +4,8 @@ A dispatch mode sees each operation below autograd, with its real arguments, aft
 operations were taken apart. The tape notes those that can be replayed. Nothing of the program's is run for it,
 then or later, so nothing that the program does beside computing is done twice.
 
-Memory is told apart by its storage, which a weak reference keeps from being given to another one. A *state* is
-what its bytes are between two writes. A write in place makes a new state from the one before. Views need no
+Memory is known by its storage, and forgotten when that dies, which a weak reference tells. A *state* is what
+its bytes are between two writes. A write in place makes a new state from the one before. Views need no
 operation of their own: an operand is a state, and where the operand lies in its memory.
 
 What a state is made from and cannot be replayed itself is *outside*: a parameter, the input of a module, random

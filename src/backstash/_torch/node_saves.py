@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd import graph as stock
 
-__all__ = ["RECOMPUTED", "SavedValue", "look", "packed_of", "raw_of", "saved", "scalar_of"]
+__all__ = ["RECOMPUTED", "SavedValue", "look", "packed_of", "raw_of", "saved"]
 
 _PREFIX = "_raw_saved_"
 _VALUE_PREFIX = "_saved_"
@@ -101,11 +101,6 @@ def _attributes(kind: type, node: Any) -> tuple[str, ...]:
 def raw_of(node: Any, name: str) -> Any:
     """autograd's own record of the saved tensor ``name``, or a list of them; ``None``: freed or unknown."""
     return _read(node, _PREFIX + name)
-
-
-def scalar_of(node: Any, name: str) -> Any:
-    """An argument of the operation that is no tensor, as ``node`` keeps it; ``None``: it does not."""
-    return _read(node, _VALUE_PREFIX + name)
 
 
 def _read(node: Any, attribute: str) -> Any:

@@ -155,8 +155,6 @@ class Packed:
     """What autograd holds in place of a tensor while a report is made: what the pair around it packed."""
 
     __slots__ = ("__weakref__", "lives", "save", "storages", "unpack", "value")
-    adds_nothing = True
-    """Unpacking it is unpacking ``packed_inside``: a stash may rely on that as on its own."""
 
     def __init__(
         self,
