@@ -74,6 +74,7 @@ class Follower:
         self._class_of = ClassOf()
         self._look_bytes = look_bytes
         self._unlooked_bytes = 0
+        self._largest_bytes = 0  # of a block in a step that keeps what fits
         self._asked = 0  # how often it was asked in this step whether more may stay
         # Forwards of this step that were to run again and do not: what they save is to move.
         self._refused: set[tuple[str, int]] = set()
@@ -85,6 +86,11 @@ class Follower:
         self._class_of.begin_step()
         if self.choices is not None:
             self.choices.begin_step()
+
+    def begin_first(self) -> None:
+        """This step keeps what fits."""
+        self._largest_bytes = 0
+        self._guard.hold_back(0)
 
     def follow(self, plan: Plan) -> None:
         """From the next step on; what it says of modules, at once."""
@@ -167,6 +173,9 @@ class Follower:
 
     def choose(self, block: Block, tensor: Tensor) -> str:
         """The tier that a block goes to at once; ``""``: it stays, as far as the limit allows."""
+        if self._keeps_what_fits and block.nbytes > self._largest_bytes:
+            self._largest_bytes = block.nbytes
+            self._guard.hold_back(block.nbytes)
         self._look_after(block.nbytes)
         if self._leaves_alone(self._shape.counted - 1):
             return "recompute" if self._must_recompute(block) else ""
@@ -231,7 +240,8 @@ class Follower:
         if self._shape.is_larger:
             return "all"
         if self.choices is None:
-            is_moved = self._first_steps.mode == "all" or self._shape.counted % 2
+            mode = self._first_steps.mode
+            is_moved = mode == "all" or (mode == "half" and self._shape.counted % 2)
             return "all" if is_moved else "keep"
         matched = self.choices.matched
         choice = self.choices.next(group, of_any_size=self._shape.begins_as_known)
@@ -254,6 +264,19 @@ class Follower:
             return False
         resident = self._limits.tiers.evictor.resident
         return resident.limit is not None and resident.nbytes + block.nbytes > resident.limit
+
+    @property
+    def _keeps_what_fits(self) -> bool:
+        return self.choices is None and self._first_steps.mode == "fits"
+
+    def looks_in_backward(self, nbytes: int) -> bool:
+        """Backward uses so many bytes of a block: in a step that keeps what fits, look at the memory. Returns
+        whether fewer blocks may stay than do."""
+        if not self._keeps_what_fits:
+            return False
+        self._look_after(nbytes)
+        resident = self._limits.tiers.evictor.resident
+        return resident.limit is not None and resident.nbytes > resident.limit
 
     def _look_after(self, nbytes: int) -> None:
         """Look at the memory, where enough was saved since the last time. Where it comes near the budget, less

@@ -1,8 +1,9 @@
 """The planner of one device: measures steps, and has them planned; a :class:`Follower` does what the plan says.
 
-Step 1 moves everything, so that it fits; step 2 does so again, without what only a first step takes, and tries
-on every block whether it can be recomputed or packed, and how long that takes; step 3 moves every other block,
-which tells what moving costs beside waiting. Where there is no tier below, what can be recomputed is, instead.
+Step 1 keeps what fits. If that is everything, nothing else is measured. Otherwise step 2 moves everything, and
+tries on every block whether it can be recomputed or packed, and how long that takes; step 3 moves every other
+block, which tells what moving costs beside waiting. Where there is no tier below, what can be recomputed is,
+instead, from step 1 on; on an accelerator step 1 moves everything.
 To learn what any budget would cost, more steps are measured (see `_plan/first_steps.py`).
 Then a plan is made, in a thread, and followed from the next step on. Its first steps are measured, too: where
 the peak is not what was predicted, the plan is made again with the difference added. After three steps that
@@ -112,7 +113,11 @@ class Planner:
         self._recording = StepRecording(
             event_log, self._meter, self.regions, self._guard, gives_back=tier is None
         )
-        self._first_steps = FirstSteps(self._budget, copies_aside=device is not None)
+        self._first_steps = FirstSteps(
+            self._budget,
+            copies_aside=device is not None,
+            keeps_first=device is None and tier is not None,
+        )
         self._steps = 0
         self._has_failed = False  # this step, as far as is known
         self._shape = StepShape(begins_as_known=loaded is not None)
@@ -281,7 +286,7 @@ class Planner:
         if made == 0:
             if self._steps == 1:
                 self._limits.set_windows(self._first_windows())
-            self._recording.start()
+            self._begin_first()
         elif made == 1:
             self._shape.begin_plan(asked_bytes)
             self._look_at_first()
@@ -292,6 +297,12 @@ class Planner:
             self._plan_for_first_steps()
         if solving.found is not None:
             self._adopt()
+
+    def _begin_first(self) -> None:
+        self._recording.start()
+        if self._first_steps.mode == "fits":
+            self._limits.set_resident(None)
+            self.follower.begin_first()
 
     def _begin_mode(self, mode: Mode) -> None:
         first = self._first_steps
@@ -311,7 +322,7 @@ class Planner:
             self._limits.set_resident(spare)
             return
         trace = self._traced(last, links_of(first.records))
-        if self._tier is None:
+        if self._tier is None or self._first_steps.keeps_first:
             self._look_whether_it_fits(trace)
         limit = max(0, self._target() - _most_other(trace) - sum(self._limits.windows))
         self._limits.set_resident(spare if first.learns else limit)
@@ -445,6 +456,10 @@ class Planner:
             self._recording.stop()
             self._solving.found = left
             return
+        if self._first_steps.tries_again():
+            self._begin_first()
+            return
+        self._first_steps.mode = "all"
         if self.min_bytes < MIN_BYTES:
             large = trace.keeping_below(MIN_BYTES)
             if large is trace or self._smallest_of(large) <= self._budget:
@@ -460,16 +475,17 @@ class Planner:
             most = max([room // 4, *(each.nbytes for each in trace.blocks)])
             inflight, prefetch = self._limits.windows
             self._limits.set_windows((min(inflight, most), min(prefetch, most)))
+        if self._tier is not None and not self._first_steps.keeps_first:
             self._look_whether_it_fits(first_trace)
         elif (other := _most_other(first_trace)) > self._budget:
-            self._tell(
+            self._tell_too_small(
                 f"{self._named} cannot be kept: beside the tensors that are saved for backward this step holds "
                 f"{format_bytes(other)}; the second step tells which budget is the smallest that can be kept"
             )
 
     def _look_whether_it_fits(self, trace: Trace) -> None:
-        """After the first step, where everything can move; else after the second, which tells what can be
-        recomputed and packed."""
+        """After the first step that moves everything; where nothing can move, after the second, which tells
+        what can be recomputed and packed."""
         if self._smallest_of(trace) > self._budget:
             self._tell_too_small(
                 f"{self._named} cannot be kept: a step takes more, although everything moves that can; the "
@@ -740,12 +756,13 @@ class Planner:
             return nbytes < self._spare_bytes() // 2
         return self._guard.has_room(nbytes)
 
-    def tell_used(self, nbytes: int) -> None:
-        """Backward uses so many bytes of a block."""
+    def tell_used(self, nbytes: int) -> bool:
+        """Backward uses so many bytes of a block. Returns whether fewer blocks may stay than do."""
         if (
             self._device is None
         ):  # an accelerator's allocator keeps what is free, and no tensor's, apart
             self._guard.tell_used(nbytes)
+        return self.follower.looks_in_backward(nbytes)
 
     def saved_again(self, block: Block) -> None:
         """A block that is held was saved once more."""

@@ -621,6 +621,9 @@ class Stash:
             for each in session.device_tiers:
                 if each.evictor.inflight.writes:
                     each.evictor.inflight.complete(thread_state)
+            if session.planners and block.number in session.planners:
+                if session.planners[block.number].tell_used(entry.nbytes):
+                    tiers.evictor.shrink(thread_state)
             placement, source = block.placement, entry.source
             is_part = source is not block.storage_version
             # As Entry.was_changed, with no call; where memory was let go, perhaps while it was copied.
@@ -634,8 +637,6 @@ class Stash:
                 raise _lost(entry, placement.lost_at)
             session.predictor.use(block)
             session.uses += 1
-            if session.planners and block.number in session.planners:
-                session.planners[block.number].tell_used(entry.nbytes)
             if self._event_log.on and block.cleanup.is_counted:
                 self._event_log.emit("use", entry.nbytes, *block.facts[1:])
             if entry.check is not None:

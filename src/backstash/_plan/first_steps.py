@@ -11,9 +11,9 @@ from .trace import Links
 
 __all__ = ["FirstSteps", "Mode"]
 
-Mode = Literal["all", "half", "left", "sampled"]
-"""What a step moves: everything, every other block, or nothing, since it is left alone; the last one of these
-has its memory sampled."""
+Mode = Literal["fits", "all", "half", "left", "sampled"]
+"""What a step moves: what does not fit in memory, everything, every other block, or nothing, since it is left
+alone; the last one of these has its memory sampled."""
 
 _TO_LEARN = 1  # bytes: the budget by which `backstash plan` asks what any other one would cost
 _ALIKE = 0.02  # how much two steps of one shape may differ in what they save
@@ -26,8 +26,12 @@ _LEFT_STEPS = 4
 class FirstSteps:
     """The steps before anything is planned for.
 
-    The first one moves everything, and tells the memory. A pair comes after it: one that moves everything, too,
-    and one that moves every other block.
+    The first one keeps what fits, and measures the memory. Where it moved nothing, the second one does the
+    same: the optimizer has its state by then. If everything still fits, no other step is measured. Otherwise a
+    pair comes next: one step that moves everything, and one that moves every other block.
+
+    On an accelerator, and where there is no tier below, the first step moves or recomputes everything: an
+    operation that finds no memory there ends the program, and what was kept cannot be recomputed later.
 
     Within a budget of one byte, as ``backstash plan`` gives, it is learnt what any budget would cost. Memory is
     given back all the time in the first pair: it tells what is held beside what is saved. What moving costs is
@@ -36,9 +40,12 @@ class FirstSteps:
     Args:
         budget: in bytes.
         copies_aside: whether copies take no time of what computes, as on an accelerator.
+        keeps_first: whether the first step keeps what fits.
     """
 
-    def __init__(self, budget: int, *, copies_aside: bool = False) -> None:
+    def __init__(
+        self, budget: int, *, copies_aside: bool = False, keeps_first: bool = False
+    ) -> None:
         self._copies_aside = copies_aside
         self.learns = budget == _TO_LEARN
         """Whether no budget is kept, since it is learnt what any would cost."""
@@ -49,8 +56,11 @@ class FirstSteps:
         self.left: list[tuple[float, int]] = []
         """Of each step that was left alone: its seconds, and the bytes of all storages that it saved."""
         self._sampled: tuple[int, int] | None = None  # of the last one: its peak, and these bytes
-        self.mode: Mode = "all"
+        self.keeps_first = keeps_first and not self.learns
+        """Whether the first step keeps what fits."""
+        self.mode: Mode = "fits" if self.keeps_first else "all"
         """Of the step under way."""
+        self._is_second = False  # of those with the mode "fits"
 
     def add(
         self, record: StepRecord | None, seconds: float, told_bytes: int, peak_bytes: int
@@ -66,6 +76,14 @@ class FirstSteps:
             self.left.append((seconds, told_bytes))
         if self.mode == "sampled":
             self._sampled = peak_bytes, told_bytes
+
+    def tries_again(self) -> bool:
+        """Whether the next step keeps what fits, too, since the first one moved nothing."""
+        again = self.mode == "fits" and not self._is_second and not self.records[0].moved_bytes
+        if again:
+            self._is_second = True
+            self.forget()
+        return again
 
     def forget(self) -> None:
         """A plan was made from them."""

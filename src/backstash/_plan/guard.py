@@ -12,6 +12,7 @@ __all__ = ["MemoryGuard"]
 _RELEASE_REST = 20  # times as long as giving memory back took, it is not done again
 _LOOK_BYTES = 1 << 20  # that backward uses between two looks; the least that is saved between two
 _LATE_STEPS = 3
+_HELD_BACK_PART = 32  # of the most, that a first step leaves free
 _USED_PART = 32  # the part of the most that backward has used before what it freed is given back
 
 
@@ -136,6 +137,11 @@ class MemoryGuard:
     def raise_to(self, nbytes: int) -> None:
         """In this step ``nbytes`` may be held: it is measured to learn, and no budget is kept."""
         self._line = self._most_now = nbytes
+
+    def hold_back(self, nbytes: int) -> None:
+        """In this step ``nbytes`` and a part of the budget are to stay free: how much operations take beside
+        what they save is not known."""
+        self.raise_to(self.most - nbytes - self.most // _HELD_BACK_PART)
 
     @property
     def left_bytes(self) -> int:

@@ -109,9 +109,13 @@ class Evictor:
         if inflight.nbytes > inflight.peak_bytes:
             inflight.peak_bytes = inflight.nbytes
 
-    def _press(self, thread_state: ThreadState, newest: Block) -> None:
+    def shrink(self, thread_state: ThreadState) -> None:
+        """Move the oldest blocks until no more stay than may."""
+        self._press(thread_state, None)
+
+    def _press(self, thread_state: ThreadState, newest: Block | None) -> None:
         resident = self.resident
-        most = resident.most(newest.nbytes, self.inflight.nbytes)
+        most = resident.most(newest.nbytes if newest is not None else 0, self.inflight.nbytes)
         while most is not None and resident.nbytes > most and resident.queue.refs:
             block = resident.queue.popleft()
             if block is None:
@@ -122,6 +126,8 @@ class Evictor:
                 # Only its own thread may judge a copy of it, and that one may be waiting for us:
                 # move ours instead.
                 resident.queue.appendleft(block)
+                if newest is None:
+                    return
                 if not newest.cleanup.resident_bytes or not self._send(newest, thread_state):
                     return
                 if newest.cleanup.resident_bytes:

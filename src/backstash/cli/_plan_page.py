@@ -107,7 +107,7 @@ def _state(plan: dict[str, Any]) -> str:
     at_least = f": the smallest that can is {format_bytes(smallest)}" if smallest else ""
     return {
         "measuring": f"Within {budget}: there were too few steps to plan for; all that can move was moved.",
-        "left alone": f"Everything fits within {budget}, and was left in place but for a first step.",
+        "left alone": f"Everything fits within {budget}, and stays in memory.",
         "planned": f"Within a budget of {budget} for the memory of {_whose(plan)}.",
         "loaded": f"A plan from a file, for a budget of {budget}.",
         "too small": f"A budget of {budget} cannot be kept{at_least}.",

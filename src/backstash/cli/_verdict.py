@@ -117,6 +117,11 @@ def largest(figures: dict[str, Any]) -> tuple[str, int]:
     return "", figures["resident"]["peak_bytes"]
 
 
+def _of_first(moved_bytes: int) -> str:
+    """What the first steps, which are measured, moved before a plan left everything in place."""
+    return f" but for {format_bytes(moved_bytes)} in the first steps" if moved_bytes else ""
+
+
 def step_line(figures: dict[str, Any]) -> str:
     """The second line: what a step took, how much of it was waiting, and what it moved."""
     stats, steps = figures["stats"], figures["steps"]
@@ -127,7 +132,7 @@ def step_line(figures: dict[str, Any]) -> str:
     else:
         time = f"{figures['seconds']:.1f} s, {waited:.2g} s of them waiting"
     if (figures.get("plan") or {}).get("state") == "left alone":
-        return f"{time}; everything stays in memory but for the first step, which was measured"
+        return f"{time}; everything stays in memory{_of_first(stats['written_bytes'])}"
     parts = {
         "moved": stats["written_bytes"],
         "recomputed": stats["recomputed_bytes"],
