@@ -525,3 +525,101 @@ def test_modules_that_take_a_gradient_in_their_forward(memory, tmp_path, options
             assert same(step(net, stash), true), number
             _ = stash.plan
     stash.close()
+
+
+class Block(nn.Module):
+    """A module in a module, as the blocks of real models are."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = Layer()
+
+    def forward(self, x):
+        return self.layer(x)
+
+
+def test_modules_that_nobody_named_are_recomputed_where_not_everything_fits(memory, tmp_path):
+    net, budget = model(Block), OTHER + SAVED // 2 + 8 * MIB
+    stash = memory(budget=budget, disk=tmp_path)
+    true = step(net, Stash())
+    for number in range(10):
+        before, memory.peaks[0] = stash.stats().recomputed_bytes, 0
+        assert same(step(net, stash), true)
+        assert memory.peaks[0] <= budget, number
+        plan = stash.plan
+    assert 1 <= count(plan, "region") < LAYERS
+    again = stash.stats().recomputed_bytes - before
+    assert again == sum(each.nbytes for each in plan.regions) > 0
+    path = tmp_path / "plan.json"
+    plan.save(path)
+    stash.close()
+    loaded = memory(plan=path, disk=tmp_path)
+    for _ in range(3):
+        before, memory.peaks[0] = loaded.stats().recomputed_bytes, 0
+        assert same(step(net, loaded), true)
+    assert loaded.stats().recomputed_bytes - before == again
+    assert memory.peaks[0] <= budget
+    loaded.close()
+    assert not any(each._forward_pre_hooks or each._forward_hooks for each in net.modules())
+
+
+@pytest.mark.parametrize("options", [{"recompute": False}, {"fits": True}, {"named": True}])
+def test_no_module_gets_hooks_where_none_needs_to_be_recomputed(memory, tmp_path, options):
+    net, budget = model(Block), OTHER + SAVED // 2 + 8 * MIB
+    if options.pop("fits", False):
+        budget = OTHER + 2 * SAVED
+    named = options.pop("named", False)
+    if named:
+        options["recompute"] = [net[0]]
+    stash = memory(budget=budget, disk=tmp_path, **options)
+    true = step(net, Stash())
+    for _ in range(5):
+        assert same(step(net, stash), true)
+        assert not any(each._forward_pre_hooks for each in net[1:].modules())
+        assert bool(net[0]._forward_pre_hooks) is named
+        _ = stash.plan
+    assert not stash.plan.regions or named
+    stash.close()
+
+
+def test_the_hooks_go_where_the_plan_recomputes_no_module(memory, tmp_path, monkeypatch):
+    monkeypatch.setattr(backstash._planner.Planner, "_allowed", lambda self: ["keep", "disk"])
+    net, stash = model(Block), memory(budget=OTHER + SAVED // 2 + 8 * MIB, disk=tmp_path)
+    had = []
+    for _ in range(6):
+        step(net, stash)
+        had.append(any(each._forward_pre_hooks for each in net.modules()))
+        _ = stash.plan
+    assert had[0] and not had[-1]
+    assert stash.plan.state == "planned"
+    stash.close()
+
+
+def test_a_module_is_not_recomputed_whose_operand_changes_before_backward(memory, tmp_path):
+    """One that no operation saves, so that plain PyTorch does not mind."""
+
+    class Shifted(Block):
+        def __init__(self):
+            super().__init__()
+            self.shift = nn.Parameter(torch.zeros(512, 512))
+
+        def forward(self, x):
+            return super().forward(x + self.shift)
+
+    def changed(stash):
+        with stash:
+            out = net(torch.ones(512, 512)).sum()
+        with torch.no_grad():
+            net[3].shift.add_(1)
+        grads = torch.autograd.grad(out, list(net.parameters()))
+        with torch.no_grad():
+            net[3].shift.sub_(1)
+        return [out.detach(), *grads]
+
+    net, stash = model(Shifted), memory(budget=OTHER + SAVED // 2 + 8 * MIB, disk=tmp_path)
+    true = changed(Stash())
+    for _ in range(8):
+        assert same(changed(stash), true)
+        _ = stash.plan
+    assert {each.index for each in stash.plan.trace.regions} == {*range(LAYERS)} - {3}
+    stash.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -68,6 +68,12 @@ class Recorder(Protocol):
 
     def left(self, thread_state: ThreadState) -> None:
         """This thread has left one."""
+
+    def saw(self, modules: Sequence[nn.Module], path: str, nbytes: int) -> None:
+        """A block was saved in the first step, by the last of these modules."""
+
+    def set_modules(self, *, on: bool) -> None:
+        """Whether the forwards of modules that nobody named may be recomputed."""
 
 
 class _Choice(NamedTuple):
@@ -579,6 +585,11 @@ class Admission:
         if planner is not None:
             thread_state.may_leave(-1)
             planner.follower.count(block)
+            if self.recorder is not None:
+                if planner.counts_modules:
+                    self.recorder.saw(modules, block.cleanup.module, block.nbytes)
+                if planner.modules_wanted is not None:
+                    self.set_modules(planner)
             if choice == _DEFAULT:
                 choice = self._planned(block, tensor, thread_state, tiers)
                 self._allow(planner, thread_state, tensor.device)
@@ -604,6 +615,12 @@ class Admission:
             # operation made for itself and has yet to fill, without raising a version: rrelu's noise is.
             complete = tensor.requires_grad or is_copy
             tiers.evictor.admit(block, at_once=block.at_once, complete=complete)
+
+    def set_modules(self, planner: Planner) -> None:
+        """The planner wants modules that nobody named to be recorded, or not any more."""
+        wanted, planner.modules_wanted = planner.modules_wanted, None
+        if self.recorder is not None and wanted is not None:
+            self.recorder.set_modules(on=wanted)
 
     def _allow(
         self,

@@ -120,6 +120,10 @@ class Planner:
         )
         self._steps = 0
         self._has_failed = False  # this step, as far as is known
+        self._is_in_backward = False
+        self.modules_wanted: bool | None = None
+        """Whether modules that nobody named are to be recorded from now on, since not everything fits; or are
+        not any more. ``None``: as it is."""
         self._shape = StepShape(begins_as_known=loaded is not None)
         self._most_other_bytes = 0  # that a step which was planned for held beside
         self._bytes_at_start = 0  # of memory, when the step began that was planned for
@@ -170,6 +174,7 @@ class Planner:
             self.follower.plan.state != "loaded"
             or self.follower.choices is None
             or self._steps == 1
+            or self.follower.plan.regions  # which may have let go of all that is saved
         ):
             return False
         return not self.follower.choices.matched
@@ -224,6 +229,7 @@ class Planner:
         if self._has_failed:  # what it would have taken is not known
             record, self._has_failed = None, False
         self._steps += 1
+        self._is_in_backward = False
         self.follower.begin_step()
         if self.regions is not None:
             self.regions.begin_step()
@@ -459,6 +465,8 @@ class Planner:
         if self._first_steps.tries_again():
             self._begin_first()
             return
+        if self.regions is not None:
+            self.modules_wanted = True
         self._first_steps.mode = "all"
         if self.min_bytes < MIN_BYTES:
             large = trace.keeping_below(MIN_BYTES)
@@ -654,6 +662,25 @@ class Planner:
             if over > 0 and self._limits.resident is not None:  # this step is not to wait for it
                 self._limits.lower_resident(max(0, self._limits.resident - over))
 
+    @property
+    def counts_modules(self) -> bool:
+        """Whether it is counted what each module saves: in the first step that is measured."""
+        if self.regions is None or self._first_steps.records:
+            return False
+        plan = self.follower.plan
+        if plan.state == "loaded":
+            return bool(plan.regions) and self._steps == 1
+        return self.follower.choices is None
+
+    def _seems_to_fit(self) -> bool:
+        """Whether this step's forward, which has ended, held no more than it may, had it kept everything."""
+        if self.follower.plan.state == "loaded":
+            return False
+        limits = self._limits
+        resident = limits.tiers.evictor.resident
+        moved = self._shape.saved_bytes - resident.nbytes
+        return self._guard.held() + moved <= self._target()
+
     # What is told of blocks.
 
     def tell_saved(self, nbytes: int) -> None:
@@ -758,6 +785,12 @@ class Planner:
 
     def tell_used(self, nbytes: int) -> bool:
         """Backward uses so many bytes of a block. Returns whether fewer blocks may stay than do."""
+        if not self._is_in_backward:
+            self._is_in_backward = True
+            if self.regions is not None and self._recording.is_on:
+                self.regions.begin_backward()
+            if self.counts_modules and not self._seems_to_fit():
+                self.modules_wanted = True
         if (
             self._device is None
         ):  # an accelerator's allocator keeps what is free, and no tensor's, apart
@@ -855,6 +888,8 @@ class Planner:
         self._limits.set_resident(self._limits.resident)
         under_way = sum(self._limits.windows)
         self._limits.unplanned = max(0, self._target() - self._most_other_bytes - under_way)
+        if self.regions is not None and self.follower.plan.state != "loaded":
+            self.modules_wanted = REGION in solution.choices
         self._corrections.follow(
             predicted_bytes,
             _saved_by(trace),

@@ -16,7 +16,7 @@ import sys
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -126,9 +126,9 @@ class Stash:
             says.
         plan: a :class:`~backstash.plan.Plan`, or the file of one: it is followed from the first step on, and
             nothing is measured.
-        recompute: what a budget may have computed again. ``"auto"``: whatever PyTorch's operations made, in
-            modules and outside. Modules: what they save, as :meth:`recompute` does it, without a budget too.
-            ``False``: nothing, whatever a policy answers.
+        recompute: what a budget may have computed again. ``"auto"``: whatever PyTorch's operations made; with a
+            tier below also all that calls of modules save, which it finds by itself. Modules: what they save,
+            as :meth:`recompute` does it, without a budget too. ``False``: nothing, whatever a policy answers.
         verify: how it is known that what is computed again has the bits that were let go. The first time that
             certain operations on certain shapes are, the result is compared. ``"auto"``: later on the CPU
             compares a fingerprint, of all bytes of a tensor that a policy or plan has let go, and of up to 4
@@ -256,7 +256,8 @@ class Stash:
         if recompute is not False and (policy is not None or is_planned):
             from ._recompute.recorder import Recorder
 
-            recorder = Recorder(self._session, asks=policy is not None)
+            attach = functools.partial(_attach, weakref.ref(self)) if is_planned else None
+            recorder = Recorder(self._session, asks=policy is not None, attach=attach)
         self._recorder = recorder
         self._recomputes, self._verify = recompute is not False, verify
         self._admission = Admission(self._session, policy=policy, codec=codec, recorder=recorder)
@@ -494,6 +495,9 @@ class Stash:
             raise UsageError("recompute() of a stash that was made with recompute=False")
         if self._recorder is not None:
             self._recorder.only_modules = True
+        return self._attach_regions(modules)
+
+    def _attach_regions(self, modules: Sequence[nn.Module]) -> Attachment:
         from ._recompute.region import Region  # which most programs need not load
 
         handles: list[Any] = []
@@ -622,8 +626,11 @@ class Stash:
                 if each.evictor.inflight.writes:
                     each.evictor.inflight.complete(thread_state)
             if session.planners and block.number in session.planners:
-                if session.planners[block.number].tell_used(entry.nbytes):
+                planner = session.planners[block.number]
+                if planner.tell_used(entry.nbytes):
                     tiers.evictor.shrink(thread_state)
+                if planner.modules_wanted is not None:
+                    self._admission.set_modules(planner)
             placement, source = block.placement, entry.source
             is_part = source is not block.storage_version
             # As Entry.was_changed, with no call; where memory was let go, perhaps while it was copied.
@@ -805,6 +812,8 @@ class Stash:
             return
         for planner in self._session.planners.values():
             planner.close()
+        if self._recorder is not None:
+            self._recorder.set_modules(on=False)
         self._workers.close()
         self._makers.close()
         thread_state = self._thread_state()
@@ -968,6 +977,12 @@ class _Region:
     def remove(self) -> None:
         """As a handle of its module's hooks."""
         self._kept.discard(self._region)
+
+
+def _attach(stash: weakref.ref[Stash], modules: Sequence[nn.Module]) -> Attachment | None:
+    """Have the forwards of modules recorded that the program did not name."""
+    alive = stash()
+    return alive._attach_regions(modules) if alive is not None else None
 
 
 def _let_go(stash: weakref.ref[Stash]) -> None:

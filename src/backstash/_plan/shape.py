@@ -116,6 +116,11 @@ class StepShape:
         self._asked_bytes += nbytes
 
     @property
+    def saved_bytes(self) -> int:
+        """By the blocks of this step so far."""
+        return self._saved_bytes
+
+    @property
     def most_asked_bytes(self) -> int:
         """The most that a step saved in all."""
         return self._most_asked_bytes

@@ -9,11 +9,12 @@ when backward begins to use what was saved.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .._saved.block import Block
 from .._saved.entry import Entry
@@ -25,6 +26,7 @@ from .._torch.dynamo import leave_untraced
 from .._torch.engine import in_backward
 from .._torch.modules import call_frame, mark_outermost_call
 from .blocks import MOST_OPERATIONS, InPlace, Replay, slice_of
+from .naming import Handle, Naming
 from .tape import UNSEEN, Leaver, Outside, Place, State, Tape, copied, is_small
 
 __all__ = ["Recorder"]
@@ -39,12 +41,20 @@ class Recorder:
     Args:
         session: of the stash.
         asks: whether a policy is asked, which may answer so.
+        attach: see :class:`Naming`; ``None``: no module is recomputed but those that are named.
     """
 
-    def __init__(self, session: Session, *, asks: bool) -> None:
+    def __init__(
+        self,
+        session: Session,
+        *,
+        asks: bool,
+        attach: Callable[[Sequence[nn.Module]], Handle | None] | None = None,
+    ) -> None:
         self._session = session
         self.only_modules = False
         """Whether modules were named, so that a plan is to have nothing else recomputed."""
+        self._naming: Naming | None = None if attach is None else Naming(attach)
         self._asks = asks
         self._contexts = 0
         self._marked = -1  # the step of the last tape that ends with a module's call
@@ -57,6 +67,21 @@ class Recorder:
             return False
         planners, has_ended = self._session.planners, self._session.predictor.is_used
         return any(each.may_recompute(has_ended=has_ended) for each in planners.values())
+
+    def saw(self, modules: Sequence[nn.Module], path: str, nbytes: int) -> None:
+        """See :meth:`Naming.saw`."""
+        if self._naming is not None and not self.only_modules:
+            self._naming.saw(modules, path, nbytes)
+
+    def set_modules(self, *, on: bool) -> None:
+        """Whether the forwards of modules that nobody named may be recomputed, as a plan has it."""
+        naming = self._naming
+        if naming is None or self.only_modules:
+            return
+        if on:
+            naming.begin()
+        else:
+            naming.end()
 
     def entered(self, thread_state: ThreadState, frame: FrameType | None) -> None:
         """This thread enters a context of the stash; ``frame``: of a module's call."""

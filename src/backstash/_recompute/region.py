@@ -234,6 +234,8 @@ class Call:
         tape.leave()
         tape.recorded = None
         self.frame = None
+        if self._planned is not None and self._planned.forward is not None:
+            self._planned.forward.relied_on = tape.relied_on()
         _put_back(self._thread_state, self._outer)
         self._outer = None
         self._note_filled()

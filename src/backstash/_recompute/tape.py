@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from .._device.fingerprint import fingerprint
+from .._saved.block import StorageVersion
 from .._saved.entry import Entry, WrapperEntry
 from .._saved.view import extent_bytes, reason_to_stay, snapshot
 from .._torch.dispatch import (
@@ -343,6 +344,18 @@ class Tape(SilentMode):
             if is_innermost:
                 push_mode(self)
             self.is_recording = was_recording
+
+    def relied_on(self) -> list[tuple[Tensor, int]]:
+        """For each operand that is held for a replay: a tensor with its version counter, and its version now.
+
+        A tensor that is not copied must not change before backward.
+        """
+        found = []
+        for each in self._outside:
+            if each.packed is not None and each.tensor is not None and not is_small(each.tensor):
+                probe = StorageVersion(each.tensor, each.tensor.untyped_storage()).probe
+                found.append((probe, each.tensor._version))
+        return found
 
     def end(self) -> None:
         """Record no more. What is not needed is let go.

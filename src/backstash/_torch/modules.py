@@ -27,6 +27,7 @@ __all__ = [
     "child_names",
     "compiled_around",
     "is_buffer",
+    "is_compiled",
     "is_parameter",
     "is_running",
     "mark_outermost_call",
@@ -170,6 +171,11 @@ def module_that_has(tensor: Tensor) -> str:
                     longest = len(path)
                     found = f"{path or f'({type(module).__name__})'}, whose {name} it is,"
     return found
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether ``module`` is what ``torch.compile`` returned for another one."""
+    return "_orig_mod" in module._modules
 
 
 def compiled_around(module: nn.Module) -> bool:

@@ -1,0 +1,121 @@
+"""Which modules' forwards a budget may have recomputed where the program names none.
+
+In the first step it is counted what each module saves. If not everything fits, the largest modules that save at
+most an eighth of the step are treated as if they had been given to :meth:`~backstash.Stash.recompute`: backward
+then holds what one call of them saves, beside what is held of the others.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+from torch import nn
+
+from .._torch.modules import compiled_around, is_compiled
+
+__all__ = ["Naming", "largest_modules"]
+
+_PART = 8  # of the step's bytes, that one call saves at most
+_MOST_PART = 2  # likewise, where the modules in it save little of what it does
+_COVERED = 0.75  # of a module's bytes, that those in it must save for them to be taken in its place
+
+
+class Handle(Protocol):
+    """Of hooks."""
+
+    def remove(self) -> None: ...
+
+
+class Naming:
+    """Of one stash.
+
+    Args:
+        attach: has the forwards of some modules recorded, until what it returns is removed.
+    """
+
+    def __init__(self, attach: Callable[[Sequence[nn.Module]], Handle | None]) -> None:
+        self._attach = attach
+        self._roots: dict[int, tuple[weakref.ref[nn.Module], Counter[str]]] = {}
+        self._modules: list[weakref.ref[nn.Module]] | None = None
+        self._handle: Handle | None = None
+
+    def saw(self, modules: Sequence[nn.Module], path: str, nbytes: int) -> None:
+        """A block was saved in the first step.
+
+        Args:
+            modules: that run, outermost first.
+            path: of the last one in the first.
+            nbytes: of the block.
+        """
+        if modules:
+            root = modules[0]
+            self._roots.setdefault(id(root), (weakref.ref(root), Counter()))[1][path] += nbytes
+
+    def begin(self) -> None:
+        """Not everything fits: choose modules and attach to them; after :meth:`end`, to the same ones."""
+        if self._modules is None:
+            total = sum(sum(saved.values()) for _, saved in self._roots.values())
+            roots = [(root(), saved) for root, saved in self._roots.values()]
+            self._modules = [
+                weakref.ref(module)
+                for root, saved in roots
+                if root is not None and not (is_compiled(root) or compiled_around(root))
+                for module in largest_modules(root, saved, total)
+            ]
+            self._roots.clear()
+        if self._handle is None:
+            alive = [module for each in self._modules if (module := each()) is not None]
+            self._handle = self._attach(alive) if alive else None
+
+    def end(self) -> None:
+        """Nothing is recomputed by modules: take the hooks off."""
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            handle.remove()
+
+
+def largest_modules(root: nn.Module, saved: Mapping[str, int], total: int) -> list[nn.Module]:
+    """The largest modules in ``root`` that save at most an eighth of ``total`` each.
+
+    One that saves more is taken only where most of that is not saved by modules in it, but by its own forward.
+
+    Args:
+        root: the outermost module.
+        saved: bytes by the path of the innermost module that saved them.
+        total: bytes of the step.
+    """
+    within: Counter[str] = Counter()
+    for path, nbytes in saved.items():
+        names = path.split(".")
+        for end in range(1, len(names) + 1):
+            within[".".join(names[:end])] += nbytes
+    return _pick(root, "", within, total)[0]
+
+
+def _pick(
+    module: nn.Module, path: str, within: Mapping[str, int], total: int
+) -> tuple[list[nn.Module], int]:
+    nbytes = within.get(path, 0)
+    children = [*module.named_children()]
+    is_one = bool(path and children) and _is_called(module)
+    if path and not nbytes:
+        return [], 0
+    if is_one and nbytes * _PART <= total:
+        return [module], nbytes
+    found: list[nn.Module] = []
+    covered = 0
+    for name, child in children:
+        inner, inner_bytes = _pick(child, f"{path}.{name}" if path else name, within, total)
+        found += inner
+        covered += inner_bytes
+    if is_one and covered < _COVERED * nbytes and nbytes * _MOST_PART <= total:
+        return [module], nbytes
+    return found, covered
+
+
+def _is_called(module: nn.Module) -> bool:
+    """Whether it has a forward of its own: a ``ModuleList`` has none."""
+    return type(module).forward is not nn.Module.forward
