@@ -7,8 +7,8 @@ from torch import nn
 
 import backstash.stash
 from backstash import Stash
-from backstash._admission import Admission
-from backstash._plan.meter import ProcessMeter
+from backstash._budget.meter import ProcessMeter
+from backstash._core.admission import Admission
 
 MIB = 1 << 20
 OTHER = 100 * MIB
@@ -25,7 +25,7 @@ class CountedMemory:
         self._left = Counter()  # by address and size: what is left in place without being a block
         self._hook = Admission.hook
         monkeypatch.setattr(ProcessMeter, "now", lambda meter: self.now())
-        monkeypatch.setattr("backstash._plan.meter._peak_bytes", lambda: self._most)
+        monkeypatch.setattr("backstash._budget.meter._peak_bytes", lambda: self._most)
         monkeypatch.setattr(Admission, "hook", lambda *given: self._counting(*given))
 
     def __call__(self, **arguments):

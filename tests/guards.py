@@ -14,13 +14,14 @@ from unittest import mock
 
 import torch
 
-from backstash import _admission, _hook_scope
+from backstash._core import admission as _admission
+from backstash._core import hook_scope as _hook_scope
+from backstash._core.session import Session
 from backstash._saved import block as _block
 from backstash._saved import entry as _entry
 from backstash._saved import view as _view
 from backstash._saved.placement import Lost, Stored
 from backstash._saved.thread_state import ThreadState
-from backstash._session import Session
 from backstash._tiers import host_backing as _host_backing
 from backstash._tiers import host_writeback as _host_writeback
 from backstash._tiers import packing as _packing

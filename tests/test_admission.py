@@ -7,7 +7,7 @@ import torch
 from torch.testing._internal.two_tensor import TwoTensor
 
 from backstash import Action
-from backstash._admission import SMALL, Admission
+from backstash._core.admission import SMALL, Admission
 from backstash._runtime.reclaim import ReclaimQueue
 from backstash._saved.block import Block
 from backstash._saved.entry import Entry, WrapperEntry
@@ -674,7 +674,7 @@ def test_slices_of_another_size_or_module_are_copied(monkeypatch):
     assert not are_one_block(slices(around, nbytes=808))
     base = made(6400)
     assert not are_one_block([around.pack(base[at * 400 :][:400]) for at in range(16)])
-    monkeypatch.setattr("backstash._admission.module_path", lambda modules: "another")
+    monkeypatch.setattr("backstash._core.admission.module_path", lambda modules: "another")
     assert not are_one_block(slices(around))
 
 

@@ -14,7 +14,7 @@ import torch
 
 import simulated
 from backstash import Stash
-from backstash._device.meter import DeviceMeter
+from backstash._budget.device_meter import DeviceMeter
 from backstash.errors import StashWarning
 from backstash.testing import TwinDevice, stash_on
 from test_device_meter import MIB, planned_on, step

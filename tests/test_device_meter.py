@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from backstash import Stash
+from backstash._budget.device_meter import DeviceMeter
+from backstash._budget.record import Costs, StepRecord, trace_of
 from backstash._device.base import MemoryFigures
-from backstash._device.meter import DeviceMeter
-from backstash._plan.recorder import Costs, StepRecord, trace_of
 from backstash._plan.simulate import Windows, simulate
 from backstash._plan.trace import Links, Moment, Option, Trace, TracedBlock
 from backstash.plan import Plan

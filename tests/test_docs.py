@@ -70,7 +70,11 @@ def test_change_log_begins_with_the_version() -> None:
 
 
 @pytest.mark.parametrize(
-    "part", ["_plan", "_torch", "stores", "_runtime", "_device", "_saved", "_tiers"]
+    "part",
+    [
+        *("_plan", "_torch", "stores", "_runtime", "_device", "_saved", "_tiers"),
+        *("_budget", "_core", "_recompute"),
+    ],
 )
 def test_every_file_of_a_floor_is_in_the_house_s_tables(part: str) -> None:
     """And each that a table names is there."""

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from backstash import _hook_scope
-from backstash._hook_scope import Attachment, abandon, enter_scope, leave_scope, newest_scope
+from backstash._core import hook_scope
+from backstash._core.hook_scope import Attachment, abandon, enter_scope, leave_scope, newest_scope
 from backstash._saved.thread_state import ThreadState
 from backstash.errors import UsageError
 
@@ -94,7 +94,7 @@ def test_an_interrupted_leave_leaves_all_the_same(monkeypatch, popped):
     thread_state = ThreadState()
     enter_scope(thread_state, outer := lambda tensor: tensor, unpack)
     enter_scope(thread_state, pack, unpack)
-    takes, calls = _hook_scope._take_out, []
+    takes, calls = hook_scope._take_out, []
 
     def interrupted(scope):
         calls.append(scope)
@@ -103,7 +103,7 @@ def test_an_interrupted_leave_leaves_all_the_same(monkeypatch, popped):
         if len(calls) == 1:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(_hook_scope, "_take_out", interrupted)
+    monkeypatch.setattr(hook_scope, "_take_out", interrupted)
     with pytest.raises(KeyboardInterrupt):
         leave_scope(thread_state)
     assert len(thread_state.scopes) == 1 and stack() == [outer]
@@ -253,4 +253,4 @@ def test_an_attachment_hands_on_the_frame_of_the_call():
 
 
 def test_no_compiler_looks_into_a_hook():
-    assert _hook_scope.Hook.__call__._torchdynamo_disable is True
+    assert hook_scope.Hook.__call__._torchdynamo_disable is True

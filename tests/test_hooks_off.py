@@ -9,9 +9,10 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from backstash import Stash, _hooks_off
+from backstash import Stash
+from backstash._budget.device_meter import DeviceMeter
+from backstash._core import hooks_off as _hooks_off
 from backstash._device.base import MemoryFigures
-from backstash._device.meter import DeviceMeter
 from backstash._torch.hook_stack import current_pair
 from backstash.errors import InplaceError
 from backstash.testing import TwinDevice

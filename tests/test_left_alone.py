@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from backstash import Stash
-from backstash._admission import FITS
-from backstash._follower import Follower
+from backstash._budget.follower import Follower
+from backstash._core.admission import FITS
 from backstash.errors import InplaceError, StashClosedError
 from counted_memory import MIB, OTHER, CountedMemory, Erf
 
@@ -19,7 +19,7 @@ ROOMY = OTHER + 2 * SAVED  # but not for twice as much
 
 @pytest.fixture
 def memory(monkeypatch):
-    return CountedMemory(monkeypatch, inflight="2MiB", prefetch="2MiB")
+    return CountedMemory(monkeypatch, inflight="2MiB", prefetch="2MiB", recompute=False)
 
 
 def model(layers=LAYERS):

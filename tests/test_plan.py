@@ -24,17 +24,17 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-import backstash._follower
-import backstash._planner
+import backstash._budget.follower
+import backstash._budget.planner
 from backstash import Action, Disk, Stash
-from backstash._admission import FITS
-from backstash._plan.guard import MemoryGuard
-from backstash._plan.meter import ProcessMeter
-from backstash._plan.meter import _sample as sample
-from backstash._plan.recorder import typical_costs
+from backstash._budget.guard import MemoryGuard
+from backstash._budget.meter import ProcessMeter
+from backstash._budget.meter import _sample as sample
+from backstash._budget.record import typical_costs
+from backstash._budget.solving import Beside, Kept, Solving
+from backstash._core.admission import FITS
 from backstash._plan.simulate import Windows
 from backstash._plan.solve import follow, solve
-from backstash._plan.solving import Beside, Kept, Solving
 from backstash._plan.trace import Links, Moment, Option, Trace, TracedBlock
 from backstash.errors import BudgetError, SizeError, StashWarning, UsageError
 from backstash.plan import Plan, StepFigures, usable_bytes
@@ -678,7 +678,7 @@ def test_a_device_is_waited_for_before_a_step_that_is_left_alone_is_timed(
 def test_where_memory_cannot_be_spared_no_step_is_left_alone_to_learn_what_that_costs(
     memory, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(backstash._planner, "spare_bytes", lambda: 8 * MIB)
+    monkeypatch.setattr(backstash._budget.planner, "spare_bytes", lambda: 8 * MIB)
     stash, net = memory(budget=1, disk=tmp_path), model()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", StashWarning)
@@ -945,7 +945,7 @@ def test_a_disk_that_can_hold_less_than_a_budget_needs_makes_it_too_small(memory
 def test_giving_back_takes_a_twentieth_of_the_time_at_most(with_free, monkeypatch):
     planner, _, _, _ = with_free
     clock = [100.0]
-    monkeypatch.setattr(backstash._plan.guard.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(backstash._budget.guard.time, "perf_counter", lambda: clock[0])
     planner._guard._release_after = 0.0
     planner._guard.let_go = lambda: clock.__setitem__(0, clock[0] + 1.0)
     assert planner._guard.release()
@@ -1141,7 +1141,7 @@ def test_what_an_operation_takes_until_it_ends_counts_before_there_is_a_plan():
 def raised(monkeypatch):
     """A guard in a process that holds 50 MiB, the MiB that it ever held, and these as memory was given back."""
     ever, given_back = [0], []
-    monkeypatch.setattr("backstash._plan.meter._peak_bytes", lambda: ever[0] * MIB)
+    monkeypatch.setattr("backstash._budget.meter._peak_bytes", lambda: ever[0] * MIB)
     meter = ProcessMeter(lambda: 0)
     meter.now = lambda: 50 * MIB
     guard = MemoryGuard(meter, 98 * MIB, 100 * MIB, lambda: given_back.append(ever[0]))
@@ -1179,7 +1179,7 @@ def test_a_look_ahead_of_need_takes_nothing_from_what_backward_is_told(raised):
 def test_the_peak_of_a_process_is_told_where_it_rises():
     script = """
 import mmap, resource
-from backstash._plan.meter import ProcessMeter
+from backstash._budget.meter import ProcessMeter
 MIB = 1 << 20
 meter, before = ProcessMeter(), ProcessMeter().now()
 nbytes = max(256 * MIB, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10)  # of what started it
@@ -1200,7 +1200,7 @@ assert meter.raised_peak_bytes() == 0
 def test_samples_are_fewer_in_long_steps(monkeypatch):
     now = [1.0]
     clock = SimpleNamespace(perf_counter=lambda: now[0])
-    monkeypatch.setattr("backstash._plan.meter.time", clock)
+    monkeypatch.setattr("backstash._budget.meter.time", clock)
     meter, intervals = ProcessMeter(lambda: 0), []
     for seconds in (0.0, 0.1, 1.0, 60.0, 0.1):
         now[0] += seconds
@@ -1282,7 +1282,7 @@ def test_nothing_is_kept_of_steps_that_are_not_measured():
 
 def test_sampling_goes_on_once_what_it_took_was_taken(monkeypatch):
     """A notebook's step may last as long as its reader thinks."""
-    monkeypatch.setattr("backstash._plan.meter._MOST_SAMPLES", 2)
+    monkeypatch.setattr("backstash._budget.meter._MOST_SAMPLES", 2)
     meter, waits = ProcessMeter(lambda: 0), []
 
     class Stop:
@@ -1330,14 +1330,14 @@ def test_a_plan_that_cannot_be_made_leaves_the_one_before(memory, tmp_path, monk
     assert settle(model(), stash).state == "planned"
     trace, before = planner.trace, planner._solving.found
     with monkeypatch.context() as patch:
-        patch.setattr("backstash._plan.solving.solve", lambda *_, **__: 1 // 0)
+        patch.setattr("backstash._budget.solving.solve", lambda *_, **__: 1 // 0)
         planner._solve(trace)
         planner._solving.wait()
     assert planner._solving.found is before and not planner._solving.is_new
     assert planner._solving.has_failed and "ZeroDivisionError" in "".join(planner.notes)
     goes_on = threading.Event()
     with monkeypatch.context() as patch:
-        patch.setattr("backstash._plan.solving.solve", lambda *_, **__: goes_on.wait() and 1 // 0)
+        patch.setattr("backstash._budget.solving.solve", lambda *_, **__: goes_on.wait() and 1 // 0)
         planner._solve(trace)
         assert planner._solving.found is None and planner._solving.is_running
         thread = planner._solving._thread
@@ -2052,7 +2052,7 @@ def test_plans_that_change_at_every_step_are_exact(memory, tmp_path, monkeypatch
     def choose(follower, block, tensor):
         return ["", "disk"][int(torch.randint(2, (), generator=generator))]
 
-    monkeypatch.setattr(backstash._follower.Follower, "choose", choose)
+    monkeypatch.setattr(backstash._budget.follower.Follower, "choose", choose)
     stash = memory(budget=OTHER + 2 * SAVED, disk=tmp_path)
     net = model()
     true = step(net, Stash())

@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from backstash._plan.corrections import Corrections
-from backstash._plan.first_steps import FirstSteps
-from backstash._plan.meter import Measured
-from backstash._plan.recorder import (
+from backstash._budget.corrections import Corrections
+from backstash._budget.first_steps import FirstSteps
+from backstash._budget.meter import Measured
+from backstash._budget.record import (
     Costs,
     StepRecord,
     beside_left,

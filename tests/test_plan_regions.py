@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-import backstash._follower
-import backstash._plan.first_steps
-import backstash._planner
+import backstash._budget.first_steps
+import backstash._budget.follower
+import backstash._budget.planner
 import backstash._recompute.region as regions
 import backstash._saved.held
 from backstash import Stash
@@ -39,7 +39,7 @@ class Layer(nn.Module):
 @pytest.fixture
 def memory(monkeypatch):
     """Beside it a slow disk."""
-    for where in (backstash._planner, backstash._plan.first_steps):
+    for where in (backstash._budget.planner, backstash._budget.first_steps):
         monkeypatch.setattr(where, "links_of", lambda records: Links(2e6, 2e6))
     return CountedMemory(monkeypatch, inflight="2MiB", prefetch="2MiB")
 
@@ -405,7 +405,7 @@ def test_plans_that_change_at_every_step_are_exact(memory, tmp_path, monkeypatch
     def choose(follower, block, tensor):
         return draw.choice(["", "disk", "pack", "recompute"])
 
-    follower = backstash._follower.Follower
+    follower = backstash._budget.follower.Follower
     monkeypatch.setattr(follower, "choose", choose)
     monkeypatch.setattr(follower, "way_of", lambda *_: draw.choice([AGAIN, ONCE]))
 
@@ -583,7 +583,9 @@ def test_no_module_gets_hooks_where_none_needs_to_be_recomputed(memory, tmp_path
 
 
 def test_the_hooks_go_where_the_plan_recomputes_no_module(memory, tmp_path, monkeypatch):
-    monkeypatch.setattr(backstash._planner.Planner, "_allowed", lambda self: ["keep", "disk"])
+    monkeypatch.setattr(
+        backstash._budget.planner.Planner, "_allowed", lambda self: ["keep", "disk"]
+    )
     net, stash = model(Block), memory(budget=OTHER + SAVED // 2 + 8 * MIB, disk=tmp_path)
     had = []
     for _ in range(6):

@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from backstash import Stash
+from backstash._core.session import Session
 from backstash._runtime.critical_section import CriticalSection
 from backstash._runtime.reclaim import Ledger, ReclaimQueue
 from backstash._runtime.trace import EventLog
 from backstash._saved.block import BlockCleanup
 from backstash._saved.thread_state import Counts, ThreadState
-from backstash._session import Session
 from backstash._tiers.backing import DiskCleanup
 from backstash._tiers.host_backing import HostCleanup
 from backstash._tiers.resident import ResidentSet

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from backstash import Disk, Stash
+from backstash._core.session import Session
 from backstash._runtime.reclaim import ReclaimQueue
 from backstash._saved.block import Block, BlockCleanup, StorageVersion
 from backstash._saved.placement import Stored
-from backstash._session import Session
 from backstash._tiers.backing import DiskBacking, DiskCleanup
 from backstash._tiers.device_tiers import DeviceTiers
 from backstash._tiers.host_backing import HostBacking, HostCleanup

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from backstash import Stash
-from backstash._admission import SMALL
+from backstash._core.admission import SMALL
+from backstash._core.stats import Left, collect
 from backstash._saved.thread_state import Counts
-from backstash._stats import Left, collect
 from backstash.units import format_bytes
 
 

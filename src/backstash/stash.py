@@ -23,9 +23,11 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ._admission import Admission
+from ._core.admission import Admission
+from ._core.hook_scope import Attachment, abandon, enter_scope, leave_scope, newest_scope
+from ._core.session import Session
+from ._core.stats import Stats, collect
 from ._device.base import Device
-from ._hook_scope import Attachment, abandon, enter_scope, leave_scope, newest_scope
 from ._runtime.critical_section import CriticalSection
 from ._runtime.reclaim import ReclaimQueue
 from ._runtime.trace import EventLog, Levels, Recording
@@ -37,8 +39,6 @@ from ._saved.handout import RETURNS_NONE, hand_out
 from ._saved.held import Held
 from ._saved.placement import Derivation
 from ._saved.thread_state import ThreadState
-from ._session import Session
-from ._stats import Stats, collect
 from ._text import clean, html_text, shown
 from ._tiers.device_tiers import DeviceTiers, TierConfig
 from ._tiers.packing import decode_apart
@@ -69,7 +69,7 @@ from .stores._buffer_pool import BufferPool
 from .units import format_bytes, parse_bytes, parse_limit, with_unit
 
 if TYPE_CHECKING:
-    from ._planner import Planner
+    from ._budget.planner import Planner
     from ._recompute.region import Region
     from .plan import Plan
 
@@ -923,8 +923,8 @@ def _planners(
     """What makes the planner of a device; see :class:`Session`."""
     if budget is None and plan is None:
         return lambda device: None
-    from ._device.meter import DeviceMeter  # which most programs need not load
-    from ._planner import Planner, auto_budget, held_and_spare
+    from ._budget.device_meter import DeviceMeter  # which most programs need not load
+    from ._budget.planner import Planner, auto_budget, held_and_spare
     from .plan import Plan
 
     if plan is not None and not isinstance(plan, (Plan, str, os.PathLike)):

@@ -12,11 +12,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from .._admission import Admission
+from .._budget.planner import Planner
+from .._core.admission import Admission
+from .._core.session import Session
 from .._plan.regions import TRACED, Forward, Regions
-from .._planner import Planner
 from .._saved.entry import Entry
-from .._session import Session
 from .._tiers.device_tiers import DeviceTiers
 from .._torch.modules import child_names, module_path
 from .._torch.storages import storage_identity

@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._core.session import Session
 from .._saved.block import Block
 from .._saved.entry import Entry
 from .._saved.thread_state import ThreadState
 from .._saved.view import StridedRegion, reason_to_stay
-from .._session import Session
 from .._torch.dispatch import count_dispatch_modes
 from .._torch.dynamo import leave_untraced
 from .._torch.engine import in_backward

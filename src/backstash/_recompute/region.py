@@ -22,15 +22,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._admission import Admission
+from .._core.admission import Admission
+from .._core.hook_scope import Hook, newest_scope
+from .._core.session import Session
 from .._device.fingerprint import fingerprint, same_bytes
-from .._hook_scope import Hook, newest_scope
 from .._plan.regions import ONCE
 from .._saved.entry import replayed_otherwise
 from .._saved.held import Held
 from .._saved.thread_state import ThreadState
 from .._saved.view import dense, extent_bytes, raw_alias, reason_to_stay
-from .._session import Session
 from .._text import clean
 from .._torch.checkpoints import is_of_checkpoint
 from .._torch.dispatch import count_dispatch_modes, innermost_mode

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ._admission import FITS, NESTED, SMALL, SMALL_STEP, Admission
-from ._session import Session
-from ._text import clean, html_table, show_text
-from .stores import Store
-from .units import format_bytes
+from .._text import clean, html_table, show_text
+from ..stores import Store
+from ..units import format_bytes
+from .admission import FITS, NESTED, SMALL, SMALL_STEP, Admission
+from .session import Session
 
 __all__ = ["Left", "Stats", "collect"]
 

@@ -11,27 +11,27 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from ._device.base import Check
-from ._hooks_off import HooksOff
-from ._runtime.weak import WeakTable
-from ._saved.block import Block, PartedStorage, StorageVersion
-from ._saved.entry import Entry, WrapperEntry
-from ._saved.slice_counts import SliceCounts
-from ._saved.thread_state import ThreadState
-from ._saved.view import StridedRegion, raw_alias, reason_to_stay, snapshot
-from ._session import Session
-from ._text import shown
-from ._tiers.device_tiers import DeviceTiers
-from ._tiers.packing import Packer, Replay
-from ._torch.modules import is_buffer, is_parameter, module_path, running_modules
-from ._torch.storages import storage_identity
-from ._torch.tensors import is_wrapper_subclass, wait_for_collective
-from .codecs import EXACT, Codec
-from .errors import StashClosedError, UsageError
-from .policy import Action, CodecChoice, Policy, SavedTensor
+from .._device.base import Check
+from .._runtime.weak import WeakTable
+from .._saved.block import Block, PartedStorage, StorageVersion
+from .._saved.entry import Entry, WrapperEntry
+from .._saved.slice_counts import SliceCounts
+from .._saved.thread_state import ThreadState
+from .._saved.view import StridedRegion, raw_alias, reason_to_stay, snapshot
+from .._text import shown
+from .._tiers.device_tiers import DeviceTiers
+from .._tiers.packing import Packer, Replay
+from .._torch.modules import is_buffer, is_parameter, module_path, running_modules
+from .._torch.storages import storage_identity
+from .._torch.tensors import is_wrapper_subclass, wait_for_collective
+from ..codecs import EXACT, Codec
+from ..errors import StashClosedError, UsageError
+from ..policy import Action, CodecChoice, Policy, SavedTensor
+from .hooks_off import HooksOff
+from .session import Session
 
 if TYPE_CHECKING:
-    from ._planner import Planner
+    from .._budget.planner import Planner
 
 __all__ = ["NESTED", "SMALL", "Admission"]
 

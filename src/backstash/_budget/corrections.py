@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from .recorder import StepRecord, links_of, typical
-from .trace import Trace
+from .._plan.trace import Trace
+from .record import StepRecord, links_of, typical
 
 __all__ = ["Corrections"]
 

@@ -17,8 +17,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from .._plan.meter import Measured, Meter, Sample, taken
-from .base import Device, MemoryFigures
+from .._device.base import Device, MemoryFigures
+from .meter import Measured, Meter, Sample, taken
 
 __all__ = ["DeviceMeter"]
 

@@ -6,10 +6,10 @@ import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from .simulate import Windows, simulate
-from .solution import Solution, best_of
-from .solve import follow, smallest_budget, solve
-from .trace import Trace, TracedBlock
+from .._plan.simulate import Windows, simulate
+from .._plan.solution import Solution, best_of
+from .._plan.solve import follow, smallest_budget, solve
+from .._plan.trace import Trace, TracedBlock
 
 __all__ = ["Beside", "Kept", "Solved", "Solving", "left_alone"]
 

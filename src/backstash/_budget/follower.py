@@ -12,16 +12,16 @@ from collections.abc import Callable, Iterable
 
 from torch import Tensor
 
-from ._plan.choices import Choices, ClassOf
-from ._plan.first_steps import FirstSteps
-from ._plan.guard import MemoryGuard
-from ._plan.recording import StepRecording
-from ._plan.regions import AGAIN, ONCE, TRACED, Regions, name_of
-from ._plan.shape import StepShape
-from ._plan.table import REGION
-from ._saved.block import Block
-from ._tiers.limits import Limits
-from .plan import Plan
+from .._plan.choices import Choices, ClassOf
+from .._plan.regions import AGAIN, ONCE, TRACED, Regions, name_of
+from .._plan.table import REGION
+from .._saved.block import Block
+from ..plan import Plan
+from .first_steps import FirstSteps
+from .guard import MemoryGuard
+from .limits import Limits
+from .recording import StepRecording
+from .shape import StepShape
 
 __all__ = ["Follower"]
 

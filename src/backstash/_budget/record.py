@@ -10,9 +10,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from .._plan.regions import Forward, Stays, traced_regions
+from .._plan.trace import Links, Moment, Option, Trace, TracedBlock, TracedRegion
 from .meter import Measured, Sample
-from .regions import Forward, Stays, traced_regions
-from .trace import Links, Moment, Option, Trace, TracedBlock, TracedRegion
 
 __all__ = ["Costs", "StepRecord"]
 

@@ -17,13 +17,13 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from ._saved.thread_state import ThreadState
-from ._text import clean, html_text
-from ._torch.dynamo import untraced
-from ._torch.func_transforms import left_aside, let_transforms_pass, stepped_aside_for
-from ._torch.hook_stack import Scope, own_pack, take_out
-from ._torch.modules import call_frame, is_running
-from .errors import UsageError
+from .._saved.thread_state import ThreadState
+from .._text import clean, html_text
+from .._torch.dynamo import untraced
+from .._torch.func_transforms import left_aside, let_transforms_pass, stepped_aside_for
+from .._torch.hook_stack import Scope, own_pack, take_out
+from .._torch.modules import call_frame, is_running
+from ..errors import UsageError
 
 __all__ = ["Attachment", "Hook", "abandon", "enter_scope", "leave_scope", "newest_scope"]
 

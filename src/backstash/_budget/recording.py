@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
+from .._plan.regions import Regions
+from .._plan.trace import Option
 from .guard import MemoryGuard
 from .meter import Meter
-from .recorder import StepRecord
-from .regions import Regions
-from .trace import Option
+from .record import StepRecord
 
 __all__ = ["StepRecording"]
 

@@ -4,7 +4,7 @@ Step 1 keeps what fits. If that is everything, nothing else is measured. Otherwi
 tries on every block whether it can be recomputed or packed, and how long that takes; step 3 moves every other
 block, which tells what moving costs beside waiting. Where there is no tier below, what can be recomputed is,
 instead, from step 1 on; on an accelerator step 1 moves everything.
-To learn what any budget would cost, more steps are measured (see `_plan/first_steps.py`).
+To learn what any budget would cost, more steps are measured (see `_budget/first_steps.py`).
 Then a plan is made, in a thread, and followed from the next step on. Its first steps are measured, too: where
 the peak is not what was predicted, the plan is made again with the difference added. After three steps that
 take more than a tenth longer or shorter than predicted, steps are measured again; where bytes move at another
@@ -27,32 +27,32 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ._device.base import Device
-from ._follower import Follower
-from ._plan.corrections import Corrections
-from ._plan.first_steps import FirstSteps, Mode
-from ._plan.guard import MemoryGuard
-from ._plan.meter import Meter, ProcessMeter, Sample
-from ._plan.recorder import Costs, StepRecord, beside_left, links_of, trace_of
-from ._plan.recording import StepRecording
-from ._plan.regions import Forward, Regions
-from ._plan.shape import EndedStep, StepShape
-from ._plan.simulate import Windows
-from ._plan.solve import smallest_budget
-from ._plan.solving import Beside, Kept, Solving, left_alone
-from ._plan.table import REGION
-from ._plan.trace import Links, Option, Trace
-from ._runtime.trace import EventLog
-from ._saved.block import Block
-from ._text import level_of_program
-from ._tiers.device_tiers import DeviceTiers
-from ._tiers.limits import Limits
-from ._torch.dynamo import leave_untraced
-from .errors import BudgetError, StashWarning
-from .memory import spare_bytes
-from .plan import Plan, StepFigures, plan_of, usable_bytes
-from .policy import MIN_BYTES
-from .units import format_bytes
+from .._device.base import Device
+from .._plan.regions import Forward, Regions
+from .._plan.simulate import Windows
+from .._plan.solve import smallest_budget
+from .._plan.table import REGION
+from .._plan.trace import Links, Option, Trace
+from .._runtime.trace import EventLog
+from .._saved.block import Block
+from .._text import level_of_program
+from .._tiers.device_tiers import DeviceTiers
+from .._torch.dynamo import leave_untraced
+from ..errors import BudgetError, StashWarning
+from ..memory import spare_bytes
+from ..plan import Plan, StepFigures, plan_of, usable_bytes
+from ..policy import MIN_BYTES
+from ..units import format_bytes
+from .corrections import Corrections
+from .first_steps import FirstSteps, Mode
+from .follower import Follower
+from .guard import MemoryGuard
+from .limits import Limits
+from .meter import Meter, ProcessMeter, Sample
+from .record import Costs, StepRecord, beside_left, links_of, trace_of
+from .recording import StepRecording
+from .shape import EndedStep, StepShape
+from .solving import Beside, Kept, Solving, left_alone
 
 __all__ = ["Planner", "auto_budget", "held_and_spare"]
 

@@ -14,25 +14,25 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ._device.base import Device
-from ._runtime.critical_section import CriticalSection
-from ._runtime.reclaim import Cleanup, ReclaimQueue
-from ._runtime.trace import EventLog
-from ._saved.access_order import AccessPredictor
-from ._saved.block import Block, BlockCleanup
-from ._saved.save_counts import SaveCounts
-from ._saved.thread_state import Counts, ThreadState
-from ._tiers.backing import DiskCleanup
-from ._tiers.device_tiers import DeviceTiers
-from ._tiers.host_backing import HostCleanup
-from ._tiers.small_steps import SMALL_STEP_BYTES, SmallSteps
-from ._torch.engine import sequence_number
-from .errors import UsageError
-from .memory import auto_bytes
-from .policy import MIN_BYTES
+from .._device.base import Device
+from .._runtime.critical_section import CriticalSection
+from .._runtime.reclaim import Cleanup, ReclaimQueue
+from .._runtime.trace import EventLog
+from .._saved.access_order import AccessPredictor
+from .._saved.block import Block, BlockCleanup
+from .._saved.save_counts import SaveCounts
+from .._saved.thread_state import Counts, ThreadState
+from .._tiers.backing import DiskCleanup
+from .._tiers.device_tiers import DeviceTiers
+from .._tiers.host_backing import HostCleanup
+from .._tiers.small_steps import SMALL_STEP_BYTES, SmallSteps
+from .._torch.engine import sequence_number
+from ..errors import UsageError
+from ..memory import auto_bytes
+from ..policy import MIN_BYTES
 
 if TYPE_CHECKING:
-    from ._planner import Planner
+    from .._budget.planner import Planner
 
 __all__ = ["Session"]
 

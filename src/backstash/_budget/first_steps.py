@@ -6,8 +6,8 @@ import itertools
 from collections.abc import Callable, Iterable
 from typing import Literal
 
-from .recorder import Costs, StepRecord, links_of, typical, typical_costs
-from .trace import Links
+from .._plan.trace import Links
+from .record import Costs, StepRecord, links_of, typical, typical_costs
 
 __all__ = ["FirstSteps", "Mode"]
 

@@ -11,9 +11,9 @@ known that it has one step: the last one that the same statement entered had one
 
 from __future__ import annotations
 
-from ._saved.thread_state import ThreadState
-from ._session import Session
-from ._torch.hook_stack import Scope, Site, take_off
+from .._saved.thread_state import ThreadState
+from .._torch.hook_stack import Scope, Site, take_off
+from .session import Session
 
 __all__ = ["HooksOff"]
 

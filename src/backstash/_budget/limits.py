@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from .device_tiers import DeviceTiers
+from .._tiers.device_tiers import DeviceTiers
 
 __all__ = ["Limits"]
 
