@@ -1,12 +1,15 @@
 """Modules that may run again as a whole, under a plan that decides how many of them do."""
 
+import gc
 import json
+import pickle
 import random
 import time
 from dataclasses import replace
 
 import pytest
 import torch
+import torch.nn.modules.module as module_hooks
 from torch import nn
 
 import backstash._budget.first_steps
@@ -18,6 +21,8 @@ from backstash import Stash
 from backstash._plan.choices import Choices
 from backstash._plan.regions import AGAIN, ONCE, Regions
 from backstash._plan.trace import Links
+from backstash._torch.dispatch import dispatch_modes
+from backstash.errors import StashClosedError
 from backstash.plan import Plan
 from counted_memory import MIB, OTHER, CountedMemory
 
@@ -538,15 +543,20 @@ class Block(nn.Module):
         return self.layer(x)
 
 
+def hooks_of_all_modules():
+    return len(module_hooks._global_forward_pre_hooks) + len(module_hooks._global_forward_hooks)
+
+
 def test_modules_that_nobody_named_are_recomputed_where_not_everything_fits(memory, tmp_path):
     net, budget = model(Block), OTHER + SAVED // 2 + 8 * MIB
     stash = memory(budget=budget, disk=tmp_path)
     true = step(net, Stash())
-    for number in range(10):
+    for number in range(14):
         before, memory.peaks[0] = stash.stats().recomputed_bytes, 0
         assert same(step(net, stash), true)
-        assert memory.peaks[0] <= budget, number
+        assert memory.peaks[0] <= budget * 1.02, number
         plan = stash.plan
+    assert memory.peaks[0] <= budget
     assert 1 <= count(plan, "region") < LAYERS
     again = stash.stats().recomputed_bytes - before
     assert again == sum(each.nbytes for each in plan.regions) > 0
@@ -560,7 +570,7 @@ def test_modules_that_nobody_named_are_recomputed_where_not_everything_fits(memo
     assert loaded.stats().recomputed_bytes - before == again
     assert memory.peaks[0] <= budget
     loaded.close()
-    assert not any(each._forward_pre_hooks or each._forward_hooks for each in net.modules())
+    assert not hooks_of_all_modules()
 
 
 @pytest.mark.parametrize("options", [{"recompute": False}, {"fits": True}, {"named": True}])
@@ -575,6 +585,7 @@ def test_no_module_gets_hooks_where_none_needs_to_be_recomputed(memory, tmp_path
     true = step(net, Stash())
     for _ in range(5):
         assert same(step(net, stash), true)
+        assert not hooks_of_all_modules()
         assert not any(each._forward_pre_hooks for each in net[1:].modules())
         assert bool(net[0]._forward_pre_hooks) is named
         _ = stash.plan
@@ -590,15 +601,17 @@ def test_the_hooks_go_where_the_plan_recomputes_no_module(memory, tmp_path, monk
     had = []
     for _ in range(6):
         step(net, stash)
-        had.append(any(each._forward_pre_hooks for each in net.modules()))
+        had.append(hooks_of_all_modules())
+        assert not any(each._forward_pre_hooks for each in net.modules())
         _ = stash.plan
-    assert had[0] and not had[-1]
+    assert had[0] == 2 and not had[-1]
     assert stash.plan.state == "planned"
     stash.close()
 
 
-def test_a_module_is_not_recomputed_whose_operand_changes_before_backward(memory, tmp_path):
-    """One that no operation saves, so that plain PyTorch does not mind."""
+@pytest.mark.parametrize("changes", [range(8), range(6, 8)])
+def test_what_plain_pytorch_does_not_save_may_change_before_backward(memory, tmp_path, changes):
+    """In a module that nobody named; also where it changes in none of the steps that are measured."""
 
     class Shifted(Block):
         def __init__(self):
@@ -606,22 +619,58 @@ def test_a_module_is_not_recomputed_whose_operand_changes_before_backward(memory
             self.shift = nn.Parameter(torch.zeros(512, 512))
 
         def forward(self, x):
-            return super().forward(x + self.shift)
+            return super().forward(x + self.shift)  # of which neither is saved
 
-    def changed(stash):
+    def changed(stash, number):
         with stash:
             out = net(torch.ones(512, 512)).sum()
         with torch.no_grad():
-            net[3].shift.add_(1)
+            net[3].shift.add_(int(number in changes))
         grads = torch.autograd.grad(out, list(net.parameters()))
         with torch.no_grad():
-            net[3].shift.sub_(1)
+            net[3].shift.sub_(int(number in changes))
         return [out.detach(), *grads]
 
-    net, stash = model(Shifted), memory(budget=OTHER + SAVED // 2 + 8 * MIB, disk=tmp_path)
-    true = changed(Stash())
-    for _ in range(8):
-        assert same(changed(stash), true)
+    net, stash = model(Block), memory(budget=OTHER + SAVED // 2 + 8 * MIB, disk=tmp_path)
+    net[3] = Shifted()
+    true = changed(Stash(), 0)
+    for number in range(8):
+        assert same(changed(stash, number), true)
         _ = stash.plan
-    assert {each.index for each in stash.plan.trace.regions} == {*range(LAYERS)} - {3}
+    found = {each.index for each in stash.plan.trace.regions}
+    assert found >= {1, 2, 4, 5, 6, 7} and 3 not in found
+    assert any("does not save" in reason for reason in stash.stats().left)
     stash.close()
+
+
+def test_modules_that_were_found_are_let_alone_outside_of_the_stash_s_contexts(memory, tmp_path):
+    net, stash = model(Block), memory(budget=OTHER + SAVED // 2 + 8 * MIB, disk=tmp_path)
+    for _ in range(8):
+        step(net, stash)
+        _ = stash.plan
+    assert hooks_of_all_modules() == 2 and count(stash.plan, "region")
+    before = stash.stats()
+    true = step(net, Stash())
+    out = net(torch.ones(512, 512)).sum()
+    out.backward()
+    pickle.loads(pickle.dumps(net.state_dict()))
+    torch.jit.script(nn.Sequential(nn.Linear(2, 2)))
+    assert stash.stats().saves == before.saves
+    assert stash.stats().recomputed_bytes == before.recomputed_bytes
+    assert same(step(net, stash), true)
+    assert stash.stats().recomputed_bytes > before.recomputed_bytes
+    del stash
+    gc.collect()
+    assert not hooks_of_all_modules()
+
+
+def test_a_stash_that_is_closed_in_the_forward_of_a_found_module_leaves_no_tape(memory, tmp_path):
+    net, stash = model(Block), memory(budget=OTHER + SAVED // 2 + 8 * MIB, disk=tmp_path)
+    for _ in range(2):
+        step(net, stash)
+    handle = net[5].layer.register_forward_pre_hook(lambda *_: stash.close())
+    with pytest.raises(StashClosedError):
+        step(net, stash)
+    handle.remove()
+    assert not dispatch_modes() and not hooks_of_all_modules()
+    gc.collect()

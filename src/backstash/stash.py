@@ -70,7 +70,7 @@ from .units import format_bytes, parse_bytes, parse_limit, with_unit
 
 if TYPE_CHECKING:
     from ._budget.planner import Planner
-    from ._recompute.region import Region
+    from ._recompute.region import FoundModules, Region
     from .plan import Plan
 
 __all__ = ["Stash"]
@@ -495,14 +495,20 @@ class Stash:
             raise UsageError("recompute() of a stash that was made with recompute=False")
         if self._recorder is not None:
             self._recorder.only_modules = True
-        return self._attach_regions(modules)
+        regions = self._regions_of(modules)
+        self._regions.update(regions)
+        handles: list[Any] = []
+        for region in regions:
+            handles += [*region.handles, _Region(self._regions, region)]
+        return Attachment(
+            ", ".join(dict.fromkeys(type(each).__name__ for each in modules)), handles
+        )
 
-    def _attach_regions(self, modules: Sequence[nn.Module]) -> Attachment:
+    def _regions_of(self, modules: Sequence[nn.Module], *, found: bool = False) -> list[Region]:
         from ._recompute.region import Region  # which most programs need not load
 
-        handles: list[Any] = []
-        for module in modules:
-            region = Region(
+        return [
+            Region(
                 module,
                 self._session,
                 self._admission,
@@ -512,12 +518,10 @@ class Stash:
                 self.unpack,
                 *self._compared,
                 verify=self._verify,
+                is_found=found,
             )
-            self._regions.add(region)
-            handles += [*region.handles, _Region(self._regions, region)]
-        return Attachment(
-            ", ".join(dict.fromkeys(type(each).__name__ for each in modules)), handles
-        )
+            for module in modules
+        ]
 
     def set_keep(self, keep: int | str | None) -> None:
         """Change the ``keep`` budget from now on; as the constructor takes it.
@@ -979,10 +983,14 @@ class _Region:
         self._kept.discard(self._region)
 
 
-def _attach(stash: weakref.ref[Stash], modules: Sequence[nn.Module]) -> Attachment | None:
+def _attach(stash: weakref.ref[Stash], modules: Sequence[nn.Module]) -> FoundModules | None:
     """Have the forwards of modules recorded that the program did not name."""
+    from ._recompute.region import FoundModules
+
     alive = stash()
-    return alive._attach_regions(modules) if alive is not None else None
+    if alive is None:
+        return None
+    return FoundModules([*zip(modules, alive._regions_of(modules, found=True), strict=True)])
 
 
 def _let_go(stash: weakref.ref[Stash]) -> None:

@@ -787,8 +787,6 @@ class Planner:
         """Backward uses so many bytes of a block. Returns whether fewer blocks may stay than do."""
         if not self._is_in_backward:
             self._is_in_backward = True
-            if self.regions is not None and self._recording.is_on:
-                self.regions.begin_backward()
             if self.counts_modules and not self._seems_to_fit():
                 self.modules_wanted = True
         if (

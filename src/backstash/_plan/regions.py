@@ -59,8 +59,6 @@ class Forward:
     """What the forward took, without what the stash added."""
     inputs: list[int] = field(default_factory=list)
     """The numbers of the blocks of what it is given."""
-    relied_on: list[tuple[Any, int]] = field(default_factory=list)
-    """Until backward begins, what must not change before: something with a ``_version``, and which it was."""
 
     def add(self, number: int, block: int, nbytes: int, *, is_new: bool) -> None:
         """A save of it made a block, or was of one that is known."""
@@ -179,14 +177,6 @@ class Regions:
     def saved_again(self, block: int) -> None:
         """While a step is recorded: a block that is known was saved once more."""
         self._again[block] += 1
-
-    def begin_backward(self) -> None:
-        """Backward begins: a forward of which an operand was changed cannot run again. Plain PyTorch does not
-        mind where that operand is not saved."""
-        for each in self._forwards:
-            relied_on, each.relied_on = each.relied_on, []
-            if any(probe._version != version for probe, version in relied_on):
-                each.can_run_again = False
 
     def take(self) -> list[Forward]:
         """The forwards of the step that has ended; what stays in each is known then."""

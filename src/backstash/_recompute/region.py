@@ -15,12 +15,14 @@ import itertools
 import os
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from .._core.admission import Admission
 from .._core.hook_scope import Hook, newest_scope
@@ -46,7 +48,7 @@ from .planned import Once, Planned
 from .replay import replay
 from .tape import UNSEEN, Place, Tape, place_of
 
-__all__ = ["Region"]
+__all__ = ["FoundModules", "Region"]
 
 _REFUSED = "not recomputed: "
 _OTHER_BITS = "computed again it has other bits"
@@ -86,6 +88,9 @@ class Call:
         self._held: list[weakref.ref[Held]] = []
         self._let_go_bytes = 0
         self._counted: set[tuple[int, Place]] = set()  # what is in these
+        self._saved: set[tuple[int, int]] = (
+            set()
+        )  # storages at versions, of a module that was found
         self._unknown: list[tuple[Held, Tensor, int]] = []  # yet to be compared: with their memory
         self._unfilled: list[tuple[Held, Tensor, int]] = []  # whose operation may not have ended
         self._filled: list[tuple[Held, Tensor, int]] = []  # whose has
@@ -115,6 +120,10 @@ class Call:
         """The pack hook while the module runs."""
         tape, planned = self.tape, self._planned
         assert tape is not None
+        if self.region.is_found:
+            storage = storage_of(tensor)
+            if storage is not None:
+                self._saved.add((storage_identity(storage), tensor._version))
         with tape.aside():
             if self._filled:
                 self._settle(tape)
@@ -165,7 +174,7 @@ class Call:
         """Hold what is only recorded."""
         tape = self.tape
         assert tape is not None
-        reason = tape.want(held.state, self._hold)
+        reason = tape.want(held.state, self._hold, self._relies_on)
         if reason:
             return self._refuse(tensor, reason)
         packed = planned.pack(number, tensor, self._pack)
@@ -175,6 +184,13 @@ class Call:
             self._unknown.append((held, tensor.detach(), tensor._version))
             return held
         return packed
+
+    def _relies_on(self, operand: Tensor) -> bool:
+        """Whether the program cannot change it before backward without an error in plain PyTorch, too. Who
+        names a module promises not to."""
+        if not self.region.is_found:
+            return True
+        return (storage_identity(operand.untyped_storage()), operand._version) in self._saved
 
     def _refuse(self, tensor: Tensor, reason: str) -> object:
         if reason != UNSEEN:  # mostly what the module was given
@@ -189,7 +205,7 @@ class Call:
     def _let_go(self, held: Held, tensor: Tensor, tape: Tape) -> str:
         """Let go of it, or hold it until it was compared. Why it cannot be let go; ``""``: it can."""
         region, state = self.region, held.state
-        reason = region.refused.get(state.key, "") or tape.want(state, self._hold)
+        reason = region.refused.get(state.key, "") or tape.want(state, self._hold, self._relies_on)
         if reason:
             return reason
         if state.key in region.known:
@@ -234,8 +250,6 @@ class Call:
         tape.leave()
         tape.recorded = None
         self.frame = None
-        if self._planned is not None and self._planned.forward is not None:
-            self._planned.forward.relied_on = tape.relied_on()
         _put_back(self._thread_state, self._outer)
         self._outer = None
         self._note_filled()
@@ -254,6 +268,7 @@ class Call:
                     planned.was_alike()
         tape.end()
         self._counted.clear()
+        self._saved.clear()
         region.admission.let_go_bytes += self._let_go_bytes
 
     def _compare(self, unknown: list[tuple[Held, Tensor, int]]) -> str:
@@ -414,6 +429,8 @@ class Region:
         known: the keys of the states that were compared, of all regions of the stash.
         refused: likewise of those that were not the same, and why.
         verify: see :class:`~backstash.Stash`.
+        is_found: whether nobody named the module: then it gets no hooks (see :class:`FoundModules`), and what
+            plain PyTorch does not save is not relied on.
     """
 
     def __init__(
@@ -429,8 +446,9 @@ class Region:
         refused: dict[int, str],
         *,
         verify: str,
+        is_found: bool = False,
     ) -> None:
-        self._verify = verify
+        self._verify, self.is_found = verify, is_found
         self._enter, self._leave = enter, leave
         self.session = session
         self.admission = admission
@@ -441,12 +459,14 @@ class Region:
         """What the replay took that was compared last, where a step was measured."""
         self._samples = 0
         self._thread_state = thread_state
-        self.handles = (
-            module.register_forward_pre_hook(_RegionHook(self, Region._begin), with_kwargs=True),
-            module.register_forward_hook(
-                _RegionHook(self, Region._end), prepend=True, always_call=True
-            ),
-        )
+        self.handles: tuple[RemovableHandle, ...] = ()
+        if not is_found:
+            self.handles = (
+                module.register_forward_pre_hook(_RegionHook(self, Region.begin), with_kwargs=True),
+                module.register_forward_hook(
+                    _RegionHook(self, Region.end), prepend=True, always_call=True
+                ),
+            )
 
     def count(self, reason: str, nbytes: int) -> None:
         """So many bytes are not recomputed."""
@@ -481,7 +501,7 @@ class Region:
             some = some[at % len(some)] if some.dim() > 1 else some[:_SAMPLED_ELEMENTS]
         return at, fingerprint(dense(some).untyped_storage())
 
-    def _begin(
+    def begin(
         self, frame: FrameType | None, module: nn.Module, args: Any, kwargs: dict[str, Any]
     ) -> None:
         leave_stale_tapes()
@@ -489,6 +509,8 @@ class Region:
         if not torch.is_grad_enabled():
             return
         newest_scope(thread_state)  # clears those that an interrupt has left
+        if self.is_found and not thread_state.scopes:
+            return  # outside of every context
         inside = any(
             isinstance(scope.hooks.pack_hook, Call | Once) for scope in thread_state.scopes
         )
@@ -514,6 +536,10 @@ class Region:
                 each for each in leaves if type(each) is Tensor and storage_of(each) is not None
             ]
             packed = [pack(each) for each in inputs]
+            if thread_state.tape is not outer:  # which began with these
+                outer = thread_state.tape
+                if outer is not None:
+                    outer.leave()
             if planned.begin() == ONCE:
                 self._enter(frame, Once(pack, self.admission, packed))
                 _put_back(thread_state, outer)
@@ -525,7 +551,8 @@ class Region:
             planned.enter([storage_identity(each.untyped_storage()) for each in inputs], packed)
         call.begin(outer)
 
-    def _end(self, frame: FrameType | None, module: nn.Module, args: Any, output: Any) -> None:
+    def end(self, frame: FrameType | None, module: nn.Module, args: Any, output: Any) -> None:
+        """After its forward: see ``register_forward_hook``."""
         leave_stale_tapes()
         scope = newest_scope(self._thread_state())
         if scope is None or scope.frame is not frame:
@@ -535,6 +562,80 @@ class Region:
             self._leave(frame)
         if isinstance(call, Call):
             call.end(in_order=output is not None)
+
+
+_ending: set[FoundModules] = set()  # of which a forward may run yet
+
+
+class FoundModules:
+    """Begins and ends the forwards of modules that nobody named.
+
+    They get no hooks of their own: a module with hooks takes other ways in PyTorch (an encoder layer in
+    evaluation), and is pickled and scripted with them. Two hooks of all modules ask whether it is one of these.
+
+    Args:
+        regions: of each module.
+    """
+
+    def __init__(self, regions: list[tuple[nn.Module, Region]]) -> None:
+        self._regions = {id(module): (weakref.ref(module), region) for module, region in regions}
+        self._begins = register_module_forward_pre_hook(_FoundHook(self, FoundModules._begin))
+        self._ends = register_module_forward_hook(
+            _FoundHook(self, FoundModules._end), always_call=True
+        )
+        self._is_removed = False
+        weakref.finalize(self, _remove_all, (self._begins, self._ends)).atexit = False
+
+    def remove(self) -> None:
+        """Begin none any more. Those that have begun still end."""
+        self._is_removed = True
+        self._begins.remove()
+        _ending.add(self)
+        self._end_if_idle()
+
+    def _end_if_idle(self) -> None:
+        sessions = {region.session for _, region in self._regions.values()}
+        scopes = [s for session in sessions for each in session.thread_states for s in each.scopes]
+        if not any(isinstance(each.hooks.pack_hook, Call | Once) for each in scopes):
+            self._ends.remove()
+            _ending.discard(self)
+
+    def _region_of(self, module: nn.Module) -> Region | None:
+        known = self._regions.get(id(module))
+        return known[1] if known is not None and known[0]() is module else None
+
+    def _begin(self, module: nn.Module, args: Any) -> None:
+        region = self._region_of(module)
+        frame = call_frame() if region is not None else None
+        if region is not None and frame is not None:
+            region.begin(frame, module, args, frame.f_locals.get("kwargs") or {})
+
+    def _end(self, module: nn.Module, args: Any, output: Any) -> None:
+        region = self._region_of(module)
+        if region is not None:
+            region.end(call_frame(), module, args, output)
+            if self._is_removed:
+                self._end_if_idle()
+
+
+class _FoundHook(Hook):
+    """One of the two hooks. The modules live as long as their stash."""
+
+    def __init__(self, found: FoundModules, act: Callable[..., None]) -> None:
+        super().__init__(act)
+        self._found = weakref.ref(found)
+
+    @untraced
+    def __call__(self, *given: Any) -> None:
+        """See ``register_module_forward_hook``."""
+        found = self._found()
+        if found is not None:
+            self._act(found, *given)
+
+
+def _remove_all(handles: Iterable[RemovableHandle]) -> None:
+    for each in handles:
+        each.remove()
 
 
 def _put_back(thread_state: ThreadState, tape: Tape | None) -> None:

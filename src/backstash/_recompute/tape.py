@@ -30,7 +30,6 @@ import torch
 from torch import Tensor
 
 from .._device.fingerprint import fingerprint
-from .._saved.block import StorageVersion
 from .._saved.entry import Entry, WrapperEntry
 from .._saved.view import extent_bytes, reason_to_stay, snapshot
 from .._torch.dispatch import (
@@ -72,6 +71,7 @@ __all__ = [
 Place = tuple[Any, ...]
 """Where a tensor lies in its memory: its type, shape, stride, offset, and its conj and neg bits."""
 
+_UNSAVED = "it follows from a tensor that PyTorch does not save, and lets programs change"
 _CHANGED = "its input was changed in place"
 UNSEEN = "what made it was not seen"
 _SUBCLASS = "a tensor subclass computed it"
@@ -344,18 +344,6 @@ class Tape(SilentMode):
             if is_innermost:
                 push_mode(self)
             self.is_recording = was_recording
-
-    def relied_on(self) -> list[tuple[Tensor, int]]:
-        """For each operand that is held for a replay: a tensor with its version counter, and its version now.
-
-        A tensor that is not copied must not change before backward.
-        """
-        found = []
-        for each in self._outside:
-            if each.packed is not None and each.tensor is not None and not is_small(each.tensor):
-                probe = StorageVersion(each.tensor, each.tensor.untyped_storage()).probe
-                found.append((probe, each.tensor._version))
-        return found
 
     def end(self) -> None:
         """Record no more. What is not needed is let go.
@@ -718,12 +706,18 @@ class Tape(SilentMode):
             return None
         return memory.state
 
-    def want(self, state: State, pack: Callable[[Tensor, bool], object]) -> str:
+    def want(
+        self,
+        state: State,
+        pack: Callable[[Tensor, bool], object],
+        relies_on: Callable[[Tensor], bool] = lambda tensor: True,
+    ) -> str:
         """Have held what a replay of ``state`` needs.
 
         Args:
             state: that is to be let go.
             pack: holds a tensor in the stash, and is told whether it has random numbers.
+            relies_on: whether an operand that is not copied may be relied on to stay as it is.
 
         Returns:
             Why it cannot be let go; ``""``: it can.
@@ -734,10 +728,19 @@ class Tape(SilentMode):
         outside = [each for op in new for each in op.before]
         if any(each.is_lost or (each.packed is None and each.tensor is None) for each in outside):
             return _CHANGED
+        copies: set[Outside] = set()
+        for each in outside:
+            if each.packed is None and (tensor := each.tensor) is not None and not each.is_random:
+                # A buffer may be written before backward, which is no error where it is not saved.
+                if is_small(tensor):
+                    copies.add(each)
+                elif not relies_on(tensor):
+                    if not is_small(tensor, also_trained=True):
+                        return _UNSAVED
+                    copies.add(each)
         for each in outside:
             if each.packed is None and (tensor := each.tensor) is not None:
-                # A buffer may be written before backward, which is no error where it is not saved.
-                is_buffer = is_small(tensor)
+                is_buffer = each in copies
                 each.told = None if is_buffer or each.is_random else told(tensor)
                 each.packed = copied(tensor) if is_buffer else pack(tensor, each.is_random)
         for op in new:
