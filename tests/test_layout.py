@@ -1,8 +1,12 @@
 """The house: which module may import which, and the public names."""
 
 import ast
+import json
+import subprocess
+import sys
 from graphlib import TopologicalSorter
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import backstash
 
@@ -25,9 +29,8 @@ FLOORS = (
     ("_device",),
     ("_saved",),
     ("_tiers",),
-    ("_budget",),
     ("_core",),
-    ("_recompute",),
+    ("_budget", "_recompute"),
     ("stash",),
     ("graph", "fake"),
     ("testing", "cli", "integrations", "__main__"),
@@ -117,6 +120,43 @@ def test_every_floor_is_there() -> None:
     assert named == {part(module) for module in MODULES} - {""}
 
 
+def test_the_core_knows_neither_budgets_nor_replay() -> None:
+    above = FLOORS.index(("_budget", "_recompute"))
+    lower = {name for names in FLOORS[:above] for name in names}
+    wrong = [
+        f"{module} imports {other}"
+        for module in MODULES
+        for other in imported(module)
+        if part(module) in lower and part(other) in ("_budget", "_recompute", "_plan")
+        if part(module) not in ("_plan", "plan")
+    ]
+    assert wrong == []
+
+
+def test_a_stash_on_disk_loads_little() -> None:
+    """No budget, no plan, no replay; at most 100 files and 16,000 lines."""
+    code = """
+import json, sys
+import torch
+from backstash import Stash
+stash = Stash(disk=sys.argv[1])
+x = torch.ones(300, 300, requires_grad=True)
+with stash:
+    y = (x * 2).exp().sum()
+y.backward()
+print(json.dumps([each.__file__ for name, each in sys.modules.items() if name.startswith("backstash")]))
+"""
+    with TemporaryDirectory() as directory:
+        done = subprocess.run(
+            [sys.executable, "-c", code, directory], check=True, capture_output=True, text=True
+        )
+    files = [Path(each) for each in json.loads(done.stdout)]
+    parts = {each.relative_to(PACKAGE).parts[0] for each in files}
+    assert parts.isdisjoint({"_budget", "_plan", "_recompute", "plan.py", "graph", "report", "cli"})
+    assert len(files) <= 100
+    assert sum(len(each.read_text(encoding="utf-8").splitlines()) for each in files) <= 16_000
+
+
 def test_imports_make_no_circle() -> None:
     in_order = [*TopologicalSorter({each: imported(each) for each in MODULES}).static_order()]
     assert set(in_order) >= set(MODULES), "a circle raises CycleError"
@@ -166,7 +206,7 @@ ASKED = {
     ("policy.py", "Codec"): "the caller's",
     ("stash.py", "Action"): "the caller's",
     ("stash.py", "Codec"): "the caller's",
-    ("stash.py", "Plan"): "the caller's",
+    ("_budget/making.py", "Plan"): "the caller's",
     ("stash.py", "Store"): "the caller's",
 }
 

@@ -27,7 +27,6 @@ from ._core.admission import Admission
 from ._core.hook_scope import Attachment, abandon, enter_scope, leave_scope, newest_scope
 from ._core.session import Session
 from ._core.stats import Stats, collect
-from ._device.base import Device
 from ._runtime.critical_section import CriticalSection
 from ._runtime.reclaim import ReclaimQueue
 from ._runtime.trace import EventLog, Levels, Recording
@@ -69,7 +68,7 @@ from .stores._buffer_pool import BufferPool
 from .units import format_bytes, parse_bytes, parse_limit, with_unit
 
 if TYPE_CHECKING:
-    from ._budget.planner import Planner
+    from ._core.controller import Controller
     from ._recompute.region import FoundModules, Region
     from .plan import Plan
 
@@ -230,16 +229,20 @@ class Stash:
         }
         self._on_full = on_full
         self._begin()
-        planner_for = _planners(
-            weakref.ref(self),
-            self._event_log,
-            most,
-            plan,
-            self._store,
-            windows,
-            has_host=host_bytes != 0,
-            strict=strict,
-        )
+        decides: dict[str, Any] = {}
+        if most is not None or plan is not None:
+            from ._budget.making import planners_of  # which most programs need not load
+
+            decides["controller_for"] = planners_of(
+                self._event_log,
+                most,
+                plan,
+                windows,
+                let_go=functools.partial(_let_go, weakref.ref(self)),
+                has_disk=self._store is not None,
+                has_host=host_bytes != 0,
+                strict=strict,
+            )
         self._session = Session(
             self._config.reclaim_queue,
             self._section,
@@ -248,8 +251,8 @@ class Stash:
             self._config.tiers_of,
             # With a plan, of devices that it is not for.
             keep=keep_limit if most is None and plan is None else "auto",
-            planner_for=planner_for,
             min_bytes=least,
+            **decides,
         )
         recorder = None
         is_planned = most is not None or plan is not None
@@ -779,7 +782,7 @@ class Stash:
         return planner.plan if planner is not None else None
 
     @property
-    def _planner(self) -> Planner | None:
+    def _planner(self) -> Controller | None:
         return next(iter(self._session.planners.values()), None)
 
     def record(self, *, limit: int | None = None) -> Recording:
@@ -835,7 +838,7 @@ class Stash:
     def __repr__(self) -> str:
         planner, limit = self._planner, ""
         if planner is not None:
-            plan = planner.follower.plan  # which waits for none that is being made
+            plan = planner.latest_plan  # which waits for none that is being made
             limit = f"budget={format_bytes(plan.budget_bytes)}, plan={plan.state!r}, "
             if plan.measured is not None:
                 limit += f"peak={format_bytes(plan.measured.peak_bytes)}, "
@@ -911,60 +914,6 @@ def _check_planned(budget: object, plan: object, keep: object) -> None:
         )
     if budget is not None and plan is not None:
         raise UsageError("budget= with plan=: allowed is one of them; a plan has its budget")
-
-
-def _planners(
-    stash: weakref.ref[Stash],
-    event_log: EventLog,
-    budget: int | str | None,
-    plan: str | os.PathLike[str] | Plan | None,
-    store: Store | None,
-    windows: tuple[int | None, int | None],
-    *,
-    has_host: bool,
-    strict: bool,
-) -> Callable[[Device | None], Planner | None]:
-    """What makes the planner of a device; see :class:`Session`."""
-    if budget is None and plan is None:
-        return lambda device: None
-    from ._budget.device_meter import DeviceMeter  # which most programs need not load
-    from ._budget.planner import Planner, auto_budget, held_and_spare
-    from .plan import Plan
-
-    if plan is not None and not isinstance(plan, (Plan, str, os.PathLike)):
-        raise UsageError(
-            f"plan={shown(plan)}; allowed: a Plan, or the path of a file that plan.save(path) wrote"
-        )
-    loaded = plan if isinstance(plan, Plan) or plan is None else Plan.load(plan)
-    nbytes = (
-        None
-        if budget is None or budget == "auto"
-        else parse_bytes(budget, name="budget", also=_AUTO)
-    )
-
-    def planner(device: Device | None) -> Planner | None:
-        if loaded is not None and (loaded.device == "cpu") != (device is None):
-            return None  # it is for other tensors
-        common: dict[str, Any] = {"loaded": loaded, "windows": windows, "strict": strict}
-        if device is None:
-            return Planner(
-                event_log,
-                budget=auto_budget() if budget == "auto" else nbytes,
-                tier="disk" if store is not None else None,
-                let_go=functools.partial(_let_go, stash),
-                **common,
-            )
-        held_bytes = device.memory().held_bytes
-        return Planner(
-            event_log,
-            functools.partial(DeviceMeter, device),
-            budget=held_and_spare(held_bytes, device.free_bytes()) if budget == "auto" else nbytes,
-            tier="host" if has_host else None,
-            device=device,
-            **common,
-        )
-
-    return planner
 
 
 class _Region:

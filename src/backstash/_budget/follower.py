@@ -167,10 +167,6 @@ class Follower:
             return False  # they are tried, and compared
         return self._guard.fits_twice(shape.most_asked_bytes, plan.predicted.peak_bytes)
 
-    def take_rest_as_known(self) -> None:
-        """See :meth:`StepShape.take_rest_as_known`."""
-        self._shape.take_rest_as_known()
-
     def choose(self, block: Block, tensor: Tensor) -> str:
         """The tier that a block goes to at once; ``""``: it stays, as far as the limit allows."""
         if self._keeps_what_fits and block.nbytes > self._largest_bytes:

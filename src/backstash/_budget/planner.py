@@ -27,6 +27,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from torch import Tensor, nn
+
+from .._core.controller import Controller, Prices
 from .._device.base import Device
 from .._plan.regions import Forward, Regions
 from .._plan.simulate import Windows
@@ -37,6 +40,7 @@ from .._runtime.trace import EventLog
 from .._saved.block import Block
 from .._text import level_of_program
 from .._tiers.device_tiers import DeviceTiers
+from .._tiers.packing import Price
 from .._torch.dynamo import leave_untraced
 from ..errors import BudgetError, StashWarning
 from ..memory import spare_bytes
@@ -49,6 +53,7 @@ from .follower import Follower
 from .guard import MemoryGuard
 from .limits import Limits
 from .meter import Meter, ProcessMeter, Sample
+from .planned import Planned, Region
 from .record import Costs, StepRecord, beside_left, links_of, trace_of
 from .recording import StepRecording
 from .shape import EndedStep, StepShape
@@ -67,7 +72,7 @@ _LEAST_BYTES = 16 << 10  # of a block, which itself takes 2 KiB and 0.1 ms of a 
 _FREE = Costs()
 
 
-class Planner:
+class Planner(Controller):
     """Has steps measured, and planned for. Its methods want the stash's lock, but for :attr:`plan`.
 
     Args:
@@ -121,9 +126,6 @@ class Planner:
         self._steps = 0
         self._has_failed = False  # this step, as far as is known
         self._is_in_backward = False
-        self.modules_wanted: bool | None = None
-        """Whether modules that nobody named are to be recorded from now on, since not everything fits; or are
-        not any more. ``None``: as it is."""
         self._shape = StepShape(begins_as_known=loaded is not None)
         self._most_other_bytes = 0  # that a step which was planned for held beside
         self._bytes_at_start = 0  # of memory, when the step began that was planned for
@@ -154,6 +156,11 @@ class Planner:
                 [MIN_BYTES, *(each.nbytes // each.blocks for each in loaded.classes)]
             )
             self.follower.follow(_with(loaded, state="loaded", measured=None))
+
+    @property
+    def latest_plan(self) -> Plan:
+        """See :attr:`Controller.latest_plan`."""
+        return self.follower.plan
 
     @property
     def plan(self) -> Plan:
@@ -681,6 +688,44 @@ class Planner:
         moved = self._shape.saved_bytes - resident.nbytes
         return self._guard.held() + moved <= self._target()
 
+    # What the core asks: see :class:`Controller`.
+
+    def count(self, block: Block) -> None:
+        """See :meth:`Controller.count`."""
+        self.follower.count(block)
+
+    def choose(self, block: Block, tensor: Tensor, prices: Prices) -> str:
+        """See :meth:`Controller.choose`."""
+        self.follower.count(block)
+        tier = self.follower.choose(block, tensor)
+        if self.asks_prices:
+            paused = self.pause()
+            self._was_priced(block, paused, prices())
+        return tier
+
+    @property
+    def instead(self) -> str:
+        """See :attr:`Controller.instead`."""
+        return self.follower.instead
+
+    def may_leave_bytes(self, threads: int, *, is_block: bool = True) -> int:
+        """See :meth:`Controller.may_leave_bytes`."""
+        return self.follower.may_leave_bytes(threads, is_block=is_block)
+
+    def fits_twice(self) -> bool:
+        """See :meth:`Controller.fits_twice`."""
+        return self.follower.fits_twice()
+
+    def take_rest_as_known(self) -> None:
+        """See :meth:`Controller.take_rest_as_known`."""
+        self._shape.take_rest_as_known()
+
+    def plan_forward(
+        self, region: Region, modules: Sequence[nn.Module], tiers: DeviceTiers
+    ) -> Planned | None:
+        """See :meth:`Controller.plan_forward`: ``None`` where nothing can move when less is let go."""
+        return Planned(region, self, tiers, modules) if self.regions is not None else None
+
     # What is told of blocks.
 
     def tell_saved(self, nbytes: int) -> None:
@@ -706,15 +751,16 @@ class Planner:
         return has_ended and measured and not self._first_steps.records
 
     def pause(self) -> Any:
-        """What is done until :meth:`was_priced` or :meth:`resume` is given what this returns is no part of the
+        """What is done until :meth:`_was_priced` or :meth:`resume` is given what this returns is no part of the
         step."""
         return self._meter.pause()
 
-    def was_priced(self, block: Block, paused: Any, prices: Mapping[str, Option | None]) -> None:
+    def _was_priced(self, block: Block, paused: Any, found: Mapping[str, Any]) -> None:
         """Codecs and replays were tried on ``block`` since :meth:`pause`.
 
-        ``prices``: what each takes; ``None`` where the block cannot be held so.
+        ``found``: what each takes; ``None`` where the block cannot be held so.
         """
+        prices = {name: None if each is None else _option(each) for name, each in found.items()}
         self._meter.resume(paused)
         again = prices.get("recompute")
         if again is not None:  # what is recomputed has to be recorded
@@ -926,6 +972,10 @@ class Planner:
         if note not in self.notes:
             self.notes[note] = None
             warnings.warn(note, StashWarning, stacklevel=level_of_program())
+
+
+def _option(price: Price) -> Option:
+    return Option(*price[:3], made_bytes=price.made_bytes)
 
 
 def _other(sample: Sample) -> int:

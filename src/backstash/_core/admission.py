@@ -6,7 +6,7 @@ import functools
 import weakref
 from collections.abc import Callable, Sequence
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -27,11 +27,9 @@ from .._torch.tensors import is_wrapper_subclass, wait_for_collective
 from ..codecs import EXACT, Codec
 from ..errors import StashClosedError, UsageError
 from ..policy import Action, CodecChoice, Policy, SavedTensor
+from .controller import Controller
 from .hooks_off import HooksOff
 from .session import Session
-
-if TYPE_CHECKING:
-    from .._budget.planner import Planner
 
 __all__ = ["NESTED", "SMALL", "Admission"]
 
@@ -50,6 +48,20 @@ _LEAST_LET_GO = 16 << 10  # bytes of a storage: what is noted of one takes a tho
 _MOST_PARTS = 8  # of a storage: smaller ones do not move as one block
 _REVIEWED_AT_ONCE = 2  # blocks that are expected again, at each new one
 _PARAMETER = "a parameter or another leaf that requires a gradient, or a view of one"
+
+
+class _Once:
+    """A call that is made when its result is first asked for."""
+
+    __slots__ = ("_call", "_found")
+
+    def __init__(self, call: Callable[..., Any], *given: Any) -> None:
+        self._call: Callable[[], Any] | None = functools.partial(call, *given)
+
+    def __call__(self) -> Any:
+        if self._call is not None:
+            self._found, self._call = self._call(), None
+        return self._found
 
 
 class Recorder(Protocol):
@@ -584,15 +596,16 @@ class Admission:
         planner = session.planner_of(tiers, thread_state) if session.planners else None
         if planner is not None:
             thread_state.may_leave(-1)
-            planner.follower.count(block)
             if self.recorder is not None:
                 if planner.counts_modules:
                     self.recorder.saw(modules, block.cleanup.module, block.nbytes)
                 if planner.modules_wanted is not None:
                     self.set_modules(planner)
             if choice == _DEFAULT:
-                choice = self._planned(block, tensor, thread_state, tiers)
+                choice = self._planned(block, tensor, thread_state, tiers, planner)
                 self._allow(planner, thread_state, tensor.device)
+            else:
+                planner.count(block)
         elif session.small_steps and choice == _DEFAULT and self._codec is None:
             storage = tensor.untyped_storage()
             which = storage_identity(storage) + storage.nbytes()
@@ -616,7 +629,7 @@ class Admission:
             complete = tensor.requires_grad or is_copy
             tiers.evictor.admit(block, at_once=block.at_once, complete=complete)
 
-    def set_modules(self, planner: Planner) -> None:
+    def set_modules(self, planner: Controller) -> None:
         """The planner wants modules that nobody named to be recorded, or not any more."""
         wanted, planner.modules_wanted = planner.modules_wanted, None
         if self.recorder is not None and wanted is not None:
@@ -624,7 +637,7 @@ class Admission:
 
     def _allow(
         self,
-        planner: Planner,
+        planner: Controller,
         thread_state: ThreadState,
         device: torch.device,
         *,
@@ -633,7 +646,7 @@ class Admission:
         """A save was looked at: the planner says how much may be saved until the next one is."""
         session = self._session
         if self._codec is None:  # else it is asked for each
-            nbytes = planner.follower.may_leave_bytes(len(session.thread_states), is_block=is_block)
+            nbytes = planner.may_leave_bytes(len(session.thread_states), is_block=is_block)
             thread_state.may_leave(nbytes, device, session.uses)
             if nbytes >= 0 and self._policy is None:
                 self.hooks_off.consider(thread_state)
@@ -644,30 +657,31 @@ class Admission:
         tensor: Tensor,
         thread_state: ThreadState,
         tiers: DeviceTiers,
+        controller: Controller,
     ) -> _Choice:
-        """What the plan chooses; a planner that asks is told what each choice costs."""
-        planner, packer = self._session.planners[tiers.number], tiers.packer
-        tier = planner.follower.choose(block, tensor)
-        if tier not in ("recompute", "pack") and not planner.asks_prices:
-            return _Choice(tier)
-        self._recomputes = True
-        replay: Replay | None = None
-        if self.recorder is not None:
-            replay, _ = self.recorder.replay_of(tensor, thread_state, unsaved=False)
-        if planner.asks_prices:
-            paused = planner.pause()
+        """What the controller chooses, which may ask what each choice costs."""
+        packer, replays = tiers.packer, _Once(self._replay_of, tensor, thread_state)
+
+        def prices() -> dict[str, Any]:
             block.dtype = tensor.dtype
-            prices = {"pack": packer.price(block, EXACT)}
-            if replay is not None:
-                prices["recompute"] = packer.price_of_replay(block, replay)
-            planner.was_priced(block, paused, prices)
+            found: dict[str, Any] = {"pack": packer.price(block, EXACT)}
+            if (replay := replays()) is not None:
+                found["recompute"] = packer.price_of_replay(block, replay)
+            return found
+
+        tier = controller.choose(block, tensor, prices)
         if tier == "pack":
             return _Choice(codec=EXACT)
         if tier == "recompute":
-            return (
-                _Choice(replay=replay) if replay is not None else _Choice(planner.follower.instead)
-            )
+            replay = replays()
+            return _Choice(replay=replay) if replay is not None else _Choice(controller.instead)
         return _Choice(tier)
+
+    def _replay_of(self, tensor: Tensor, thread_state: ThreadState) -> Replay | None:
+        self._recomputes = True
+        if self.recorder is None:
+            return None
+        return self.recorder.replay_of(tensor, thread_state, unsaved=False)[0]
 
     def _pack_other(self, tensor: Tensor, thread_state: ThreadState) -> object:
         """Parameters and other subclasses of ``torch.Tensor``."""

@@ -53,7 +53,7 @@ class HooksOff:
             return  # this may be another step, while the blocks of that one are held and not used
         for tiers in session.device_tiers:
             planner = session.planner_at_work(tiers)
-            known = planner is not None and planner.follower.fits_twice()
+            known = planner is not None and planner.fits_twice()
             if not known and (planner is not None or tiers.evictor.resident.peak_bytes):
                 return
         if not take_off(scopes[-1]):
@@ -61,4 +61,4 @@ class HooksOff:
         thread_state.times_off += 1
         thread_state.off_pass = session.predictor.passes
         for planner in session.planners.values():
-            planner.follower.take_rest_as_known()
+            planner.take_rest_as_known()

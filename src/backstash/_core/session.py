@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -30,9 +30,7 @@ from .._torch.engine import sequence_number
 from ..errors import UsageError
 from ..memory import auto_bytes
 from ..policy import MIN_BYTES
-
-if TYPE_CHECKING:
-    from .._budget.planner import Planner
+from .controller import Controller
 
 __all__ = ["Session"]
 
@@ -53,7 +51,7 @@ class Session:
         keep: bytes that may stay in place on each device; ``None``: no limit; ``"auto"``: half of what its
             memory has free when a step begins.
         min_bytes: tensors with a smaller storage stay in place; ``None``: 64 KiB, or what a planner says.
-        planner_for: makes what plans for a device (``None``: the CPU), where somebody does. A planner sets the
+        controller_for: makes what decides for a device (``None``: the CPU), where somebody does. It sets the
             device's limit, and is told when a step begins. Where an accelerator has one, the CPU has none.
     """
 
@@ -66,15 +64,15 @@ class Session:
         make_of: Callable[[torch.device, int], DeviceTiers | str],
         *,
         keep: int | str | None,
-        planner_for: Callable[[Device | None], Planner | None] = lambda device: None,
+        controller_for: Callable[[Device | None], Controller | None] = lambda device: None,
         min_bytes: int | None = None,
     ) -> None:
         self.section = section
         self._least = min_bytes
         self.min_bytes = MIN_BYTES if min_bytes is None else min_bytes
         """Tensors with a smaller storage stay in place."""
-        self._planner_for = planner_for
-        self.planners: dict[int, Planner] = {}
+        self._controller_for = controller_for
+        self.planners: dict[int, Controller] = {}
         """By the number of the device: what plans for it."""
         self._due: set[int] = set()  # devices whose planner is yet to be told of the step
         self.small_steps: dict[int, SmallSteps] = {}
@@ -144,7 +142,7 @@ class Session:
 
     def _begin(self, tiers: DeviceTiers) -> None:
         self.device_tiers.append(tiers)
-        planner = self.planners.get(tiers.number) or self._planner_for(tiers.device)
+        planner = self.planners.get(tiers.number) or self._controller_for(tiers.device)
         if planner is not None:
             self.planners[tiers.number] = planner
             if self._least is None:
@@ -332,7 +330,7 @@ class Session:
 
     def planner_of(
         self, tiers: DeviceTiers, thread_state: ThreadState | None = None
-    ) -> Planner | None:
+    ) -> Controller | None:
         """What plans for a device of which a block is being admitted, by this thread; ``None``: nobody.
 
         The device's step begins with its first block: there may be passes in which it has none.
@@ -349,11 +347,11 @@ class Session:
             self._check_loaded()
         return planner
 
-    def planner_at_work(self, tiers: DeviceTiers) -> Planner | None:
+    def planner_at_work(self, tiers: DeviceTiers) -> Controller | None:
         """What plans for a device whose step has begun; ``None``: nobody, or its first block is yet to come."""
         return None if tiers.number in self._due else self.planners.get(tiers.number)
 
-    def hook_begins(self, device: torch.device) -> list[tuple[Planner, Any]]:
+    def hook_begins(self, device: torch.device) -> list[tuple[Controller, Any]]:
         """For :meth:`hook_took`, of a hook for a tensor of ``device``."""
         tiers = self.known_tiers.get(device)
         planner = (
@@ -361,12 +359,12 @@ class Session:
         )
         return [] if planner is None else [(planner, planner.hook_begins())]
 
-    def region_hook_begins(self) -> list[tuple[Planner, Any]]:
+    def region_hook_begins(self) -> list[tuple[Controller, Any]]:
         """The same, of what a region does before its forward, on whatever device."""
         return [(each, each.region_hook_begins()) for each in list(self.planners.values())]
 
-    def hook_took(self, kind: str, began: list[tuple[Planner, Any]]) -> None:
-        """See :meth:`Planner.hook_took`."""
+    def hook_took(self, kind: str, began: list[tuple[Controller, Any]]) -> None:
+        """See :meth:`Controller.hook_took`."""
         for planner, at in began:
             planner.hook_took(kind, at)
 

@@ -17,7 +17,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +28,6 @@ from .._core.admission import Admission
 from .._core.hook_scope import Hook, newest_scope
 from .._core.session import Session
 from .._device.fingerprint import fingerprint, same_bytes
-from .._plan.regions import ONCE
 from .._saved.entry import replayed_otherwise
 from .._saved.held import Held
 from .._saved.thread_state import ThreadState
@@ -44,7 +43,6 @@ from .._torch.schemas import RANDOM
 from .._torch.storages import storage_identity, storage_of
 from .._torch.trees import tree_flatten
 from ..errors import InplaceError
-from .planned import Once, Planned
 from .replay import replay
 from .tape import UNSEEN, Place, Tape, place_of
 
@@ -53,6 +51,45 @@ __all__ = ["FoundModules", "Region"]
 _REFUSED = "not recomputed: "
 _OTHER_BITS = "computed again it has other bits"
 _SAMPLED_BYTES, _SAMPLED_ELEMENTS = 4 << 10, 1024
+
+
+class Planned(Protocol):
+    """What a controller has to do with one forward: whether it is recomputed, and what is recorded of it."""
+
+    forward: Any
+    """Where it is recorded, it is not recomputed."""
+    may_try: bool
+    """Whether a replay may be made now, to be compared."""
+
+    def begin(self) -> bool:
+        """Whether it is recorded, or recomputed; else what it saves is held as what anything else saves."""
+
+    def enter(self, inputs: list[int], packed: list[object]) -> None:
+        """It begins: with the storages that it is given, and what the stash has made of these."""
+
+    def leave(self, *, in_order: bool) -> None:
+        """It has ended; ``in_order``: and it is known that it can be recomputed."""
+
+    def stays_at(self, number: int) -> bool:
+        """Whether the save of this number is not let go, since something outside saves the same."""
+
+    def pack(self, number: int, tensor: Tensor, pack: Callable[[Tensor], object]) -> object:
+        """Hold what is only recorded."""
+
+    def hook_begins(self) -> Any:
+        """For :meth:`hook_took`."""
+
+    def hook_took(self, began: Any) -> None:
+        """What the region did from ``began`` to now is no computing."""
+
+    def pause(self) -> Any:
+        """What is done until :meth:`end_trial` is given what this returns is no part of the step."""
+
+    def end_trial(self, paused: Any) -> float:
+        """A replay that was to be compared has ended. Returns its seconds; 0: they are not known."""
+
+    def was_alike(self) -> None:
+        """What it saved was computed again, and was the same."""
 
 
 class Call:
@@ -397,6 +434,30 @@ def _device_used(module: nn.Module, args: tuple[Any, ...]) -> torch.device:
     return torch.device("cpu")
 
 
+class Once:
+    """The pack hook of a region that runs once: the stash's.
+
+    What it is given is packed as if it ran again, so that it is of the same class, and held as long as it runs.
+    """
+
+    __slots__ = ("_admission", "_inputs", "_pack")
+
+    def __init__(
+        self, pack: Callable[[Tensor], object], admission: Admission, inputs: list[Any]
+    ) -> None:
+        self._pack = pack
+        self._admission = admission
+        self._inputs = inputs
+
+    def __call__(self, tensor: Tensor) -> object:
+        """See :meth:`Admission.hook`."""
+        return self._pack(tensor)
+
+    def steps_aside(self) -> None:
+        """A transform of ``torch.func`` runs without hooks."""
+        self._admission.stepped_aside()
+
+
 class _RegionHook(Hook):
     """Before or after the forward of a region; an object, as :class:`Hook` is.
 
@@ -518,7 +579,7 @@ class Region:
             return
         began = self.session.region_hook_begins()  # a step may begin here, which takes its time
         running = running_modules(frame)
-        planned = Planned.of(self, running, _device_used(module, args))
+        planned = self._planned(running, _device_used(module, args))
         outer = thread_state.tape
         if outer is not None:
             outer.leave()
@@ -540,7 +601,7 @@ class Region:
                 outer = thread_state.tape
                 if outer is not None:
                     outer.leave()
-            if planned.begin() == ONCE:
+            if not planned.begin():
                 self._enter(frame, Once(pack, self.admission, packed))
                 _put_back(thread_state, outer)
                 return
@@ -550,6 +611,17 @@ class Region:
             self.session.hook_took("region hook", began)
             planned.enter([storage_identity(each.untyped_storage()) for each in inputs], packed)
         call.begin(outer)
+
+    def _planned(self, modules: list[nn.Module], device: torch.device) -> Planned | None:
+        """``None``: nobody decides for ``device``, and all is recomputed."""
+        tiers = self.session.tiers_of(device)
+        if isinstance(tiers, str):
+            return None
+        controller = self.session.planners.get(tiers.number)
+        if controller is None:
+            return None
+        planned: Planned | None = controller.plan_forward(self, modules, tiers)
+        return planned
 
     def end(self, frame: FrameType | None, module: nn.Module, args: Any, output: Any) -> None:
         """After its forward: see ``register_forward_hook``."""

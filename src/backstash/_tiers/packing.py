@@ -10,14 +10,13 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from .._device.base import Check, Device
 from .._device.fingerprint import fingerprint
-from .._plan.trace import Option
 from .._runtime.critical_section import CriticalSection
 from .._runtime.reclaim import ReclaimQueue
 from .._runtime.trace import profiled
@@ -34,7 +33,20 @@ from ..stores._buffer_pool import BufferPool, own_memory
 from .making import Maker
 from .resident import ResidentSet
 
-__all__ = ["Packer", "Replay", "decode_apart"]
+__all__ = ["Packer", "Price", "Replay", "decode_apart"]
+
+
+class Price(NamedTuple):
+    """What it takes to hold a block packed, or to compute it again."""
+
+    resident_bytes: int
+    """In place from the save to the free."""
+    save_seconds: float
+    """When it is saved."""
+    use_seconds: float
+    """When backward uses it."""
+    made_bytes: int
+    """In memory from the first use to the free."""
 
 
 class Replay(Protocol):
@@ -196,7 +208,7 @@ class Packer:
                 return f"{replay!r} does not give the same bytes"
         return ""
 
-    def price(self, block: Block, codec: Codec) -> Option | None:
+    def price(self, block: Block, codec: Codec) -> Price | None:
         """What holding ``block`` by ``codec`` takes; ``None``: it cannot be held so. It stays as it is."""
         if self._reason_against(block, exact=codec.exact) or block.placement.alias is None:
             return None
@@ -213,9 +225,9 @@ class Packer:
         nbytes = encoded.payload.nbytes if encoded.payload is not None else 0
         # On the CPU it was decoded to be compared, too, which takes about half of the time.
         use_seconds = seconds if self._device is not None else seconds / 2
-        return Option(nbytes, seconds, use_seconds, made_bytes=block.nbytes)
+        return Price(nbytes, seconds, use_seconds, block.nbytes)
 
-    def price_of_replay(self, block: Block, replay: Replay) -> Option | None:
+    def price_of_replay(self, block: Block, replay: Replay) -> Price | None:
         """What letting go of ``block`` takes, which ``replay`` would compute again; ``None``: it cannot be."""
         alias = block.placement.alias
         if alias is None or self._reason_against(block, exact=True):
@@ -238,7 +250,7 @@ class Packer:
             told_seconds = self._seconds_since(began)
         except (torch.OutOfMemoryError, MemoryError):
             return None
-        return Option(0, told_seconds, self._replay_seconds + told_seconds, made_bytes=block.nbytes)
+        return Price(0, told_seconds, self._replay_seconds + told_seconds, block.nbytes)
 
     def _is_first(self, *key: Any) -> bool:
         """Whether an accelerator has yet to load the kernels for this, which is not to be timed."""

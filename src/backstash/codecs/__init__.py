@@ -7,17 +7,31 @@ Exact, and each refuses what it does not make smaller: :class:`Constant` (all el
 :func:`backstash.testing.check_codec` tests it.
 """
 
+from importlib import import_module
+from typing import TYPE_CHECKING
+
 from ._base import Codec, Encoded
-from ._bfloat16 import BFloat16
 from ._bits import Bits
-from ._chain import Chain
 from ._constant import Constant
 from ._first_of import EXACT, FirstOf
-from ._float8 import Float8
-from ._int8 import Int8
 from ._narrow import Narrow
 from ._two_valued import TwoValued
 from ._zeros import Zeros
+
+if TYPE_CHECKING:
+    from ._bfloat16 import BFloat16
+    from ._chain import Chain
+    from ._float8 import Float8
+    from ._int8 import Int8
+else:
+    _WHERE = {"BFloat16": "_bfloat16", "Chain": "_chain", "Float8": "_float8", "Int8": "_int8"}
+
+    def __getattr__(name):  # which few programs name
+        if name not in _WHERE:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = globals()[name] = getattr(import_module(f".{_WHERE[name]}", __name__), name)
+        return value
+
 
 __all__ = [
     "EXACT",

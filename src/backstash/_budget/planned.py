@@ -6,51 +6,50 @@ is known what that costs, and which of it something outside saves, too. A second
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor, nn
 
-from .._budget.planner import Planner
-from .._core.admission import Admission
 from .._core.session import Session
-from .._plan.regions import TRACED, Forward, Regions
+from .._plan.regions import ONCE, TRACED, Forward, Regions
 from .._saved.entry import Entry
 from .._tiers.device_tiers import DeviceTiers
 from .._torch.modules import child_names, module_path
 from .._torch.storages import storage_identity
+from .follower import Follower
 
-__all__ = ["Once", "Planned"]
+__all__ = ["Planned", "Region"]
 
 
-class _Region(Protocol):
+class Region(Protocol):
+    """A module whose calls may be recomputed."""
+
     session: Session
     again_seconds: float
 
 
-class Once:
-    """The pack hook of a region that runs once: the stash's.
+class _Planner(Protocol):
+    """See :class:`~backstash._budget.planner.Planner`."""
 
-    What it is given is packed as if it ran again, so that it is of the same class, and held as long as it runs.
-    """
+    follower: Follower
+    regions: Regions | None
 
-    __slots__ = ("_admission", "_inputs", "_pack")
+    def trace_forward(self, name: str, index: int) -> tuple[Forward, int]: ...
 
-    def __init__(
-        self, pack: Callable[[Tensor], object], admission: Admission, inputs: list[Any]
-    ) -> None:
-        self._pack = pack
-        self._admission = admission
-        self._inputs = inputs
+    def tell_forward(self, kind: str, forward: Forward, number: int) -> bool: ...
 
-    def __call__(self, tensor: Tensor) -> object:
-        """See :meth:`Admission.hook`."""
-        return self._pack(tensor)
+    def may_try(self, name: str) -> bool: ...
 
-    def steps_aside(self) -> None:
-        """A transform of ``torch.func`` runs without hooks."""
-        self._admission.stepped_aside()
+    def pause(self) -> Any: ...
+
+    def resume(self, paused: Any) -> float: ...
+
+    def end_trial(self, paused: Any) -> float: ...
+
+    def region_hook_begins(self) -> Any: ...
+
+    def hook_took(self, kind: str, began: Any) -> None: ...
 
 
 class Planned:
@@ -64,7 +63,7 @@ class Planned:
     """
 
     def __init__(
-        self, region: _Region, planner: Planner, tiers: DeviceTiers, modules: list[nn.Module]
+        self, region: Region, planner: _Planner, tiers: DeviceTiers, modules: Sequence[nn.Module]
     ) -> None:
         self._region = region
         self._planner = planner
@@ -80,22 +79,11 @@ class Planned:
         with self._session.section.lock, self._session.section:
             self._session.begin_step(tiers)
             inside = child_names(modules[0]) if len(modules) == 1 else ()
-            self.name, self._index = planner.follower.begin_forward(module_path(modules), inside)
+            self.name, self._index = planner.follower.begin_forward(module_path([*modules]), inside)
             self._stays = self._regions.stays(self.name, self._index)
 
-    @classmethod
-    def of(cls, region: _Region, modules: list[nn.Module], device: torch.device) -> Planned | None:
-        """``None``: nobody plans for ``device``, or nothing can move where less is let go."""
-        tiers = region.session.tiers_of(device)
-        if isinstance(tiers, str):
-            return None
-        planner = region.session.planners.get(tiers.number)
-        if planner is None or planner.regions is None:
-            return None
-        return cls(region, planner, tiers, modules)
-
-    def begin(self) -> str:
-        """What is done with it: see :mod:`backstash._plan.regions`."""
+    def begin(self) -> bool:
+        """See :class:`~backstash._recompute.region.Planned`."""
         with self._session.section.lock, self._session.section:
             way = self._planner.follower.way_of(self.name, self._index)
             if way == TRACED:
@@ -103,7 +91,7 @@ class Planned:
                 self.may_try = self._planner.may_try(self.name)
                 self._stays = frozenset()
                 self._latest = self._session.predictor.blocks - 1
-            return way
+            return way != ONCE
 
     def enter(self, inputs: Collection[int], packed: Iterable[object]) -> None:
         """Its forward begins.
