@@ -19,10 +19,10 @@ import torch
 
 from backstash import Action, Stash
 from backstash.cli._machine import machine
-from backstash.cli.bench._markdown import markdown
-from backstash.cli.bench._workloads import WORKLOADS
 from backstash.codecs import EXACT
 from backstash.units import format_bytes
+from bench._markdown import markdown
+from bench._workloads import WORKLOADS
 
 HEAD = ("model", "how", "saved", "recomputed", "packed", "to", "left of all")
 HOW: dict[str, dict[str, Any]] = {

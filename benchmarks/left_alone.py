@@ -20,8 +20,8 @@ from typing import Any
 import torch
 
 from backstash import Stash
-from backstash.cli.bench._markdown import markdown
 from backstash.plan import Plan
+from bench._markdown import markdown
 from budget_cells import MODELS, step_of
 
 HEAD = (

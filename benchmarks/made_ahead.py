@@ -20,9 +20,9 @@ import torch
 
 from backstash import Action, Stash
 from backstash.cli._machine import machine
-from backstash.cli.bench import _workloads
-from backstash.cli.bench._markdown import markdown
-from backstash.cli.bench._step_worker import digest
+from bench import _workloads
+from bench._markdown import markdown
+from bench._step_worker import digest
 
 HEAD = (
     *("model", "action", "ahead", "backward: without", "with"),

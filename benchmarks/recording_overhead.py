@@ -23,8 +23,8 @@ import torch
 
 from backstash import Stash
 from backstash.cli._machine import file_system, machine, versions
-from backstash.cli.bench._workloads import WORKLOADS, Workload, call
 from backstash.report import timeline
+from bench._workloads import WORKLOADS, Workload, call
 
 __all__ = ["main"]
 

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from backstash import Stash
 from backstash.cli._machine import machine
-from backstash.cli.bench._markdown import markdown
+from bench._markdown import markdown
 
 HEAD = ("model", "plain, ms", "checkpoint, ms", "recompute, ms", "recompute / checkpoint")
 ROUNDS = 9

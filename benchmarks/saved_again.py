@@ -15,8 +15,8 @@ import torch
 
 from backstash import Stash
 from backstash._saved import block
-from backstash.cli.bench._workloads import WORKLOADS, call
 from backstash.units import format_bytes
+from bench._workloads import WORKLOADS, call
 
 
 def main() -> int:

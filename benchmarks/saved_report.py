@@ -39,8 +39,8 @@ from torch import Tensor
 
 from backstash.cli._machine import machine, versions
 from backstash.cli._resident import resident_bytes
-from backstash.cli.bench._workloads import WORKLOADS, Workload
 from backstash.report import saved_report
+from bench._workloads import WORKLOADS, Workload
 
 __all__ = ["main"]
 

@@ -19,8 +19,8 @@ import torch
 
 from backstash import Stash
 from backstash.cli._machine import file_system, machine
-from backstash.cli.bench._markdown import markdown
 from backstash.units import format_bytes
+from bench._markdown import markdown
 
 BLOCK_BYTES = 16 << 20
 HEAD = ("processes", "all, a second", "fastest", "slowest", "slowest of fastest")

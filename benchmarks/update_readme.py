@@ -13,10 +13,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from backstash.cli.bench._markdown import markdown
-from backstash.cli.bench._step_table import step_rows
-from backstash.cli.bench._table import table
 from backstash.units import format_bytes
+from bench._markdown import markdown
+from bench._step_table import step_rows
+from bench._table import table
 
 __all__ = ["PAGES", "main", "updated"]
 

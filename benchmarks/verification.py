@@ -24,7 +24,7 @@ import torch
 from backstash import Stash
 from backstash._saved.block import Block
 from backstash._saved.save_counts import SaveCounts
-from backstash.cli.bench._workloads import WORKLOADS, call
+from bench._workloads import WORKLOADS, call
 
 
 def without_verification():

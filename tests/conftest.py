@@ -15,6 +15,8 @@ import torch
 
 PATIENCE_SECONDS = 5.0
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
+
 # Read when Hugging Face's libraries are imported, which many tests do: nothing is asked of a network, and no
 # thread is started for it.
 os.environ |= {

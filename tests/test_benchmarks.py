@@ -13,13 +13,13 @@ import pytest
 import torch
 
 from backstash.cli import main
-from backstash.cli.bench._command import _command
-from backstash.cli.bench._step_table import step_rows
-from backstash.cli.bench._step_worker import measure
-from backstash.cli.bench._table import table
-from backstash.cli.bench._variants import DEFAULT, VARIANTS
-from backstash.cli.bench._ways import WAYS, recipe
-from backstash.cli.bench._workloads import WORKLOADS
+from bench._command import _command
+from bench._step_table import step_rows
+from bench._step_worker import measure
+from bench._table import table
+from bench._variants import DEFAULT, VARIANTS
+from bench._ways import WAYS, recipe
+from bench._workloads import WORKLOADS
 from long_tests import takes_long
 
 ROOT = Path(__file__).resolve().parent.parent

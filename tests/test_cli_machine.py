@@ -7,8 +7,8 @@ import torch
 
 from backstash.cli._machine import machine, versions
 from backstash.cli._resident import reset_resident_peak, resident_bytes, resident_peak_bytes
-from backstash.cli.bench._limit import limited_group
 from backstash.scratch import file_system
+from bench._limit import limited_group
 
 MIB = 1 << 20
 

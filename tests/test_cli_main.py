@@ -18,7 +18,7 @@ from backstash.cli._progress import Progress
 from backstash.cli._summary import outcome, summary
 
 
-@pytest.mark.parametrize("command", [[], ["run"], ["doctor"], ["bench"], ["completion"]])
+@pytest.mark.parametrize("command", [[], ["run"], ["doctor"], ["bench"]])
 def test_help_has_examples(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*command, "--help"]) == 0
     text = capsys.readouterr().out
@@ -54,7 +54,6 @@ def test_without_a_command_help_is_printed_and_the_status_says_so(
         ("run --disk train.py train.py", "backstash run --help"),
         ("doctor new", "mkdir -p new"),
         ("bench nothing", "backstash bench --help"),
-        ("completion", "backstash completion bash"),
     ],
 )
 def test_a_mistake_is_one_line_with_the_next_command(
@@ -115,7 +114,7 @@ def test_an_option_after_the_script_is_the_script_s_and_is_noted(
 
 
 def test_help_about_a_command_is_the_command_s_own(capsys: pytest.CaptureFixture[str]) -> None:
-    for command in ("run", "profile", "plan", "doctor", "bench", "completion"):
+    for command in ("run", "profile", "plan", "doctor", "bench"):
         assert main([command, "--help"]) == 0
         own = capsys.readouterr().out
         assert main(["help", command]) == 0
@@ -176,8 +175,6 @@ print("status", status)
         ("bench nothing", 2),
         ("bench --device cuda gpt", 2),
         ("bench --table missing.json", 2),
-        ("completion zsh", 0),
-        ("completion --words run --m", 0),
         ("help plan", 0),
     ],
 )

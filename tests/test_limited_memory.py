@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from backstash.cli.bench._limit import limited_group
+from bench._limit import limited_group
 
 MIB = 1 << 20
 TRAIN = """

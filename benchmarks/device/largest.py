@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from backstash import Stash
-from backstash.cli.bench._workloads import Workload
+from bench._workloads import Workload
 
 from .models import llama, resnet_within
 from .step import Tell, make_stash, step

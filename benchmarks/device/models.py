@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from backstash.cli.bench._workloads import Around, BlockStack, ResNet, Workload, call
+from bench._workloads import Around, BlockStack, ResNet, Workload, call
 
 __all__ = ["DEVICE_WORKLOADS", "llama", "resnet_within"]
 

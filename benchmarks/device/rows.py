@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from backstash import Stash
-from backstash.cli.bench._workloads import Workload
 from backstash.memory import spare_bytes
 from backstash.units import format_bytes
+from bench._workloads import Workload
 
 from .models import DEVICE_WORKLOADS
 from .step import Tell, allocated, digest, make_stash, peak, reset_peak, step, synchronize

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from backstash import Stash
-from backstash.cli.bench._workloads import Workload
 from backstash.testing import TwinDevice, stash_on
+from bench._workloads import Workload
 
 __all__ = ["Tell", "allocated", "digest", "make_stash", "peak", "reset_peak", "step", "synchronize"]
 

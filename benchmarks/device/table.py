@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from backstash.cli.bench._markdown import markdown
 from backstash.units import format_bytes
+from bench._markdown import markdown
 
 from .ways import WAYS
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
-from backstash.cli.bench._workloads import Around, Workload, blocks_of, call
+from bench._workloads import Around, Workload, blocks_of, call
 
 __all__ = ["WAYS", "DeviceWay"]
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from backstash import Stash
-from backstash.cli.bench._small_worker import seconds_of_unpacks
 from backstash.testing import TwinDevice, stash_on
+from bench._small_worker import seconds_of_unpacks
 
 from .footprint import footprint
 from .resident import anonymous_bytes

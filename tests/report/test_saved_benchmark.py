@@ -13,7 +13,7 @@ MEASURE = """
 import json, sys
 sys.path.insert(0, sys.argv[1])
 from saved_report import WORKLOADS, memory
-from backstash.cli.bench._workloads import _gpt
+from bench._workloads import _gpt
 WORKLOADS["check"] = lambda: _gpt(2, 128, 24, 256)
 print(json.dumps(memory("check", "cpu")))
 """

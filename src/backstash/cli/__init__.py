@@ -1,4 +1,4 @@
-"""The command line: ``backstash run``, ``profile``, ``plan``, ``doctor``, ``bench`` and ``completion``.
+"""The command line: ``backstash run``, ``profile``, ``plan``, ``doctor`` and ``bench``.
 
 Each command is a module that is imported when it is asked for, so that ``--help`` does not wait
 for torch.
@@ -20,7 +20,6 @@ _COMMANDS = {
     "plan": "what each budget for a training script's memory would cost, from a few real steps",
     "doctor": "what this machine offers, and the Stash(...) line that suits it",
     "bench": "step time and memory beside the alternatives, measured here",
-    "completion": "what makes bash, zsh or fish complete these words",
 }
 _OPTIONS = ("-h", "--help", "-V", "--version")
 

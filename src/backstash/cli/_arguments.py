@@ -60,8 +60,6 @@ class Parser(argparse.ArgumentParser):
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )
-        self.suggestions: dict[str, Sequence[str]] = {}
-        """For a shell's completion: what is allowed for an argument, by its name, where no choices say it."""
 
     def error(self, message: str) -> NoReturn:
         """Print ``message`` as one line on stderr, with a command to type next, and leave with status 2."""

@@ -12,14 +12,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ...errors import SizeError
-from ...scratch import file_system
-from ...units import parse_bytes
-from .._arguments import Parser, directory, words
-from .._disk_speed import measure
-from .._machine import machine, versions
-from .._progress import Progress
-from ._checkout import device_module
+from backstash.cli._arguments import Parser, directory, words
+from backstash.cli._disk_speed import measure
+from backstash.cli._machine import machine, versions
+from backstash.cli._progress import Progress
+from backstash.errors import SizeError
+from backstash.scratch import file_system
+from backstash.units import parse_bytes
+
 from ._gradients import gradients
 from ._limit import limit, limits
 from ._small import alive, overhead
@@ -151,7 +151,6 @@ def _parser() -> Parser:
     add(
         "--table", metavar="FILE", type=Path, help="print the table of such a FILE, measure nothing"
     )
-    parser.suggestions |= {"what": _KINDS, "only": tuple(VARIANTS), "device": ("cuda",)}
     return parser
 
 
@@ -160,7 +159,6 @@ def _check_device(parser: Parser, options: argparse.Namespace) -> None:
         return
     if options.what:
         parser.error(f"--device measures a set of its own; leave out {options.what[0]!r}")
-    device_module("benchmark")  # before anything is measured: only a checkout has it
     import torch  # here, so that --help and a wrong option do not wait for it
 
     accelerator = torch.accelerator.current_accelerator()
@@ -204,10 +202,12 @@ def _measure(
     with tempfile.TemporaryDirectory(prefix="backstash-bench-", dir=options.disk) as where:
         results["file_system"] = file_system(where)
         if options.device is not None:
+            from device.benchmark import device_benchmark  # which needs torch
+
             disk = measure(where, _DISK_BYTES, say)
             results["disk"] = disk.as_dict()
             sections = [
-                device_module("benchmark").device_benchmark(
+                device_benchmark(
                     options.device,
                     repeats=options.repeats,
                     steps=options.steps,

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...memory import memory_group
+from backstash.memory import memory_group
+
 from ._process import Ended, step_process
 from ._step import TINY_MIN_BYTES
 from ._variants import VARIANTS

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from .._resident import reset_resident_peak, resident_bytes, resident_peak_bytes
+from backstash.cli._resident import reset_resident_peak, resident_bytes, resident_peak_bytes
+
 from ._ways import WAYS
 from ._workloads import WORKLOADS, Workload
 

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...hooks import step_in_backward
-from .._resident import reset_resident_peak, resident_bytes, resident_peak_bytes
+from backstash.cli._resident import reset_resident_peak, resident_bytes, resident_peak_bytes
+from backstash.hooks import step_in_backward
 
 __all__ = ["WAYS", "main"]
 

@@ -9,14 +9,17 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from .._allocator import choose, find
+from backstash.cli._allocator import choose, find
+
 from ._variants import Variant
 
 __all__ = ["Ended", "allocator_of", "python", "step_process"]
 
-_STEP_WORKER = "backstash.cli.bench._step_worker"
+_BENCHMARKS = Path(__file__).resolve().parent.parent  # which the workers import this package from
+_STEP_WORKER = "bench._step_worker"
 _INHERITED_NOT = ("LD_PRELOAD", "GLIBC_TUNABLES", "THP_MEM_ALLOC_ENABLE")
 
 
@@ -45,6 +48,8 @@ def python(
         prefix: a command that runs another command, put in front.
     """
     environ = {name: value for name, value in os.environ.items() if not _chooses_memory(name)}
+    paths = [str(_BENCHMARKS), *filter(None, [environ.get("PYTHONPATH")])]
+    environ["PYTHONPATH"] = os.pathsep.join(paths)
     command = [*prefix, sys.executable, *arguments]
     done = subprocess.run(
         command, env=environ | dict(variables or {}), capture_output=True, text=True, check=False

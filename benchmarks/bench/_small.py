@@ -10,7 +10,7 @@ from ._process import python
 
 __all__ = ["alive", "overhead"]
 
-_WORKER = "backstash.cli.bench._small_worker"
+_WORKER = "bench._small_worker"
 _COUNTS = {"small": (3, 4, 5, 6), "keep": (3, 4, 5, 6), "disk": (3, 4, 5, 6)}  # powers of ten
 _TINY_COUNTS = {"small": (3,), "keep": (3,), "disk": (2,)}
 

@@ -10,7 +10,7 @@ from ._process import python
 
 __all__ = ["gradients"]
 
-_WORKER = "backstash.cli.bench._gradients_worker"
+_WORKER = "bench._gradients_worker"
 
 
 def gradients(

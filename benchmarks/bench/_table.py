@@ -5,8 +5,8 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
-from ...units import format_bytes
-from ._checkout import device_module
+from backstash.units import format_bytes
+
 from ._markdown import markdown
 from ._step_table import step_rows
 
@@ -30,7 +30,6 @@ def table(results: dict[str, Any]) -> str:
 
     Raises:
         LookupError: a section has no run of plain PyTorch to compare with.
-        UsageError: a section is an accelerator's, and the package does not run from a checkout.
     """
     draw = {
         "step": _step,
@@ -183,7 +182,9 @@ def _gradients(section: dict[str, Any]) -> str:
 
 
 def _device(section: dict[str, Any]) -> str:
-    text: str = device_module("table").device_table(section)
+    from device.table import device_table
+
+    text: str = device_table(section)
     return text
 
 

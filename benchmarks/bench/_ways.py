@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from ... import Action, SavedTensor, Stash
-from ...codecs import EXACT
+from backstash import Action, SavedTensor, Stash
+from backstash.codecs import EXACT
+
 from ._workloads import Around, call
 
 __all__ = ["WAYS", "Way", "recipe"]

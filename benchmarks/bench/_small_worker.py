@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from ... import Stash
+from backstash import Stash
 
 __all__ = ["alive", "main", "overhead", "seconds_of_unpacks"]
 

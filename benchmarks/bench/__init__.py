@@ -1,0 +1,1 @@
+"""What ``backstash bench`` runs in a clone: step time and memory beside the alternatives."""
