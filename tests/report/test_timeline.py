@@ -7,7 +7,6 @@ import threading
 from dataclasses import astuple
 from itertools import pairwise
 from types import SimpleNamespace
-from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -326,49 +325,6 @@ def test_a_write_that_failed_and_a_change_on_the_way_leave_the_sums_right():
     assert line.saved_peak_bytes == 110
 
 
-PICTURES = """
-import sys
-from types import SimpleNamespace
-import torch
-from backstash import Action, Stash
-from backstash.errors import UsageError
-from backstash.report import timeline
-from backstash.testing import MemoryStore
-
-directory = sys.argv[1]
-x = torch.randn(400, 400, requires_grad=True)
-with Stash(disk=MemoryStore()) as stash, timeline(stash) as line:
-    for _ in range(3):
-        x.exp().exp().sum().backward()
-        line.mark()
-line.save(directory + "/line.png")
-line.save(directory + "/line.svg")
-held, moved = line.plot().axes
-assert [text.get_text() for text in held.texts] == ["step 1", "step 2", "step 3"]
-rows = [label.get_text() for label in moved.get_yticklabels()]
-assert rows == ["came back", "went down", "waited"], rows
-try:
-    line.save(directory + "/line.json")
-except UsageError as error:
-    assert "allowed are names that end in .png" in str(error)
-else:
-    raise AssertionError("a picture called .json")
-empty = timeline(SimpleNamespace(events=()))
-empty.remove()
-empty.save(directory + "/empty.png")
-"""
-
-
-def test_the_picture_is_a_picture(tmp_path):
-    """In a process of its own: matplotlib keeps its fonts open."""
-    pytest.importorskip("matplotlib")
-    subprocess.run([sys.executable, "-c", PICTURES, str(tmp_path)], check=True)
-    assert {path.name for path in tmp_path.iterdir()} == {"line.png", "line.svg", "empty.png"}
-    for name in ("line.png", "empty.png"):
-        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
-    assert ElementTree.parse(tmp_path / "line.svg").getroot().tag.endswith("svg")
-
-
 def test_an_empty_timeline_has_a_trace(tmp_path):
     line = timeline(SimpleNamespace(events=()))
     line.remove()
@@ -390,14 +346,6 @@ def test_its_page_has_what_it_knows(tmp_path):
     assert max(tiers["disk"]) == max(level.disk_bytes for level in line.levels)
     lives = report["modules"]["lives"]
     assert sum(lives["memory"]) + sum(lives["down"]) == 0
-
-
-def test_without_matplotlib_the_install_line_is_printed(monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    line = timeline(SimpleNamespace(events=()))
-    line.remove()
-    with pytest.raises(ImportError, match=r"pip install 'backstash\[plot\]'"):
-        line.plot()
 
 
 def test_report_is_imported_without_matplotlib():
@@ -508,5 +456,3 @@ def test_what_backward_had_made_again_is_told(folded, tmp_path):
     assert {tier["key"] for tier in sections["curve"]["tiers"]} >= {"packed", "recomputed"}
     labels = [column["label"] for column in sections["modules"]["columns"]]
     assert labels[3:6] == ["packed", "packed to", "recomputed"]
-    legend = line.plot().axes[0].get_legend_handles_labels()[1]
-    assert {"freed by packing", "to be recomputed"} <= set(legend)

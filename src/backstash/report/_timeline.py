@@ -195,31 +195,6 @@ class Timeline:
         """
         write_chrome_trace(self._read, path)
 
-    def plot(self) -> Any:
-        """The timeline as a ``matplotlib.figure.Figure``, which a notebook shows.
-
-        Raises:
-            ImportError: matplotlib is not installed; the message has the line that installs it.
-        """
-        from ._timeline_plot import plot
-
-        return plot(self._read)
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the picture of :meth:`plot` to ``path``, whose suffix is ``.png``, ``.svg`` or ``.pdf``.
-
-        Raises:
-            UsageError: the suffix is another one; nothing was written.
-            ImportError: matplotlib is not installed; the message has the line that installs it.
-        """
-        suffix = os.path.splitext(path)[1].lower()
-        if suffix not in (".png", ".svg", ".pdf"):
-            raise UsageError(
-                f"save({os.fspath(path)!r}): allowed are names that end in .png, .svg or .pdf; "
-                "to_chrome_trace(path) writes JSON"
-            )
-        self.plot().savefig(path, format=suffix[1:], dpi=150)
-
     def sections(self) -> dict[str, Any]:
         """The ``curve``, ``modules``, ``stalls`` and ``notes`` that :func:`render_page` takes."""
         return sections_of(self._read)
