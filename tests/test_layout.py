@@ -50,6 +50,7 @@ NAMES = {
     "StashFullError",
     "StashWarning",
     "__version__",
+    "recomputable",
 }
 
 

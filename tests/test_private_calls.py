@@ -29,7 +29,6 @@ FILES = {path.relative_to(PACKAGE).as_posix(): path for path in sorted(PACKAGE.r
 ALLOWED = {
     "_version": "PyTorch's notes on autograd: how often a tensor was changed in place",
     "_base": "PyTorch's notes on autograd: what a tensor is a view of",
-    "_saved_result": "PyTorch's notes on autograd: what a node saved; the command line uses public names",
     "_getframe": "Python's: sys._getframe",
     "_is_gil_enabled": "Python's: sys._is_gil_enabled, from 3.13 on",
     "_fields": "Python's: of a named tuple",
@@ -158,7 +157,11 @@ USED = {
         "torch._C._autograd",
         "torch._C._autograd._push_saved_tensors_default_hooks",
     },
-    "schemas.py": {  # operations, by name
+    "schemas.py": {  # operations, by name; what a custom operator is made of
+        "_opoverload",
+        "torch._library.autograd",
+        "torch._ops.OpOverload",
+        "torch._ops.OpOverloadPacket",
         "_batch_norm_impl_index",
         "_cdist_forward",
         "_convolution",

@@ -22,9 +22,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+import backstash
 import backstash._recompute.replay as replays
 from backstash import Action, Stash, graph
+from backstash._recompute import declared
 from backstash._saved.held import Held
+from backstash._torch import schemas
 from backstash._torch.dispatch import dispatch_modes
 from backstash.errors import InplaceError, StashClosedError, UsageError
 from backstash.testing import MemoryStore, TwinDevice, stash_on
@@ -1472,3 +1475,64 @@ def test_all_bytes_are_compared_where_that_is_asked_for():
             with pytest.raises(InplaceError, match="other bits"):
                 loss.backward()
     assert stash.stats().recomputed_bytes
+
+
+@torch.library.custom_op("backstash_tests::doubled", mutates_args=())
+def doubled(x: torch.Tensor) -> torch.Tensor:
+    calls.append(1)
+    return x * 2
+
+
+calls: list[int] = []
+doubled.register_autograd(lambda ctx, grad: grad * 2)
+
+
+class Tripled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        calls.append(1)
+        return x * 3
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 3
+
+
+@pytest.mark.parametrize("what", [doubled, Tripled], ids=["operator", "Function"])
+def test_what_is_declared_recomputable_is_recomputed(what, monkeypatch):
+    monkeypatch.setattr(declared, "_functions", weakref.WeakSet())
+
+    class Net(nn.Module):
+        def forward(self, x):
+            made = what(x.sin()) if what is doubled else what.apply(x.sin())
+            return made.erf().exp()
+
+    def trained():
+        x, net = torch.ones(300, 300, requires_grad=True), Net()
+        with Stash(min_bytes=0) as stash, stash.recompute(net):
+            net(x).sum().backward()
+        return x.grad, stash.stats()
+
+    plain = torch.ones(300, 300, requires_grad=True)
+    Net()(plain).sum().backward()
+    grad, stats = trained()
+    assert torch.equal(grad, plain.grad)
+    assert stats.recomputed_bytes == 300 * 300 * 4, (
+        "the exponential alone follows from what is held"
+    )
+    assert backstash.recomputable(what) is what
+    try:
+        for _ in range(2):
+            calls.clear()
+            grad, stats = trained()
+            assert torch.equal(grad, plain.grad)
+            assert stats.recomputed_bytes == 2 * 300 * 300 * 4
+    finally:
+        schemas._pure.clear()
+        schemas._known.clear()
+
+
+def test_only_operators_can_be_declared():
+    for wrong in (torch.sin, "mine::scale", None, nn.Linear):
+        with pytest.raises(UsageError, match="allowed are a custom operator"):
+            backstash.recomputable(wrong)

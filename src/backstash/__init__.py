@@ -21,12 +21,14 @@ __all__ = [
     "StashFullError",
     "StashWarning",
     "__version__",
+    "recomputable",
 ]
 
 __version__ = "0.2.0"
 """The version of the package."""
 
 if TYPE_CHECKING:
+    from ._recompute.declared import recomputable
     from .errors import StashError, StashFullError, StashWarning
     from .policy import Action, SavedTensor
     from .stash import Stash
@@ -40,6 +42,7 @@ else:
         "StashError": "errors",
         "StashFullError": "errors",
         "StashWarning": "errors",
+        "recomputable": "_recompute.declared",
     }
     _MODULES = (
         "codecs",

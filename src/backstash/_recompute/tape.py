@@ -43,8 +43,9 @@ from .._torch.dispatch import (
 from .._torch.engine import in_backward, queue_callback, task_or_none
 from .._torch.mode_bits import ModeBits
 from .._torch.modules import is_running
-from .._torch.schemas import ALLOCATES, RANDOM, STATISTICS, Operation, operation_of
+from .._torch.schemas import ALLOCATES, RANDOM, STATISTICS, Operation, is_of_operator, operation_of
 from .._torch.storages import storage_identity, storage_of
+from .declared import is_declared
 from .settings import Settings, now
 
 __all__ = [
@@ -293,7 +294,7 @@ class Tape(SilentMode):
 
     def __init__(
         self,
-        recomputable: Callable[[Any], bool] = lambda function: False,
+        recomputable: Callable[[Any], bool] = is_declared,
         *,
         most: int | None = None,
     ) -> None:
@@ -586,7 +587,9 @@ class Tape(SilentMode):
         frame: FrameType | None = sys._getframe(4)
         while frame is not None:
             if frame.f_code is _APPLY:
-                return self._recomputable(frame.f_locals.get("cls"))
+                function = frame.f_locals.get("cls")
+                if not is_of_operator(function):
+                    return self._recomputable(function)
             frame = frame.f_back
         return True
 

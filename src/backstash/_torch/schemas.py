@@ -12,7 +12,17 @@ import torch
 
 from .dispatch import has_kernels, schema_of
 
-__all__ = ["ALLOCATES", "OF_TRAINING", "RANDOM", "STATISTICS", "Operation", "operation_of"]
+__all__ = [
+    "ALLOCATES",
+    "OF_TRAINING",
+    "RANDOM",
+    "STATISTICS",
+    "Operation",
+    "declare_pure",
+    "is_of_operator",
+    "operation_of",
+    "overloads_of",
+]
 
 ALLOCATES = "its memory was allocated, and what filled it was not seen"
 RANDOM = "draws random numbers"
@@ -131,7 +141,8 @@ class Operation:
         """The arguments that must be 0 for it to draw no random numbers, where it draws no others."""
         self.sums_in_any_order = base in _SUMS_IN_ANY_ORDER
         self.is_random = torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
-        if schema is None or getattr(func, "namespace", "") != "aten":
+        is_known = getattr(func, "namespace", "") == "aten" or func in _pure
+        if schema is None or not is_known:
             self.reason = _FOREIGN.format(self.name)
         elif self.is_random:
             self.reason = f"{self.name} {RANDOM}"
@@ -160,6 +171,33 @@ class Operation:
 
 
 _known: dict[Any, Operation] = {}
+_pure: set[Any] = (
+    set()
+)  # overloads that are not PyTorch's, and that the program declares to be like these
+
+
+def overloads_of(operator: Any) -> list[Any]:
+    """The overloads of a custom operator, as ``torch.ops`` has it or ``torch.library.custom_op`` returns it;
+    none: it is no operator."""
+    operator = getattr(operator, "_opoverload", operator)
+    if isinstance(operator, torch._ops.OpOverload):
+        return [operator]
+    if isinstance(operator, torch._ops.OpOverloadPacket):
+        names: list[str] = operator.overloads()  # type: ignore[no-untyped-call]
+        return [getattr(operator, name) for name in names]
+    return []
+
+
+def is_of_operator(function: Any) -> bool:
+    """Whether a class of ``torch.autograd.Function`` was made by ``register_autograd`` of a custom operator: it
+    calls that one and nothing else. In torch 2.11 to 2.15 its module says so; else it is taken for another."""
+    return getattr(function, "__module__", "") == "torch._library.autograd"
+
+
+def declare_pure(overload: Any) -> None:
+    """Its results follow from its arguments alone."""
+    _pure.add(overload)
+    _known.pop(overload, None)
 
 
 def operation_of(func: Any) -> Operation:
