@@ -103,8 +103,8 @@ def samples(requires_grad: bool) -> Iterator[tuple[Any, Any]]:
                         yield info, sample
 
 
-def replays(*, in_context: bool) -> Counter[str]:
-    said: Counter[str] = Counter()
+def repeating() -> Iterator[tuple[Any, Any, nn.Module, list[Tensor]]]:
+    """Of each sample whose gradients plain PyTorch repeats: its operator, a module of it, and these."""
     for info, sample in samples(True):
         module = Operator(info.op)
         try:
@@ -112,8 +112,13 @@ def replays(*, in_context: bool) -> Counter[str]:
             again = [gradients(module, sample) for _ in range(REPEATS)]
         except Exception:  # not for such a sample
             continue
-        if not want or not all(all(map(same, each, want)) for each in again):
-            continue
+        if want and all(all(map(same, each, want)) for each in again):
+            yield info, sample, module, want
+
+
+def replays(*, in_context: bool) -> Counter[str]:
+    said: Counter[str] = Counter()
+    for info, sample, module, want in repeating():
         stash = Stash(min_bytes=0, policy=all_again if in_context else None)
         said["programs"] += 1
         with nullcontext() if in_context else stash.recompute(module):
@@ -138,15 +143,7 @@ def all_again(saved: SavedTensor) -> Action:
 
 def backwards() -> Counter[str]:
     said: Counter[str] = Counter()
-    for info, sample in samples(True):
-        module = Operator(info.op)
-        try:
-            want = gradients(module, sample)
-            again = [gradients(module, sample) for _ in range(REPEATS)]
-        except Exception:  # not for such a sample
-            continue
-        if not want or not all(all(map(same, each, want)) for each in again):
-            continue
+    for info, sample, module, want in repeating():
         said["programs"] += 1
         if not all(map(same, gradients(module, sample, Nothing()), want)):
             said["differs: " + info.name] += 1

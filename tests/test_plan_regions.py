@@ -242,7 +242,7 @@ def test_a_plan_with_regions_is_followed_from_a_file(memory, tmp_path):
     path = tmp_path / "plan.json"
     plan.save(path)
     assert Plan.load(path) == plan and count(plan, "region")
-    assert "*, run again: region " in str(plan)
+    assert "*, as a whole: " in str(plan)
     older = json.loads(path.read_text())
     del older["regions"]
     assert Plan.from_dict(older).regions == ()

@@ -74,7 +74,7 @@ class PlannedClass:
     """Their bytes together."""
     choices: tuple[tuple[str, int], ...]
     """What is done with them in the order of their saves: ``(("disk", 8), ("keep", 4))``. ``"region"``: their
-    module runs again (see :class:`PlannedRegion`)."""
+    module is recomputed (see :class:`PlannedRegion`)."""
     seconds: float
     """What the plan expects these choices to add to the computing thread's time in a step, waits excepted."""
     reason: str
@@ -83,19 +83,19 @@ class PlannedClass:
 
 @dataclass(frozen=True, slots=True)
 class PlannedRegion:
-    """The forwards of like modules that may run again as a whole: those given to ``Stash.recompute``."""
+    """The forwards of like modules that may be recomputed as a whole: named ones, or those that were found."""
 
     name: str
     """The module's path, with ``*`` for a number."""
     forwards: int
     """How many of it a step has."""
     nbytes: int
-    """The bytes of the blocks that those which run again let go of; they are counted in the classes, too."""
+    """The bytes of the blocks that recomputing lets go of; they are counted in the classes, too."""
     choices: tuple[tuple[str, int], ...]
     """In the order of the forwards: ``(("region", 8), ("once", 4))``; those that run ``"once"`` have what they
     save held as the classes say."""
     seconds: float
-    """What the second runs are expected to add to a step."""
+    """What the replays are expected to add to a step."""
     reason: str
     """Why."""
     stays: tuple[tuple[int, ...], ...] = ()
@@ -139,7 +139,7 @@ class Plan:
     """Whose memory the budget is of: ``"cpu"``, the process's resident memory, or an accelerator's name, the
     memory that its tensors take."""
     regions: tuple[PlannedRegion, ...] = ()
-    """Of the modules that may run again as a whole."""
+    """Of the modules whose calls may be recomputed as a whole."""
     left_after: int | None = None
     """After so many blocks of a step all stay, and are left alone as long as there is room: it takes as long as
     without a stash to save and use them. ``None``: each block is looked at."""
@@ -326,9 +326,12 @@ class Plan:
         if self.bound is not None:
             lines.append(f"  {'bound':<10} {'':>14}  step {self.bound.step_seconds:.3f} s at least")
         for region in self.regions:
-            runs = ", ".join(f"{name} {count}" for name, count in region.choices)
+            runs = ", ".join(
+                f"{'recomputed' if name == REGION else 'held'} {count}"
+                for name, count in region.choices
+            )
             lines.append(
-                f"  {format_bytes(region.nbytes):>9}  {clean(region.name)}, run again: {runs}"
+                f"  {format_bytes(region.nbytes):>9}  {clean(region.name)}, as a whole: {runs}"
                 f" (+{_took(region.seconds)}; {region.reason})"
             )
         for each in self.classes:
@@ -394,7 +397,9 @@ def plan_of(
     """
     kept = all(name == "keep" for name in solution.choices)
     left_after = solution.left_after
-    if left_after is not None:  # members of regions that run again are counted as no blocks then
+    if (
+        left_after is not None
+    ):  # members of regions that are recomputed are counted as no blocks then
         left_after -= solution.choices[:left_after].count(REGION)
     state = "too small" if not solution.fits else "left alone" if kept else "planned"
     by_group: dict[str, list[int]] = {}

@@ -1,4 +1,4 @@
-"""What is done with each block of a step, and with each forward of a module that may run again.
+"""What is done with each block of a step, and with each forward of a module that may be recomputed.
 
 The plan that is followed says so; until there is one, the step that is measured does. What is saved after the
 last block that a plan lets go of is left alone (:meth:`Follower.may_leave_bytes`). From time to time the memory
@@ -76,7 +76,7 @@ class Follower:
         self._unlooked_bytes = 0
         self._largest_bytes = 0  # of a block in a step that keeps what fits
         self._asked = 0  # how often it was asked in this step whether more may stay
-        # Forwards of this step that were to run again and do not: what they save is to move.
+        # Forwards of this step that were to be recomputed and are not: what they save is to move.
         self._refused: set[tuple[str, int]] = set()
 
     def begin_step(self) -> None:
@@ -202,7 +202,7 @@ class Follower:
         """The tier of a block that was to be recomputed or packed and cannot be; ``""``: it stays."""
         return self._tier or ""
 
-    # Per forward of a module that may run again.
+    # Per forward of a module that may be recomputed.
 
     def begin_forward(self, path: str, inside: Iterable[str]) -> tuple[str, int]:
         """One begins, of the module at ``path``: its name, and its place among those of that name.
@@ -251,7 +251,7 @@ class Follower:
             self._limits.lower_resident(self._limits.unplanned)
             self._shape.is_unknown = True
             return "keep"
-        # A region that was to run again and does not: what it saves moves.
+        # A region that was to be recomputed and is not: what it saves moves.
         return self.instead if choice == REGION else choice
 
     def _must_recompute(self, block: Block) -> bool:

@@ -1,7 +1,7 @@
-"""What a plan has to do with one forward of a region: whether it runs again, and what is recorded of it.
+"""What a plan has to do with one forward of a region: whether it is recomputed, and what is recorded of it.
 
-While steps are measured no region runs again: what each saves is held as what anything else saves, so that it
-is known what that costs, and which of it something outside saves, too. A second run is tried, and compared.
+While steps are measured no region is recomputed: what each saves is held as what anything else saves, so that
+it is known what that costs, and which of it something outside saves, too. A replay is tried, and compared.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class _Planner(Protocol):
 
 
 class Planned:
-    """One forward of a region, under a planner that decides whether it runs again.
+    """One forward of a region, under a planner that decides whether it is recomputed.
 
     Args:
         region: whose forward it is.
@@ -69,9 +69,9 @@ class Planned:
         self._planner = planner
         self._session = region.session
         self.forward: Forward | None = None
-        """Where it is recorded, it does not run again."""
+        """Where it is recorded, it is not recomputed."""
         self.may_try = True
-        """Whether a second run may be made now, to be compared."""
+        """Whether a replay may be made now, to be compared."""
         self._number = -1
         self._latest = -1  # block, before it began
         self._is_whole = False
@@ -124,7 +124,7 @@ class Planned:
         self._planner.hook_took("region hook", began)
 
     def leave(self, *, in_order: bool) -> None:
-        """Its forward has ended; ``in_order``: and it is known that it can run again."""
+        """Its forward has ended; ``in_order``: and it is known that it can be recomputed."""
         if self.forward is not None:
             # One with a backward in its middle is in two steps: what its first run took is not known then.
             self._is_whole = self._planner.tell_forward("leave", self.forward, self._number)
@@ -161,7 +161,7 @@ class Planned:
         return self._planner.resume(paused) if paused is not None else 0.0
 
     def end_trial(self, paused: Any) -> float:
-        """A second run that was to be compared has ended: as :meth:`resume`."""
+        """A replay that was to be compared has ended: as :meth:`resume`."""
         section = self._session.section
         if paused is None or section.is_nested():
             return self.resume(paused)

@@ -114,7 +114,7 @@ class Planner(Controller):
         self._device = device
         self._device_name = device.name if device is not None else "cpu"
         self.regions = Regions() if tier is not None else None
-        """Of the modules that may run again; ``None``: they do whatever the plan is."""
+        """Of the modules that may be recomputed; ``None``: they are whatever the plan is."""
         self._recording = StepRecording(
             event_log, self._meter, self.regions, self._guard, gives_back=tier is None
         )
@@ -775,7 +775,7 @@ class Planner(Controller):
             self._recording_seconds += seconds
             self._meter.resume(time.perf_counter() - seconds)
 
-    # And of forwards of modules that may run again.
+    # And of forwards of modules that may be recomputed.
 
     def trace_forward(self, name: str, index: int) -> tuple[Forward, int]:
         """It is recorded, and what its saves are; :meth:`tell_forward` needs the number."""
@@ -804,11 +804,11 @@ class Planner(Controller):
         return self._meter.resume(paused)
 
     def end_trial(self, paused: Any) -> float:
-        """As :meth:`resume`, of a forward that ran twice. What its second run has freed is given back to the
+        """As :meth:`resume`, of a replay that was compared. What it has freed is given back to the
         system: later moments of the step would hold it, too, and it would be taken for their own.
 
         Returns:
-            What the second run took; 0: that is not known.
+            What the replay took; 0: that is not known.
         """
         seconds = self._meter.resume(paused)
         if self._device is not None:

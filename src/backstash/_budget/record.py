@@ -39,7 +39,7 @@ class StepRecord:
     saves: dict[int, int] = field(default_factory=dict)
     """By the number of a block that was saved more than once: how often."""
     forwards: list[Forward] = field(default_factory=list)
-    """Of the modules that may run again; the events ``"enter"`` and ``"leave"`` have their index here."""
+    """Of the modules that may be recomputed; the events ``"enter"`` and ``"leave"`` have their index here."""
     stays: Stays = field(default_factory=dict)
     """See :func:`traced_regions`."""
     anew_seconds: float = 0.0

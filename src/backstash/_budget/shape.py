@@ -59,7 +59,7 @@ class StepShape:
         self.counted = 0
         """Blocks of this step so far."""
         self.known_bytes = 0
-        """Of the blocks of the step that was planned for, without what regions let go that run again."""
+        """Of the blocks of the step that was planned for, without what recomputed regions let go."""
         self._known_first_bytes = self._let_go_bytes = 0
         # First blocks: this step's, the last one's, and the largest that a step which is no larger began with.
         self._first_bytes = self._ended_first_bytes = self._most_first_bytes = 0

@@ -58,7 +58,7 @@ class Choices:
         # By the class, and by its name without the size: what is done with each block, and how many of them
         # this step had so far.
         self._of: dict[str, list[str]] = {}
-        self._partly: set[str] = set()  # those of which regions that run again let go
+        self._partly: set[str] = set()  # those of which regions that are recomputed let go
         self.recompute = False
         """Whether any block is recomputed by itself."""
         for name, runs in classes:

@@ -32,7 +32,7 @@ class _Turn:
     chosen: list[tuple[str, Option]]
     """Of each group."""
     again: list[bool]
-    """Of each composite, whether it runs again."""
+    """Of each composite, whether it is recomputed."""
     cost: float
     used: list[float]
     """Bytes at each moment."""
@@ -147,7 +147,7 @@ def by_prices(problem: Problem, windows: Windows, first: int) -> tuple[float, li
 def _assigned(
     problem: Problem, table: Table, names: Sequence[str], again: Sequence[bool]
 ) -> list[str]:
-    """Choices of all blocks from those of each group, and whether each composite runs again."""
+    """Choices of all blocks from those of each group, and whether each composite is recomputed."""
     choices = [names[group] for group in table.group_of]
     for composite, runs in zip(table.composites, again, strict=True):
         for region in composite.regions if runs else ():
@@ -160,11 +160,11 @@ def _shared_out(
     problem: Problem, table: Table, shares: list[Counter[str]], again: list[int]
 ) -> list[str]:
     """Choices in the proportions that the prices chose while they settled; ``again``: in how many turns each
-    composite ran again.
+    composite was recomputed.
 
     Their average tends to the best fractional choice (Shor 1985; Larsson, Patriksson and Stromberg 1999).
     Within a group the earliest saved move, whose writes have the most time, and the latest stay; the earliest
-    regions run again, which is last in backward.
+    regions are recomputed, which is last in backward.
     """
     choices = [""] * len(problem.trace.blocks)
     turns = sum(shares[0].values()) if shares else 1
@@ -196,7 +196,7 @@ def _shared_out(
 
 
 def holding_least(problem: Problem, *, again: bool) -> list[str]:
-    """The choices that hold the least bytes of each block; ``again``: with all regions run again."""
+    """The choices that hold the least bytes of each block; ``again``: with all regions recomputed."""
     return [
         REGION if again and block in problem.region_of else problem.least_resident(block)
         for block in range(len(problem.trace.blocks))
@@ -205,7 +205,7 @@ def holding_least(problem: Problem, *, again: bool) -> list[str]:
 
 def earliest(problem: Problem, windows: Windows) -> list[Candidate]:
     """The fewest that are saved first are let go, by what is cheapest for each byte, so that all after them are
-    left alone; where regions can run again, those that lie there whole do, in a second candidate."""
+    left alone; where regions can be recomputed, those that lie there whole do, in a second candidate."""
     trace, links = problem.trace, problem.trace.links
     link_seconds = 1 / links.down_rate + 1 / links.up_rate
     cheapest = []

@@ -1,4 +1,4 @@
-"""Forwards of named modules in a step: counted, recorded where the step is measured, and which run again.
+"""Forwards of named modules in a step: counted, recorded where the step is measured, and which are recomputed.
 
 A forward is known by the path of its module, with ``*`` for numbers, and by its place among those of that name
 in the step. What it saves is told apart by numbers, too: those that something outside saves again stay.
@@ -17,7 +17,7 @@ from .trace import TracedRegion
 __all__ = ["AGAIN", "ONCE", "TRACED", "Forward", "Regions", "Stays", "name_of", "traced_regions"]
 
 AGAIN = "again"
-"""The forward runs again: what it saves is let go."""
+"""The forward is recomputed: what it saves is let go."""
 ONCE = "once"
 """What it saves is held as what anything else saves."""
 TRACED = "traced"
@@ -48,13 +48,13 @@ class Forward:
     nbytes: int = 0
     """Bytes of the blocks in ``saved``."""
     small_bytes: int = 0
-    """Of tensors too small to be blocks that a second run would let go, too."""
+    """Of tensors too small to be blocks that recomputing would let go, too."""
     told_seconds: float = 0.0
     """Seconds that fingerprints of them take."""
     again_seconds: float = 0.0
-    """What a second run took that was compared; 0: none was in a step that was measured."""
+    """What a replay took that was compared; 0: none was in a step that was measured."""
     can_run_again: bool = False
-    """A second run was alike."""
+    """A replay had the same bits."""
     seconds: float = 0.0
     """What the forward took, without what the stash added."""
     inputs: list[int] = field(default_factory=list)
@@ -72,7 +72,7 @@ class Forward:
 
 
 class Regions:
-    """Counts the forwards of named modules, and says of each whether it runs again.
+    """Counts the forwards of named modules, and says of each whether it is recomputed.
 
     The caller holds the stash's lock.
     """
@@ -86,7 +86,7 @@ class Regions:
         self._bytes: dict[str, int] = {}
         self._forwards: list[Forward] = []
         self._again: Counter[int] = Counter()  # blocks that were saved again, anywhere
-        # By storage: the one forward whose second run would free it, and its bytes; None: none would.
+        # By storage: the one forward whose recomputing would free it, and its bytes; None: none would.
         self._small: dict[int, tuple[Forward, int] | None] = {}
 
     def begin_step(self) -> None:
@@ -122,8 +122,11 @@ class Regions:
         return index < len(choices) and choices[index]
 
     def can_be_followed(self, traced: Iterable[TracedRegion]) -> bool:
-        """Whether all that are to run again and began in the step that has ended can; ``traced``: those of it
-        that can."""
+        """Whether all that are to be recomputed and began in the step that has ended can be.
+
+        Args:
+            traced: those of it that can.
+        """
         can = {(each.name, each.index) for each in traced}
         return all(
             (name, index) in can or index >= self._ended_counts.get(name, 0)
@@ -205,7 +208,7 @@ def traced_regions(
     blocks: Sequence[Any],
     index: Mapping[int, int],
 ) -> tuple[TracedRegion, ...]:
-    """Of a recorded step's forwards, those that can run again and would free something.
+    """Of a recorded step's forwards, those that can be recomputed and would free something.
 
     Args:
         forwards: of the step.

@@ -267,7 +267,7 @@ def _with(choices: Sequence[str], changes: Sequence[_Change]) -> list[str]:
     changed = list(choices)
     for change in changes:
         if changed[change.updates[0][0]] == REGION and not change.is_whole:
-            continue  # its region runs again, by an earlier change
+            continue  # its region is recomputed, by an earlier change
         for block, name in change.updates:
             changed[block] = name
     return changed

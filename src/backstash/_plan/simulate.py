@@ -6,7 +6,7 @@ uses, with at most ``prefetch`` bytes held ahead; a block that is used while it 
 memory yet, and not read. Where the host runs ahead of the device it sees no write end: nothing is let go before
 the window is full, and what is in it when backward begins is used from where it is, and held to the step's end.
 
-A region that runs again has nothing of its members in memory, until backward first uses one of them: then all
+A recomputed region has nothing of its members in memory, until backward first uses one of them: then all
 that are not freed are, each until its free. So are the small tensors that it lets go with them.
 """
 
@@ -48,7 +48,7 @@ class Forecast:
 
 
 def _order(trace: Trace, region_of: Mapping[int, int], moved: Collection[int]) -> list[int]:
-    """The blocks that moved, in the order in which backward needs them: what a region runs again with, before
+    """The blocks that moved, in the order in which backward needs them: what a region is made from, before
     the first use of a member."""
     if not region_of:
         return [block for block in trace.uses() if block in moved]
@@ -68,9 +68,9 @@ def simulate(
     Args:
         trace: of the step.
         choices: the option of each block, in the order of ``trace.blocks``; one that holds nothing for the
-            members of a region that runs again.
+            members of a region that is recomputed.
         windows: the windows of the two directions.
-        again: the regions that run again, as indices in ``trace.regions``.
+        again: the regions that are recomputed, as indices in ``trace.regions``.
     """
     links, latency = trace.links, trace.links.latency_seconds
     stalled = down_free = up_free = 0.0

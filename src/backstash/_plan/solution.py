@@ -17,7 +17,7 @@ class Solution:
     """Choices for all blocks of a trace."""
 
     choices: tuple[str, ...]
-    """The name of each block's option; ``"region"`` for all members of a region that runs again."""
+    """The name of each block's option; ``"region"`` for all members of a region that is recomputed."""
     windows: Windows
     """The windows that go with them."""
     forecast: Forecast

@@ -9,7 +9,7 @@ The problem, in seconds added to a step::
 
 A price on a resident byte at each moment that binds, and one on a byte of each direction of the link, makes
 the choices independent of each other: every block takes the option that is cheapest at these prices; a region,
-that or to run again as a whole, at the price of what is then in memory in backward. Raising
+that or to be recomputed as a whole, at the price of what is then in memory in backward. Raising
 the prices where a constraint is violated (a subgradient method) gives a lower bound for any choice (Lagrangian
 duality: Everett 1963, Held and Karp 1971). Choices at good prices are repaired to fit, filled up where space is
 left, and scored in the simulation; in the best two a change is undone and others make room for it, and for the
@@ -53,7 +53,7 @@ def solve(
     Args:
         trace: of the step.
         budget: the most bytes of memory at any moment.
-        allowed: names of the options that may be chosen, ``"region"`` for those that run again as a whole.
+        allowed: names of the options that may be chosen, ``"region"`` for those that are recomputed as a whole.
             Default: all.
         windows: bytes of the windows down and up; ``None``: several are tried.
 

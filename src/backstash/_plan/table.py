@@ -12,7 +12,7 @@ from .trace import Option, Trace, TracedRegion
 __all__ = ["REGION", "Composite", "Group", "Problem", "Table", "added_seconds"]
 
 REGION = "region"
-"""The choice of the members of a region that runs again."""
+"""The choice of the members of a region that is recomputed."""
 
 
 @dataclass(slots=True)
@@ -34,7 +34,7 @@ class Problem:
     returns: list[int] = field(default_factory=list)
     """Of each region, the index of the first moment at which one of its members is used."""
     without_small: list[range] = field(default_factory=list)
-    """Of each region that runs again, the moments before which its small tensors are not in memory: from the
+    """Of each region that is recomputed, the moments before which its small tensors are not in memory: from the
     last save of its members to the first use or free of one."""
     untouched: list[Option] = field(default_factory=list)
     """Of each block, that it stays and nothing is done about it."""
@@ -86,7 +86,7 @@ class Problem:
         return option.resident_bytes + option.made_bytes + option.moved_bytes
 
     def returned_bytes(self, region: int, at: int) -> int:
-        """Of a region that runs again, what is in memory in the interval before this moment: below 0, where
+        """Of a region that is recomputed, what is in memory in the interval before this moment: below 0, where
         small tensors are not that are otherwise."""
         if at in self.without_small[region]:
             return -self.regions[region].small_bytes
@@ -163,7 +163,7 @@ class Group:
 
 @dataclass(slots=True)
 class Composite:
-    """Regions that no price tells apart: each runs again, or every member has a choice of its own."""
+    """Regions that no price tells apart: each is recomputed, or every member has a choice of its own."""
 
     seconds: float
     returned: tuple[int, ...]

@@ -65,7 +65,7 @@ class Moment:
 
 @dataclass(frozen=True, slots=True)
 class TracedRegion:
-    """One forward of a module that can run again in backward, instead of what it saves being held."""
+    """One forward of a module that can be recomputed in backward, instead of what it saves being held."""
 
     name: str
     """The module's path with ``*`` for numbers."""
@@ -74,15 +74,15 @@ class TracedRegion:
     save_seconds: float = 0.0
     """What noting their bytes adds when they are saved."""
     use_seconds: float = 0.0
-    """What the second run adds at the first use of one of them."""
+    """What the replay adds at the first use of one of them."""
     beside_bytes: int = 0
-    """Made again beside them, and freed when the second run has ended."""
+    """Made again beside them, and freed when the replay has ended."""
     index: int = 0
     """Its place among the forwards of this name in the step, from 0."""
     small_bytes: int = 0
     """Of tensors that are no blocks, and that are let go and made again with them."""
     inputs: tuple[int, ...] = ()
-    """The blocks that it runs again with, as indices in ``Trace.blocks``; those that moved come back first."""
+    """The blocks that it is made from, as indices in ``Trace.blocks``; those that moved come back first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +109,7 @@ class Trace:
     """Whether what asks for memory is ahead of what computes, as a host of its accelerator: then a block on its
     way down is in memory until the window is full."""
     regions: tuple[TracedRegion, ...] = ()
-    """What can run again as a whole; no block is a member of two."""
+    """What can be recomputed as a whole; no block is a member of two."""
     anew_seconds: float = 0.0
     """Of a step that does not leave everything in place: memory is given back before it, and taken again."""
     left_seconds: float | None = None
@@ -145,7 +145,7 @@ class Trace:
         return replace(self, moments=moments, tail_other_bytes=self.tail_other_bytes + nbytes)
 
     def computing(self, seconds: float) -> Trace:
-        """The same step where computing takes so long. What options and second runs take was timed itself."""
+        """The same step where computing takes so long. What options and replays take was timed itself."""
         scale = seconds / self.compute_seconds
         return replace(
             self,

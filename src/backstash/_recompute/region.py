@@ -437,7 +437,8 @@ def _device_used(module: nn.Module, args: tuple[Any, ...]) -> torch.device:
 class Once:
     """The pack hook of a region that runs once: the stash's.
 
-    What it is given is packed as if it ran again, so that it is of the same class, and held as long as it runs.
+    What it is given is packed as if it were recomputed, so that it is of the same class, and is held while it
+    runs.
     """
 
     __slots__ = ("_admission", "_inputs", "_pack")

@@ -1,4 +1,4 @@
-"""The tape: the operations that PyTorch ran in a forward, so that a part of them can be run again.
+"""The tape: the operations that PyTorch ran in a forward, so that a part of them can be called again.
 
 A dispatch mode sees each operation below autograd, with its real arguments, after autocast, and after composite
 operations were taken apart. The tape notes those that can be replayed. Nothing of the program's is run for it,

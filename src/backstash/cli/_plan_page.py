@@ -14,9 +14,9 @@ _PLACES = {
     "disk": ("on disk", "disk"),
     "recompute": ("recomputed", "recomputed"),
     "pack": ("packed", "packed"),
-    "region": ("let go, as its module runs again", "recomputed"),
+    "region": ("let go, as its module is recomputed", "recomputed"),
 }
-_RUNS = {"region": "run again", "once": "run once"}
+_RUNS = {"region": "recomputed", "once": "held"}
 _FIGURES = {
     "plain": "with everything in place, by the simulation",
     "predicted": "predicted, under the plan",

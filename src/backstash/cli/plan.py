@@ -60,7 +60,7 @@ def main(arguments: Sequence[str]) -> int:
     check(parser, is_module, rest)
     if options.recompute and options.fake:
         parser.error(
-            "--recompute with --fake: whether modules run again is planned from real steps alone"
+            "--recompute with --fake: whether modules are recomputed is planned from real steps alone"
         )
     if options.disk is None and not options.fake:
         found = scratch()
