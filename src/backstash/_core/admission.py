@@ -11,11 +11,11 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from .._device.base import Check
+from .._device.base import Check, Device
 from .._runtime.weak import WeakTable
 from .._saved.block import Block, PartedStorage, StorageVersion
 from .._saved.entry import Entry, WrapperEntry
-from .._saved.slice_counts import SliceCounts
+from .._saved.slice_counts import SliceCounts, Slices
 from .._saved.thread_state import ThreadState
 from .._saved.view import StridedRegion, raw_alias, reason_to_stay, snapshot
 from .._text import shown
@@ -41,6 +41,7 @@ _TRANSFORM = (
 FITS = "there is room for it within the budget"
 SMALL_STEP = "its step saves too little for moving to free memory"
 NESTED = "saved by a signal's handler or a finalizer, in the middle of another call"
+_COPIED = "smaller than min_bytes: copied, so that its large storage is not held"
 _NO_TIER = "no tier below: give disk="
 _NO_HOST = "no tier below: give host="
 _CAPTURED = "a graph of the accelerator is being captured"
@@ -363,11 +364,8 @@ class Admission:
         source, parted = self._identify(tensor, storage, offset), None
         if not needs_all:
             parted = self._parted_storage(tensor, storage, source, tiers, choice)
-        slices = source.slices
-        if slices is not None:
-            begin = offset * tensor.element_size()
-            is_plain = not slices.is_new(begin) or 0 not in tensor.stride()
-            slices.add(begin, tensor.nbytes if is_plain else StridedRegion(tensor).nbytes)
+        if source.slices is not None:
+            _add_slice(source.slices, tensor, offset)
         storage_version = source if parted is None else parted
         known = storage_version.block
         block = known() if known is not None else None
@@ -375,32 +373,21 @@ class Admission:
             block = None
         if parted is not None:
             parted.add(source, offset, tensor.nbytes)
-        check: bool | Check = block is not None and block.placement.is_kept
-        if parted is not None and block is not None and block.is_copy_of(storage):
-            # It is on its way, or could not leave: a part may have been written since, here or there.
-            check = block.has_in_place(storage)
-        elif block is not None and not check:
-            # An accelerator's no would be an error, and elsewhere the storage may have been filled meanwhile.
-            # Of slices each is compared by itself, with its copy: the whole would be read for each of them.
-            may_ask = tiers.device is None or needs_all or not _may_be_being_filled(tensor)
-            if may_ask and (slices is None or needs_all):
-                check = block.has(storage, tiers.device)
-        if block is None or not check:
+        check: bool | Check = False
+        if block is not None:
+            check = _has_bytes(block, tensor, storage, source, parted, tiers.device)
+        if block is not None and check:
+            self._save_again(block, tensor, thread_state, parted, tiers)
+        else:
             gone = block
             if thread_state.expecting:
                 self._session.review(thread_state, _REVIEWED_AT_ONCE)
             if not needs_all:
-                region = StridedRegion(tensor)
-                share = nbytes // 2 if _is_apart(tensor) else (nbytes - 1) // 4
-                is_slice = parted is None and region.nbytes <= share
-                if gone is not None or (
-                    is_slice and not self._are_slices_all(source, tensor, region, modules, tiers)
-                ):
-                    entry = self._pack_region(
-                        tensor, thread_state, modules, tiers, choice, source, region, gone
-                    )
-                    if entry is not None:
-                        return entry
+                entry = self._pack_part(
+                    tensor, nbytes, thread_state, modules, tiers, choice, source, parted, gone
+                )
+                if entry is not None:
+                    return entry
             alias = raw_alias(tensor)
             block = Block(storage_version, alias, self._session.reclaim_queue, tiers.number)
             block.stream = stream
@@ -408,17 +395,6 @@ class Admission:
             storage_version.block = weakref.ref(block)
             if self._recomputes:
                 self._hold_latest(thread_state, tiers.packer, storage_version.block, alias)
-        else:
-            self.deduplicated_bytes += tensor.nbytes
-            self._session.saved_again(block)
-            if thread_state.expecting:
-                self._session.review(thread_state, 1)
-            if block.waits and _is_saved_often_enough(block, parted):
-                if block.thread_state is thread_state:
-                    complete = tensor.requires_grad
-                    tiers.evictor.admit(block, at_once=block.at_once, complete=complete)
-                else:
-                    tiers.evictor.adopt(block)
         block.entries += 1
         entry = Entry(block, tensor, offset * tensor.element_size())
         if parted is not None:
@@ -426,6 +402,48 @@ class Admission:
         if not isinstance(check, bool):
             entry.check = check
         return entry
+
+    def _save_again(
+        self,
+        block: Block,
+        tensor: Tensor,
+        thread_state: ThreadState,
+        parted: PartedStorage | None,
+        tiers: DeviceTiers,
+    ) -> None:
+        """A block that is held has the bytes of ``tensor``: it may have been saved for the last time now."""
+        self.deduplicated_bytes += tensor.nbytes
+        self._session.saved_again(block)
+        if thread_state.expecting:
+            self._session.review(thread_state, 1)
+        if not block.waits or not _is_saved_often_enough(block, parted):
+            return
+        if block.thread_state is thread_state:
+            complete = tensor.requires_grad
+            tiers.evictor.admit(block, at_once=block.at_once, complete=complete)
+        else:
+            tiers.evictor.adopt(block)
+
+    def _pack_part(
+        self,
+        tensor: Tensor,
+        nbytes: int,
+        thread_state: ThreadState,
+        modules: list[nn.Module],
+        tiers: DeviceTiers,
+        choice: _Choice,
+        source: StorageVersion,
+        parted: PartedStorage | None,
+        gone: Block | None,
+    ) -> Entry | None:
+        """A copy of what ``tensor`` needs of its storage of ``nbytes``; ``None``: all of that is held."""
+        region = StridedRegion(tensor)
+        if gone is None:
+            share = nbytes // 2 if _is_apart(tensor) else (nbytes - 1) // 4
+            is_slice = parted is None and region.nbytes <= share
+            if not is_slice or self._are_slices_all(source, tensor, region, modules, tiers):
+                return None
+        return self._pack_region(tensor, thread_state, modules, tiers, choice, source, region, gone)
 
     def _hold_latest(
         self, thread_state: ThreadState, packer: Packer, block: weakref.ref[Block], alias: Tensor
@@ -438,6 +456,22 @@ class Admission:
         self._holds_latest = self._holds_latest or packer.met_unknown
         if self._holds_latest and thread_state.scopes:
             thread_state.latest.append((block, alias))
+
+    def _keep_copy(
+        self,
+        block: Block,
+        nbytes: int,
+        thread_state: ThreadState,
+        tiers: DeviceTiers,
+        device: torch.device,
+    ) -> None:
+        """A copy of a region is too small to move."""
+        session = self._session
+        session.add(block, thread_state)
+        self.count_left(_COPIED, nbytes)
+        planner = session.planner_at_work(tiers) if session.planners else None
+        if planner is not None:
+            self._allow(planner, thread_state, device, is_block=False)
 
     def _pack_region(
         self,
@@ -469,14 +503,8 @@ class Admission:
         except torch.OutOfMemoryError:
             return None  # the whole of it needs no memory to be saved
         check: bool | Check = False
-        # A backward that was given the copy may have changed it.
-        if block is not None and not block.storage_version.changed:
-            if block.placement.is_kept and tiers.device is None:
-                check = block.has_in_place(copy.untyped_storage())
-            else:
-                if block.fingerprint is None and block.placement.is_kept:
-                    block.take_fingerprint(tiers.device)
-                check = block.has(copy.untyped_storage(), tiers.device)
+        if block is not None:
+            check = _has_copied(block, copy.untyped_storage(), tiers.device)
         if block is not None and check:
             self.deduplicated_bytes += region.nbytes
             self._session.saved_again(block)
@@ -493,15 +521,7 @@ class Admission:
             if region.nbytes >= self._session.min_bytes or choice.tier or is_part:
                 self._admit(block, tensor, thread_state, modules, tiers, choice, gone)
             else:
-                self._session.add(block, thread_state)
-                self.count_left(
-                    "smaller than min_bytes: copied, so that its large storage is not held",
-                    region.nbytes,
-                )
-                session = self._session
-                planner = session.planner_at_work(tiers) if session.planners else None
-                if planner is not None:
-                    self._allow(planner, thread_state, tensor.device, is_block=False)
+                self._keep_copy(block, region.nbytes, thread_state, tiers, tensor.device)
             origin.regions[region.key] = weakref.ref(block)
             origin.copied_bytes += region.nbytes
         block.entries += 1
@@ -613,14 +633,8 @@ class Admission:
         tier, codec, replay = choice
         is_copy = block.origin is not block.storage_version
         block.to_disk, block.at_once = tier == "disk", bool(tier)
-        if replay is not None:
-            block.reduce = functools.partial(tiers.packer.let_go, replay)
-            block.dtype, block.depth = tensor.dtype, replay.depth
-        elif codec is not None:
-            block.reduce = functools.partial(tiers.packer.pack, codec)
-            block.dtype = tensor.dtype
-            block.rounds = None if codec.exact else codec
-            block.is_whole = is_copy or _fills_its_storage(tensor)
+        if replay is not None or codec is not None:
+            _reduce_by(block, tensor, choice, tiers.packer)
         if block.saves < block.expected and not is_copy:
             tiers.evictor.expect(block)
         else:
@@ -790,6 +804,60 @@ def _is_parameter(tensor: Tensor) -> bool:
         return True
     base = tensor._base
     return base is not None and _gets_gradient(base)
+
+
+def _reduce_by(block: Block, tensor: Tensor, choice: _Choice, packer: Packer) -> None:
+    """Have ``block`` packed, or let go to be recomputed, once it is complete."""
+    codec, replay = choice.codec, choice.replay
+    block.dtype = tensor.dtype
+    if replay is not None:
+        block.reduce = functools.partial(packer.let_go, replay)
+        block.depth = replay.depth
+    elif codec is not None:
+        block.reduce = functools.partial(packer.pack, codec)
+        block.rounds = None if codec.exact else codec
+        is_copy = block.origin is not block.storage_version
+        block.is_whole = is_copy or _fills_its_storage(tensor)
+
+
+def _has_copied(block: Block, copy: torch.UntypedStorage, device: Device | None) -> bool | Check:
+    """Whether ``block``, a copy of a region, has the bytes of this one."""
+    if block.storage_version.changed:  # by a backward that was given it
+        return False
+    if block.placement.is_kept and device is None:
+        return block.has_in_place(copy)
+    if block.fingerprint is None and block.placement.is_kept:
+        block.take_fingerprint(device)
+    return block.has(copy, device)
+
+
+def _add_slice(slices: Slices, tensor: Tensor, offset: int) -> None:
+    begin = offset * tensor.element_size()
+    is_plain = not slices.is_new(begin) or 0 not in tensor.stride()
+    slices.add(begin, tensor.nbytes if is_plain else StridedRegion(tensor).nbytes)
+
+
+def _has_bytes(
+    block: Block,
+    tensor: Tensor,
+    storage: torch.UntypedStorage,
+    source: StorageVersion,
+    parted: PartedStorage | None,
+    device: Device | None,
+) -> bool | Check:
+    """Whether ``block``, of this storage at this version, has the bytes that it has now."""
+    if parted is not None and block.is_copy_of(storage):
+        # It is on its way, or could not leave: a part may have been written since, here or there.
+        return block.has_in_place(storage)
+    if block.placement.is_kept:
+        return True
+    # An accelerator's no would be an error, and elsewhere the storage may have been filled meanwhile.
+    # Of slices each is compared by itself, with its copy: the whole would be read for each of them.
+    needs_all = tensor.nbytes == storage.nbytes() and tensor.is_contiguous()
+    may_ask = device is None or needs_all or not _may_be_being_filled(tensor)
+    if may_ask and (source.slices is None or needs_all):
+        return block.has(storage, device)
+    return False
 
 
 def _may_share(block: Block, tensor: Tensor, choice: _Choice) -> bool:

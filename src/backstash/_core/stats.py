@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from .._saved.thread_state import Counts
 from .._text import clean, html_table, show_text
 from ..stores import Store
 from ..units import format_bytes
@@ -188,6 +189,25 @@ class Stats:
 _IN_TABLE = ("in place", "in flight", "in host", "on disk", "read ahead")
 
 
+def _left(session: Session, admission: Admission, counts: Counts) -> dict[str, Left]:
+    """What stayed in place, by the reason."""
+    left = {reason: Left(*of_it) for reason, of_it in list(admission.left.items())}
+    for tiers in session.device_tiers:
+        for reason, (count, nbytes) in list(tiers.packer.refused.items()):
+            known = left.get(reason, Left(0, 0))
+            left[reason] = Left(known.count + count, known.nbytes + nbytes)
+    if counts.small_saves:
+        slow = left.get(SMALL, Left(0, 0))
+        left[SMALL] = Left(slow.count + counts.small_saves, slow.nbytes + counts.small_bytes)
+    if counts.fitting_saves:
+        left[SMALL_STEP if session.small_steps else FITS] = Left(
+            counts.fitting_saves, counts.fitting_bytes
+        )
+    if counts.nested_saves:
+        left[NESTED] = Left(counts.nested_saves, counts.nested_bytes)
+    return left
+
+
 def collect(
     name: str | None,
     session: Session,
@@ -208,20 +228,6 @@ def collect(
     if not nested:
         for tier in below:
             tier.sweep()
-    left = {reason: Left(*of_it) for reason, of_it in list(admission.left.items())}
-    for tiers in session.device_tiers:
-        for reason, (count, nbytes) in list(tiers.packer.refused.items()):
-            known = left.get(reason, Left(0, 0))
-            left[reason] = Left(known.count + count, known.nbytes + nbytes)
-    if counts.small_saves:
-        slow = left.get(SMALL, Left(0, 0))
-        left[SMALL] = Left(slow.count + counts.small_saves, slow.nbytes + counts.small_bytes)
-    if counts.fitting_saves:
-        left[SMALL_STEP if session.small_steps else FITS] = Left(
-            counts.fitting_saves, counts.fitting_bytes
-        )
-    if counts.nested_saves:
-        left[NESTED] = Left(counts.nested_saves, counts.nested_bytes)
     notes = [*(store.notes if store is not None else ()), note, *(tier.note for tier in below)]
     notes += [told for evictor in evictors for told in evictor.health.notes]
     for planner in session.planners.values():
@@ -258,7 +264,7 @@ def collect(
         unpack_stall_seconds=sum(prefetcher.stall_seconds for prefetcher in prefetchers),
         prefetch_hits=sum(prefetcher.hits for prefetcher in prefetchers),
         prefetch_misses=sum(prefetcher.misses for prefetcher in prefetchers),
-        left=left,
+        left=_left(session, admission, counts),
         hooks_off=counts.times_off,
         notes=tuple(dict.fromkeys(filter(None, notes))),
     )
