@@ -23,7 +23,7 @@ COMMANDS = "commands.md"
 OURS = "backstash"
 # What the names of a module return and nobody makes by hand: described beside them.
 RETURNED = {
-    "backstash": ("_stats.Stats", "_hook_scope.Attachment", "_runtime.trace.Recording"),
+    "backstash": ("_core.stats.Stats", "_core.hook_scope.Attachment", "_runtime.trace.Recording"),
     "backstash.graph": (
         "_torch.graph_labels.Labels",
         "graph._loop._choose.Plan",

@@ -181,9 +181,12 @@ class Planner(Controller):
             self.follower.plan.state != "loaded"
             or self.follower.choices is None
             or self._steps == 1
-            or self.follower.plan.regions  # which may have let go of all that is saved
         ):
             return False
+        regions = [each.name for each in self.follower.plan.regions]
+        if regions and self.regions is not None:  # which may let go of all that is saved
+            if self._steps == 2 or self.regions.has_begun(regions):
+                return False  # modules that nobody named are attached to after the first step
         return not self.follower.choices.matched
 
     def close(self) -> None:

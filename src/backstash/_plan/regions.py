@@ -79,6 +79,7 @@ class Regions:
 
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()
+        self._ended_counts: dict[str, int] = {}  # of the step before
         self._paths: set[str] = set()
         self._choices: dict[str, list[bool]] = {}
         self._known: set[str] = set()  # names that were met while steps were measured
@@ -100,6 +101,10 @@ class Regions:
     def has_any(self) -> bool:
         """Whether a forward of one has begun, in this step or in one that was measured."""
         return bool(self._known or self._counts)
+
+    def has_begun(self, names: Iterable[str]) -> bool:
+        """Whether a forward of one of these names began in this step or the one before."""
+        return any(self._counts[name] or self._ended_counts.get(name) for name in names)
 
     def is_repeated(self, path: str) -> bool:
         """Whether the module at ``path`` has run in this step already; from now on it has."""

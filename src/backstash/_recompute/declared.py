@@ -36,7 +36,8 @@ def recomputable(what: _T) -> _T:
     Raises:
         UsageError: it is neither.
 
-    >>> @backstash.recomputable
+    >>> from backstash import recomputable
+    >>> @recomputable
     ... @torch.library.custom_op("mine::scaled", mutates_args=())
     ... def scaled(x: torch.Tensor, factor: float) -> torch.Tensor:
     ...     return x * factor
