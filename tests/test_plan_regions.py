@@ -547,7 +547,17 @@ def hooks_of_all_modules():
     return len(module_hooks._global_forward_pre_hooks) + len(module_hooks._global_forward_hooks)
 
 
-def test_modules_that_nobody_named_are_recomputed_where_not_everything_fits(memory, tmp_path):
+@pytest.fixture
+def only_regions(monkeypatch):
+    """A plan has nothing else to choose, however long what takes on a busy machine."""
+    monkeypatch.setattr(
+        backstash._budget.planner.Planner, "_allowed", lambda self: ["keep", "region"]
+    )
+
+
+def test_modules_that_nobody_named_are_recomputed_where_not_everything_fits(
+    memory, tmp_path, only_regions
+):
     net, budget = model(Block), OTHER + SAVED // 2 + 8 * MIB
     stash = memory(budget=budget, disk=tmp_path)
     true = step(net, Stash())
@@ -643,7 +653,9 @@ def test_what_plain_pytorch_does_not_save_may_change_before_backward(memory, tmp
     stash.close()
 
 
-def test_modules_that_were_found_are_let_alone_outside_of_the_stash_s_contexts(memory, tmp_path):
+def test_modules_that_were_found_are_let_alone_outside_of_the_stash_s_contexts(
+    memory, tmp_path, only_regions
+):
     net, stash = model(Block), memory(budget=OTHER + SAVED // 2 + 8 * MIB, disk=tmp_path)
     for _ in range(8):
         step(net, stash)

@@ -75,7 +75,6 @@ class Planned:
         self._number = -1
         self._latest = -1  # block, before it began
         self._is_whole = False
-        self._entered = False
         with self._session.section.lock, self._session.section:
             self._session.begin_step(tiers)
             inside = child_names(modules[0]) if len(modules) == 1 else ()
