@@ -496,6 +496,28 @@ def test_a_larger_step_is_measured_and_planned_for(memory, tmp_path, share):
     stash.close()
 
 
+def test_small_forwards_before_each_step_move_nothing_of_a_step_that_fits(memory, tmp_path):
+    """Their graphs die without a backward, as those of a solver that looks at the shapes of its functions.
+    What such a forward holds beside what it saves says little of the step that follows."""
+    net, is_small = model(), False
+    memory.other = lambda: OTHER + is_small * (8 << 20)  # bytes
+    stash = memory(budget=OTHER + 3 * SAVED, disk=tmp_path)
+    for seed in range(4):
+        x = torch.randn(256, 512, generator=torch.Generator().manual_seed(seed), requires_grad=True)
+        with stash:
+            y = net[:3](x[:32])
+            is_small = True
+            y = net[3:6](y)
+            is_small, y = False, None
+            loss = net(x).sum()
+        loss.backward()
+        _ = stash.plan
+    assert stash.plan.state == "left alone"
+    assert stash.stats().written_bytes == 0
+    assert sum(each.nbytes for each in stash.plan.classes) > SAVED // 4  # the large step is known
+    stash.close()
+
+
 def test_what_a_policy_moves_makes_no_step_larger(memory, tmp_path):
     """The first block of each step is a policy's, and smaller than the first that the plan has."""
     small = torch.ones(64, requires_grad=True)

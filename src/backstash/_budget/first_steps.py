@@ -58,6 +58,9 @@ class FirstSteps:
         self._sampled: tuple[int, int] | None = None  # of the last one: its peak, and these bytes
         self.keeps_first = keeps_first and not self.learns
         """Whether the first step keeps what fits."""
+        self.keeps_larger = self.keeps_first
+        """Whether a step that is larger than any before it does, too. Once such a step did not fit, the next
+        one moves everything, since a plan has to know what moving takes."""
         self.mode: Mode = "fits" if self.keeps_first else "all"
         """Of the step under way."""
         self._is_second = False  # of those with the mode "fits"

@@ -233,6 +233,8 @@ class Follower:
         return AGAIN if self._regions.runs_again(name, index) else ONCE
 
     def _choose(self, group: str) -> str:
+        if self._keeps_what_fits:
+            return "keep"
         if self._shape.is_larger:
             return "all"
         if self.choices is None:
@@ -263,6 +265,8 @@ class Follower:
 
     @property
     def _keeps_what_fits(self) -> bool:
+        if self._shape.is_larger:
+            return self._first_steps.keeps_larger
         return self.choices is None and self._first_steps.mode == "fits"
 
     def looks_in_backward(self, nbytes: int) -> bool:

@@ -90,6 +90,10 @@ class Limits:
         self.resident = limit
         self.tiers.evictor.resident.set_limit(limit)
 
+    def lift_resident(self) -> None:
+        """For the rest of the step, anything may stay."""
+        self.tiers.evictor.resident.set_limit(None)
+
     def lower_resident(self, limit: int) -> None:
         """For the rest of the step, where it is higher."""
         resident = self.tiers.evictor.resident

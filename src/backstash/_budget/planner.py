@@ -412,7 +412,8 @@ class Planner(Controller):
 
     def _meet_larger(self, nbytes: int, known_bytes: int) -> None:
         """A step may be larger than those that were planned for: it saves ``nbytes`` where they did
-        ``known_bytes``. Then all of it moves; from its first block on it is measured, too."""
+        ``known_bytes``. Then it keeps what fits, as the first step did, or moves all of it. It is measured if
+        that is known at its first block."""
         is_left = self.follower.plan.state == "left alone" and not self._shape.expects_larger
         if is_left and self._fits_grown(nbytes, known_bytes):
             return
@@ -421,7 +422,11 @@ class Planner(Controller):
             self._recording.begin_step()
             self._recording.start()
         self._limits.set_windows(self._first_windows())
-        self._limits.lower_resident(0)
+        if self._first_steps.keeps_larger:
+            self._limits.lift_resident()
+            self.follower.begin_first()
+        else:
+            self._limits.lower_resident(0)
 
     def _fits_grown(self, nbytes: int, known_bytes: int) -> bool:
         """Whether the step that is left in place would fit if what it adds grew from ``known_bytes`` to
@@ -454,10 +459,22 @@ class Planner(Controller):
         ):
             self._shape.await_next()
             return
+        left = left_alone(trace)
+        fits = left[2] <= self._target()
+        if self._first_steps.keeps_larger and not fits:
+            self._first_steps.keeps_larger = (
+                False  # what moving takes is measured in the next such step
+            )
+            self._shape.await_another()
+            return
         self._shape.stop_waiting()
         self._shape.begin_plan(asked_bytes)
         self._corrections.begin_larger()
-        self._solve(trace)
+        if self._first_steps.keeps_larger:
+            self._solving.found = left
+            self._adopt()
+        else:
+            self._solve(trace)
 
     def _look_at_first(self) -> None:
         """After the first step the memory is known, if not the time."""

@@ -165,6 +165,10 @@ class StepShape:
         self._awaited -= self.expects_larger
         self._looks_often |= not self.expects_larger
 
+    def await_another(self) -> None:
+        """The step that was awaited has come, and another one like it is to be measured."""
+        self.expects_larger = self._awaited > 0
+
     def stop_waiting(self) -> None:
         """The step that was awaited is planned for."""
         self._awaited = 0
