@@ -43,7 +43,7 @@ def row(name: str, work: Any, action: str, pairs: int, small: str) -> tuple[str,
 
     def step(hold: Any, *, ahead: bool) -> tuple[float, float, float, str]:
         """Seconds of the step, of its backward, of this thread's processor in backward; the gradients."""
-        stash._session.device_tiers[0].prefetcher._maker.is_off = not ahead
+        stash._session.device_tiers[0].prefetcher._made.is_off = not ahead
         torch.manual_seed(1)
         for each in parameters:
             each.grad = None

@@ -25,11 +25,11 @@ from backstash._saved.thread_state import ThreadState
 from backstash._tiers import host_backing as _host_backing
 from backstash._tiers import host_writeback as _host_writeback
 from backstash._tiers import packing as _packing
+from backstash._tiers.ahead import ViewServer
 from backstash._tiers.backing import DiskCleanup
 from backstash._tiers.disk import DiskTier
 from backstash._tiers.eviction import Evictor
 from backstash._tiers.packing import Packer
-from backstash._tiers.prefetch import Prefetcher
 from backstash._tiers.resident import ResidentSet
 from backstash.stash import Stash
 from backstash.stores._buffer_pool import BufferPool
@@ -138,7 +138,7 @@ def _unpack_unchecked(stash: Stash, packed: Any) -> Any:
 _UNPACK = Stash.unpack
 _ADMIT = Evictor.admit
 _SEND_DOWN = Evictor._send
-_TAKE_LOADED = Prefetcher._take
+_TAKE_LOADED = ViewServer.take
 _BEGIN = DiskTier.begin
 _TAKE = BufferPool.take
 _STAY = _admission.Admission._stay
@@ -181,14 +181,14 @@ def _release_while_written(session: Session) -> None:
             item.transfer = None
 
 
-def _forget_the_change(prefetcher: Prefetcher, entry: Any) -> None:
+def _forget_the_change(server: ViewServer, entry: Any) -> None:
     loaded = entry.block.loaded
     if loaded is not None:
         loaded.version = loaded.root._version
 
 
 def _do_not_wait(
-    prefetcher: Prefetcher,
+    server: ViewServer,
     entry: Any,
     block: Any,
     backing: Any,
@@ -196,7 +196,7 @@ def _do_not_wait(
     arrival: Any,
     low: int = 0,
 ) -> Any:
-    return _TAKE_LOADED(prefetcher, entry, block, backing, memory, None, low)
+    return _TAKE_LOADED(server, entry, block, backing, memory, None, low)
 
 
 def _return_without_memory(resident: ResidentSet, block: Any) -> None:
@@ -367,7 +367,7 @@ GUARDS: dict[str, Guard] = {
     ),
     "what backward changed is read again": Guard(
         "a custom backward may change what it was given",
-        _before(Prefetcher, "at_hand", _forget_the_change),
+        _before(ViewServer, "at_hand", _forget_the_change),
         "below",
     ),
     "a write that failed": Guard(
@@ -397,7 +397,7 @@ GUARDS: dict[str, Guard] = {
     ),
     "who uses the bytes waits for the copy up": Guard(
         "the target is garbage until then",
-        _replaced(Prefetcher, "_take", _do_not_wait),
+        _replaced(ViewServer, "take", _do_not_wait),
         "host",
     ),
     "what completed while it was copied": Guard(

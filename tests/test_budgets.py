@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from backstash import Action, Disk, Stash, StashFullError, StashWarning
-from backstash._runtime.stalls import Stalls
+from backstash._runtime.transfer import Stalls
 from backstash.errors import StashIOError
 from backstash.testing import Failing, Gated, MemoryStore
 

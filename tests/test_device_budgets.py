@@ -132,13 +132,13 @@ def test_where_an_accelerator_is_planned_for_the_cpu_is_left_as_it_was():
     run("""
 stash = Stash(budget="2MiB", host="64MiB", min_bytes=0)
 tiers = stash._session.device_tiers[0]
-windows = tiers.evictor.inflight.window_bytes, tiers.prefetcher.window_bytes
+windows = tiers.evictor.inflight.window_bytes, tiers.prefetcher.ahead.window_bytes
 x = torch.randn(256, 64, requires_grad=True)
 with stash:
     x.exp().to(here).erf().sum().backward()
 assert list(stash._session.planners) == [1]
-assert windows == (tiers.evictor.inflight.window_bytes, tiers.prefetcher.window_bytes)
-assert tiers.prefetcher.has_room is None and tiers.packer.has_room is None
+assert windows == (tiers.evictor.inflight.window_bytes, tiers.prefetcher.ahead.window_bytes)
+assert tiers.prefetcher.ahead.has_room is None and tiers.packer.has_room is None
 assert not tiers.evictor.resident.is_planned
 stash.close()
 """)

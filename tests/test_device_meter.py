@@ -250,7 +250,7 @@ def planned_on(device, **options):
 
     def memory():  # of the tensors that the stash holds, over 100 MiB of others
         held = tiers.evictor.resident.nbytes + tiers.evictor.inflight.nbytes
-        held += tiers.prefetcher.ahead_bytes + 100 * MIB
+        held += tiers.prefetcher.ahead.nbytes + 100 * MIB
         device.peak_bytes = max(device.peak_bytes, held)
         return MemoryFigures(held, device.peak_bytes, 0, 0)
 

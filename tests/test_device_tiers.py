@@ -145,9 +145,9 @@ def test_what_an_object_that_died_took_part_in_is_subtracted():
     tiers.subtract(resident_bytes=30)
     tiers.subtract(inflight_bytes=20)
     assert (tiers.evictor.resident.nbytes, tiers.evictor.inflight.nbytes) == (70, 30)
-    tiers.prefetcher.again_bytes = 9
+    tiers.prefetcher.ahead.again_bytes = 9
     tiers.subtract(resident_bytes=70, inflight_bytes=30, again_bytes=8)
-    assert tiers.prefetcher.again_bytes == 1
+    assert tiers.prefetcher.ahead.again_bytes == 1
     assert (tiers.evictor.resident.nbytes, tiers.evictor.inflight.nbytes) == (0, 0)
     stash.close()
 
@@ -166,10 +166,11 @@ def test_when_all_blocks_have_died_each_part_is_told():
     def part(name):
         return SimpleNamespace(forget=lambda: told.append(name))
 
-    DeviceTiers(1, part("evictor"), part("prefetcher"), None, tier=part("tier")).forget()
-    assert told == ["evictor", "prefetcher", "tier"]
-    DeviceTiers(0, part("evictor"), part("prefetcher"), None, tier=None).forget()
-    assert told[3:] == ["evictor", "prefetcher"]
+    prefetcher = SimpleNamespace(ahead=part("ahead"))
+    DeviceTiers(1, part("evictor"), prefetcher, None, tier=part("tier")).forget()
+    assert told == ["evictor", "ahead", "tier"]
+    DeviceTiers(0, part("evictor"), prefetcher, None, tier=None).forget()
+    assert told[3:] == ["evictor", "ahead"]
 
 
 class Least(LowerTier):

@@ -91,10 +91,10 @@ def test_what_was_read_is_let_go_when_every_entry_has_had_it(tmp_path):
     prefetcher = stash._session.device_tiers[0].prefetcher
     for _ in range(3):  # each use of the graph is a turn of its own; it is retained for another
         assert same_bits(*gradients(loss, x, retain_graph=True), *expected)
-        assert prefetcher.ahead_bytes == 2 * x.nbytes
+        assert prefetcher.ahead.nbytes == 2 * x.nbytes
         assert stash.stats().read_bytes == 2 * x.nbytes
     assert same_bits(*gradients(loss, x), *expected)
-    assert prefetcher.ahead_bytes == 0
+    assert prefetcher.ahead.nbytes == 0
     del loss
     stash.close()
 

@@ -90,7 +90,7 @@ def test_what_a_worker_made_is_what_was_saved(action, below, tmp_path):
         loss, ws = by_hand.forward(lambda y: seen(y, by_hand.work))
         assert same(torch.autograd.grad(loss, ws))
         assert by_hand.stash.stats().prefetch_hits >= LAYERS - 2
-        assert by_hand.prefetcher.ahead_bytes == 0
+        assert by_hand.prefetcher.ahead.nbytes == 0
 
 
 @pytest.mark.parametrize("action", ["recompute", "pack"])
@@ -107,7 +107,7 @@ def test_operands_that_come_back_from_the_disk(tmp_path):
         for _ in range(2):
             loss, ws = by_hand.forward(lambda y: seen(y, by_hand.work))
             assert same(torch.autograd.grad(loss, ws))
-        assert by_hand.prefetcher.ahead_bytes == 0
+        assert by_hand.prefetcher.ahead.nbytes == 0
 
 
 def seen(y, act):
@@ -131,7 +131,7 @@ def test_two_at_most_are_under_way_and_they_count_in_the_window():
 
         def look():
             unfinished = sum(not each.finished for each in by_hand.begun)
-            counts.append((unfinished, by_hand.prefetcher.ahead_bytes))
+            counts.append((unfinished, by_hand.prefetcher.ahead.nbytes))
 
         loss, ws = by_hand.forward(lambda y: seen(y, look))
         torch.autograd.grad(loss, ws)
@@ -144,7 +144,7 @@ def test_the_window(window, most):
         counts = []
 
         def look():
-            counts.append(by_hand.prefetcher.ahead_bytes)
+            counts.append(by_hand.prefetcher.ahead.nbytes)
 
         loss, ws = by_hand.forward(lambda y: seen(y, look))
         assert same(torch.autograd.grad(loss, ws))
@@ -160,7 +160,7 @@ def test_a_worker_that_fails_costs_nothing_else(monkeypatch):
         loss, ws = by_hand.forward(lambda y: seen(y, by_hand.work))
         assert same(torch.autograd.grad(loss, ws))
         assert by_hand.stash.stats().prefetch_hits == 0
-        assert not by_hand.prefetcher._maker.is_off
+        assert not by_hand.prefetcher._made.is_off
 
 
 def test_other_bits_are_not_used_and_no_more_are_made():
@@ -174,7 +174,7 @@ def test_other_bits_are_not_used_and_no_more_are_made():
         loss, ws = by_hand.forward(lambda y: seen(y, spoil))
         assert same(torch.autograd.grad(loss, ws))
         assert by_hand.stash.stats().prefetch_hits == 0
-        assert by_hand.prefetcher._maker.is_off
+        assert by_hand.prefetcher._made.is_off
         loss, ws = by_hand.forward()
         assert same(torch.autograd.grad(loss, ws))
         assert by_hand.begun == []
@@ -215,7 +215,7 @@ def test_a_change_after_it_was_made_is_an_error_where_it_is_needed(tmp_path):
             loss = x.square().sum()
         with pytest.raises(InplaceError, match=r"\(128, 128\)"):
             torch.autograd.grad(loss, ws[3:])  # what changed is not needed for itself
-        assert by_hand.prefetcher.ahead_bytes <= 2 * SIZE
+        assert by_hand.prefetcher.ahead.nbytes <= 2 * SIZE
         inputs.clear()  # a hook refers to it
         del loss, x, ws
 
@@ -233,7 +233,7 @@ def test_a_graph_that_dies_while_it_is_made(tmp_path):
         by_hand.work()
         assert [each.error for each in begun] == [None] * len(begun)
         by_hand.stash.stats()
-        assert by_hand.prefetcher.ahead_bytes == 0
+        assert by_hand.prefetcher.ahead.nbytes == 0
 
 
 def test_what_is_made_holds_its_operands_no_longer_and_is_told():
@@ -260,7 +260,7 @@ def test_nothing_is_looked_for_where_nothing_is_derived():
 
 
 def maker_of(stash):
-    return stash._session.device_tiers[0].prefetcher._maker
+    return stash._session.device_tiers[0].prefetcher._made
 
 
 def test_backward_again_and_again():
@@ -291,7 +291,7 @@ def test_an_interrupt_while_it_is_made_here():
             making.Making.make = old
         del loss, ws
         by_hand.stash.stats()
-        assert by_hand.prefetcher.ahead_bytes == 0
+        assert by_hand.prefetcher.ahead.nbytes == 0
 
 
 @pytest.mark.parametrize("threads, cores", [(1, 1), (3, 5)])
@@ -381,7 +381,7 @@ def test_a_large_parameter_is_not_copied_for_it():
 
 def test_a_plan_counts_what_is_made_as_the_computing_threads(tmp_path):
     stash = Stash(budget="1GiB", disk=tmp_path)
-    assert stash._session.device_tiers[0].prefetcher._maker.is_off
+    assert stash._session.device_tiers[0].prefetcher._made.is_off
     stash.close()
 
 

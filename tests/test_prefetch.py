@@ -209,7 +209,7 @@ def test_what_two_backwards_of_a_retained_graph_want_is_read_once(tmp_path):
     assert (
         stats.blocks,
         stats.ahead_bytes,
-        stash._session.device_tiers[0].prefetcher.again_bytes,
+        stash._session.device_tiers[0].prefetcher.ahead.again_bytes,
     ) == (0, 0, 0)
     stash.close()
 

@@ -10,10 +10,11 @@ from backstash._runtime.critical_section import CriticalSection
 from backstash._runtime.reclaim import ReclaimQueue
 from backstash._runtime.workers import Work
 from backstash._saved.access_order import AccessPredictor
-from backstash._saved.block import Block, StorageVersion
+from backstash._saved.block import Block, BlockCleanup, StorageVersion
 from backstash._saved.entry import Entry
 from backstash._saved.placement import Load, Lost, Stored, Writing
-from backstash._tiers.backing import DiskBacking, SegmentBacking
+from backstash._tiers.ahead import AheadSet, ViewServer
+from backstash._tiers.backing import DiskBacking, DiskCleanup, SegmentBacking
 from backstash._tiers.prefetch import Prefetcher
 
 RECLAIM_QUEUE = ReclaimQueue()
@@ -59,15 +60,15 @@ class Around:
         self.runs_ahead = runs_ahead
         self.order, self.section = AccessPredictor(), CriticalSection()
         self.event_log = SimpleNamespace(on=True, emit=self.emit)
+        ahead = AheadSet(self.freed.append, window_bytes=prefetch, memory=memory)
         self.prefetcher = Prefetcher(
             self.begun.append,
             self,
+            ahead,
+            ViewServer(ahead, memory),
             SimpleNamespace(has_derived=False),
             self.section,
-            self.freed.append,
             self.event_log,
-            prefetch=prefetch,
-            memory=memory,
         )
 
     def emit(self, *what, began=None, **more):
@@ -124,14 +125,14 @@ class Around:
 
     def view(self, entry):
         """The same, with nothing asked for ahead of need: that is looked at by itself."""
-        with patch.object(self.prefetcher, "ahead"):
+        with patch.object(self.prefetcher, "look_ahead"):
             return self._unpack(entry)
 
     def _unpack(self, entry):
         with self.section.lock, self.section:
             view = self.prefetcher.at_hand(entry)
             if view is not None:
-                self.prefetcher.ahead(entry.block)
+                self.prefetcher.look_ahead(entry.block)
                 return view
             load, mine = self.prefetcher.load(entry.block)
         return self.prefetcher.view(entry, load, mine=mine)
@@ -161,17 +162,17 @@ def test_one_read_serves_every_view_of_a_block_and_is_let_go_after_the_last():
     up, (block, one, two) = around.prefetcher, around.block(7, entries=2)
     first = around.view(one)
     assert values(first) == {7}
-    assert (up.misses, up.hits, up.read_bytes, up.ahead_bytes) == (1, 0, SIZE, SIZE)
+    assert (up.misses, up.hits, up.read_bytes, up.ahead.nbytes) == (1, 0, SIZE, SIZE)
     assert (block.turn, block.served) == (1, 1)
     assert around.view(one).data_ptr() == first.data_ptr()  # the same again is not another
     assert (block.served, around.freed) == (1, [SIZE])  # the load's memory is the block's now
     second = around.view(two)
     assert second.data_ptr() == first.data_ptr() and second._version == 0
-    assert (up.ahead_bytes, around.freed) == (0, [SIZE, SIZE])
+    assert (up.ahead.nbytes, around.freed) == (0, [SIZE, SIZE])
     assert not is_held(block) and backing_of(block).load is None
     assert values(around.view(two)) == {7} and block.turn == 2  # another use of the graph
     assert (up.misses, up.read_bytes, len(around.fetched)) == (2, 2 * SIZE, 2)
-    assert (block.served, up.ahead_bytes) == (1, SIZE)
+    assert (block.served, up.ahead.nbytes) == (1, SIZE)
 
 
 @pytest.mark.parametrize("expected", [None, 0, 3])
@@ -187,7 +188,7 @@ def test_a_block_of_slices_is_held_from_its_first_use_to_its_last_beside_the_win
         around.view(other)
         up.let_go()
         assert is_held(block) == (bool(expected) and entry is not entries[-1])
-        assert up.ahead_bytes == SIZE, "of the other block"
+        assert up.ahead.nbytes == SIZE, "of the other block"
     assert up.misses - 3 == (1 if expected else 3)
     around.view(entries[0])  # another use of the graph
     assert is_held(block)
@@ -199,8 +200,8 @@ def test_a_block_with_one_entry_is_served_without_being_held():
     first = around.view(entry)
     assert values(first) == {7} and not is_held(block) and backing_of(block).load is None
     assert (block.turn, block.served, entry.turn) == (1, 1, 1)
-    assert (up.ahead_bytes, block.cleanup.loaded_bytes, around.freed) == (0, 0, [SIZE])
-    with patch.object(up, "_hold") as hold:
+    assert (up.ahead.nbytes, block.cleanup.loaded_bytes, around.freed) == (0, 0, [SIZE])
+    with patch.object(up.ahead, "hold") as hold:
         second = around.view(entry)  # another use of the graph
     assert values(second) == {7} and second.data_ptr() != first.data_ptr()
     assert (block.turn, block.served, entry.turn, up.misses) == (2, 1, 2, 2)
@@ -214,13 +215,13 @@ def test_a_block_with_one_entry_that_two_threads_want_is_read_once():
     around.meanwhile = lambda: other.append(around.view(entry))
     assert around.view(entry).data_ptr() == other[0].data_ptr()
     assert len(around.fetched) == 1 and not is_held(block)
-    assert (around.prefetcher.ahead_bytes, around.freed) == (0, [SIZE])
+    assert (around.prefetcher.ahead.nbytes, around.freed) == (0, [SIZE])
 
 
 def in_a_retained_graph():
     """As while a node of a backward with ``retain_graph`` runs."""
     return patch.multiple(
-        "backstash._tiers.prefetch", keeps_graph=lambda: True, current_node=lambda: "node"
+        "backstash._tiers.ahead", keeps_graph=lambda: True, current_node=lambda: "node"
     )
 
 
@@ -235,12 +236,14 @@ def test_what_a_retained_graph_has_used_stays_for_its_other_backward():
                 8
             }
             assert [(each.turn, each.served) for each in (block, alone)] == [(turn, 2), (turn, 1)]
-            assert up.again_bytes == up.ahead_bytes == 2 * SIZE and len(around.fetched) == 2
+            assert up.ahead.again_bytes == up.ahead.nbytes == 2 * SIZE and len(around.fetched) == 2
     around.view(one)
-    assert up.again_bytes == SIZE and up.ahead_bytes == 2 * SIZE, "the other entry wants it still"
+    assert up.ahead.again_bytes == SIZE and up.ahead.nbytes == 2 * SIZE, (
+        "the other entry wants it still"
+    )
     around.view(two)
     around.view(its)
-    assert up.again_bytes == up.ahead_bytes == 0 and len(around.fetched) == 2
+    assert up.ahead.again_bytes == up.ahead.nbytes == 0 and len(around.fetched) == 2
     assert not is_held(block) and not is_held(alone)
 
 
@@ -250,7 +253,7 @@ def test_what_was_changed_does_not_stay():
     with in_a_retained_graph():
         around.view(entry).add_(1)
         assert values(around.view(entry)) == {7}
-    assert len(around.fetched) == 2 and around.prefetcher.again_bytes == SIZE
+    assert len(around.fetched) == 2 and around.prefetcher.ahead.again_bytes == SIZE
 
 
 def test_what_stays_is_the_first_to_go_and_the_newest_of_it_before_the_rest():
@@ -261,12 +264,12 @@ def test_what_stays_is_the_first_to_go_and_the_newest_of_it_before_the_rest():
     with in_a_retained_graph():
         for _, entry in used:
             around.view(entry)
-    assert up.ahead_bytes == 5 * SIZE and up.again_bytes == 4 * SIZE
-    up._shrink(to_bytes=3 * SIZE)
+    assert up.ahead.nbytes == 5 * SIZE and up.ahead.again_bytes == 4 * SIZE
+    up.ahead.shrink(to_bytes=3 * SIZE)
     assert [is_held(block) for block, *_ in (waited, *used)] == [True, True, True, False, False]
-    assert up.ahead_bytes == 3 * SIZE and up.again_bytes == 2 * SIZE
-    up._shrink(to_bytes=0)
-    assert up.ahead_bytes == up.again_bytes == 0
+    assert up.ahead.nbytes == 3 * SIZE and up.ahead.again_bytes == 2 * SIZE
+    up.ahead.shrink(to_bytes=0)
+    assert up.ahead.nbytes == up.ahead.again_bytes == 0
 
 
 @pytest.mark.parametrize("who", ["memory", "budget"])
@@ -274,12 +277,12 @@ def test_where_there_is_no_memory_nothing_stays_for_another_backward(who):
     memory = SimpleNamespace(has=lambda nbytes: False) if who == "memory" else None
     around = Around(memory=memory)
     if who == "budget":
-        around.prefetcher.has_room = lambda nbytes: False
+        around.prefetcher.ahead.has_room = lambda nbytes: False
     block, entry = around.block(7)
     with in_a_retained_graph():
         assert values(around.view(entry)) == {7}
     assert not is_held(block)
-    assert around.prefetcher.ahead_bytes == around.prefetcher.again_bytes == 0
+    assert around.prefetcher.ahead.nbytes == around.prefetcher.ahead.again_bytes == 0
 
 
 def test_where_the_memory_begins_before_the_block_does():
@@ -299,7 +302,7 @@ def test_what_a_backward_changed_is_read_anew_for_the_next():
     fresh = around.view(two)
     assert values(fresh) == {7} and values(changed) == {8}
     assert len(around.fetched) == 2
-    assert around.prefetcher.ahead_bytes == SIZE  # what was changed is not held
+    assert around.prefetcher.ahead.nbytes == SIZE  # what was changed is not held
 
 
 def test_another_thread_that_came_first_is_joined():
@@ -308,7 +311,7 @@ def test_another_thread_that_came_first_is_joined():
     other = []
     around.meanwhile = lambda: other.append(around.view(two))
     assert around.view(one).data_ptr() == other[0].data_ptr()
-    assert len(around.fetched) == 1 and around.prefetcher.ahead_bytes == SIZE
+    assert len(around.fetched) == 1 and around.prefetcher.ahead.nbytes == SIZE
     assert (around.prefetcher.misses, around.prefetcher.hits) == (1, 0)
 
 
@@ -327,7 +330,7 @@ def test_another_thread_that_came_first_and_changed_what_it_was_given():
     _, one, two, _ = around.block(7, entries=3)
     around.meanwhile = lambda: around.view(two).add_(1)
     assert values(around.view(one)) == {7}
-    assert len(around.fetched) == 2 and around.prefetcher.ahead_bytes == SIZE
+    assert len(around.fetched) == 2 and around.prefetcher.ahead.nbytes == SIZE
 
 
 def test_the_only_view_changed_by_another_thread_that_came_first():
@@ -349,7 +352,7 @@ def test_a_segment_s_buffer_serves_until_its_write_has_completed():
         view.zero_()
     assert values(segment.buffer[segment.filled - 200 : segment.filled]) == {2}
     assert (around.fetched, around.prefetcher.misses) == ([], 0)
-    assert around.prefetcher.ahead_bytes == 0 and around.freed == [], "nothing was ever held"
+    assert around.prefetcher.ahead.nbytes == 0 and around.freed == [], "nothing was ever held"
 
 
 def test_what_a_segment_s_buffer_gives_is_held_for_the_block_s_other_entries():
@@ -358,7 +361,7 @@ def test_what_a_segment_s_buffer_gives_is_held_for_the_block_s_other_entries():
     entry.block.entries = 2
     view = around.view(entry)
     assert around.view(entry).data_ptr() == view.data_ptr() != segment.buffer.data_ptr()
-    assert is_held(entry.block) and around.prefetcher.ahead_bytes == 100 and around.fetched == []
+    assert is_held(entry.block) and around.prefetcher.ahead.nbytes == 100 and around.fetched == []
 
 
 @pytest.mark.parametrize("low", [0, 16])
@@ -369,11 +372,11 @@ def test_a_segment_is_read_once_for_all_of_its_blocks(low):
     for each in entries:
         each.block.entries = 2  # so that all are held
     assert values(around.view(entries[1])) == {2}
-    assert (around.prefetcher.ahead_bytes, segment.wanted) == (SIZE + 200, 2)
+    assert (around.prefetcher.ahead.nbytes, segment.wanted) == (SIZE + 200, 2)
     assert values(around.view(entries[0])) == {1}
     assert segment.load is not None
     assert values(around.view(entries[2])) == {3}
-    assert segment.load is None and around.prefetcher.ahead_bytes == 350
+    assert segment.load is None and around.prefetcher.ahead.nbytes == 350
     assert [backing for backing, _ in around.fetched] == [segment]
     assert around.freed == [SIZE]
 
@@ -438,7 +441,7 @@ def test_a_failed_read_leaves_nothing_and_may_be_tried_again():
     around.errors[backing_of(block)] = [OSError("no")]
     with pytest.raises(OSError, match="no"):
         around.view(entry)
-    assert around.prefetcher.ahead_bytes == 0
+    assert around.prefetcher.ahead.nbytes == 0
     assert backing_of(block).load is None and not is_held(block)
     assert values(around.view(entry)) == {7}
 
@@ -451,7 +454,7 @@ def test_a_failed_read_that_somebody_has_replaced_is_not_taken_from_them():
     around.meanwhile = lambda: around.view(two)  # which asks again
     with pytest.raises(OSError, match="no"):
         around.view(one)
-    assert segment.load is not None and around.prefetcher.ahead_bytes == SIZE
+    assert segment.load is not None and around.prefetcher.ahead.nbytes == SIZE
     assert values(around.view(one)) == {1}
     assert len(around.fetched) == 2
 
@@ -510,7 +513,7 @@ def test_a_load_that_is_ready_and_was_changed_is_made_again():
     with around.section.lock, around.section:
         assert around.prefetcher.load(block) == (load, False)
     around.view(entry).add_(1)  # another thread came first, and changed what it was given
-    with patch.object(around.prefetcher, "ahead"):
+    with patch.object(around.prefetcher, "look_ahead"):
         view = around.prefetcher.view(entry, load, mine=False)
     assert values(view) == {7} and around.fetched[2:] == [(backing_of(block), False)]
 
@@ -538,7 +541,7 @@ def test_where_there_is_no_memory_what_was_read_ahead_gives_way():
     odd, entry = around.block(9)
     around.refused = [out_of_memory(), None]
     assert values(around.view(entry)) == {9}
-    assert around.prefetcher.ahead_bytes == SIZE  # one is never dropped: it may be in use
+    assert around.prefetcher.ahead.nbytes == SIZE  # one is never dropped: it may be in use
     assert around.fetched[-1] == (backing_of(odd), False)
     around.refused = [out_of_memory(), out_of_memory()]
     with pytest.raises(torch.OutOfMemoryError):
@@ -550,11 +553,11 @@ def test_where_the_copy_finds_no_memory_what_was_read_ahead_gives_way():
     later = [around.block(value)[0] for value in range(3)]
     _, newest = around.block(8)
     around.use(newest)
-    held = around.prefetcher.ahead_bytes
+    held = around.prefetcher.ahead.nbytes
     odd, entry = around.block(9)
     around.errors[backing_of(odd)] = [out_of_memory()]
     assert values(around.view(entry)) == {9}
-    assert held == 3 * SIZE and around.prefetcher.ahead_bytes == 0
+    assert held == 3 * SIZE and around.prefetcher.ahead.nbytes == 0
     assert [backing_of(each).load for each in later] == [None] * 3
 
 
@@ -574,7 +577,7 @@ def test_where_there_is_no_memory_what_is_larger_than_the_window_gives_way_too(i
     around.use(newest)
     _, entry, _ = around.block(9, nbytes=64, entries=2)
     around.view(entry)
-    assert backing_of(large).load is not None and around.prefetcher.ahead_bytes == 2 * SIZE + 64
+    assert backing_of(large).load is not None and around.prefetcher.ahead.nbytes == 2 * SIZE + 64
     odd, wanted = around.block(10)
     if in_the_copy:
         around.errors[backing_of(odd)] = [out_of_memory()]
@@ -592,7 +595,7 @@ def test_the_window_is_kept(runs_ahead):
     newest.entries = 2  # so that it stays: in use, and older than what comes ahead
     around.use(entry)
     assert around.ahead_of(*(block for block, *_ in blocks)) == [0, 0, 0, 1, 1, 0]
-    assert around.prefetcher.ahead_bytes == around.prefetcher.ahead_peak_bytes == 3 * SIZE
+    assert around.prefetcher.ahead.nbytes == around.prefetcher.ahead.peak_bytes == 3 * SIZE
     assert len(around.begun) == 2 and around.polls == runs_ahead
 
 
@@ -602,11 +605,11 @@ def test_beyond_the_window_the_oldest_is_dropped_and_what_is_in_use_stays():
     for block, entry, _ in blocks:
         around.order.use(block)
         around.view(entry)
-    around.prefetcher.ahead(blocks[0][0])  # the longest held of all
+    around.prefetcher.look_ahead(blocks[0][0])  # the longest held of all
     assert [is_held(block) for block, *_ in blocks] == [True, False, False, True]
-    assert around.prefetcher.ahead_bytes == 2 * SIZE
+    assert around.prefetcher.ahead.nbytes == 2 * SIZE
     around.view(blocks[1][1])
-    around.prefetcher.ahead(blocks[1][0])
+    around.prefetcher.look_ahead(blocks[1][0])
     assert [is_held(block) for block, *_ in blocks] == [False, True, False, True]
 
 
@@ -619,8 +622,8 @@ def test_what_came_ahead_inside_the_window_is_not_spared():
     for _, entry, _ in later:
         around.view(entry)
     assert backing_of(ahead).load is not None
-    around.prefetcher.ahead(later[1][0])
-    assert backing_of(ahead).load is None and around.prefetcher.ahead_bytes == 2 * SIZE
+    around.prefetcher.look_ahead(later[1][0])
+    assert backing_of(ahead).load is None and around.prefetcher.ahead.nbytes == 2 * SIZE
 
 
 def test_who_is_served_what_another_thread_has_brought_asks_for_what_comes_next():
@@ -640,8 +643,8 @@ def test_where_no_tier_is_nothing_comes_ahead():
     block, _ = around.block(1)
     _, newest = around.block(2)
     around.prefetcher._tier = None
-    around.prefetcher._used_bytes = around.prefetcher.window_bytes
-    around.prefetcher.ahead(newest.block)
+    around.prefetcher._used_bytes = around.prefetcher.ahead.window_bytes
+    around.prefetcher.look_ahead(newest.block)
     assert around.fetched == [] and backing_of(block).load is None
 
 
@@ -662,10 +665,10 @@ def test_small_ones_are_looked_for_when_so_many_bytes_were_used():
         )
     misses_first = entries[-1]
     around.view(misses_first)
-    around.prefetcher.ahead(misses_first.block)
+    around.prefetcher.look_ahead(misses_first.block)
     assert looks == [7]  # a read by need: it is high time
     for entry in entries[:4]:
-        around.prefetcher.ahead(entry.block)
+        around.prefetcher.look_ahead(entry.block)
     assert looks == [7, 1, 3]  # after 64 bytes, or more
 
 
@@ -736,7 +739,7 @@ def test_where_there_is_no_memory_nothing_more_is_asked_for_ahead(error):
     around.refused = [None, None, error, None]
     around.use(newest)
     assert around.ahead_of(*blocks) == [0, 0, 1]
-    assert around.prefetcher.ahead_bytes == SIZE
+    assert around.prefetcher.ahead.nbytes == SIZE
 
 
 def test_no_more_is_asked_for_ahead_than_the_device_can_spare():
@@ -760,8 +763,8 @@ def test_what_needs_no_worker_is_recorded_at_once():
     around.event_log.on = False
     around.emitted.clear()
     backing_of(block).let_go()
-    around.prefetcher._used_bytes = around.prefetcher.window_bytes
-    around.prefetcher.ahead(newest.block)
+    around.prefetcher._used_bytes = around.prefetcher.ahead.window_bytes
+    around.prefetcher.look_ahead(newest.block)
     assert len(around.fetched) == 3 and around.emitted == []
 
 
@@ -772,13 +775,13 @@ def test_one_that_is_larger_than_the_window_may_come_ahead(allowed):
     _, entry = around.block(8, nbytes=SIZE // 2)
     around.use(entry)
     assert around.ahead_of(*blocks) == [0, int(allowed)]
-    assert around.prefetcher.ahead_bytes == 2 * SIZE * allowed
+    assert around.prefetcher.ahead.nbytes == 2 * SIZE * allowed
     if allowed:  # it is not dropped for being too large, nor what is used then
         held, another, _ = around.block(9, nbytes=SIZE // 2, entries=2)
         around.view(another)
-        around.prefetcher.ahead(held)
+        around.prefetcher.look_ahead(held)
         assert around.ahead_of(*blocks) == [0, 1] and is_held(held)
-        assert around.prefetcher.ahead_bytes == 2 * SIZE + SIZE // 2
+        assert around.prefetcher.ahead.nbytes == 2 * SIZE + SIZE // 2
 
 
 def test_the_next_that_is_larger_comes_when_the_first_is_used():
@@ -817,11 +820,14 @@ def test_a_rebuild_finds_what_is_held():
     for number, holder in enumerate((block, other, its), 5):
         holder.cleanup.loaded_bytes = number
     other_s.load = object()
-    around.prefetcher.restore([its, other_s], [block, other])
+    cleanups = {
+        BlockCleanup: [block.cleanup, other.cleanup],
+        DiskCleanup: [its.cleanup, other_s.cleanup],
+    }
+    around.prefetcher.ahead.restore([its, other_s], [block, other], cleanups)
     held = [each.cleanup.loaded_bytes for each in (block, other, its, other_s)]
-    assert held == [SIZE, 0, 0, SIZE] and len(around.prefetcher._window.refs) == 2
-    around.prefetcher.ahead_bytes = sum(held)
-    around.prefetcher._shrink(to_bytes=SIZE)  # backings come before blocks
+    assert held == [SIZE, 0, 0, SIZE] and around.prefetcher.ahead.nbytes == sum(held)
+    around.prefetcher.ahead.shrink(to_bytes=SIZE)  # backings come before blocks
     assert other_s.load is None and is_held(block)
 
 
@@ -831,9 +837,11 @@ def test_a_rebuild_finds_what_stays_for_another_backward():
     with in_a_retained_graph():
         around.view(entry)
     gone.cleanup.again_bytes = SIZE  # as if somebody were interrupted in the middle of dropping it
-    around.prefetcher.restore([], [block, gone])
+    around.prefetcher.ahead.restore(
+        [], [block, gone], {BlockCleanup: [block.cleanup, gone.cleanup]}
+    )
     assert [each.cleanup.again_bytes for each in (block, gone)] == [SIZE, 0]
-    assert [ref() for ref in around.prefetcher._again.refs] == [block]
+    assert around.prefetcher.ahead.again_bytes == SIZE
 
 
 def test_a_block_that_died_is_passed_over():
@@ -845,15 +853,15 @@ def test_a_block_that_died_is_passed_over():
         around.view(each)
     nbytes = block.cleanup.loaded_bytes
     del block, entry
-    around.prefetcher.ahead_bytes -= nbytes  # as the session does
-    around.prefetcher.ahead(kept[1][0])
-    assert not is_held(kept[0][0]) and around.prefetcher.ahead_bytes == SIZE
+    around.prefetcher.ahead.nbytes -= nbytes  # as the session does
+    around.prefetcher.look_ahead(kept[1][0])
+    assert not is_held(kept[0][0]) and around.prefetcher.ahead.nbytes == SIZE
 
 
 def test_no_block_is_alive_any_more():
     around = Around()
     block, entry, _ = around.block(1, entries=2)
     around.view(entry)
-    around.prefetcher.forget()
-    around.prefetcher._shrink(to_bytes=0)
-    assert is_held(block) and len(around.prefetcher._window.refs) == 0
+    around.prefetcher.ahead.forget()
+    around.prefetcher.ahead.shrink(to_bytes=0)
+    assert is_held(block) and len(around.prefetcher.ahead._window.refs) == 0

@@ -57,12 +57,12 @@ class Tiers(Ledger):
     def __init__(self, number=0, device=None):
         self.number, self.device, self.evictor = number, device, Evicts()
         self.deferred, self.forgot = [], 0
-        self.prefetcher = SimpleNamespace(ahead_bytes=0, again_bytes=0)
+        self.prefetcher = SimpleNamespace(ahead=SimpleNamespace(nbytes=0, again_bytes=0))
 
     def subtract(self, *, resident_bytes=0, inflight_bytes=0, again_bytes=0):
         self.evictor.resident.nbytes -= resident_bytes
         self.evictor.inflight.nbytes -= inflight_bytes
-        self.prefetcher.again_bytes -= again_bytes
+        self.prefetcher.ahead.again_bytes -= again_bytes
 
     def defer(self, cleanup):
         self.deferred.append(cleanup)
@@ -290,7 +290,7 @@ def test_a_dead_block_is_subtracted_from_the_counts_of_its_device():
     second = Tiers(1)
     session.put(OTHER, second)
     for each in session.device_tiers:
-        each.evictor.resident.nbytes, each.prefetcher.ahead_bytes = 100, 50
+        each.evictor.resident.nbytes, each.prefetcher.ahead.nbytes = 100, 50
     session.blocks_alive = 3
     left = block_cleanup(session, 1, 30, 20, 64, 7, "layer")
     session.reclaim_queue.append(left)
@@ -299,8 +299,8 @@ def test_a_dead_block_is_subtracted_from_the_counts_of_its_device():
     assert (left.resident_bytes, left.loaded_bytes, left.serial) == (0, 0, -1)
     assert session.blocks_alive == 2
     cpu = session.device_tiers[0]
-    assert (second.evictor.resident.nbytes, second.prefetcher.ahead_bytes) == (70, 30)
-    assert (cpu.evictor.resident.nbytes, cpu.prefetcher.ahead_bytes) == (100, 50)
+    assert (second.evictor.resident.nbytes, second.prefetcher.ahead.nbytes) == (70, 30)
+    assert (cpu.evictor.resident.nbytes, cpu.prefetcher.ahead.nbytes) == (100, 50)
     session.event_log.start(told.append)
     session.reclaim_queue.append(block_cleanup(session, 0, 1, 2, 64, 8, "head"))
     session.drain()
@@ -339,7 +339,7 @@ def test_a_dead_backing_s_slot_is_released_when_nothing_writes_to_it():
     session, released = session_with(), []
     store = SimpleNamespace(release=released.append)
     cpu = session.device_tiers[0]
-    cpu.evictor.inflight.nbytes, cpu.prefetcher.ahead_bytes = 1000, 1000
+    cpu.evictor.inflight.nbytes, cpu.prefetcher.ahead.nbytes = 1000, 1000
     runs, stopped = Write(False), Write(False, can_be_cancelled=True)
     left = [
         disk_cleanup(session, store, *each)
@@ -354,7 +354,7 @@ def test_a_dead_backing_s_slot_is_released_when_nothing_writes_to_it():
     session.reclaim_queue.extend(left)
     session.drain()
     assert released == ["never written", "written", "not begun"]
-    assert (cpu.evictor.inflight.nbytes, cpu.prefetcher.ahead_bytes) == (1000 - 290, 1000 - 29)
+    assert (cpu.evictor.inflight.nbytes, cpu.prefetcher.ahead.nbytes) == (1000 - 290, 1000 - 29)
     assert len(session.reclaim_queue) == 1 and stopped.asked == 1
     session.drain()
     assert len(released) == 3
@@ -363,27 +363,27 @@ def test_a_dead_backing_s_slot_is_released_when_nothing_writes_to_it():
     assert released[3:] == ["still written to"] and not session.reclaim_queue
     struck_out = [(each.loaded_bytes, each.inflight_bytes, each.slot) for each in left]
     assert struck_out == [(0, 0, None)] * 5
-    assert (cpu.evictor.inflight.nbytes, cpu.prefetcher.ahead_bytes) == (1000 - 310, 1000 - 31)
+    assert (cpu.evictor.inflight.nbytes, cpu.prefetcher.ahead.nbytes) == (1000 - 310, 1000 - 31)
 
 
 def test_what_is_left_of_a_host_backing_is_deferred_by_its_device_s_tiers():
     session = session_with()
     second = Tiers(1)
-    second.prefetcher.ahead_bytes = 50
+    second.prefetcher.ahead.nbytes = 50
     session.put(OTHER, second)
     cleanup = HostCleanup(session.reclaim_queue, 1, None)
     cleanup.loaded_bytes = 20
     session.reclaim_queue.append(cleanup)
     session.drain()
     assert second.deferred == [cleanup] and session.device_tiers[0].deferred == []
-    assert second.prefetcher.ahead_bytes == 30
+    assert second.prefetcher.ahead.nbytes == 30
 
 
 def test_what_raises_while_it_is_settled_is_settled_again_and_counted_once():
     """An interrupt came between two steps of it: the slot has gone back, the cleanup is still queued."""
     session, released = session_with(), []
     cpu = session.device_tiers[0]
-    cpu.evictor.inflight.nbytes, cpu.prefetcher.ahead_bytes = 100, 100
+    cpu.evictor.inflight.nbytes, cpu.prefetcher.ahead.nbytes = 100, 100
 
     def release(slot):
         released.append(slot)
@@ -396,7 +396,7 @@ def test_what_raises_while_it_is_settled_is_settled_again_and_counted_once():
     assert list(session.reclaim_queue) == [left]
     session.drain()
     assert released == ["slot"] and not session.reclaim_queue
-    assert (cpu.evictor.inflight.nbytes, cpu.prefetcher.ahead_bytes) == (60, 96)
+    assert (cpu.evictor.inflight.nbytes, cpu.prefetcher.ahead.nbytes) == (60, 96)
 
 
 def test_an_interrupt_while_a_device_is_met_leaves_none_without_tiers(monkeypatch):

@@ -50,8 +50,8 @@ def leave_dirty(stash):
     for tiers in session.device_tiers:
         tiers.evictor.resident.nbytes += 1
         tiers.evictor.inflight.nbytes += 10
-        tiers.prefetcher.ahead_bytes += 100
-        tiers.prefetcher.again_bytes += 1000
+        tiers.prefetcher.ahead.nbytes += 100
+        tiers.prefetcher.ahead.again_bytes += 1000
     with pytest.raises(KeyboardInterrupt), session.section.lock, session.section:
         raise KeyboardInterrupt
 
@@ -92,11 +92,11 @@ def test_what_stays_for_another_backward_is_counted_anew(tmp_path):
         loss = forward(x)
     torch.autograd.grad(loss, x, retain_graph=True)
     prefetcher = stash._session.device_tiers[0].prefetcher
-    before = prefetcher.again_bytes
+    before = prefetcher.ahead.again_bytes
     leave_dirty(stash)
-    assert stash.stats().ahead_bytes == before == prefetcher.again_bytes > 0
+    assert stash.stats().ahead_bytes == before == prefetcher.ahead.again_bytes > 0
     del loss
-    assert stash.stats().ahead_bytes == prefetcher.again_bytes == 0
+    assert stash.stats().ahead_bytes == prefetcher.ahead.again_bytes == 0
     stash.close()
 
 
@@ -133,7 +133,7 @@ class Part:
 
 
 def tiers_of(number, begun=(), tier=None):
-    return DeviceTiers(number, Part(begun), Part(), None, tier=tier)
+    return DeviceTiers(number, Part(begun), SimpleNamespace(ahead=Part()), None, tier=tier)
 
 
 def block_of(reclaim_queue, number, serial, backing=None):
@@ -158,10 +158,7 @@ def test_each_device_s_tiers_are_given_their_own_in_the_order_of_its_making():
     beside = block_of(reclaim_queue, 0, 7, on_disk)  # in the same segment
     unborn, other = block_of(reclaim_queue, 0, -1), block_of(reclaim_queue, 1, 2, in_host)
     half_made = [Block.__new__(Block), BlockCleanup.__new__(BlockCleanup)]
-    late.cleanup.loaded_bytes, other.cleanup.loaded_bytes = 10, 20
-    on_disk.cleanup.loaded_bytes = 4000
     dead = HostCleanup(reclaim_queue, 1, None)
-    dead.loaded_bytes = 300
     block_of(reclaim_queue, 0, 4)  # and dead at once: it is yet to be settled
     thread_states = [SimpleNamespace(waiting=[((lambda: early), False), ((lambda: None), False)])]
     session = SimpleNamespace(
@@ -173,15 +170,13 @@ def test_each_device_s_tiers_are_given_their_own_in_the_order_of_its_making():
     of_blocks = cleanups[BlockCleanup]
     assert sorted(each.serial for each in of_blocks) == [-1, 0, 3, 4, 7]
     assert (cleanups[DiskCleanup], cleanups[HostCleanup]) == ([on_disk.cleanup], [])
-    assert first.prefetcher.given == ([on_disk], [early, late, beside])
-    assert first.prefetcher.ahead_bytes == 4010
+    assert first.prefetcher.ahead.given == ([on_disk], [early, late, beside], cleanups)
     blocks, waiting, cleanups = second.evictor.given
     assert (blocks, waiting) == ([other], {id(early)})
     assert cleanups[BlockCleanup] == [other.cleanup] and cleanups[DiskCleanup] == []
     of_host = cleanups[HostCleanup]
     assert set(of_host) == {in_host.cleanup, dead} and len(of_host) == 2
-    assert second.prefetcher.given == ([in_host], [other])
-    assert second.prefetcher.ahead_bytes == 320
+    assert second.prefetcher.ahead.given == ([in_host], [other], cleanups)
     assert second.tier.given == ([other], of_host)
     assert second.tier.resumed == ["a write"]  # no worker may have been given it
     assert session.blocks_alive == 5  # the dead one is still counted, and the unborn one is not

@@ -4,9 +4,9 @@ from contextlib import nullcontext
 
 import pytest
 
-from backstash._runtime import stalls as _stalls
-from backstash._runtime.stalls import Stalls
+from backstash._runtime import transfer as _transfer
 from backstash._runtime.trace import EventLog
+from backstash._runtime.transfer import Stalls
 from backstash._runtime.workers import Work
 
 
@@ -16,8 +16,8 @@ def test_each_wait_is_counted_and_an_interrupted_one_too(monkeypatch, is_recorde
     event_log.on = is_recorded
     event_log.emit = lambda *what, **more: emitted.append((what, more))
     spans, clock = [], iter((10.0, 13.0, 20.0, 24.0))
-    monkeypatch.setattr(_stalls, "profiled", lambda what: spans.append(what) or nullcontext())
-    monkeypatch.setattr(_stalls.time, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(_transfer, "profiled", lambda what: spans.append(what) or nullcontext())
+    monkeypatch.setattr(_transfer.time, "perf_counter", lambda: next(clock))
     stalls, over = Stalls(event_log), Work(int)
     over.run()
     stalls.wait(over)

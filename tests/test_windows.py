@@ -10,7 +10,7 @@ KIB, MIB = 1 << 10, 1 << 20
 
 def windows_of(stash: Stash) -> tuple[int, int]:
     tiers = stash._session.device_tiers[0]
-    return tiers.evictor.inflight.window_bytes, tiers.prefetcher.window_bytes
+    return tiers.evictor.inflight.window_bytes, tiers.prefetcher.ahead.window_bytes
 
 
 def step(stash: Stash, pieces: int, nbytes: int) -> None:

@@ -662,7 +662,7 @@ class Stash:
             else:
                 view = prefetcher.at_hand(entry)
             if view is not None:
-                prefetcher.ahead(block)
+                prefetcher.look_ahead(block)
                 return view
             derivation = placement.derivation
             if derivation is None:
@@ -961,7 +961,7 @@ def _levels_of(stash: weakref.ref[Stash]) -> Levels:
         sum(tiers.evictor.inflight.nbytes for tiers in all_tiers),
         sum(tiers.tier.host_bytes for tiers in all_tiers if tiers.tier is not None),
         store.used_bytes - unfilled if store is not None else 0,
-        sum(tiers.prefetcher.ahead_bytes for tiers in all_tiers),
+        sum(tiers.prefetcher.ahead.nbytes for tiers in all_tiers),
     )
 
 

@@ -122,7 +122,7 @@ def shared_state(stash):
         tiers.evictor.inflight.written_bytes,
         tiers.evictor.resident.nbytes,
         tiers.prefetcher.read_bytes,
-        tiers.prefetcher.ahead_bytes,
+        tiers.prefetcher.ahead.nbytes,
         [each.is_alive() for each in stash._workers._threads],
     )
 

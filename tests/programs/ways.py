@@ -311,7 +311,7 @@ def _plan_anything(planned: Stash, rng: random.Random) -> None:
         tiers = planner._limits.tiers
         # No block waits for its own write, which the program may hold up.
         tiers.evictor.inflight.window_bytes = rng.choice((1 << 20, 1 << 24))
-        tiers.prefetcher.window_bytes = rng.choice((0, 4096, 1 << 20))
+        tiers.prefetcher.ahead.window_bytes = rng.choice((0, 4096, 1 << 20))
         return rng.choice(("", "disk", "recompute", "pack"))
 
     planner.follower.choose = choose

@@ -49,13 +49,13 @@ class Limits:
         """
         before, self._bound = self._bound, tiers
         if before is None:
-            self._before = tiers.evictor.inflight.window_bytes, tiers.prefetcher.window_bytes
+            self._before = tiers.evictor.inflight.window_bytes, tiers.prefetcher.ahead.window_bytes
         elif before is not tiers:  # a forked process has others
             self.set_windows(self.windows)
             self.set_resident(self.resident)
         tiers.evictor.resident.is_planned = True
         tiers.evictor.ran_out = ran_out
-        tiers.prefetcher.has_room = tiers.packer.has_room = has_room
+        tiers.prefetcher.ahead.has_room = tiers.packer.has_room = has_room
 
     def end(self) -> None:
         """Leave the device as it was before the first step."""
@@ -63,8 +63,8 @@ class Limits:
         if tiers is not None:
             tiers.evictor.resident.is_planned = False
             tiers.evictor.ran_out = None
-            tiers.prefetcher.has_room = tiers.packer.has_room = None
-            tiers.evictor.inflight.window_bytes, tiers.prefetcher.window_bytes = self._before
+            tiers.prefetcher.ahead.has_room = tiers.packer.has_room = None
+            tiers.evictor.inflight.window_bytes, tiers.prefetcher.ahead.window_bytes = self._before
 
     def held_bytes(self) -> int:
         """Bytes of the device's memory that the stash holds, with those under way."""
@@ -72,7 +72,7 @@ class Limits:
         if tiers is None:
             return 0
         held = tiers.evictor.resident.nbytes + tiers.evictor.inflight.nbytes
-        held += tiers.prefetcher.ahead_bytes
+        held += tiers.prefetcher.ahead.nbytes
         return held + (tiers.device.unfinished_bytes() if tiers.device is not None else 0)
 
     def set_windows(self, windows: Windows) -> None:
@@ -83,7 +83,7 @@ class Limits:
         )
         self.windows = inflight, prefetch
         self.tiers.evictor.inflight.window_bytes = inflight
-        self.tiers.prefetcher.window_bytes = prefetch
+        self.tiers.prefetcher.ahead.window_bytes = prefetch
 
     def set_resident(self, limit: int | None) -> None:
         """From now on."""

@@ -397,7 +397,7 @@ class Session:
         # What is settled is struck out first, so that no thread that comes after an interrupt, or rebuilds
         # the counts from all cleanups there are, counts it twice.
         loaded, cleanup.loaded_bytes = cleanup.loaded_bytes, 0
-        tiers.prefetcher.ahead_bytes -= loaded
+        tiers.prefetcher.ahead.nbytes -= loaded
         facts = cleanup.facts
         cleanup.settle(tiers)
         self.reclaim_queue.leased.discard(cleanup)

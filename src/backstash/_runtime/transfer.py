@@ -1,10 +1,13 @@
-"""What moves bytes: a call that a worker makes, or a copy that a device was given."""
+"""What moves bytes (a call that a worker makes, or a copy that a device was given), and the waits for it."""
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 
-__all__ = ["Transfer"]
+from .trace import EventLog, profiled
+
+__all__ = ["Stalls", "Transfer"]
 
 
 class Transfer(ABC):
@@ -40,3 +43,30 @@ class Transfer(ABC):
     @abstractmethod
     def cancel(self) -> bool:
         """Call it off; whether that came before it began."""
+
+
+class Stalls:
+    """Counts the seconds that the computing thread waited on the way down, an interrupted wait too.
+
+    Args:
+        event_log: gets each stall, where somebody records.
+    """
+
+    __slots__ = ("_event_log", "seconds")
+
+    def __init__(self, event_log: EventLog) -> None:
+        self._event_log = event_log
+        self.seconds = 0.0
+
+    def wait(self, transfer: Transfer) -> None:
+        """Wait until the source of ``transfer`` may be let go."""
+        if transfer.done():
+            return
+        began = time.perf_counter()
+        try:
+            with profiled("stall on the way down"):
+                transfer.exception()
+        finally:
+            self.seconds += time.perf_counter() - began
+            if self._event_log.on:
+                self._event_log.emit("stall", 0, cause="pack", began=began)

@@ -16,10 +16,11 @@ from .._runtime.critical_section import CriticalSection
 from .._runtime.reclaim import Cleanup, Ledger, ReclaimQueue
 from .._runtime.trace import EventLog
 from .._runtime.workers import Work, Workers
-from .._saved.block import Block, BlockCleanup
+from .._saved.block import Block
 from ..memory import auto_bytes
 from ..stores import Store
 from ..stores._buffer_pool import BufferPool
+from .ahead import AheadSet, ViewServer
 from .base import LowerTier
 from .disk import DiskTier
 from .eviction import Evictor
@@ -28,7 +29,7 @@ from .host import HostTier
 from .host_backing import HostCleanup
 from .host_writeback import HostWriteback
 from .inflight import InflightWrites
-from .making import Maker
+from .making import MadeAhead
 from .packing import Packer
 from .prefetch import Prefetcher
 from .resident import ResidentSet
@@ -76,7 +77,7 @@ class DeviceTiers(Ledger):
         """See :meth:`Ledger.subtract`."""
         self.evictor.resident.nbytes -= resident_bytes
         self.evictor.inflight.nbytes -= inflight_bytes
-        self.prefetcher.again_bytes -= again_bytes
+        self.prefetcher.ahead.again_bytes -= again_bytes
 
     def defer(self, cleanup: Cleanup) -> None:
         """See :meth:`Ledger.defer`."""
@@ -86,7 +87,7 @@ class DeviceTiers(Ledger):
     def forget(self) -> None:
         """No block is alive any more: nothing need be remembered of those that were."""
         self.evictor.forget()
-        self.prefetcher.forget()
+        self.prefetcher.ahead.forget()
         if self.tier is not None:
             self.tier.forget()
 
@@ -106,11 +107,8 @@ class DeviceTiers(Ledger):
             for transfer in begun:  # that perhaps no worker was given
                 self.tier.resume(transfer)
         backings = {id(block.placement.backing): block.placement.backing for block in blocks}
-        self.prefetcher.restore([each for each in backings.values() if each is not None], blocks)
-        self.prefetcher.ahead_bytes = sum(
-            cleanup.loaded_bytes for of_class in cleanups.values() for cleanup in of_class
-        )
-        self.prefetcher.again_bytes = sum(cleanup.again_bytes for cleanup in cleanups[BlockCleanup])
+        alive = [each for each in backings.values() if each is not None]
+        self.prefetcher.ahead.restore(alive, blocks, cleanups)
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,25 +163,18 @@ class TierConfig:
         if disk is not None:
             segments = Segments(disk, self.pool, resident, inflight, self.event_log)
         is_off = device is not None or not self.makes_ahead
-        maker = Maker(self.makers, self.pool, self.event_log, is_off=is_off)
+        ahead = AheadSet(freed, window_bytes=self.prefetch, memory=memory)
+        server = ViewServer(ahead, memory)
+        made = MadeAhead(self.makers, self.pool, ahead, server, self.event_log, is_off=is_off)
         packer = Packer(
-            resident, self.reclaim_queue, self.section, self.pool, device=device, maker=maker
+            resident, self.reclaim_queue, self.section, self.pool, device=device, made=made
         )
         evictor = Evictor(resident, health, inflight, tier=tier, segments=segments)
-        prefetcher = Prefetcher(
-            self.begin,
-            tier,
-            maker,
-            self.section,
-            freed,
-            self.event_log,
-            prefetch=self.prefetch,
-            memory=memory,
-        )
+        prefetcher = Prefetcher(self.begin, tier, ahead, server, made, self.section, self.event_log)
         windows = None
         if device is None and any(self.follows):
             down, up = self.follows
-            windows = FollowingWindows(inflight if down else None, prefetcher if up else None)
+            windows = FollowingWindows(inflight if down else None, ahead if up else None)
         return DeviceTiers(
             number, evictor, prefetcher, packer, tier=tier, device=device, windows=windows
         )

@@ -13,8 +13,8 @@ from collections.abc import Callable
 from typing import Any
 
 from .._runtime.reclaim import ReclaimQueue
-from .._runtime.stalls import Stalls
 from .._runtime.trace import EventLog, profiled
+from .._runtime.transfer import Stalls
 from .._runtime.workers import Work
 from .._saved.block import Block
 from .._saved.placement import Load

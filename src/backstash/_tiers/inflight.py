@@ -15,9 +15,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from .._runtime.stalls import Stalls
 from .._runtime.trace import EventLog
-from .._runtime.transfer import Transfer
+from .._runtime.transfer import Stalls, Transfer
 from .._saved.block import Block
 from .._saved.placement import Backing, Stored, Writing
 from .._saved.thread_state import ThreadState

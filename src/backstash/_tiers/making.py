@@ -21,13 +21,15 @@ from .._device.fingerprint import fingerprint
 from .._runtime.trace import EventLog
 from .._runtime.workers import Work, Workers
 from .._saved.block import Block
-from .._saved.placement import Derivation
+from .._saved.entry import Entry
+from .._saved.placement import Derivation, NotAtHandError
 from .._torch.dispatch import count_dispatch_modes, without_dispatch, without_function_modes
 from ..launcher import Job
 from ..stores._base import PAGE_BYTES
 from ..stores._buffer_pool import BufferPool
+from .ahead import AheadSet, ViewServer
 
-__all__ = ["Maker", "Making", "is_changed"]
+__all__ = ["MadeAhead", "Making", "is_changed"]
 
 _MOST_BEGUN = 2  # each holds what it is made from
 
@@ -87,22 +89,32 @@ def _make(ref: weakref.ref[Making], event_log: EventLog, facts: tuple[int, int, 
         making.make(event_log, facts)
 
 
-class Maker:
-    """Says whether a block may be made ahead of need, and gets ready what a worker needs. The caller holds
-    the stash's lock.
+class MadeAhead:
+    """The blocks that are made ahead of need. The caller holds the stash's lock.
 
     Args:
         workers: of one thread.
         pool: gives memory.
+        ahead: counts what is made.
+        server: gives entries the views of it.
         event_log: is told, where somebody records.
         is_off: never.
     """
 
     def __init__(
-        self, workers: Workers, pool: BufferPool, event_log: EventLog, *, is_off: bool
+        self,
+        workers: Workers,
+        pool: BufferPool,
+        ahead: AheadSet,
+        server: ViewServer,
+        event_log: EventLog,
+        *,
+        is_off: bool,
     ) -> None:
         self._workers = workers
         self._pool = pool
+        self._ahead = ahead
+        self._server = server
         self._event_log = event_log
         self._begun: list[Work] = []
         self._cores = _cores() // Job.now().local_processes
@@ -119,21 +131,77 @@ class Maker:
         self._begun = [each for each in self._begun if not each.finished]
         return len(self._begun) < _MOST_BEGUN
 
-    def prepare(self, block: Block, derivation: Derivation, given: Any) -> Making:
-        """What makes ``block``; :meth:`begin` begins it. Raises ``MemoryError``."""
+    def begin(self, block: Block, derivation: Derivation) -> bool:
+        """Begin to make ``block``, where what it is made from is at hand; whether there was room."""
+        if not self._ahead.fits(block.nbytes) or not self._ahead.has_memory(block.nbytes):
+            return False
+        if not all(map(_is_at_hand, derivation.entries)) or is_changed(derivation):
+            return True
         low = block.address % PAGE_BYTES
-        root = self._pool.take(low + block.nbytes)
-        return Making(block, derivation, given, root, low, self._event_log)
-
-    def begin(self, making: Making) -> None:
-        """Hand it to the worker."""
+        try:
+            with without_function_modes(), torch.no_grad():
+                given = derivation.given_ahead(self._view_for_another)
+            root = self._pool.take(low + block.nbytes)
+        except NotAtHandError:
+            return True
+        except MemoryError:
+            return False
+        making = block.making = Making(block, derivation, given, root, low, self._event_log)
+        self._ahead.hold(block)
         self._begun.append(making.work)
         self._workers.begin(making.work)
+        return True
 
-    def was_bad(self, making: Making) -> None:
-        """Other bits came of it, with no error: this worker computes otherwise, or a program writes to what is
-        given back to it. Making twice gains nothing, so that no more is made ahead."""
-        self.is_off = self.is_off or making.work.error is None
+    def take(
+        self, entry: Entry, block: Block, making: Making, derivation: Derivation
+    ) -> Tensor | None:
+        """The saved view of what has been made; ``None``: it is not what it was, or raises an error."""
+        self.drop(block)
+        if not making.is_good:
+            # Other bits came of it, with no error: this worker computes otherwise, or a program writes to what
+            # is given back to it. Making twice gains nothing, so that no more is made ahead.
+            self.is_off = self.is_off or making.work.error is None
+            return None
+        if is_changed(derivation):
+            return None
+        return self._server.take(entry, block, None, making.root, None, making.low)
+
+    def drop(self, block: Block) -> None:
+        """What was begun of it is not wanted any more."""
+        if block.making is not None:
+            block.making = None
+            self._ahead.forget_bytes(block.cleanup)
+
+    def _view_for_another(self, entry: Entry) -> Tensor:
+        """The view of an entry that is at hand, for what is made from it."""
+        block = entry.block
+        placement, making = block.placement, block.making
+        if placement.alias is not None:
+            return entry.view_in_place(placement.alias)
+        view = self._server.at_hand(entry)
+        if view is None and making is not None and placement.derivation is not None:
+            view = self.take(entry, block, making, placement.derivation)
+        elif view is None and placement.backing is not None and placement.backing.load is not None:
+            load = placement.backing.load
+            view = self._server.take(entry, block, placement.backing, load.memory, load.arrival)
+        if view is None:
+            raise NotAtHandError
+        return view
+
+
+def _is_at_hand(entry: Entry) -> bool:
+    """Whether the bytes are in memory, without waiting for them or comparing them."""
+    block = entry.block
+    placement, loaded = block.placement, block.loaded
+    if placement.alias is not None:
+        return not block.has_moved
+    if loaded is not None:
+        return loaded.is_good
+    if block.making is not None:
+        return bool(block.making.is_good)
+    backing = placement.backing
+    load = backing.load if backing is not None else None
+    return load is not None and load.is_ready and not (block.matched or load.memory._version)
 
 
 def is_changed(derivation: Derivation) -> bool:

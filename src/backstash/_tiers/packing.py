@@ -30,7 +30,7 @@ from ..codecs._base import NOT_SMALLER, integers
 from ..errors import InplaceError, UsageError
 from ..stores._base import PAGE_BYTES
 from ..stores._buffer_pool import BufferPool, own_memory
-from .making import Maker
+from .making import MadeAhead
 from .resident import ResidentSet
 
 __all__ = ["Packer", "Price", "Replay", "decode_apart"]
@@ -82,7 +82,7 @@ class Packer:
         section: the stash's.
         pool: memory to decode to on the CPU.
         device: whose blocks; ``None`` for the CPU.
-        maker: is told when there is a block to be made from others.
+        made: is told when there is a block to be made from others.
     """
 
     def __init__(
@@ -93,9 +93,9 @@ class Packer:
         pool: BufferPool,
         *,
         device: Device | None,
-        maker: Maker,
+        made: MadeAhead,
     ) -> None:
-        self._maker = maker
+        self._made = made
         self._resident = resident
         self._reclaim_queue = reclaim_queue
         self._section = section
@@ -164,7 +164,7 @@ class Packer:
         if block.saves != block.expected:
             block.fingerprint = told
         block.placement = Derived(replay.derivation(block, told))
-        self._maker.has_derived = True
+        self._made.has_derived = True
         self._resident.leave(block)
         self.recomputed_bytes += block.nbytes
         if self._resident.event_log.on:
@@ -343,7 +343,7 @@ class Packer:
         if inner is not None and block.index < len(block.forward_pass.blocks):
             block.forward_pass.blocks[block.index] = weakref.ref(inner)
             inner.packs = weakref.ref(block)
-        self._maker.has_derived = True
+        self._made.has_derived = True
         self.packed_bytes += block.nbytes
         self.payload_bytes += nbytes
         if resident.event_log.on:

@@ -7,8 +7,8 @@ eighth of what a step has saved, which hides as much of a small step as of a lar
 
 from __future__ import annotations
 
+from .ahead import AheadSet
 from .inflight import InflightWrites
-from .prefetch import Prefetcher
 
 __all__ = ["LEAST_BYTES", "MOST_BYTES", "FollowingWindows"]
 
@@ -24,11 +24,11 @@ class FollowingWindows:
 
     Args:
         inflight: has the window on the way down; ``None`` if the caller fixed its size.
-        prefetcher: has the window on the way up; ``None`` likewise.
+        ahead: has the window on the way up; ``None`` likewise.
     """
 
-    def __init__(self, inflight: InflightWrites | None, prefetcher: Prefetcher | None) -> None:
-        self._windows = [each for each in (inflight, prefetcher) if each is not None]
+    def __init__(self, inflight: InflightWrites | None, ahead: AheadSet | None) -> None:
+        self._windows = [each for each in (inflight, ahead) if each is not None]
         self._saved_bytes = self._largest_bytes = 0  # of this step: all blocks, and the largest
         self._most_saved_bytes = self._most_largest_bytes = 0  # of this step or the last
         self._set()
