@@ -16,7 +16,7 @@ import torch
 
 from .. import Disk, Stash, StashError
 from ..errors import UsageError
-from ..launcher import Job, Shares
+from ..launcher import Job
 from ..report import StepMarks
 from ..units import in_bytes
 from ._allocator import is_loaded
@@ -150,10 +150,7 @@ class Session:
         with self._ending:
             if not self._ended:
                 self._ended = True
-                try:
-                    self._tell(signal.SIGTERM.name)
-                finally:  # what ends a process otherwise is not called
-                    Shares.leave_all()
+                self._tell(signal.SIGTERM.name)
 
     def _tell(self, outcome: str) -> None:
         self._threads.remove()
