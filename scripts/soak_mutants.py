@@ -41,7 +41,7 @@ FILES = (
     "_tiers/eviction.py _tiers/resident.py _tiers/health.py _tiers/inflight.py _tiers/disk.py "
     "_tiers/segments.py _tiers/host_buffers.py _tiers/host_writeback.py _saved/thread_state.py "
     "_tiers/host.py _tiers/host_backing.py _tiers/prefetch.py _saved/access_order.py _core/admission.py "
-    "_core/hook_scope.py _device/memory.py memory.py launcher/_job.py launcher/_directory.py "
+    "_core/hook_scope.py _device/memory.py memory.py launcher/_job.py "
     "_tiers/device_tiers.py _runtime/trace.py _runtime/trim.py _core/stats.py _torch/modules.py "
     "_device/accelerator.py stash.py _device/base.py _saved/placement.py _torch/hook_stack.py "
     "_torch/versions.py _tiers/base.py"
