@@ -632,4 +632,4 @@ def test_the_page_has_the_plan_and_what_was_recomputed_and_packed(tmp_path: Path
     assert "Made again in backward" in [fact["label"] for fact in report["facts"]]
     assert report["advice"][-1]["code"].startswith("Stash(plan=")
     assert "backstash: recomputed " in done.stderr and "backstash: packed " in done.stderr
-    assert "over a budget of 1.00 MiB" in done.stderr
+    assert "budget=1.00 MiB was exceeded" in done.stderr
