@@ -12,6 +12,7 @@ aside for each node of a backward inside the step that takes what it saved: see 
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -26,6 +27,7 @@ from ..._recompute.tape import place_of
 from ..._torch.dispatch import SilentMode, put_back, take_off, with_lazy_bits
 from ..._torch.dynamo import leave_untraced
 from ..._torch.engine import current_node, task_or_none
+from ..._torch.hook_dicts import call_before_hooks
 from ..._torch.mode_bits import ModeBits
 from ..._torch.module_parts import own_buffers, set_buffer
 from ..._torch.schemas import has_complex, operation_of, tensors_of
@@ -102,11 +104,14 @@ class Effects(SilentMode):
     def leave_to_node(self) -> None:
         """A node of the graph has taken what it saved; in a backward inside the step it is not seen computing.
 
-        The engine puts the thread's modes back for the next node, such as one that accumulates a gradient. What
-        a function of one's own computes is seen.
+        The node's own hooks are seen, and what a function of one's own computes. For the next node, such as one
+        that accumulates a gradient, the engine puts the thread's modes back.
         """
-        if task_or_none() != self._task and not isinstance(current_node(), BackwardCFunction):
-            take_off(self)
+        node = current_node()
+        if task_or_none() != self._task and not isinstance(node, BackwardCFunction):
+            above = take_off(self)
+            if above >= 0:
+                call_before_hooks(node, functools.partial(put_back, self, above))
 
     def leave(self) -> None:
         """See nothing more, until :meth:`come_back`."""

@@ -14,6 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from ..._saved.handout import hand_out
 from ..._torch.func_transforms import let_transforms_pass
 from ..._torch.hook_stack import Pair, current_pair
+from ..._torch.tensors import is_functorch_wrapped, is_zero_tensor
 from ..._torch.versions import Held
 from ...stash import Stash
 from ._effects import Effects
@@ -78,7 +79,7 @@ class Saves:
     def _pack(self, tensor: Tensor) -> Any:
         if self._outer is None:
             return Held(tensor) if self.is_asked else None
-        if tensor.layout is torch.strided and not (tensor.is_leaf and tensor.requires_grad):
+        if not (tensor.is_leaf and tensor.requires_grad) and _has_memory(tensor):
             storage = tensor.untyped_storage()
             self._storages[storage.data_ptr()] = storage.nbytes()
         if self._effects is None:
@@ -105,3 +106,9 @@ class Saves:
         """Bytes of the storages that the stash was given, each once, but those of the tensors ``but``."""
         known = {each.untyped_storage().data_ptr() for each in but if each.layout is torch.strided}
         return sum(nbytes for address, nbytes in self._storages.items() if address not in known)
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    if tensor.layout is not torch.strided:
+        return False
+    return not is_functorch_wrapped(tensor) and not is_zero_tensor(tensor)
