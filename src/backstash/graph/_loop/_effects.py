@@ -37,6 +37,10 @@ from ...errors import UsageError
 
 __all__ = ["Effects"]
 
+# Nodes that compute in another way while a dispatch mode is active: of all operators that PyTorch lists for its
+# own tests (``op_db``) it is those of these, in torch 2.13.
+_OTHERWISE = frozenset(("ProdBackward0", "ProdBackward1", "CumprodBackward0", "LinalgDetBackward0"))
+
 
 class Effects(SilentMode):
     """Those of what runs while it is entered.
@@ -59,6 +63,7 @@ class Effects(SilentMode):
         self._bits = ModeBits()
         self._task = task_or_none()
         self._above = -1
+        self._left: Any = None  # the node that it left to compute
 
     def __enter__(self) -> Effects:
         self._handle = register_module_forward_pre_hook(self._called)
@@ -67,6 +72,7 @@ class Effects(SilentMode):
 
     def __exit__(self, *error: Any) -> None:
         self._handle.remove()
+        self._left = None
         super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def __bool__(self) -> bool:
@@ -111,6 +117,7 @@ class Effects(SilentMode):
         if task_or_none() != self._task and not isinstance(node, BackwardCFunction):
             above = take_off(self)
             if above >= 0:
+                self._left = node
                 call_before_hooks(node, functools.partial(put_back, self, above))
 
     def leave(self) -> None:
@@ -164,7 +171,14 @@ class Effects(SilentMode):
         return result
 
     def _look_at_node(self, node: Any) -> None:
-        if type(node).__name__ != "AccumulateGrad" or id(node.variable) in self._grads:
+        name = type(node).__name__
+        if name in _OTHERWISE and node is not self._left:
+            raise UsageError(
+                f"{name} inside the step computes otherwise while what the step writes is watched, which it could "
+                "not step aside for, since it saved past it: under hooks of the step's own, before the loop, or in "
+                "torch.func.vjp, jacrev or hessian. torch.func.grad and torch.autograd.grad are exact"
+            )
+        if name != "AccumulateGrad" or id(node.variable) in self._grads:
             return
         leaf = node.variable
         if self._ran_before and leaf.grad is None:
