@@ -174,9 +174,9 @@ class Effects(SilentMode):
         name = type(node).__name__
         if name in _OTHERWISE and node is not self._left:
             raise UsageError(
-                f"{name} inside the step computes otherwise while what the step writes is watched, which it could "
-                "not step aside for, since it saved past it: under hooks of the step's own, before the loop, or in "
-                "torch.func.vjp, jacrev or hessian. torch.func.grad and torch.autograd.grad are exact"
+                f"{name} inside the step computes otherwise while what the step writes is watched: it takes "
+                "what was saved under hooks of the step's own, before the loop, or in torch.func.vjp, jacrev or "
+                "hessian. Use torch.func.grad, or torch.autograd.grad without such hooks"
             )
         if name != "AccumulateGrad" or id(node.variable) in self._grads:
             return
