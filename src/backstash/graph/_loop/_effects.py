@@ -175,8 +175,8 @@ class Effects(SilentMode):
         if name in _OTHERWISE and node is not self._left:
             raise UsageError(
                 f"{name} inside the step computes otherwise while what the step writes is watched: it takes "
-                "what was saved under hooks of the step's own, before the loop, or in torch.func.vjp, jacrev or "
-                "hessian. Use torch.func.grad, or torch.autograd.grad without such hooks"
+                "what was saved under hooks of the step's own, before the loop, or in torch.func.vjp, jacrev "
+                "or hessian. Use torch.func.grad, or torch.autograd.grad without such hooks"
             )
         if name != "AccumulateGrad" or id(node.variable) in self._grads:
             return
