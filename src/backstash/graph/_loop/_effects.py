@@ -77,15 +77,14 @@ class Effects(SilentMode):
 
     def __bool__(self) -> bool:
         """Whether anything was done."""
-        return (
-            bool(self._grads)
-            or any(
-                module._buffers[name] is not each for module, name, each in self._buffers.values()
-            )
-            or any(
-                tensor._version != version or not torch.equal(tensor, before)
-                for tensor, before, version in self._written
-            )
+        if self._grads or any(
+            dict(own_buffers(module)).get(name) is not buffer
+            for module, name, buffer in self._buffers.values()
+        ):
+            return True
+        return any(
+            tensor._version != version or not torch.equal(tensor, before)
+            for tensor, before, version in self._written
         )
 
     @property

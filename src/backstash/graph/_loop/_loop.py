@@ -172,9 +172,10 @@ class Loop:
                     self.evaluations += 1
                     found = self._stepper.run(number, state, x)
                 is_over = not saves.has_refused
-            except Exception as error:
-                # A step may hide that it was refused.
-                if not isinstance(error, Again) and not saves.has_refused:
+            except Again:
+                pass
+            except Exception:
+                if not saves.has_refused:  # a step may hide that it was refused
                     raise
             finally:
                 if effects is not None and (again or not is_over):
