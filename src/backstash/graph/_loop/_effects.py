@@ -82,10 +82,7 @@ class Effects(SilentMode):
             for module, name, buffer in self._buffers.values()
         ):
             return True
-        return any(
-            tensor._version != version or not torch.equal(tensor, before)
-            for tensor, before, version in self._written
-        )
+        return not all(_is_same(tensor, before) for tensor, before, _ in self._written)
 
     @property
     def accumulated(self) -> list[Tensor]:
@@ -100,6 +97,10 @@ class Effects(SilentMode):
             leaf.grad = grad
         with torch.no_grad():
             for tensor, before, version in reversed(self._written):
+                if _is_same(
+                    tensor, before
+                ):  # such as a buffer that is expanded, which nobody can write
+                    continue
                 # Batch normalization saves its statistics and changes them, and no version rises.
                 target = tensor.data if tensor._version == version else tensor
                 if target.shape != before.shape:
@@ -217,6 +218,11 @@ class Effects(SilentMode):
         if place not in self._seen:
             self._seen.add(place)
             self._written.append((tensor, tensor.detach().clone(), tensor._version))
+
+
+def _is_same(tensor: Tensor, before: Tensor) -> bool:
+    is_strided = tensor.layout is torch.strided and not tensor.is_nested
+    return is_strided and tensor.shape == before.shape and torch.equal(tensor, before)
 
 
 def _identity(tensor: Tensor) -> int:
