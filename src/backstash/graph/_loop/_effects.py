@@ -97,10 +97,8 @@ class Effects(SilentMode):
             leaf.grad = grad
         with torch.no_grad():
             for tensor, before, version in reversed(self._written):
-                if _is_same(
-                    tensor, before
-                ):  # such as a buffer that is expanded, which nobody can write
-                    continue
+                if _is_same(tensor, before):
+                    continue  # an expanded buffer, for one, cannot be written
                 # Batch normalization saves its statistics and changes them, and no version rises.
                 target = tensor.data if tensor._version == version else tensor
                 if target.shape != before.shape:
