@@ -283,7 +283,10 @@ class Admission:
         tiers: DeviceTiers,
     ) -> tuple[str, _Choice]:
         """Why it stays (``""``: it does not), and what else is done with it."""
-        is_leaf_or_view = _is_parameter(tensor)
+        base = tensor._base
+        is_leaf_or_view = (tensor.is_leaf and tensor.requires_grad) or (
+            base is not None and _is_view_of_parameter(tensor, base)
+        )
         described, codec, recomputes = None, self._codec, False
         if self._policy is not None or not (codec is None or isinstance(codec, Codec)):
             described = SavedTensor(
@@ -800,8 +803,11 @@ def _is_parameter(tensor: Tensor) -> bool:
     if _gets_gradient(tensor):
         return True
     base = tensor._base
-    if base is None:
-        return False
+    return base is not None and _is_view_of_parameter(tensor, base)
+
+
+def _is_view_of_parameter(tensor: Tensor, base: Tensor) -> bool:
+    """The same, of a view."""
     if _gets_gradient(base):
         return True
     return base.is_leaf and tensor.requires_grad and is_of_wrapped_leaf(tensor, base)
