@@ -8,7 +8,7 @@ from typing import Any, TypeAlias, TypeVar
 
 from .._text import shown
 from ..errors import UsageError
-from ._job import rank_told
+from ._job import rank_of_launcher
 
 _Value = TypeVar("_Value")
 ByRank: TypeAlias = _Value | Mapping[int, _Value] | Callable[[int], _Value]
@@ -21,7 +21,7 @@ def this_rank() -> int | None:
 
     It is the launcher's; without one, that of ``torch.distributed`` where its process group is made.
     """
-    told = rank_told()
+    told = rank_of_launcher()
     distributed = sys.modules.get("torch.distributed")
     if told is None and distributed is not None and distributed.is_available():
         if distributed.is_initialized():
