@@ -685,8 +685,8 @@ class Tape(SilentMode):
             return
         block = packed.block
         source = block.storage_version
-        is_whole = block.origin is source and not source.is_parted and packed.source is source
-        if is_whole and block.rounds is None and packed.check is None:
+        is_whole = not block.is_copy and not source.is_parted and packed.source is source
+        if is_whole and not block.is_rounded and packed.check is None:
             self._note_saved(tensor, block)
 
     def _note_saved(self, tensor: Tensor, block: Any) -> None:

@@ -20,7 +20,7 @@ from .._device.fingerprint import fingerprint
 from .._runtime.critical_section import CriticalSection
 from .._runtime.reclaim import ReclaimQueue
 from .._runtime.trace import profiled
-from .._saved.block import Block, StorageVersion
+from .._saved.block import Block, Mark, StorageVersion
 from .._saved.entry import Entry, recomputed_otherwise
 from .._saved.placement import Arrival, Derivation, Derived
 from .._torch.dispatch import count_dispatch_modes, without_dispatch, without_function_modes
@@ -159,10 +159,10 @@ class Packer:
             self._resident.lose(block)
             return None
         if reason:
-            block.depth = 0
+            block.reduction = None
             return self._refuse(block, f"not recomputed: {reason}")
-        if block.saves != block.expected:
-            block.fingerprint = told
+        if not block.saves.are_as_expected:
+            block.mark = Mark(told)
         block.placement = Derived(replay.derivation(block, told))
         self._made.has_derived = True
         self._resident.leave(block)
@@ -273,7 +273,7 @@ class Packer:
             return "its storage was resized"
         if block.nbytes % block.dtype.itemsize:
             return "its storage is not a whole number of elements"
-        if not exact and not block.is_whole:
+        if not exact and block.reduction is not None and not block.reduction.is_whole:
             return "it does not fill its storage, and its codec is lossy"
         if count_dispatch_modes() > 0:
             return "a dispatch mode of the program would see it"
@@ -334,7 +334,7 @@ class Packer:
             inner.entries = 1
             resident.hold(inner)
         # Of parts, another thread may have filled one since they were encoded: no later save shares them.
-        if block.saves != block.expected and not block.storage_version.is_parted:
+        if not block.saves.are_as_expected and not block.storage_version.is_parted:
             block.take_fingerprint(self._device)
         # From here on the payload is what there is: counts and queues follow.
         block.placement = Derived(_Packing(codec, encoded.recipe, block.dtype, entry))
@@ -353,12 +353,8 @@ class Packer:
     def _payload_block(self, block: Block, payload: Tensor) -> Block:
         version = StorageVersion(payload, payload.untyped_storage())
         inner = Block(version, payload, self._reclaim_queue, block.number)
-        inner.thread_state, inner.stream, inner.to_disk = (
-            block.thread_state,
-            block.stream,
-            block.to_disk,
-        )
-        inner.expected = inner.saves  # nobody else saves it
+        inner.thread_state, inner.stream, inner.tier = block.thread_state, block.stream, block.tier
+        inner.saves.expected = inner.saves.done  # nobody else saves it
         inner.forward_pass, inner.index = block.forward_pass, block.index
         cleanup = inner.cleanup
         cleanup.module, cleanup.is_counted = block.cleanup.module, False
