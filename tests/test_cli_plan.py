@@ -227,15 +227,15 @@ def test_a_run_within_a_budget_is_advised_about_its_budget(state: str) -> None:
     figures = {
         "plan": made.as_dict(),
         "settings": settings | {"max_bytes": None},
-        "stats": {"stall_seconds": 1.0},
+        "stats": {"stall_seconds": 1.0, "written_bytes": 1, "notes": []},
         "seconds": 2.0,
         "allocator": {"kind": "tcmalloc"},
         "script": ["train.py", "a b"],
     }
-    first, last = advice(figures, 1 << 30)
+    first, last = advice(figures)
     by_state = {"too small": "--budget 211MiB"}
-    assert first["code"] == by_state.get(state, "backstash plan train.py 'a b'")
-    assert last["code"] == """Stash(budget="200MiB", disk='/d')"""
+    assert first.code == by_state.get(state, "backstash plan train.py 'a b'")
+    assert last.code == """Stash(budget="200MiB", disk='/d')"""
 
 
 def test_the_verdict_says_where_a_budget_was_exceeded() -> None:

@@ -11,10 +11,11 @@ from typing import Any
 from torch import nn
 
 from ..._text import html_text, show_text
+from ...advice import Advice
 from ...errors import UsageError
 from ...units import format_bytes
 from .._page import render_page
-from .advice import PLACE, Advice, Budget, advise, budgets, peak_bytes
+from .budgets import PLACE, Budget, advice_of, budgets, peak_bytes
 from .page import as_page, as_values
 from .recorder import Recorder
 from .rows import Row, SavedTensorRow, add_up, describe, pattern
@@ -215,7 +216,7 @@ class SavedReport:
     def advice(self) -> tuple[Advice, ...]:
         """Which stash to use and how much memory it would save, computed from the recorded sizes."""
         self._saves()
-        return advise(self._found)
+        return advice_of(self._found)
 
     def budgets(self, disk: str = PLACE) -> tuple[Budget, ...]:
         """What a stash would move if it kept everything, half, a tenth or nothing of what can move.

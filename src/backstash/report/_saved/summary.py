@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .advice import Advice, Budget
+from ...advice import Advice
+from .budgets import Budget
 from .rows import Row, SavedTensorRow
 from .waste import Waste
 

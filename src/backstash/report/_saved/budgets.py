@@ -13,15 +13,15 @@ from dataclasses import dataclass
 
 import torch
 
+from ...advice import Advice, advise
 from ...policy import MIN_BYTES
 from ...units import format_bytes, parse_bytes
 from .save import ADDED, Found, Save, Stored
 
 __all__ = [
     "PLACE",
-    "Advice",
     "Budget",
-    "advise",
+    "advice_of",
     "budgets",
     "peak_bytes",
 ]
@@ -39,16 +39,6 @@ _TIERS = {
 PLACE = "/path/on/a/fast/disk"
 """The directory that a line to paste names where none is known."""
 _Lives = Sequence[tuple[Save, bool]]
-
-
-@dataclass(frozen=True, slots=True)
-class Advice:
-    """A stash to use, with the reason; or the reason to use none."""
-
-    text: str
-    """The reason, and what would change."""
-    code: str
-    """The line to paste; ``""`` if there is none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,38 +101,42 @@ def _line(keep: int, disk: str, devices: frozenset[str]) -> str:
     return f"Stash({', '.join(arguments)})"
 
 
-def advise(found: Found) -> tuple[Advice, ...]:
+def advice_of(found: Found) -> tuple[Advice, ...]:
     """The stashes to use, the one that saves most memory first; or the reason to use none."""
     peak = peak_bytes(found.lives)
     rows = {row.name: row for row in budgets(found)}
     movable = rows["everything"].keep_bytes
+    facts = {
+        "code": "",
+        "places": _places(found),
+        "movable": format_bytes(min(movable, peak)),  # it was rounded up
+        "peak_bytes": peak,
+        "peak": format_bytes(peak),
+    }
     if movable < _WORTH_BYTES:
-        return (Advice(_why_nothing(found, movable, peak), ""),)
-    size = format_bytes
-    texts = []
-    for name in ("nothing", "half"):
-        row = rows[name]
-        window = min(row.moved_bytes, _WINDOW_BYTES)
-        text = (
-            f"saved tensors take at most {size(row.memory_bytes)} of memory, not {size(peak)}; "
-            f"{size(row.moved_bytes)} move down and up again, {size(window)} of it at a time"
-        )
-        texts.append(Advice(text, row.code))
-    return tuple(texts)
+        return advise("saved", facts)
+    moving = [facts | _facts_of(rows[name]) for name in ("nothing", "half")]
+    return tuple(piece for each in moving for piece in advise("saved", each))
 
 
-def _why_nothing(found: Found, movable: int, peak: int) -> str:
-    size = format_bytes
+def _facts_of(row: Budget) -> dict[str, str]:
+    return {
+        "code": row.code,
+        "memory": format_bytes(row.memory_bytes),
+        "moved": format_bytes(row.moved_bytes),
+        "window": format_bytes(min(row.moved_bytes, _WINDOW_BYTES)),
+    }
+
+
+def _places(found: Found) -> str:
+    """How much a stash holds at each place, in words; ``""``: nothing."""
     held: dict[str, int] = {}
     for save in found.saves:
         if save.unique_bytes and save.where in _TIERS:
             held[save.where] = held.get(save.where, 0) + save.unique_bytes
-    if held:
-        places = ", ".join(f"{size(held[tier])} {_TIERS[tier]}" for tier in _TIERS if tier in held)
-        return f"a stash holds {places}; {size(movable)} more could move"
-    if not peak:
-        return "nothing was saved that is not there without backward too"
-    return f"{size(movable)} of {size(peak)} could move: a stash would gain little"
+    return ", ".join(
+        f"{format_bytes(held[tier])} {_TIERS[tier]}" for tier in _TIERS if tier in held
+    )
 
 
 @dataclass(frozen=True, slots=True)
