@@ -435,7 +435,7 @@ def test_summary_of_an_accelerator_says_what_is_in_host_memory_and_what_the_devi
     }
     text = summary(figures, verbose=True)
     assert "moved      1.00 MiB" in text and "to disk" not in text
-    assert "0 B kept in place, 256 MiB in host memory, 0 B on disk" in text
+    assert "0 B kept, 256 MiB in host memory, 0 B on disk" in text
     assert "device     cuda:0: 7.00 MiB at most" in text
     assert "device     cuda:1: 8.00 MiB at most" in text
     other = figures | {"devices": {"cuda:1": 32 << 20, "cuda:2": 1}, "file": "plain.json"}

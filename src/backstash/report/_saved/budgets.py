@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from ...advice import Advice, advise
+from ...places import label_of
 from ...policy import MIN_BYTES
 from ...units import format_bytes, parse_bytes
 from .save import ADDED, Found, Save, Stored
@@ -29,13 +30,7 @@ __all__ = [
 _WINDOW_BYTES = 128 << 20  # of Stash(inflight=...)
 _WORTH_BYTES = 16 << 20
 _SHARES = (("everything", 1.0), ("half", 0.5), ("a tenth", 0.1), ("nothing", 0.0))
-_TIERS = {
-    "keep": "in place",
-    "packed": "packed",
-    "recomputed": "to be recomputed",
-    "host": "in host memory",
-    "disk": "on disk",
-}
+_HELD = ("keep", "packed", "recomputed", "host", "disk")  # by a stash
 PLACE = "/path/on/a/fast/disk"
 """The directory that a line to paste names where none is known."""
 _Lives = Sequence[tuple[Save, bool]]
@@ -132,11 +127,9 @@ def _places(found: Found) -> str:
     """How much a stash holds at each place, in words; ``""``: nothing."""
     held: dict[str, int] = {}
     for save in found.saves:
-        if save.unique_bytes and save.where in _TIERS:
+        if save.unique_bytes and save.where in _HELD:
             held[save.where] = held.get(save.where, 0) + save.unique_bytes
-    return ", ".join(
-        f"{format_bytes(held[tier])} {_TIERS[tier]}" for tier in _TIERS if tier in held
-    )
+    return ", ".join(f"{format_bytes(held[key])} {label_of(key)}" for key in _HELD if key in held)
 
 
 @dataclass(frozen=True, slots=True)
