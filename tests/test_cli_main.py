@@ -14,7 +14,7 @@ import torch
 import backstash
 from backstash.cli import _session, main
 from backstash.cli._advice import advice, next_step
-from backstash.cli._progress import Progress
+from backstash.cli._progress import ProgressLine
 from backstash.cli._summary import outcome, summary
 
 
@@ -198,7 +198,7 @@ class Terminal(io.StringIO):
 def test_progress_is_one_line_on_a_terminal_and_nothing_elsewhere() -> None:
     terminal, file, log = Terminal(), io.StringIO(), io.StringIO()
     for stream, lines in ((terminal, False), (file, False), (log, True)):
-        with Progress(stream, lines=lines) as progress:
+        with ProgressLine(stream, lines=lines) as progress:
             progress.say("one")
             progress.say("two")
     assert "\n" not in terminal.getvalue()

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from backstash import Stash
 from backstash.report import SavedReport, saved_report
 from backstash.report._saved.budgets import budgets
-from backstash.report._saved.save import Found, Save, Stored
+from backstash.report._saved.save import Found, Save, SavedStorage
 from backstash.report._saved.text import where_of
 from backstash.report._saved.waste import CONSTANT, MASK, ZEROS, find_waste
 
@@ -164,7 +164,7 @@ def test_budgets_are_for_each_device_and_go_where_a_stash_would() -> None:
     for device, mebibytes in places.items():
         for _ in range(2):
             save = Save(torch.ones(1), "", 0)
-            stored = Stored(0, mebibytes << 20, "activation", torch.device(device))
+            stored = SavedStorage(0, mebibytes << 20, "activation", torch.device(device))
             save.looks_into((stored,))
             found.lives.append((save, True))
     everything, half, _, nothing = budgets(found, "/d")

@@ -18,7 +18,7 @@ from ._allocator import INSTALL_HINT, choose, find
 from ._arguments import Parser, directory, size
 from ._disk_speed import measure
 from ._machine import machine, versions
-from ._progress import Progress
+from ._progress import ProgressLine
 
 __all__ = ["main", "remarks", "start"]
 
@@ -76,7 +76,7 @@ def _parser() -> Parser:
 def _facts(options: argparse.Namespace) -> dict[str, Any]:
     where = options.directory or tempfile.gettempdir()
     kind, free_bytes = file_system(where), _free_bytes(where)
-    with Progress() as progress:
+    with ProgressLine() as progress:
         progress.say("looking at the machine")
         group = memory_group()
         facts: dict[str, Any] = {

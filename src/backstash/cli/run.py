@@ -338,7 +338,7 @@ def _plan(
     sizes = ("keep", "host", "max_bytes", "min_bytes", "inflight", "prefetch")
     return {name: getattr(options, name) for name in ("disk", *sizes)} | {
         "name": "run",
-        "session": "_session",
+        "session": "_session.Session",
         "target": target,
         "is_module": is_module,
         "json": options.json,

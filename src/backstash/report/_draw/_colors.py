@@ -20,8 +20,8 @@ __all__ = [
     "NAMES",
     "SHADES",
     "Colors",
-    "Entry",
     "Legend",
+    "LegendEntry",
     "Share",
     "attributes",
     "legend_of",
@@ -149,7 +149,7 @@ def _telling_length(nodes: Sequence[DrawnNode]) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class LegendEntry:
     """A swatch and its words; places in pixels from the legend's corner."""
 
     x: float
@@ -162,7 +162,7 @@ class Entry:
 class Legend:
     """All entries, in rows."""
 
-    entries: tuple[Entry, ...]
+    entries: tuple[LegendEntry, ...]
     height: float
 
 
@@ -176,7 +176,7 @@ def legend_of(drawing: DrawnGraph, colors: Colors, width: float) -> Legend:
         boxes = [(style, "leaf" if style == "box leaf" else text) for style, text in boxes]
     if any(node.tensors for node in drawing.nodes):
         boxes.append(("band", "saved tensor"))
-    entries: list[Entry] = []
+    entries: list[LegendEntry] = []
     y = 0.0
     for row in (boxes, *colors.legend()):
         x = 0.0
@@ -184,7 +184,7 @@ def legend_of(drawing: DrawnGraph, colors: Colors, width: float) -> Legend:
             needed = 18.0 + text_width(text, SMALL_PX)
             if x and x + needed > width:
                 x, y = 0.0, y + _LINE
-            entries.append(Entry(x, y, style, text))
+            entries.append(LegendEntry(x, y, style, text))
             x += needed + 18.0
         y += _LINE if row else 0.0
     return Legend(tuple(entries), y)

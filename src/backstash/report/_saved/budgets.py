@@ -17,7 +17,7 @@ from ...advice import Advice, advise
 from ...places import label_of
 from ...policy import MIN_BYTES
 from ...units import format_bytes, parse_bytes
-from .save import ADDED, Found, Save, Stored
+from .save import ADDED, Found, Save, SavedStorage
 
 __all__ = [
     "PLACE",
@@ -142,9 +142,9 @@ class _Replay:
     """The most bytes of saved tensors in memory at the same time, without those still being written."""
 
 
-def _changes(lives: _Lives) -> Iterator[tuple[Stored, bool]]:
+def _changes(lives: _Lives) -> Iterator[tuple[SavedStorage, bool]]:
     """Each storage with True when a first save holds it, and with False when the last one is gone."""
-    holders: dict[Stored, int] = {}
+    holders: dict[SavedStorage, int] = {}
     for save, begins in list(lives):
         for stored in save.stored:
             if stored.kind not in ADDED:
@@ -164,7 +164,7 @@ def peak_bytes(lives: _Lives) -> int:
     return peak
 
 
-def _can_move(stored: Stored) -> bool:
+def _can_move(stored: SavedStorage) -> bool:
     """Whether a stash would move it: it is large enough, in place, and gets no gradient."""
     return (
         not stored.stays
@@ -190,7 +190,7 @@ def _replay(lives: _Lives, keep_bytes: int) -> _Replay:
 
     An input is moved too, but stays in memory, because the program holds it.
     """
-    kept: dict[torch.device, OrderedDict[Stored, None]] = {}
+    kept: dict[torch.device, OrderedDict[SavedStorage, None]] = {}
     in_place: Counter[torch.device] = Counter()
     others = moved = peak = 0
     for stored, begins in _changes(lives):

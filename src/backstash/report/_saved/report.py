@@ -17,11 +17,11 @@ from ...units import format_bytes
 from .._page import render_page
 from .budgets import PLACE, Budget, advice_of, budgets, peak_bytes
 from .page import as_page, as_values
-from .recorder import Recorder
+from .recorder import SaveRecorder
 from .rows import Row, SavedTensorRow, add_up, describe, pattern
 from .save import Found, Save
 from .storages import find_ops
-from .summary import Details, Summary
+from .summary import Details, SavedSummary
 from .text import as_rich, as_text
 from .waste import Waste, wasted
 
@@ -60,7 +60,7 @@ def saved_report(model: nn.Module | None = None, *, look: bool = True) -> SavedR
     """
     if model is not None and not isinstance(model, nn.Module):
         raise UsageError(f"saved_report({model!r}): allowed is an nn.Module, or nothing")
-    recorder = Recorder(model, look=look)
+    recorder = SaveRecorder(model, look=look)
     return SavedReport(recorder, recorder.found)
 
 
@@ -71,7 +71,7 @@ class SavedReport:
     it is the place that was last seen. ``print`` the report for the table.
     """
 
-    def __init__(self, recorder: Recorder | None, found: Found) -> None:
+    def __init__(self, recorder: SaveRecorder | None, found: Found) -> None:
         self._recorder = recorder
         self._found = found
 
@@ -265,8 +265,8 @@ class SavedReport:
 
     # Where it goes.
 
-    def _summary(self, *, advice: bool = True) -> Summary:
-        return Summary(
+    def _summary(self, *, advice: bool = True) -> SavedSummary:
+        return SavedSummary(
             total_bytes=self.total_bytes,
             unique_bytes=self.unique_bytes,
             peak_bytes=self.peak_bytes,
