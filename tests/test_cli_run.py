@@ -617,7 +617,7 @@ def test_the_page_has_the_plan_and_what_was_recomputed_and_packed(tmp_path: Path
         classes.append(PlannedClass(name, count, count * each, runs, 0.0, "by hand"))
     Plan(1 << 20, "planned", tuple(classes), plain=StepFigures(1 << 20, 1.0)).save(plan)
     options = ("--disk", ".", "--report", str(page), "--json", str(figures), "--plan", str(plan))
-    done = under_stash(["train.py"], tmp_path, *options)
+    done = under_stash(["train.py"], tmp_path, "--verbose", *options)
     assert done.returncode == 0, done.stderr
     assert done.stdout == start(["train.py"], tmp_path).stdout
     report, stats = embedded(page), json.loads(figures.read_text())["stats"]
@@ -635,4 +635,4 @@ def test_the_page_has_the_plan_and_what_was_recomputed_and_packed(tmp_path: Path
     assert "Made again in backward" in [fact["label"] for fact in report["facts"]]
     assert report["advice"][-1]["code"].startswith("Stash(plan=")
     assert "backstash: recomputed " in done.stderr and "backstash: packed " in done.stderr
-    assert "over a budget of 1.00 MiB" in done.stderr
+    assert "budget=1.00 MiB was exceeded" in done.stderr
