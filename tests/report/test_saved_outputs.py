@@ -184,7 +184,7 @@ def test_under_a_stash_the_table_says_how_much_is_where(disk_dir: Path) -> None:
     stash.stats()
     (row,) = saved.by_module(1)
     assert dict(row.where) == {"disk": 3 * x.nbytes, "keep": x.nbytes}
-    assert "disk 75%, keep 25%" in "".join(where_of(row) for row in saved.by_module(1))
+    assert "on disk 75%, kept 25%" in "".join(where_of(row) for row in saved.by_module(1))
     assert "A stash holds 128 KiB kept, 384 KiB on disk; 0 B more" in saved.advice[0].text
     y.sum().backward()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..._text import clean
+from ...places import label_of
 from ...units import format_bytes
 from .rows import Row
 from .summary import SavedSummary
@@ -82,7 +83,10 @@ def where_of(row: Row) -> str:
     total = sum(row.where.values())
     shares = {place: nbytes / total for place, nbytes in row.where.items() if nbytes}
     shown = {place: share for place, share in shares.items() if share >= 0.005}
-    words = [f"{place} {share:.0%}" if len(shown) > 1 else place for place, share in shown.items()]
+    words = [
+        f"{label_of(place)} {share:.0%}" if len(shown) > 1 else label_of(place)
+        for place, share in shown.items()
+    ]
     if row.recomputed_bytes:
         words.append(f"{format_bytes(row.recomputed_bytes)} recomputed")
     if not words and row.saves:
