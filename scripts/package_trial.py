@@ -44,7 +44,7 @@ def installed() -> None:
     assert command("--version").startswith(f"backstash {backstash.__version__}, ")
     assert (package / "py.typed").is_file()
     assert compileall.compile_dir(package, quiet=1)
-    for name in ("run", "profile", "plan", "doctor"):
+    for name in ("run", "summary", "profile", "plan", "doctor"):
         assert "examples:" in command(name, "--help")
 
 

@@ -4,12 +4,12 @@
     scripts/soak_two_machines.py               # says why, and ends with 0, where it cannot be run
 
 Each machine is a network namespace of its own, in which nothing is but its loopback and one end of a virtual
-cable to the other; shared memory and a directory for the disk tier of its own; and a `torchrun` with two
-processes. The job is one: four ranks, DDP, FSDP2 over all four, and a pipeline of four stages across the cable
+cable to the other; a directory for the disk tier of its own; and a `torchrun` with two processes. The job is
+one: four ranks, DDP, FSDP2 over all four, and a pipeline of four stages across the cable
 (`under_load/two_machines_job.py`, which knows nothing of backstash). It runs plain and under `backstash run`:
 
 - the gradients of all ranks are those of the plain job, to the bit;
-- each machine has one summary, of its own ranks, and each of them wrote;
+- each machine prints a summary of its own ranks, and each of them has a file and wrote;
 - afterwards the directories are empty.
 
 Then every process of the second machine is killed while the job runs: those of the first end with an error, and
@@ -33,7 +33,6 @@ from contextlib import suppress
 from pathlib import Path
 
 JOB = Path(__file__).resolve().parent / "under_load" / "two_machines_job.py"
-OWN_SHARED_MEMORY = 'mount -t tmpfs none /dev/shm && exec "$@"'
 PROCESSES, PORT, WAIT_SECONDS = 2, 29511, 300
 FORWARD_BYTES = 4 << 20  # more than is there before the ranks are connected
 
@@ -78,9 +77,7 @@ class Machine:
 
     def start(self, first: Machine, before: list[str]) -> subprocess.Popen[str]:
         """Its `torchrun`, with ``before`` in front of the job."""
-        # Its own shared memory, too: there the processes of a machine find each other.
-        command = ["ip", "netns", "exec", self.name, "sh", "-c", OWN_SHARED_MEMORY, "sh"]
-        command += [sys.executable, "-m", "torch.distributed.run"]
+        command = ["ip", "netns", "exec", self.name, sys.executable, "-m", "torch.distributed.run"]
         command += ["--nnodes", "2", "--node-rank", str(self.number), "--nproc-per-node"]
         command += [str(PROCESSES), "--master-addr", first.address, "--master-port", str(PORT)]
         return subprocess.Popen(
@@ -119,8 +116,8 @@ def ended(processes: list[subprocess.Popen[str]]) -> list[tuple[int, str, str]]:
     return found
 
 
-def gradients(machines: list[Machine], figures: Path | None) -> str:
-    """The line that rank 0 prints, of the plain job or of that under `backstash run`."""
+def gradients(machines: list[Machine], figures: Path | None) -> tuple[str, list[str]]:
+    """The line that rank 0 prints, of the plain job or of that under `backstash run`; what machines say."""
     first = machines[0]
     starts = [
         each.start(first, under_backstash(each, figures) if figures is not None else [])
@@ -129,16 +126,15 @@ def gradients(machines: list[Machine], figures: Path | None) -> str:
     results = ended(starts)
     if any(code for code, _, _ in results):
         raise SystemExit("\n".join(errors[-2000:] for _, _, errors in results))
-    return next(line for line in results[0][1].splitlines() if line.startswith("machines"))
+    line = next(line for line in results[0][1].splitlines() if line.startswith("machines"))
+    return line, [errors for _, _, errors in results]
 
 
-def written(figures: Path) -> dict[str, dict[int, int]]:
-    """Bytes that each rank wrote, by the summary of its machine."""
-    found = {}
-    for path in sorted(figures.glob("*.ranks*.json")):
-        ranks = json.loads(path.read_text(encoding="utf-8"))["ranks"]
-        found[path.name] = {each["rank"]: each["stats"]["written_bytes"] for each in ranks}
-    return found
+def written(figures: Path) -> dict[str, int]:
+    """Bytes that each rank wrote, by the name of its file, which begins with its machine's number."""
+    files = sorted(figures.glob("*.rank*.json"))
+    found = {path.name: json.loads(path.read_text(encoding="utf-8")) for path in files}
+    return {name: each["stats"]["written_bytes"] for name, each in found.items()}
 
 
 def main() -> int:
@@ -163,17 +159,19 @@ def main() -> int:
 
 def attack(machines: list[Machine], figures: Path) -> int:
     problems = []
-    plain, held = gradients(machines, None), gradients(machines, figures)
+    (plain, _), (held, said) = gradients(machines, None), gradients(machines, figures)
     print(f"plain:         {plain}\nbackstash run: {held}")
     if plain != held or not plain.startswith(f"machines 2 ranks {2 * PROCESSES} "):
         problems.append("the gradients differ, or it was not one job of two machines")
-    summaries = written(figures)
-    for name, ranks in summaries.items():
-        each = ", ".join(f"rank {rank} {nbytes / 2**20:.0f} MiB" for rank, nbytes in ranks.items())
-        print(f"{name}: written by {each}")
-    if [list(ranks) for ranks in summaries.values()] != [[0, 1], [2, 3]]:
-        problems.append("there are not two summaries, each of its machine's ranks")
-    if not all(all(ranks.values()) for ranks in summaries.values()):
+    files = written(figures)
+    for name, nbytes in files.items():
+        print(f"{name}: {nbytes / 2**20:.0f} MiB written")
+    if list(files) != ["0.rank0.json", "0.rank1.json", "1.rank2.json", "1.rank3.json"]:
+        problems.append("not each rank has a file")
+    for ranks, text in zip(("0-1", "2-3"), said, strict=True):
+        if f"backstash: ranks {ranks} of 4: " not in text:
+            problems.append(f"there is no summary of ranks {ranks}")
+    if not all(files.values()):
         problems.append("a rank wrote nothing")
     problems += left_on(machines, "after the job")
     problems += loss(machines, figures)

@@ -788,7 +788,7 @@ def test_all_devices_together_pin_half_of_what_there_is_to_spare(monkeypatch):
     monkeypatch.setattr(_pinned_pool, "_SLAB_BYTES", MIB)
     monkeypatch.setattr(_device_tiers, "accelerator", lambda device: TwinDevice())
     monkeypatch.setattr(
-        "backstash.memory.spare_bytes", lambda: total - sum(pool.slab_bytes for pool in pools)
+        _device_tiers, "spare_bytes", lambda: total - sum(pool.slab_bytes for pool in pools)
     )
     stash = Stash(host="auto")
     for index in range(3):

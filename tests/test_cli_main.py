@@ -17,8 +17,10 @@ from backstash.cli._advice import advice
 from backstash.cli._progress import Progress
 from backstash.cli._summary import outcome, summary
 
+COMMANDS = ("run", "summary", "profile", "plan", "doctor", "bench")
 
-@pytest.mark.parametrize("command", [[], ["run"], ["doctor"], ["bench"]])
+
+@pytest.mark.parametrize("command", [[], ["run"], ["summary"], ["doctor"], ["bench"]])
 def test_help_has_examples(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*command, "--help"]) == 0
     text = capsys.readouterr().out
@@ -114,7 +116,7 @@ def test_an_option_after_the_script_is_the_script_s_and_is_noted(
 
 
 def test_help_about_a_command_is_the_command_s_own(capsys: pytest.CaptureFixture[str]) -> None:
-    for command in ("run", "profile", "plan", "doctor", "bench"):
+    for command in COMMANDS:
         assert main([command, "--help"]) == 0
         own = capsys.readouterr().out
         assert main(["help", command]) == 0
@@ -154,11 +156,10 @@ print("status", status)
         ("--help", 0),
         ("--version", 0),
         ("rum", 2),
-        *[(f"{command} --help", 0) for command in ("run", "profile", "plan", "doctor", "bench")],
-        *[
-            (f"{command} --no-such-option", 2)
-            for command in ("run", "profile", "plan", "doctor", "bench")
-        ],
+        *[(f"{command} --help", 0) for command in COMMANDS],
+        *[(f"{command} --no-such-option", 2) for command in COMMANDS],
+        ("summary", 2),
+        ("summary missing.json", 2),
         ("run --keep 1GiB train.py", 2),
         ("run --host 1GiB train.py", 2 if torch.__version__.endswith("+cpu") else 0),
         ("run --disk . --keep 2Q train.py", 2),

@@ -319,9 +319,7 @@ def test_summary_comes_after_an_error_too(tmp_path: Path, last: str, outcome: st
 
 
 @pytest.mark.parametrize("name", mostly_long(["SIGINT", "SIGTERM", "SIGTERM twice"], "SIGINT"))
-def test_a_signal_that_comes_while_the_summary_is_made_waits_for_it(
-    tmp_path: Path, name: str
-) -> None:
+def test_one_signal_while_the_summary_is_made_is_ignored(tmp_path: Path, name: str) -> None:
     """By default Ctrl-C raises, as a handler of the script's may: `sys.exit` is what many call."""
     signal_name, _, twice = name.partition(" ")
     write(
@@ -347,9 +345,8 @@ _session.tell = interrupted
     ended = under_stash(["train.py"], tmp_path, "--disk", str(tmp_path))
     assert ended.returncode == 0  # how the script has ended
     assert "KeyboardInterrupt" not in ended.stderr
-    summary, _, after = ended.stderr.partition("handled\n")
-    assert ("backstash: next: " in summary) == (not twice)
-    assert ("SystemExit: 9" in after) == (signal_name == "SIGTERM")
+    assert ("backstash: next: " in ended.stderr) == (not twice)
+    assert ("handled\n" in ended.stderr) == ("SystemExit: 9" in ended.stderr) == bool(twice)
 
 
 STEPS = """
@@ -617,7 +614,7 @@ def test_the_page_has_the_plan_and_what_was_recomputed_and_packed(tmp_path: Path
         classes.append(PlannedClass(name, count, count * each, runs, 0.0, "by hand"))
     Plan(1 << 20, "planned", tuple(classes), plain=StepFigures(1 << 20, 1.0)).save(plan)
     options = ("--disk", ".", "--report", str(page), "--json", str(figures), "--plan", str(plan))
-    done = under_stash(["train.py"], tmp_path, *options)
+    done = under_stash(["train.py"], tmp_path, *options, "--verbose")
     assert done.returncode == 0, done.stderr
     assert done.stdout == start(["train.py"], tmp_path).stdout
     report, stats = embedded(page), json.loads(figures.read_text())["stats"]
@@ -635,4 +632,4 @@ def test_the_page_has_the_plan_and_what_was_recomputed_and_packed(tmp_path: Path
     assert "Made again in backward" in [fact["label"] for fact in report["facts"]]
     assert report["advice"][-1]["code"].startswith("Stash(plan=")
     assert "backstash: recomputed " in done.stderr and "backstash: packed " in done.stderr
-    assert "over a budget of 1.00 MiB" in done.stderr
+    assert "budget=1.00 MiB was exceeded" in done.stderr

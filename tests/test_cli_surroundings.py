@@ -479,12 +479,12 @@ def test_sigterm_is_answered_by_a_summary_and_then_the_script_s_own_end(
 def test_sigterm_while_the_summary_is_made_waits_for_it(tmp_path: Path) -> None:
     """As a launcher sends it to the ranks that are ending because another one has died."""
     script = f"""{FOR_EVER}
-from backstash.cli._ranks import Ranks
-leave = Ranks.leave
-def terminated_and_left(self, record):
+from backstash.cli import _session
+tell = _session.tell
+def terminated(*arguments):
     os.kill(os.getpid(), signal.SIGTERM)
-    return leave(self, record)
-Ranks.leave = terminated_and_left
+    tell(*arguments)
+_session.tell = terminated
 """
     write(tmp_path / "script.py", script)
     ended = subprocess.run(
@@ -596,7 +596,8 @@ print(y.grad.double().sum().item().hex())
 @takes_long
 def test_a_script_with_torch_func_runs_as_it_is(tmp_path: Path) -> None:
     write(tmp_path / "script.py", TRANSFORMS)
-    ended = under_stash(["script.py"], tmp_path, "--disk", ".", "--keep", "0", "--json", "run.json")
+    options = ("--disk", ".", "--keep", "0", "--json", "run.json", "--verbose")
+    ended = under_stash(["script.py"], tmp_path, *options)
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout == start(["script.py"], tmp_path).stdout
     figures = json.loads((tmp_path / "run.json").read_text())

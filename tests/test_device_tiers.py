@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from backstash import Stash
-from backstash import memory as _memory
 from backstash._device.memory import DeviceMemory
 from backstash._runtime.reclaim import ReclaimQueue
 from backstash._tiers.base import LowerTier
@@ -47,16 +46,14 @@ def test_without_host_memory_an_accelerator_has_nothing_below():
 
 
 def test_pools_take_no_more_than_they_leave(monkeypatch):
-    monkeypatch.setattr(_memory, "spare_bytes", lambda: 1001)
+    monkeypatch.setattr("backstash._tiers.device_tiers.spare_bytes", lambda: 1001)
     with stash_on(TwinDevice()) as stash:
         config = stash._config
     del config.pools[:]
     assert config._more_host() == 500
-    config.pools.extend(
-        [SimpleNamespace(slab_bytes=300, wanted=None), SimpleNamespace(slab_bytes=201, wanted=0)]
-    )
+    config.pools.extend([SimpleNamespace(slab_bytes=300), SimpleNamespace(slab_bytes=201)])
     assert config._more_host() == 250
-    config.pools.append(SimpleNamespace(slab_bytes=600, wanted=0))
+    config.pools.append(SimpleNamespace(slab_bytes=600))
     assert config._more_host() == -50, "others have taken what there was"
 
 

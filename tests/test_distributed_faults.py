@@ -4,8 +4,8 @@ Each process runs the script below by `backstash run`, started by `torchrun` or,
 matters, as a launcher starts it but by the test.
 """
 
+import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -24,17 +24,13 @@ SCRIPT = """
 import os, signal, sys, torch
 import torch.distributed as dist
 from backstash import Disk, Stash
-from backstash.launcher import Job, JobDirectory
 
 rank = int(os.environ["RANK"])
 # A store of its own for each attempt: by torchrun's, a restarted process may find addresses of the one before.
 attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
 store = f"file://{os.getcwd()}/store{attempt}"
 dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
-shared = JobDirectory.of(Job.now(), "run").path
-print("shared", shared, shared.is_dir(), flush=True)
-with open(f"shared.{attempt}.{rank}", "w") as file:
-    file.write(f"{shared} {shared.is_dir()}")
+print("begun", flush=True)
 model = torch.nn.parallel.DistributedDataParallel(
     torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.Tanh()) for _ in range(4)))
 )
@@ -62,7 +58,7 @@ class Two:
             "WORLD_SIZE": "2",
             "LOCAL_WORLD_SIZE": "2",
             "MASTER_ADDR": "none",
-            "MASTER_PORT": str(directory),  # which only names the job here
+            "MASTER_PORT": "none",
         }
         run = [
             sys.executable,
@@ -73,6 +69,8 @@ class Two:
             f"{directory}/disk",
             "--keep",
             "0",
+            "--json",
+            f"{directory}/run.json",
             *options,
         ]
         self.processes = [
@@ -110,18 +108,19 @@ class Two:
         self.errors[rank] = process.communicate(timeout=PATIENCE_SECONDS)[1]
         return process.returncode
 
-    def summary(self) -> list[str]:
-        """The lines of the one summary; nothing of the job is left on any disk, nor in shared memory."""
-        _, shared, was_there = self.shared.split()
-        assert was_there == "True" and not os.path.exists(shared)
+    def outcomes(self) -> dict[int, str]:
+        """How each rank ended, of those that wrote it down; nothing of the job is left on any disk."""
         assert list((self.directory / "disk").iterdir()) == []
-        (text,) = (text for text in self.errors if "backstash: rank" in text)
-        return [line for line in text.splitlines() if line.startswith("backstash")]
+        found = {}
+        for path in self.directory.glob("run.rank*.json"):
+            figures = json.loads(path.read_text())
+            found[figures["job"]["rank"]] = figures["outcome"]
+        return found
 
     def begun(self) -> None:
-        """Wait until both have taken a step."""
-        self.shared = self.line(0, "shared")
-        assert self.line(1, "shared") == self.shared
+        """Wait until both have joined the process group."""
+        for rank in range(2):
+            self.line(rank, "begun")
 
 
 def _environment(told: dict[str, str]) -> dict[str, str]:
@@ -143,10 +142,9 @@ def test_sigterm_ends_with_a_summary_and_the_script_s_own_status(tmp_path):
             two.line(rank, "ready")
             two.processes[rank].terminate()
             assert two.wait(rank) == status
-    lines = two.summary()
-    assert "ranks 0-1 of 2: rank 1 ended by exit 3 after " in lines[0]
-    assert [line.split()[-1] for line in lines[2:]] == ["SIGTERM", "3"]
-    assert two.errors[1] == ""  # the other one was the last
+    assert two.outcomes() == {0: "SIGTERM", 1: "exit 3"}
+    assert two.errors[1].startswith("backstash rank 1: the script ended by exit 3 after ")
+    assert "ranks 0-1 of 2: rank 1 ended by exit 3 after " in two.errors[0]  # the last to end
 
 
 @takes_long
@@ -167,8 +165,8 @@ def test_a_rank_whose_disk_is_full(tmp_path):
         assert [two.wait(1), two.wait(0)] == [1, 1]
     assert "StashWarning" in two.errors[1] and "StashWarning" not in two.errors[0]
     assert "StashFullError" in two.errors[1] and "RuntimeError" in two.errors[0]
-    (first, *_) = two.summary()
-    assert "rank 1 ended by StashFullError" in first and "rank 0 ended by " in first
+    assert two.outcomes()[1] == "StashFullError" and two.outcomes()[0].endswith("Error")
+    assert "rank 1 ended by StashFullError" in two.errors[0] + two.errors[1]
 
 
 STEPPING = """
@@ -187,12 +185,12 @@ def test_a_rank_that_is_killed_amid_its_steps(tmp_path, rank):
             two.line(each, "stepping")
         two.processes[rank].kill()
         assert (two.wait(rank), two.wait(1 - rank)) == (-signal.SIGKILL, 1)
-    (first, *_) = two.summary()
-    assert f"rank {rank} died" in first and f"rank {1 - rank} ended by " in first
+    assert list(two.outcomes()) == [1 - rank]
+    assert f"backstash rank {1 - rank}: the script ended by " in two.errors[1 - rank]
 
 
 @takes_long
-def test_both_are_terminated_amid_their_steps_and_one_tells(tmp_path):
+def test_both_are_terminated_amid_their_steps_and_one_prints_a_summary(tmp_path):
     with Two(tmp_path, STEPPING) as two:
         two.begun()
         for each in range(2):
@@ -201,7 +199,8 @@ def test_both_are_terminated_amid_their_steps_and_one_tells(tmp_path):
             process.terminate()
         ended = {two.wait(0), two.wait(1)}
         assert ended <= {-signal.SIGTERM, 1}  # 1: the other one was gone first, in a collective
-    assert "died" not in " ".join(two.summary())
+    assert set(two.outcomes()) == {0, 1}
+    assert "backstash: ranks 0-1 of 2: " in two.errors[0] + two.errors[1]
 
 
 @takes_long
@@ -216,7 +215,7 @@ def test_a_job_that_is_restarted_begins_clean(tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT + textwrap.dedent(then))
     (tmp_path / "disk").mkdir()
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    run = ["-m", "backstash", "run", "--disk", f"{tmp_path}/disk", "--keep", "0", "train.py"]
+    run = ["-m", "backstash", "run", "--disk", f"{tmp_path}/disk", "--json", "run.json", "train.py"]
     ended = subprocess.run(
         [*torchrun, "--max-restarts", "1", "--monitor-interval", "0.1", *run],
         env=_environment({}),
@@ -226,23 +225,12 @@ def test_a_job_that_is_restarted_begins_clean(tmp_path):
         cwd=tmp_path,
     )
     assert ended.returncode == 0, ended.stderr
-    # Not what they printed: lines of processes that share one pipe may come in pieces.
-    shared = [
-        (tmp_path / f"shared.{attempt}.{rank}").read_text().split()
-        for attempt in "01"
-        for rank in "01"
-    ]
-    assert {was_there for _, was_there in shared} == {"True"}
-    directories = [path for path, _ in shared]
-    assert directories[0] == directories[1] != directories[2] == directories[3]
-    assert not any(map(os.path.exists, directories))
     assert list((tmp_path / "disk").iterdir()) == []
-    told = [line for line in ended.stderr.splitlines() if line.startswith("backstash: ")]
-    first, second = (at for at, line in enumerate(told) if "ranks 0-1 of 2" in line)
-    assert "rank 1 died" in told[first]
-    rows = [line.split() for line in told[second:] if re.match(r"backstash: +\d", line)]
-    assert [(row[1], row[-1]) for row in rows] == [("0", "finished"), ("1", "finished")]
-    assert [row[-4] for row in rows] == ["2", "2"]  # steps of this attempt alone
+    found = [json.loads((tmp_path / f"run.rank{rank}.json").read_text()) for rank in range(2)]
+    assert [each["outcome"] for each in found] == ["finished", "finished"]
+    assert [each["steps"]["count"] for each in found] == [2, 2]  # steps of this attempt alone
+    said = [line for line in ended.stderr.splitlines() if line.startswith("backstash: ranks 0-1")]
+    assert said and not any("ended by" in line for line in said)
 
 
 @takes_long

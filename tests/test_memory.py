@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from backstash import Stash
 from backstash.memory import ControlGroup, memory_group, spare_bytes
 
 MIB = 1 << 20
@@ -92,6 +93,22 @@ def test_processes_of_one_launcher_share(
     assert spare_bytes(tmp_path) == 8192 // processes
     monkeypatch.delenv("LOCAL_WORLD_SIZE")
     assert spare_bytes(tmp_path) == 8192
+
+
+def test_auto_is_an_equal_part_for_each_process_of_a_launcher(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("backstash.memory._available_bytes", lambda meminfo: 40 * MIB)
+    monkeypatch.setattr("backstash.memory.memory_group", lambda proc: None)
+    limits = []
+    for processes in ("1", "4"):
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+            monkeypatch.setenv(name, "0")
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", processes)
+        with Stash(keep="auto", disk=tmp_path) as stash:
+            limits.append(stash._session.device_tiers[0].evictor.resident.limit)
+        stash.close()
+    assert limits == [20 * MIB, 5 * MIB]
 
 
 def test_in_a_container_the_mount_is_the_group(tmp_path: Path) -> None:

@@ -248,7 +248,7 @@ def test_every_device_completes_and_follows_the_memory_that_is_free(monkeypatch)
     assert session.device_tiers[0].evictor.eased and second.evictor.eased
     session.try_again()
     assert session.device_tiers[0].evictor.tried == second.evictor.tried == [True]
-    monkeypatch.setattr("backstash.memory.spare_bytes", lambda: 300)
+    monkeypatch.setattr("backstash._core.session.spare_bytes", lambda: 300)
     session.device_tiers[0].evictor.resident.nbytes, second.evictor.resident.nbytes = 101, 50
     session.limit("auto")
     assert [each.evictor.resident.limit for each in session.device_tiers] == [200, 525]

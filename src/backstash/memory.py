@@ -6,13 +6,12 @@ Linux, with control groups of version 1 or 2. Elsewhere only the size of the mac
 from __future__ import annotations
 
 import os
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from .launcher import Job, Shares
+from .launcher import Job
 
-__all__ = ["ControlGroup", "auto_bytes", "memory_group", "spare_bytes"]
+__all__ = ["ControlGroup", "memory_group", "spare_bytes"]
 
 _LIMIT_FILES = {1: "memory.limit_in_bytes", 2: "memory.max"}
 _USAGE_FILES = {1: "memory.usage_in_bytes", 2: "memory.current"}
@@ -60,34 +59,11 @@ def spare_bytes(proc: Path = _PROC) -> int:
     >>> spare_bytes() > 0
     True
     """
-    return _machine_bytes(proc) // Job.now().local_processes
-
-
-def auto_bytes(holder: object, *, held: int, wanted: int | None) -> int:
-    """Return how many bytes ``holder`` may have in all by ``"auto"``: as many as are then left to spare.
-
-    Of several processes that a launcher started on this machine each has its part, and what others of them
-    have said they do not want of theirs.
-
-    Args:
-        holder: what holds the bytes.
-        held: the bytes that it has.
-        wanted: the most that it can use; ``None``: it is not known, or more than it was given.
-    """
-    shares = Shares.of_this_process()
-    if shares is not None:
-        with suppress(OSError):  # the directory was removed, or is full
-            return shares.ask(holder, held=held, wanted=wanted, spare=_machine_bytes(_PROC))
-    return (held + spare_bytes()) // 2
-
-
-def _machine_bytes(proc: Path) -> int:
-    """What this process, or others beside it, can still take."""
     group = memory_group(proc / "self")
     limits = [_available_bytes(proc / "meminfo")]
     if group is not None and group.spare_bytes is not None:
         limits.append(group.spare_bytes)
-    return min(limits)
+    return min(limits) // Job.now().local_processes
 
 
 def _available_bytes(meminfo: Path) -> int:

@@ -94,8 +94,7 @@ class Stash:
         host: bytes of pinned host memory for each accelerator's tensors, what the pool holds idle
             included. ``"auto"``: half of what the machine or its control group can spare, for all
             accelerators together; asked again as it fills. Of several processes that ``torchrun`` started
-            on the machine each takes its share, and lends what its steps do not want of it, as with ``keep``.
-            CPU tensors do not use it.
+            on the machine each takes an equal share, as with ``keep``. CPU tensors do not use it.
         disk: ``None``, a directory, a :class:`Disk`, or ``True`` for the directory on a disk of this machine
             that has the most space. Without one, CPU tensors stay in place.
         policy: ``callable(SavedTensor) -> Action | None``; ``None`` from it means the default.

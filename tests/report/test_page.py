@@ -190,63 +190,6 @@ def test_what_is_not_known_is_not_there(shown):
     page.run("document.querySelector('#stalls tbody tr').click()")
 
 
-def job(*pages):
-    """A report of the ranks 4, 5, ...; ``None``: of that rank nothing is known but its row."""
-    return {
-        "ranks": {
-            "columns": [
-                {"label": "rank", "unit": "text"},
-                {"label": "peak", "unit": "text"},
-                {"label": "moved", "unit": "bytes"},
-                {"label": "ended", "unit": "text"},
-            ],
-            "rows": [
-                [str(rank), "1 GiB", 512 * MIB if page else None, "finished" if page else "died"]
-                for rank, page in enumerate(pages, start=4)
-            ],
-            "pages": pages,
-            "shown": 1,
-        }
-    }
-
-
-def test_of_a_job_the_ranks_are_side_by_side_and_one_is_looked_at(shown):
-    own = [
-        {"facts": [{"label": "Peak", "value": rank, "unit": "count"}], "curve": report()["curve"]}
-        for rank in (4, 5)
-    ]
-    nothing = dict.fromkeys(report().keys() - {"title", "subtitle"})
-    page = shown(**nothing | job(*own, None))
-    assert text(page, "header").split("\n")[-1] == "A subtitle"
-    rows = page.run(
-        "[...document.querySelectorAll('#ranks tr')].map(e => [...e.children].map(e => e.innerText))"
-    )
-    assert rows == [
-        ["rank", "peak", "moved", "ended"],
-        ["rank 4", "1 GiB", "512 MiB", "finished"],
-        ["rank 5", "1 GiB", "512 MiB", "finished"],
-        ["rank 6", "1 GiB", "\u2013", "died"],
-    ]
-    assert text(page, ".fact .value") == "5" and "of rank 5 alone" in text(page, "#ranks")
-    focus(page, "#ranks button")
-    page.press("Enter")
-    assert text(page, ".fact .value") == "4" and "of rank 4 alone" in text(page, "#ranks")
-    assert page.run("document.activeElement.innerText") == "rank 4"
-    assert page.run("document.activeElement.ariaPressed") == "true"
-    assert page.run("document.querySelectorAll('.chart').length") == 1
-    assert page.run("document.querySelectorAll('#ranks button').length") == 2  # none for rank 6
-
-
-def test_the_pages_of_a_job_share_the_limits_of_one_file():
-    columns = [{"label": "module", "unit": "text"}, {"label": "saved", "unit": "bytes"}]
-    rows = [[f"layer{at}", 1] for at in range(20_000)]
-    pages = [{"modules": {"columns": columns, "rows": rows}, "graph": GRAPH} for _ in range(4)]
-    found = data_of(render_page({"title": "train.py", **job(*pages, None)}))["ranks"]["pages"]
-    assert [page and len(page["modules"]["rows"]) for page in found] == [4_001] * 4 + [None]
-    assert found[0]["modules"]["rows"][-1] == ["(16,000 more rows)", 16_000]
-    assert found[3]["graph"].startswith("data:image/svg+xml;base64,")
-
-
 def test_the_curve_has_its_tiers_on_their_side_of_the_line(shown):
     page = shown()
     boxes = page.run(

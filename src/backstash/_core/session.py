@@ -28,7 +28,7 @@ from .._tiers.host_backing import HostCleanup
 from .._tiers.small_steps import SMALL_STEP_BYTES, SmallSteps
 from .._torch.engine import sequence_number
 from ..errors import UsageError
-from ..memory import auto_bytes
+from ..memory import spare_bytes
 from ..policy import MIN_BYTES
 from .controller import Controller
 
@@ -186,16 +186,13 @@ class Session:
             thread_state.may_leave(nbytes, _CPU, self.uses)
 
     def _follow(self, tiers: DeviceTiers) -> None:
-        """With ``keep="auto"``, at each step: half of (free + already kept) memory (see ``auto_bytes``)."""
+        """With ``keep="auto"``, keep half of the free and already kept memory, asked again at each step."""
         if tiers.number in self.planners:
             return
         if self._keep != "auto" or (tiers.device is not None and tiers.device.is_capturing()):
             return
-        resident = tiers.evictor.resident
-        if tiers.device is not None:
-            resident.follow(tiers.device.free_bytes())
-        else:
-            resident.limit = auto_bytes(resident, held=resident.nbytes, wanted=resident.wanted)
+        free = tiers.device.free_bytes() if tiers.device is not None else spare_bytes()
+        tiers.evictor.resident.follow(free)
 
     def complete(self, thread_state: ThreadState) -> None:
         """See :meth:`InflightWrites.complete`."""
@@ -321,8 +318,6 @@ class Session:
                 self.small_steps[tiers.number].begin_step()
                 for thread_state in self.thread_states:
                     thread_state.fitting_storages.clear()
-            if tiers.tier is not None:
-                tiers.tier.begin_step()
         self._due.update(self.planners)
         if self._has_stepped:
             self._check_loaded()  # that of the CPU, where all tensors are an accelerator's, never begins

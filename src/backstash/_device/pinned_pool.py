@@ -83,9 +83,6 @@ class PinnedPool:
     def __init__(self, budget: int | Callable[[], int] | None, pins: Pins) -> None:
         self._more = budget if callable(budget) else None
         self.budget = budget() if callable(budget) else budget
-        self.wanted: int | None = None
-        """The most bytes that a step can use; ``None`` where that is not known, or more than the budget was."""
-        self._steps, self._refused = 0, False
         self._unasked_bytes = 0  # that were wanted in vain since the function was last asked
         self._pins = pins
         self._slabs: list[_Slab] = []
@@ -150,7 +147,6 @@ class PinnedPool:
                 self.trim()  # empty slabs of sizes that are no longer asked for
             size = min(size, (self.budget - self.slab_bytes) // PAGE_BYTES * PAGE_BYTES)
             if size < least:
-                self._refused = True
                 return None
         try:
             memory = mapped(size)
@@ -170,19 +166,6 @@ class PinnedPool:
         self._slabs.append(slab)
         self.slab_peak_bytes = max(self.slab_peak_bytes, self.slab_bytes)
         return slab
-
-    def begin_step(self) -> None:
-        """A step begins: see what a whole one used, and where the budget follows what there is, ask anew.
-
-        That is asked for what was not enough, and where what is wanted has changed.
-        """
-        before, self._steps = self.wanted, self._steps + 1
-        # The first call is before a step, and the second after one.
-        known = self._steps > 1 and not self._refused
-        self.wanted = self.slab_bytes + _SLAB_BYTES if known else None
-        self._refused = False
-        if self._more is not None and (self.wanted is None or self.wanted != before):
-            self.budget = self.slab_bytes + max(0, self._more())
 
     def _pinned(self, size: int, least: int, refusal: str) -> Tensor | None:
         """In place of memory that could not be pinned, some that is: of a size near to ``size``."""
@@ -210,8 +193,6 @@ class PinnedPool:
         if self._more is None or self.budget is None:
             return
         self._unasked_bytes += nbytes
-        if self.wanted is not None and self.slab_bytes + nbytes > self.wanted:
-            self.wanted = None
         if nbytes <= self.budget - self.slab_bytes or self._unasked_bytes >= _SLAB_BYTES:
             self._unasked_bytes = 0
             self.budget = self.slab_bytes + max(0, self._more())

@@ -59,9 +59,6 @@ class LowerTier(ABC):
         begun then.
         """
 
-    def begin_step(self) -> None:  # noqa: B027
-        """A step begins: a budget that follows what there is may be asked for anew."""
-
     def poll(self) -> None:
         """Send on what has come part of its way."""
         return None

@@ -17,7 +17,7 @@ from .._runtime.reclaim import Cleanup, Ledger, ReclaimQueue
 from .._runtime.trace import EventLog
 from .._runtime.workers import Work, Workers
 from .._saved.block import Block
-from ..memory import auto_bytes
+from ..memory import spare_bytes
 from ..stores import Store
 from ..stores._buffer_pool import BufferPool
 from .ahead import AheadSet, ViewServer
@@ -197,10 +197,7 @@ class TierConfig:
 
     def _more_host(self) -> int:
         """Bytes that all pools together may have beyond what they have: then as much is left to spare."""
-        held = sum(pool.slab_bytes for pool in self.pools)
-        wanted = [pool.wanted for pool in self.pools]
-        most = None if None in wanted else sum(filter(None, wanted))
-        return auto_bytes(self.event_log, held=held, wanted=most) - held
+        return (spare_bytes() - sum(pool.slab_bytes for pool in self.pools)) // 2
 
     def tiers_of(self, device: torch.device, number: int) -> DeviceTiers | str:
         """The tiers of an accelerator, or the reason why it has none."""

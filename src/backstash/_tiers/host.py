@@ -157,10 +157,6 @@ class HostTier(LowerTier):
             ahead=ahead,
         )
 
-    def begin_step(self) -> None:
-        """See :meth:`LowerTier.begin_step`."""
-        self.pool.begin_step()
-
     def poll(self) -> None:
         """See :meth:`LowerTier.poll`: to the device what has come from disk."""
         self.device.sweep()

@@ -123,13 +123,6 @@ class ResidentSet:
         half = (self.nbytes + free_bytes) // 2
         self.limit = half if self._ceiling is None else min(half, self._ceiling)
 
-    @property
-    def wanted(self) -> int | None:
-        """The most bytes that a step can use; ``None`` where that is not known, or more than the limit was."""
-        if self.limit is None or not self.peak_bytes or self.peak_bytes > self.limit * 9 // 10:
-            return None
-        return self.peak_bytes * 5 // 4
-
     def halve(self) -> int | None:
         """The device ran out of memory: keep half of what was kept from now on, at most.
 

@@ -1,4 +1,4 @@
-"""The command line: ``backstash run``, ``profile``, ``plan``, ``doctor`` and ``bench``.
+"""The command line: ``backstash run``, ``summary``, ``profile``, ``plan``, ``doctor`` and ``bench``.
 
 Each command is a module that is imported when it is asked for, so that ``--help`` does not wait
 for torch.
@@ -16,6 +16,7 @@ __all__ = ["main"]
 
 _COMMANDS = {
     "run": "a training script, unmodified, under a stash",
+    "summary": "the ranks of a job side by side, from the files that `run --json` wrote",
     "profile": "what a training script saves for backward, and what each budget would cost",
     "plan": "what each budget for a training script's memory would cost, from a few real steps",
     "doctor": "what this machine offers, and the Stash(...) line that suits it",
@@ -42,6 +43,7 @@ examples:
   backstash plan train.py                     what would each budget for its memory cost?
   backstash run --budget 6GiB train.py        run train.py within 6 GiB of memory
   backstash run --disk /scratch train.py      run train.py with its saved tensors on disk
+  backstash summary run.rank*.json            the ranks of a job side by side
   backstash run --keep 2GiB --disk /scratch -m package.train --epochs 3
 """
 

@@ -1,72 +1,66 @@
-"""What is printed and written when a run has ended: of one process, or of all ranks of its machine at once."""
+"""Print the summary of a run that has ended, and write its files."""
 
 from __future__ import annotations
 
-import functools
 import json
-from collections.abc import Callable
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 from ..launcher import Job
-from ._job_page import job_page
 from ._job_summary import job_summary
-from ._ranks import DIED, Record
+from ._rank_files import of_this_machine, pattern
 from ._say import say
 from ._summary import summary
 
-__all__ = ["as_json", "tell", "write"]
+__all__ = ["tell", "undisturbed", "write"]
 
 
-def tell(plan: dict[str, Any], job: Job, records: dict[int, Record]) -> None:
-    """Print the summary, and write what is about all of ``records``, as far as the plan says.
+def tell(
+    plan: dict[str, Any],
+    job: Job,
+    figures: dict[str, Any],
+    page: Callable[[], dict[str, Any]] | None,
+) -> None:
+    """Write this process's files and print its summary, as far as the plan says.
 
     Args:
         plan: the options of ``backstash run``.
         job: of this process.
-        records: by rank, what each has left, as :meth:`Ranks.leave` returns it.
+        figures: of this process, as its JSON has them.
+        page: returns this process's page, for :func:`backstash.report.render_page`; ``None``: none is wanted.
     """
-    known = {rank: each for rank, each in records.items() if each["figures"] is not None}
-    if len(records) > 1:
-        _tell_all(plan, job, records, known)
-    elif known and not plan["quiet"]:
-        figures, verbose = known[job.rank]["figures"], plan["verbose"]
-        say(summary(figures, plan["compare"], job.label, verbose=verbose))
-    if plan["report"] is not None and any("page" in each for each in known.values()):
+    if plan["json"] is not None:
+        write("json", job.file(plan["json"]), lambda: json.dumps(figures, indent=2) + "\n")
+    if not plan["quiet"]:
+        say(_summary(plan, job, figures))
+    if page is not None:
         from ..report import render_page
 
-        page = job_page(job, records)
-        path = job.common_file(plan["report"], list(records))
-        write("report", path, lambda: render_page(page))
+        write("report", job.file(plan["report"]), lambda: render_page(page()))
 
 
-def _tell_all(
-    plan: dict[str, Any],
-    job: Job,
-    records: dict[int, Record],
-    known: dict[int, Record],
-) -> None:
-    if not plan["quiet"]:
-        say(job_summary(job, records, verbose=plan["verbose"]))
-    if plan["json"] is None or not known:
-        return
-    for rank, record in known.items():
-        if record["outcome"] == DIED:  # else it has written its own
-            write(
-                "json", job.file(plan["json"], rank), functools.partial(as_json, record["figures"])
-            )
-    everything = {
-        "processes": job.processes,
-        "ranks": [
-            {"rank": rank, "outcome": record["outcome"], **(record["figures"] or {})}
-            for rank, record in records.items()
-        ],
-    }
-    write("json", job.common_file(plan["json"], list(records)), lambda: as_json(everything))
+def _summary(plan: dict[str, Any], job: Job, figures: dict[str, Any]) -> str:
+    """The text for stderr: of all ranks of this machine where their files are there, else of this one.
 
-
-def as_json(figures: dict[str, Any]) -> str:
-    """``figures`` as the text of a file."""
-    return json.dumps(figures, indent=2) + "\n"
+    A rank looks when it has written its own file, and waits for nobody. So the last one finds all files, and
+    two that end at the same moment may both find them.
+    """
+    own = summary(figures, plan["compare"], job.label, verbose=plan["verbose"])
+    if job.processes == 1:
+        return own
+    how = "--json FILE writes the figures of each, and `backstash summary` compares them"
+    if plan["json"] is not None:
+        how = f"`backstash summary {pattern(plan['json'])}`"
+        found = of_this_machine(plan["json"], job, figures)
+        if len(found) == job.local_processes > 1:
+            return job_summary(found, verbose=plan["verbose"])
+        if job.local_processes > 1 and not plan["verbose"]:
+            own = own.splitlines()[0]
+    return f"{own}\n{job.label}: all ranks: {how}" if job.local_rank == 0 else own
 
 
 def write(option: str, path: str, text: Callable[[], str]) -> None:
@@ -76,3 +70,29 @@ def write(option: str, path: str, text: Callable[[], str]) -> None:
             file.write(text())
     except OSError as error:
         say(f"backstash run: --{option.replace('_', '-')}: {error}")
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Ignore one SIGINT, and one SIGTERM that the script handles, while the summary is made.
+
+    Launchers send them to ranks that are ending already, and a handler that raises would end the summary in its
+    middle. A second signal of a kind is handled as before.
+    """
+    handlers: dict[int, Any] = {}
+
+    def ignore_once(number: int, frame: FrameType | None) -> None:
+        signal.signal(number, handlers[number])
+
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM):
+            handler = signal.getsignal(number)
+            if callable(handler):  # neither the system's nor ignored
+                handlers[number] = handler
+                signal.signal(number, ignore_once)
+    try:
+        yield
+    finally:
+        for each, handler in handlers.items():
+            if signal.getsignal(each) is ignore_once:
+                signal.signal(each, handler)

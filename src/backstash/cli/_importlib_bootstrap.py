@@ -137,25 +137,14 @@ class _Run:
         if os.getpid() != self._pid:
             return
         if self._refused:
-            self._leave("exit 2")
-        elif self._session is not None:
+            return
+        if self._session is not None:
             try:
                 self._session.end(self._outcome)
             except Exception as problem:  # how the script ended must not depend on the summary
                 self._say(f"backstash: no summary: {problem!r}")
-                self._leave(self._outcome)
-        else:
-            if not self._plan["quiet"]:
-                self._say("backstash: the script did not import torch, nothing was held")
-            self._leave(self._part("cli._verdict").NO_TORCH)
-
-    def _leave(self, outcome: str) -> None:
-        """Of several ranks, one that held nothing: the others' summary is printed if it is the last."""
-        if self._plan.get("ranks"):
-            ranks = self._part("cli._ranks").Ranks(self._plan)
-            records = ranks.leave({"figures": None, "outcome": outcome})
-            if records is not None and len(records) > 1:
-                self._part("cli._ending").tell(self._plan, ranks.job, records)
+        elif not self._plan["quiet"]:
+            self._say("backstash: the script did not import torch, nothing was held")
 
     def _part(self, name: str) -> Any:
         self._package = self._package or _import_own(self._plan["root"])

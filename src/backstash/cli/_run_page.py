@@ -30,6 +30,7 @@ def run_page(
     saved = line.saved_peak_bytes if line.events else None
     return {
         "title": _title(figures["script"]),
+        **_rank(figures["job"]),
         "command": figures["command"],
         "made": _made(figures),
         "facts": _facts(figures, line, other),
@@ -42,6 +43,13 @@ def run_page(
 
 def _title(script: list[str]) -> str:
     return script[1] if script[0] == "-m" else os.path.basename(script[0])
+
+
+def _rank(job: dict[str, int]) -> dict[str, str]:
+    """Which process of a job the page is of, where there are several."""
+    if job["processes"] == 1:
+        return {}
+    return {"subtitle": f"Rank {job['rank']} of a job of {job['processes']} processes"}
 
 
 def _made(figures: dict[str, Any]) -> str:

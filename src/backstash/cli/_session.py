@@ -7,8 +7,8 @@ import signal
 import statistics
 import threading
 import time
-from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import asdict
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -16,19 +16,17 @@ import torch
 
 from .. import Disk, Stash, StashError
 from ..errors import UsageError
-from ..launcher import Job, Shares
+from ..launcher import Job
 from ..report import StepMarks
 from ..units import in_bytes
 from ._allocator import is_loaded
 from ._arguments import without_accelerator
-from ._ending import as_json, tell, write
+from ._ending import tell, undisturbed, write
 from ._live import Live
 from ._machine import machine, versions
-from ._ranks import DIED, Ranks
 from ._recompute import RecomputedModules, recompute_of
 from ._resident import resident_bytes, resident_peak_bytes
 from ._selective import SelectiveCheckpoints
-from ._signals_later import SignalsLater
 from ._sigterm import BeforeTermination
 from ._summary import Resident
 from ._threads import Threads
@@ -71,11 +69,8 @@ class Session:
             if torch.accelerator.current_accelerator() is None:
                 raise UsageError(without_accelerator(plan["host"]))
         self._plan = plan
-        self._ranks = Ranks(plan)
-        self._job = self._ranks.job
+        self._job = Job(**plan["job"])
         self._notes = list(_notes(plan["allocator"]["kind"]))
-        if plan["alone"] is not None:
-            self._notes.append(plan["alone"])
         if plan["scratch"] is not None:
             self._notes.append(plan["scratch"])
         self._versions = versions() | {"torch": torch.__version__}
@@ -119,13 +114,11 @@ class Session:
         self._ended = False
         self._ending = threading.Lock()
         self._before_termination = BeforeTermination(self._terminated)
-        self._ranks.note(lambda: self._figures(DIED))
         self._threads = Threads(self._stash)  # last, so that our own threads do not enter the stash
 
     def _stepped(self) -> None:
         if self._line is not None and len(self._marks.moments) >= _RECORDED_STEPS:
             self._line.remove()
-        self._ranks.note(lambda: self._figures(DIED))
 
     def end(self, outcome: str) -> None:
         """Leave the stash; print the summary on stderr and write the JSON, as far as the plan says.
@@ -134,7 +127,7 @@ class Session:
             outcome: how the script has ended; it is only named in the figures.
         """
         try:
-            with SignalsLater(), self._ending:
+            with undisturbed(), self._ending:
                 if not self._ended:
                     self._ended = True
                     with suppress(
@@ -150,10 +143,7 @@ class Session:
         with self._ending:
             if not self._ended:
                 self._ended = True
-                try:
-                    self._tell(signal.SIGTERM.name)
-                finally:  # what ends a process otherwise is not called
-                    Shares.leave_all()
+                self._tell(signal.SIGTERM.name)
 
     def _tell(self, outcome: str) -> None:
         self._threads.remove()
@@ -180,22 +170,20 @@ class Session:
         if planned is not None:
             figures["plan"] = planned.as_dict()
             if self._plan["save_plan"] is not None:
-                self._write("save_plan", lambda: planned.text())
-        if self._plan["json"] is not None:
-            self._write("json", lambda: as_json(figures))
-        record = {"figures": figures, "outcome": outcome}
-        if self._line is not None:
-            record["page"] = self._page(figures, self._line)
-        records = self._ranks.leave(record)
-        if records is not None:  # else the last rank of this machine to end tells of all
-            tell(self._plan, self._job, records)
+                path = self._job.file(self._plan["save_plan"])
+                write("save_plan", path, lambda: planned.text())
+        line = self._line
+        page = None if line is None else lambda: self._page(figures, line)
+        tell(self._plan, self._job, figures, page)
 
-    def _figures(self, outcome: str, seconds: float | None = None) -> dict[str, Any]:
-        """What the JSON of this process has, as of now."""
+    def _figures(self, outcome: str, seconds: float) -> dict[str, Any]:
+        """What the JSON of this process has."""
         return {
             "command": " ".join([self._plan["command"], shlex.join(self._arguments)]).rstrip(),
             "outcome": outcome,
-            "seconds": time.perf_counter() - self._started if seconds is None else seconds,
+            "seconds": seconds,
+            "ended_unix_seconds": time.time(),
+            "job": asdict(self._job),
             "steps": _steps(self._marks),
             "stats": self._stash.stats().as_json(),
             "resident": Resident(self._resident_start_bytes, resident_peak_bytes()).as_dict(),
@@ -217,10 +205,6 @@ class Session:
             page["graph"] = self._graph.svg
             page["notes"] = [*page.get("notes", ()), *filter(None, [self._graph.note])]
         return page
-
-    def _write(self, option: str, text: Callable[[], str]) -> None:
-        """To this process's own file."""
-        write(option, self._job.file(self._plan[option]), text)
 
 
 def _steps(marks: StepMarks) -> dict[str, Any]:

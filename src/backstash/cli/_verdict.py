@@ -6,13 +6,11 @@ from typing import Any
 
 from ..units import format_bytes
 
-__all__ = ["CHILDREN", "GOOD_ENDS", "NO_TORCH", "largest", "only_line", "step_line", "verdict"]
+__all__ = ["CHILDREN", "GOOD_ENDS", "largest", "only_line", "step_line", "verdict"]
 
 _WORTH_MOVING = 0.05  # of the peak: less is within what two runs of one script differ by
 GOOD_ENDS = ("finished", "exit 0", "SIGTERM")
 """How a script ends where nothing failed; the last is no error of the script's."""
-NO_TORCH = "no torch"
-"""The outcome of a script that has ended and did not import torch."""
 CHILDREN = (
     "processes that the script starts are not held; if they do the training, put the launcher in front: "
     "torchrun ... -m backstash run ... SCRIPT"

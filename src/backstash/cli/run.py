@@ -7,6 +7,7 @@ import json
 import os
 import shlex
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,6 @@ from ._arguments import (
 )
 from ._launch import check, replace_process, split
 from ._machine import is_torch_of_cpu_alone
-from ._ranks import join
 from ._say import say
 
 __all__ = ["main"]
@@ -58,10 +58,10 @@ other figures). Where the script failed it is one line.
 Options come before SCRIPT; all that follows SCRIPT belongs to it. A SIZE is bytes, or has a unit:
 512MiB, 2GB. The stash holds what the script's forward passes save, in all its threads. Processes
 that the script starts run under plain Python. Put a launcher in front (torchrun ... -m backstash run
-... SCRIPT): each of its processes then has these budgets for itself, and the last one to end prints one
-summary of all on its machine. --json and --save-plan write a file for each rank (FILE.rank0), --json and
---report also one of all. --budget, --keep, --host, --disk and --max-bytes may differ by rank:
---keep 0:4GiB,1-3:2GiB.
+... SCRIPT): each of its processes then has these budgets for itself. --json, --report and --save-plan
+write a file for each rank (run.rank0.json). With --json the last rank of a machine prints one summary of
+all; so does `backstash summary run.rank*.json` at any time. --budget, --keep, --host, --disk and
+--max-bytes may differ by rank: --keep 0:4GiB,1-3:2GiB.
 """
 _EXAMPLES = """\
 examples:
@@ -113,7 +113,7 @@ def main(arguments: Sequence[str]) -> int:
     except LookupError as error:
         parser.error(str(error.args[0]))
     own = list(arguments[: len(arguments) - len(rest) + 1])  # as far as SCRIPT
-    plan = {**_plan(options, own, is_module, rest[0], allocator), **join(Job.now())}
+    plan = _plan(options, own, is_module, rest[0], allocator)
     replace_process(plan, rest[1:], allocator.environment)
 
 
@@ -255,7 +255,7 @@ def _budget(text: str) -> int | str:
 def _figures(text: str) -> dict[str, Any]:
     """The figures to compare with, from the JSON of another run."""
     try:
-        found = _of_this_rank(json.loads(Path(text).expanduser().read_text(encoding="utf-8")))
+        found = json.loads(_own_file(os.path.expanduser(text)).read_text(encoding="utf-8"))
         return {
             "file": text,
             "command": str(found["command"]),
@@ -264,17 +264,16 @@ def _figures(text: str) -> dict[str, Any]:
             "steps": {"median_seconds": found.get("steps", {}).get("median_seconds")},
             "devices": {str(name): int(peak) for name, peak in found.get("devices", {}).items()},
         }
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, StopIteration):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         raise argparse.ArgumentTypeError(
             f"{text!r} is not the figures of a run; allowed: a file that `backstash run --json` wrote"
         ) from None
 
 
-def _of_this_rank(found: dict[str, Any]) -> dict[str, Any]:
-    """Of a whole job's figures those of this process's rank."""
-    if "ranks" not in found:
-        return found
-    return next(each for each in found["ranks"] if each["rank"] == Job.now().rank)
+def _own_file(path: str) -> Path:
+    """Of a file that each rank of an earlier job wrote, this rank's; else the file itself."""
+    own = Path(Job.now().file(path))
+    return own if own.is_file() else Path(path)
 
 
 def _check(parser: Parser, options: argparse.Namespace) -> None:
@@ -306,10 +305,13 @@ def _check_planned(parser: Parser, options: argparse.Namespace) -> None:
         given.append("--keep")
     if len(given) > 1:
         parser.error(f"{' and '.join(given)} exclude one another; give one of them")
-    if options.plan is not None and os.path.isfile(own := Job.now().file(options.plan)):
-        options.plan = own  # --save-plan wrote one for each rank
-    elif options.plan is not None and not os.path.isfile(options.plan):
-        parser.error(f"--plan {options.plan}: no such file; allowed: one that --save-plan wrote")
+    if options.plan is not None:
+        own = _own_file(options.plan)
+        if not own.is_file():
+            parser.error(
+                f"--plan {options.plan}: no such file; allowed: one that --save-plan wrote"
+            )
+        options.plan = str(own)
     if options.strict and not {"--budget", "--plan"} & set(given):
         parser.error("--strict is of a budget; give --budget SIZE as well")
     if not given and options.disk is None and options.host is None:
@@ -338,6 +340,7 @@ def _plan(
     sizes = ("keep", "host", "max_bytes", "min_bytes", "inflight", "prefetch")
     return {name: getattr(options, name) for name in ("disk", *sizes)} | {
         "name": "run",
+        "job": asdict(Job.now()),
         "session": "_session",
         "target": target,
         "is_module": is_module,

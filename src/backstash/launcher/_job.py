@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -71,19 +71,9 @@ class Job:
         """
         if self.processes == 1:
             return path
-        return _beside(path, f"rank{self.rank if rank is None else rank}")
-
-    def common_file(self, path: str, ranks: Collection[int]) -> str:
-        """Return the path of a file about ``ranks``: ``path`` where these are all of the job.
-
-        >>> Job(0, 0, 8, 4).common_file("out.json", [0, 1, 2, 3])
-        'out.ranks0-3.json'
-        """
-        if len(ranks) == self.processes:
-            return path
-        if len(ranks) == 1:
-            return self.file(path, next(iter(ranks)))
-        return _beside(path, f"ranks{numbers(ranks)}")
+        whole = Path(path)
+        own = f"{whole.stem}.rank{self.rank if rank is None else rank}{whole.suffix}"
+        return str(whole.with_name(own))
 
 
 def rank_told() -> int | None:
@@ -109,11 +99,6 @@ def numbers(ranks: Iterable[int]) -> str:
         else:
             ranges.append([rank, rank])
     return ",".join(f"{a}-{b}" if a < b else f"{a}" for a, b in ranges)
-
-
-def _beside(path: str, what: str) -> str:
-    whole = Path(path)
-    return str(whole.with_name(f"{whole.stem}.{what}{whole.suffix}"))
 
 
 def _numbers(names: tuple[str, ...]) -> list[int] | None:

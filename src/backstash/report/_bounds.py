@@ -22,19 +22,14 @@ _CHANGES = ("memory", "down", "packed", "recomputed")  # by module
 _SUMMED = ("bytes", "count", "seconds", "share")
 
 
-def bounded(report: Mapping[str, Any], among: int = 1) -> dict[str, Any]:
-    """A copy of ``report`` with its tables, curves and lists cut to the limits, and notes that say so.
-
-    Args:
-        report: of one page.
-        among: how many pages share the file. Each has its part of the rows and of the moves.
-    """
+def bounded(report: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of ``report`` with its tables, curves and lists cut to the limits, and notes that say so."""
     cut = {key: value for key, value in report.items() if value}
     notes = list(cut.get("notes", ()))
     if "curve" in cut:
         cut["curve"] = _thinned(cut["curve"], notes)
     if "modules" in cut:
-        cut["modules"] = _shortened(cut["modules"], cut.get("curve"), notes, among)
+        cut["modules"] = _shortened(cut["modules"], cut.get("curve"), notes)
     for name in ("stalls", "advice"):
         if len(cut.get(name, ())) > _LISTED:
             notes.append(f"Of {len(cut[name]):,} {name}, the first {_LISTED} are shown.")
@@ -89,22 +84,21 @@ def _kept(seconds: Sequence[float], memory: Sequence[int], below: Sequence[int])
 
 
 def _shortened(
-    modules: Mapping[str, Any], curve: Mapping[str, Any] | None, notes: list[str], among: int
+    modules: Mapping[str, Any], curve: Mapping[str, Any] | None, notes: list[str]
 ) -> dict[str, Any]:
     columns, rows = modules["columns"], list(modules["rows"])
     cut = {key: value for key, value in modules.items() if key not in ("rows", "lives")}
     if len(columns) > 1 and columns[1]["unit"] in _SUMMED:
         rows.sort(key=lambda row: -(row[1] or 0))
-    most = _ROWS // among
-    if len(rows) > most:
-        rest = rows[most:]
+    if len(rows) > _ROWS:
+        rest = rows[_ROWS:]
         notes.append(
-            f"Of {len(rows):,} rows the first {most:,} are shown; the last row adds up the others."
+            f"Of {len(rows):,} rows the first {_ROWS:,} are shown; the last row adds up the others."
         )
-        rows[most:] = [_added_up(columns, rest)]
+        rows[_ROWS:] = [_added_up(columns, rest)]
     cut["rows"] = [[_short(each) for each in row] for row in rows]
     if curve and modules.get("lives"):
-        cut["lives"] = _gathered(modules["lives"], curve["seconds"], notes, _MOVES // among)
+        cut["lives"] = _gathered(modules["lives"], curve["seconds"], notes)
     return cut
 
 
@@ -123,14 +117,14 @@ def _short(value: Any) -> Any:
 
 
 def _gathered(
-    lives: Mapping[str, Any], seconds: Sequence[float], notes: list[str], most: int
+    lives: Mapping[str, Any], seconds: Sequence[float], notes: list[str]
 ) -> dict[str, Any]:
     """Moves added up by path and point of the curve; if they are too many, deep paths by their parents."""
     points = [max(0, bisect_right(seconds, each) - 1) for each in lives["seconds"]]
     paths = [_short(path) for path in lives["paths"]]
     depth = max((path.count(".") for path in paths), default=0) + 1
     full = depth
-    while len(sums := _sums_of(paths, points, lives, depth)) > most and depth > 1:
+    while len(sums := _sums_of(paths, points, lives, depth)) > _MOVES and depth > 1:
         depth -= 1
     if depth < full:
         notes.append(

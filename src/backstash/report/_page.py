@@ -49,10 +49,6 @@ def render_page(report: Mapping[str, Any]) -> str:
               and what it does with each class.
             - ``stalls``: ``[{"seconds", "duration", "module", "what"}]``, the longest first.
             - ``advice``: ``[{"text", "code"}]``, with a button to copy ``code``; ``notes``: sentences.
-            - ``ranks``: of several processes, ``{"columns": [{"label", "unit"}], "rows": [[rank, ...], ...],
-              "pages": [{...}, ...], "shown"}``: for each row a report of its own, with what is listed here,
-              or ``None``; the row ``shown`` is opened first. Then nothing else but the first line of this list
-              is shown of the report around it.
             - ``graph``: SVG text, shown as an image, so that no script in it can run.
 
     Raises:
@@ -74,16 +70,12 @@ def render_page(report: Mapping[str, Any]) -> str:
     return "".join(values[piece] if at % 2 else piece for at, piece in enumerate(pieces))
 
 
-def _data(report: Mapping[str, Any], among: int = 1) -> dict[str, Any]:
-    """``report`` within the limits of one of ``among`` pages of a file, its picture as an address."""
-    data = bounded(report, among)
-    graph, ranks = data.pop("graph", None), data.get("ranks")
+def _data(report: Mapping[str, Any]) -> dict[str, Any]:
+    """``report`` within the limits of a page, its picture as an address."""
+    data = bounded(report)
+    graph = data.pop("graph", None)
     if graph:
         data["graph"] = "data:image/svg+xml;base64," + base64.b64encode(graph.encode()).decode()
-    if ranks:
-        pages = ranks["pages"]
-        own = [None if page is None else _data(page, among=len(pages)) for page in pages]
-        data["ranks"] = {**ranks, "pages": own}
     return data
 
 

@@ -2,9 +2,8 @@
 
 // The page, from the data that is in it.
 
-const whole = JSON.parse(document.getElementById("report").textContent);
-// What is drawn below the header: the report, or where it is of several ranks, that of one of them.
-let report = whole, chart = null, table = null;
+const report = JSON.parse(document.getElementById("report").textContent);
+let chart = null, table = null;
 
 function section(id, title, ...children) {
   return element("section", { id, "aria-labelledby": `${id}-title` }, element("h2", { id: `${id}-title` }, title), ...children);
@@ -13,33 +12,10 @@ function section(id, title, ...children) {
 function header() {
   return element("header", {},
     element("p", { class: "over" }, "backstash report"),
-    element("h1", {}, whole.title || "report"),
-    whole.subtitle ? element("p", { class: "subtitle" }, whole.subtitle) : null,
-    whole.command ? copyable(whole.command) : null,
-    whole.made ? element("p", { class: "faint" }, whole.made) : null);
-}
-
-// The ranks of a job side by side. The button of one shows its own report below.
-function ranks(shownRank) {
-  const { columns, rows, pages } = whole.ranks;
-  const cell = (value, { unit }, at, rank) => {
-    const text = value === null ? "–" : shown(value, unit);
-    if (at > 0) return element("td", { class: unit === "text" ? undefined : "number" }, text);
-    return element("th", { scope: "row" }, pages[rank]
-      ? element("button", { type: "button", "aria-pressed": String(rank === shownRank), onclick: () => chooseRank(rank) }, `rank ${text}`)
-      : `rank ${text}`);
-  };
-  const body = rows.map((row, rank) => element("tr", { class: rank === shownRank ? "chosen" : undefined },
-    ...row.map((value, at) => cell(value, columns[at], at, rank))));
-  const head = columns.map(({ label, unit }) => element("th", { scope: "col", class: unit === "text" ? undefined : "number" }, label));
-  return section("ranks", "Rank by rank", element("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "Rank by rank" },
-    element("table", {}, element("thead", {}, element("tr", {}, ...head)), element("tbody", {}, ...body))),
-    element("p", { class: "faint keys" }, `What follows is of rank ${rows[shownRank][0]} alone.`));
-}
-
-function chooseRank(rank) {
-  draw(rank);
-  document.querySelectorAll("#ranks tbody tr")[rank].querySelector("button").focus();
+    element("h1", {}, report.title || "report"),
+    report.subtitle ? element("p", { class: "subtitle" }, report.subtitle) : null,
+    report.command ? copyable(report.command) : null,
+    report.made ? element("p", { class: "faint" }, report.made) : null);
 }
 
 function facts() {
@@ -187,12 +163,9 @@ function notes() {
   return section("notes", "What to know about these figures", element("ul", {}, ...report.notes.map((note) => element("li", {}, note))));
 }
 
-function draw(rank) {
-  report = whole.ranks ? whole.ranks.pages[rank] : whole;
-  chart = table = null;
+function draw() {
   const parts = [
     header(),
-    whole.ranks && ranks(rank),
     report.facts && facts(),
     report.split && report.split.parts.some((part) => part.bytes > 0) && split(),
     report.plan && plan(),
@@ -208,5 +181,5 @@ function draw(rank) {
   if (table) table.draw();
 }
 
-document.title = `${whole.title || "report"} – backstash`;
-draw(whole.ranks ? whole.ranks.shown : 0);
+document.title = `${report.title || "report"} – backstash`;
+draw();
