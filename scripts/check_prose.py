@@ -2,9 +2,9 @@
 
     python scripts/check_prose.py
 
-Print the ten worst faults, and exit with status 1 if there are any. A fault is a sentence of more than 40 words,
-a page of more than 1,500 words, or a word that this project used in a meaning of its own. ``tests/test_docs.py``
-runs the same check with a list of exceptions.
+Print the ten worst faults, and exit with status 1 if there are any. A fault is a sentence of more than 40
+words, a page of more than 1,500 words, or a word that this project used in a meaning of its own.
+``tests/test_docs.py`` runs the same check with a list of exceptions.
 """
 
 import ast
