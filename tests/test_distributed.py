@@ -1,6 +1,8 @@
 """Processes under DDP, FSDP2, pipelines, tensor and context parallelism, on gloo: see distributed_worker.py,
 tensor_parallel_worker.py and context_parallel_worker.py."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -89,3 +91,35 @@ def test_what_a_collective_still_fills_is_waited_for_before_it_is_copied(tmp_pat
     out.sum().backward()
     assert stash.stats().eligible_bytes == 64 * 4
     assert torch.equal(w.grad, torch.full((64,), 3.0))
+
+
+LOCAL_PART = """
+import sys
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, init_device_mesh
+from backstash import Stash
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+mesh = init_device_mesh("cpu", (1,))
+weight = nn.Parameter(DTensor.from_local(torch.randn(64, 64), mesh, [Replicate()]))
+for is_transposed in (False, True):
+    with Stash(disk=sys.argv[1], keep=0, min_bytes=1) as stash:
+        x = torch.randn(8, 64, requires_grad=True) * 2
+        local = weight.to_local()
+        y = x @ local.t() if is_transposed else x @ local
+        stats = stash.stats()
+        y.sum().backward()
+    assert stats.written_bytes == stats.eligible_bytes == x.nbytes, stats
+    stash.close()
+dist.destroy_process_group()
+"""
+
+
+@needs_gloo
+def test_the_local_part_of_a_parameter_stays_outside_of_modules_too(tmp_path):
+    """``F.linear(x, weight.to_local())``: the parameter holds the memory, so that moving it frees nothing."""
+    command = [sys.executable, "-c", LOCAL_PART, str(tmp_path)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0, ended.stderr

@@ -303,6 +303,23 @@ def test_a_buffer_that_a_step_replaces_is_what_the_last_step_made_it() -> None:
     check(run, {"schedule": Binomial(3)})
 
 
+def test_buffers_that_cannot_be_written_stay() -> None:
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("mask", torch.ones(1).expand(8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.mask
+
+    def run(loop: Any) -> list[Any]:
+        module, x = Masked(), tensors((4, 8))[0]
+        loop(lambda state: module(state).sin(), x, N).sum().backward()
+        return [x.grad, module.mask]
+
+    check(run, {"schedule": Binomial(3)})
+
+
 def test_hooks_on_a_parameter_see_the_whole_gradient_once() -> None:
     def run(loop: Any) -> list[Any]:
         w, x = tensors((8,), (8,))

@@ -23,7 +23,7 @@ from .._tiers.device_tiers import DeviceTiers
 from .._tiers.packing import Packer, Replay
 from .._torch.modules import is_buffer, is_parameter, module_path, running_modules
 from .._torch.storages import storage_identity
-from .._torch.tensors import is_wrapper_subclass, wait_for_collective
+from .._torch.tensors import is_of_wrapped_leaf, is_wrapper_subclass, wait_for_collective
 from ..codecs import EXACT, Codec
 from ..errors import StashClosedError, UsageError
 from ..policy import Action, CodecChoice, Policy, SavedTensor
@@ -285,7 +285,7 @@ class Admission:
         """Why it stays (``""``: it does not), and what else is done with it."""
         base = tensor._base
         is_leaf_or_view = (tensor.is_leaf and tensor.requires_grad) or (
-            base is not None and _gets_gradient(base)
+            base is not None and _is_view_of_parameter(tensor, base)
         )
         described, codec, recomputes = None, self._codec, False
         if self._policy is not None or not (codec is None or isinstance(codec, Codec)):
@@ -803,7 +803,14 @@ def _is_parameter(tensor: Tensor) -> bool:
     if _gets_gradient(tensor):
         return True
     base = tensor._base
-    return base is not None and _gets_gradient(base)
+    return base is not None and _is_view_of_parameter(tensor, base)
+
+
+def _is_view_of_parameter(tensor: Tensor, base: Tensor) -> bool:
+    """The same, of a view."""
+    if _gets_gradient(base):
+        return True
+    return base.is_leaf and tensor.requires_grad and is_of_wrapped_leaf(tensor, base)
 
 
 def _reduce_by(block: Block, tensor: Tensor, choice: _Choice, packer: Packer) -> None:

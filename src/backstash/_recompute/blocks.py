@@ -18,6 +18,7 @@ from .._saved.entry import Entry
 from .._saved.placement import Derivation, NotAtHandError
 from .._saved.view import ALIGNMENT_BYTES, extent_bytes
 from .._torch.dispatch import without_dispatch, without_function_modes
+from .._torch.schemas import argument_of
 from .._torch.storages import storage_identity
 from .replay import Given, Values, run, view_of
 from .tape import (
@@ -28,7 +29,6 @@ from .tape import (
     Place,
     State,
     Tape,
-    argument_of,
     place_of,
 )
 

@@ -22,10 +22,11 @@ from .._torch.dispatch import (
     without_dispatch_modes,
     without_function_modes,
 )
+from .._torch.schemas import argument_of, tensors_of
 from .._torch.tensors import toggle_bits
 from ..errors import InplaceError
 from .settings import Settings, put
-from .tape import Made, Op, Outside, Place, Scratch, State, argument_of, tensors_of, told
+from .tape import Made, Op, Outside, Place, Scratch, State, told
 
 __all__ = ["Given", "Values", "replay", "run", "view_of"]
 

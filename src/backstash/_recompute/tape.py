@@ -38,12 +38,23 @@ from .._torch.dispatch import (
     innermost_mode,
     pop_mode,
     push_mode,
+    take_off,
     with_lazy_bits,
 )
 from .._torch.engine import in_backward, queue_callback, task_or_none
 from .._torch.mode_bits import ModeBits
 from .._torch.modules import is_running
-from .._torch.schemas import ALLOCATES, RANDOM, STATISTICS, Operation, is_of_operator, operation_of
+from .._torch.schemas import (
+    ALLOCATES,
+    RANDOM,
+    STATISTICS,
+    Operation,
+    argument_of,
+    has_complex,
+    is_of_operator,
+    operation_of,
+    tensors_of,
+)
 from .._torch.storages import storage_identity, storage_of
 from .declared import is_declared
 from .settings import Settings, now
@@ -60,13 +71,11 @@ __all__ = [
     "Scratch",
     "State",
     "Tape",
-    "argument_of",
     "copied",
     "is_small",
     "leaf_of",
     "leave_for_backward",
     "place_of",
-    "tensors_of",
 ]
 
 Place = tuple[Any, ...]
@@ -325,12 +334,7 @@ class Tape(SilentMode):
 
     def leave(self) -> None:
         """Record it no more, whatever modes were entered since and are active yet."""
-        above = []
-        if any(each is self for each in dispatch_modes()):
-            while (mode := pop_mode()) is not self:
-                above.append(mode)
-            for mode in reversed(above):
-                push_mode(mode)
+        take_off(self)
 
     @contextmanager
     def aside(self) -> Iterator[None]:
@@ -418,7 +422,7 @@ class Tape(SilentMode):
     def _call(self, func: Any, operation: Operation, args: Any, kwargs: Any) -> Any:
         began = time.perf_counter()
         # No kernel that computes element by element conjugates what it has made of real numbers.
-        if operation.is_product or _has_complex(args):
+        if operation.is_product or has_complex(args):
             with with_lazy_bits():
                 result = func(*args, **kwargs)
         else:
@@ -435,7 +439,7 @@ class Tape(SilentMode):
             reason = _IN_FUNCTION
         if not reason and operation.is_product and self._most is not None:
             reason = _PRODUCT.format(operation.name)
-        in_training = operation.train_at >= 0 and args[operation.train_at]
+        in_training = operation.writes_statistics(args)
         writes: list[_Write] = []
         if operation.writes or in_training:
             writes, reason = self._writes_of(
@@ -845,35 +849,6 @@ def _version(tensor: Tensor) -> int:
         return tensor._version
     except RuntimeError:  # an inference tensor has none
         return 0
-
-
-def argument_of(args: Any, kwargs: Any, place: int | str) -> Any:
-    if isinstance(place, str):
-        return kwargs.get(place)
-    return args[place] if place < len(args) else None
-
-
-def tensors_of(result: Any) -> Iterator[Tensor]:
-    """The tensors in what an operation is given or returns, in order."""
-    if isinstance(result, Tensor):
-        yield result
-    elif isinstance(result, (list, tuple)):
-        for each in result:
-            yield from tensors_of(each)
-
-
-def _has_complex(values: Any) -> bool:
-    for each in values:
-        kind = type(each)
-        if kind is Tensor:
-            if each.is_complex():
-                return True
-        elif kind is list or kind is tuple:
-            if _has_complex(each):
-                return True
-        elif isinstance(each, Tensor) and each.is_complex():
-            return True
-    return False
 
 
 def _signature(value: Any) -> Any:

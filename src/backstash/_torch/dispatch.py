@@ -24,8 +24,10 @@ __all__ = [
     "innermost_mode",
     "pop_mode",
     "push_mode",
+    "put_back",
     "schema_of",
     "set_grad_enabled",
+    "take_off",
     "with_lazy_bits",
     "without_autocast",
     "without_dispatch",
@@ -76,6 +78,28 @@ innermost_mode: Callable[[], Any] = optional(
     "torch.utils._python_dispatch._get_current_dispatch_mode", lambda: None
 )
 """The innermost dispatch mode of this thread; ``None``: it has none, or torch does not tell."""
+
+
+def take_off(mode: TorchDispatchMode) -> int:
+    """Take a mode off this thread, whatever modes were entered since and are active yet.
+
+    Returns how many those are; -1: it was not active.
+    """
+    if not any(each is mode for each in dispatch_modes()):
+        return -1
+    above = []
+    while (innermost := pop_mode()) is not mode:
+        above.append(innermost)
+    for each in reversed(above):
+        push_mode(each)
+    return len(above)
+
+
+def put_back(mode: TorchDispatchMode, above: int) -> None:
+    """Put a mode back to where it was when :func:`take_off` returned ``above``."""
+    others = [pop_mode() for _ in range(above)]
+    for each in (mode, *reversed(others)):
+        push_mode(each)
 
 
 _REPLAYS = "computes again what was let go"

@@ -6,7 +6,8 @@ hooks are disabled and enabled again are replaced, from the first time that a pa
 pairs of the thread are ours and it is a transform that asks, they are taken off until hooks are enabled
 again: what the transform saves stays where it is, as without us. A pair that is to be pushed inside a
 transform is not: :func:`stepped_aside_for`. A pair is ours if its pack hook, or the
-object whose method that is, has a method ``steps_aside``, which is called each time.
+object whose method that is, has a method ``steps_aside``, which is called each time; so is ``comes_back``
+afterwards, where it has one.
 
 For whoever else asks, and where another's pair is active, the calls do what they did, but for one thing: a
 refusal leaves hooks as enabled as they were. Torch disables them and then raises, and the tracer of
@@ -87,8 +88,12 @@ def _step_aside(message: str, fail_if_non_empty: bool = True) -> None:
 
 def _told(pair: Pair) -> Any:
     """What is to be told that ``pair`` steps aside; ``None`` for another's pair."""
+    return _of(pair, "steps_aside")
+
+
+def _of(pair: Pair, name: str) -> Any:
     own = own_pack(pair)
-    return getattr(own, "steps_aside", getattr(getattr(own, "__self__", None), "steps_aside", None))
+    return getattr(own, name, getattr(getattr(own, "__self__", None), name, None))
 
 
 def _come_back() -> None:
@@ -98,7 +103,10 @@ def _come_back() -> None:
 
 def _push_back() -> None:
     while _local.aside:
-        push_unseen(*_local.aside.pop())
+        pair = _local.aside.pop()
+        push_unseen(*pair)
+        if (comes_back := _of(pair, "comes_back")) is not None:
+            comes_back()
 
 
 for _ours, _theirs in ((_step_aside, _disable), (_come_back, _enable)):

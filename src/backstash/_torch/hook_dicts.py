@@ -7,7 +7,7 @@ dictionary that is missing are not listed.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch.nn.modules.module as torch_module
 from torch import Tensor, nn
 
 __all__ = [
+    "call_before_hooks",
     "count_gradient_hooks",
     "dicts_on",
     "hooks_of",
@@ -56,6 +57,26 @@ def count_gradient_hooks(tensor: Tensor) -> int:
 def hooks_of(holder: nn.Module | Tensor) -> Iterator[tuple[str, Any]]:
     """The hooks on one module or tensor: the kind and the function of each."""
     return _in(holder, _ON_MODULES if isinstance(holder, nn.Module) else _ON_TENSORS)
+
+
+def call_before_hooks(node: Any, callback: Callable[[], None]) -> None:
+    """Call ``callback()`` when ``node``, which computes now, has computed, before its hooks are called.
+
+    It is not called where the node has no hooks, or torch does not show them.
+    """
+
+    def call(*_: object) -> None:
+        handle.remove()
+        callback()
+
+    handle = node.register_hook(call)
+    hooks = handle.hooks_dict_ref()
+    if hooks is None or len(hooks) < 2:
+        handle.remove()
+        return
+    others = {key: hook for key, hook in hooks.items() if key != handle.id}
+    hooks.clear()  # torch calls them in the order in which they were put there, whatever move_to_end does
+    hooks.update({handle.id: call, **others})
 
 
 def dicts_on(tensor: Tensor) -> list[dict[int, Any]]:

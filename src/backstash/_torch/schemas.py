@@ -6,9 +6,11 @@ draws no random numbers. Its schema and its tags tell, which are the same for ev
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from .dispatch import has_kernels, schema_of
 
@@ -18,10 +20,13 @@ __all__ = [
     "RANDOM",
     "STATISTICS",
     "Operation",
+    "argument_of",
     "declare_pure",
+    "has_complex",
     "is_of_operator",
     "operation_of",
     "overloads_of",
+    "tensors_of",
 ]
 
 ALLOCATES = "its memory was allocated, and what filled it was not seen"
@@ -168,6 +173,47 @@ class Operation:
         self.is_view = not self.writes and any(
             each.alias_info is not None and not each.alias_info.is_write for each in schema.returns
         )
+
+    def writes_statistics(self, args: Any) -> bool:
+        """Whether a call with these arguments writes running statistics."""
+        return self.train_at >= 0 and bool(args[self.train_at])
+
+    def written(self, args: Any, kwargs: Any) -> Iterator[Tensor]:
+        """The tensors that a call with these arguments writes."""
+        places = (*self.writes, *STATISTICS) if self.writes_statistics(args) else self.writes
+        for place in places:
+            yield from tensors_of(argument_of(args, kwargs, place))
+
+
+def argument_of(args: Any, kwargs: Any, place: int | str) -> Any:
+    """The argument at ``place``; ``None``: it was not given."""
+    if isinstance(place, str):
+        return kwargs.get(place)
+    return args[place] if place < len(args) else None
+
+
+def tensors_of(result: Any) -> Iterator[Tensor]:
+    """The tensors in what an operation is given or returns, in order."""
+    if isinstance(result, Tensor):
+        yield result
+    elif isinstance(result, (list, tuple)):
+        for each in result:
+            yield from tensors_of(each)
+
+
+def has_complex(values: Any) -> bool:
+    """Whether a tensor in what an operation is given has complex numbers."""
+    for each in values:
+        kind = type(each)
+        if kind is Tensor:
+            if each.is_complex():
+                return True
+        elif kind is list or kind is tuple:
+            if has_complex(each):
+                return True
+        elif isinstance(each, Tensor) and each.is_complex():
+            return True
+    return False
 
 
 _known: dict[Any, Operation] = {}

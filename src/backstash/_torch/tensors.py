@@ -18,6 +18,7 @@ from .lookup import optional, required
 __all__ = [
     "alive",
     "is_functorch_wrapped",
+    "is_of_wrapped_leaf",
     "is_view",
     "is_wrapper_subclass",
     "is_zero_tensor",
@@ -60,6 +61,9 @@ is_view: Callable[[Tensor], bool] = optional(
 """Whether autograd knows the tensor as a view. Where torch lacks the call, whether it has a base."""
 
 
+_MOST_VIEWS = 8  # between a wrapper subclass and what is saved of its part
+
+
 def _takes_apart(tensor: Any) -> bool:
     return hasattr(tensor, "__tensor_flatten__") and hasattr(type(tensor), "__tensor_unflatten__")
 
@@ -93,6 +97,27 @@ def taken_apart(tensor: Any) -> tuple[dict[str, Tensor], dict[str, object], obje
         else:
             others[name] = value
     return tensors, others, context
+
+
+def is_of_wrapped_leaf(tensor: Tensor, base: Tensor) -> bool:
+    """Whether a leaf that gets a gradient is made of ``base``, as a DTensor is of its local tensor.
+
+    Args:
+        tensor: a view of ``base`` that has a gradient function: what ``DTensor.to_local()`` returns, or a view
+            of it.
+        base: its base, which requires no gradient itself.
+    """
+    node = tensor.grad_fn
+    for _ in range(_MOST_VIEWS):
+        if node is None or len(node.next_functions) != 1:
+            return False
+        node = node.next_functions[0][0]
+        leaf = getattr(node, "variable", None)
+        if leaf is not None:
+            return is_wrapper_subclass(leaf) and any(
+                each is base for each in taken_apart(leaf)[0].values()
+            )
+    return False
 
 
 def wait_for_collective(tensor: Any) -> None:

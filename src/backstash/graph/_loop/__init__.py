@@ -2,8 +2,9 @@
 
 ``_schedules`` says which states to hold, ``_choose`` picks a schedule. ``_steps`` evaluates one step
 and finds, with ``_edges``, what it uses; ``_loop`` runs forward and, from backward, steps again.
-``_state`` takes states apart and holds snapshots, ``_outputs`` stacks what steps return beside it,
-``_surroundings`` puts back random numbers and autocast.
+``_state`` takes states apart and holds snapshots, ``_outputs`` stacks what steps return beside it.
+A replay changes nothing but its result: ``_surroundings`` has random numbers, autocast and settings as
+they were, ``_effects`` undoes what else a step does, ``_saves`` says where that goes which it saves.
 """
 
 from __future__ import annotations

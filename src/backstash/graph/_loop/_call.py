@@ -16,16 +16,14 @@ from ...errors import UsageError
 from ...stash import Stash
 from ...stores import Disk
 from ...units import in_bytes, parse_bytes
-from ._buffers import buffers_put_back
 from ._choose import Budgets, Measured, Plan, choose, describe, disk_speed, free_bytes
 from ._loop import Loop
-from ._measure import Meter
 from ._outputs import Outputs
+from ._saves import Saves
 from ._schedules import Schedule
 from ._state import State, take_apart
 from ._steps import Face, Stepper
 from ._surroundings import Surroundings
-from ._writes import writes_undone
 
 __all__ = ["checkpoint_loop"]
 
@@ -299,13 +297,14 @@ class _Job:
     def measured(self, stash: Stash) -> Measured:
         """What the first step takes."""
         loop, stepper = self._loop(stash, False)
-        meter = Meter(stash)
-        with loop.surroundings.replaying(), buffers_put_back(), writes_undone(), meter.counting():
+        with loop.surroundings.replaying():
             x = self.x(0) if self.n else State((), None)
-            loop.evaluate(0, self.state, x, for_backward=True)
-        return Measured(
-            meter.seconds, self.state.nbytes, meter.saved_bytes(stepper.outer_tensors())
-        )
+            _, saves = loop.evaluate(0, self.state, x, through_stash=True, again=True)
+        return self._found(saves, stepper)
+
+    def _found(self, saves: Saves, stepper: Stepper) -> Measured:
+        saved = saves.saved_bytes(stepper.outer_tensors())
+        return Measured(saves.seconds, self.state.nbytes, saved)
 
     def run(self, tiers: _Tiers, schedule: Schedule | None, progress: bool | None) -> Any:
         """The loop, with snapshots."""
@@ -315,32 +314,26 @@ class _Job:
         state, outputs, number = self.state, self._outputs(), 0
         loop.hold(0, state)
         while True:
-            meter = Meter(tiers.stash) if number == 0 and schedule is None else None
-            keep = schedule is not None and schedule.keeps_graphs
+            keep = schedule is None or schedule.keeps_graphs
             x = self.x(number)
             is_last = None if self.n is None or self.until else number + 1 == self.n
             ends = functools.partial(self._ends, number)
-            state, y, ended, found = loop.advance(
+            state, y, ended, found, saves = loop.advance(
                 number,
                 state,
                 x,
                 through_stash=keep or bool(is_last),
-                meter=meter,
                 ends=ends,
                 copied=outputs.copied,
             )
             outputs.add(y)
-            if meter is not None:
-                known = Measured(
-                    meter.seconds, self.state.nbytes, meter.saved_bytes(stepper.outer_tensors())
-                )
-                schedule = self._chosen(tiers, known)
+            if schedule is None:
+                schedule = self._chosen(tiers, self._found(saves, stepper))
                 keep = schedule.keeps_graphs
-            assert schedule is not None
             loop.schedule = schedule
             if keep or is_last:
                 loop.keep(number, found)
-            del found
+            del found, saves
             number += 1
             if ended:
                 return self._result(state.whole(), outputs)

@@ -5,21 +5,19 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from typing import Any
 
 from torch import Tensor
 
 from ...errors import UsageError
 from ...stash import Stash
-from ._buffers import Buffers, buffers_put_back
-from ._measure import Meter
+from ._effects import Effects
 from ._progress import Progress
+from ._saves import Again, Saves
 from ._schedules import Binomial, Schedule, checked_next
 from ._state import Snapshot, State
-from ._steps import Again, Evaluation, Node, Stepper, leaves_of
+from ._steps import Evaluation, Node, Stepper, leaves_of
 from ._surroundings import RandomState, Surroundings
-from ._writes import Writes, writes_undone
 
 __all__ = ["Loop"]
 
@@ -75,7 +73,8 @@ class Loop:
         self._records: list[_Record] = []
         self._accumulated: list[
             Tensor
-        ] = []  # leaves that a backward inside a step gives gradients to
+        ] = []  # leaves that a backward inside step 0 gives gradients to
+        self._is_asked = False  # whether a step asks for what it saved
         self.evaluations = 0
         """How often a step ran, forward's runs included."""
 
@@ -121,85 +120,79 @@ class Loop:
         x: State,
         *,
         through_stash: bool,
-        meter: Meter | None,
         ends: Callable[[State], bool],
         copied: Callable[[int, Tensor], Tensor],
-    ) -> tuple[State, State, bool, Evaluation]:
-        """Run step ``number`` forward: its state and ``y`` in the outer graph, whether it is the last, and it.
+    ) -> tuple[State, State, bool, Evaluation, Saves]:
+        """Run step ``number`` forward: its state and ``y`` in the outer graph, whether it is the last, it, and
+        what it saved.
 
         Args:
             number: of the step.
             state: in the outer graph.
             x: its own input, likewise.
             through_stash: whether what it saves goes to the stash.
-            meter: measures it, on the way to the stash.
             ends: tells by the new state whether it is the last.
             copied: copies a leaf of ``y``, told by its place, to where it is to stay.
         """
-        with self.surroundings.entered(), ExitStack() as stack:
-            if meter is not None:
-                stack.enter_context(meter.counting())
-            found = self.evaluate(
-                number,
-                state,
-                x,
-                through_stash=through_stash and meter is None,
-                for_backward=meter is not None,
-            )
+        with self.surroundings.entered():
+            found, saves = self.evaluate(number, state, x, through_stash=through_stash)
         self._records.append(_Record(x, found))
         new, y = self._attach(number, self._records[-1], found, state, x, copied)
-        return new, y, ends(new), found
+        return new, y, ends(new), found, saves
 
     def keep(self, number: int, found: Evaluation) -> None:
         """Keep the graph of step ``number`` for backward."""
         self._records[number].kept = found.only_graph()
 
     def evaluate(
-        self,
-        number: int,
-        state: State,
-        x: State,
-        *,
-        through_stash: bool = False,
-        for_backward: bool = False,
-    ) -> Evaluation:
-        """Run step ``number`` where a graph of its own begins.
+        self, number: int, state: State, x: State, *, through_stash: bool, again: bool = False
+    ) -> tuple[Evaluation, Saves]:
+        """Run step ``number`` where a graph of its own begins; and what it saves.
 
         Args:
-            through_stash: whether what it saves goes to the stash.
-            for_backward: whether what it saves is wanted, though it goes elsewhere. Where neither is, the
-                graph tells what the step uses, and saves nothing.
+            through_stash: whether what it saves goes to the stash. Where it does not, the graph tells what the
+                step uses, and saves nothing.
+            again: whether it ran before, so that nothing else that it does is to be left behind.
         """
         random = RandomState.now(self.surroundings.devices)
         state, x = leaves_of(state), leaves_of(x)
-        unseen = False  # whether a part of it ran, and what it wrote is not known
+        is_unseen = False  # whether a part of it ran, and what it wrote is not known
         for attempt in range(3):
-            buffers, writes = Buffers(), Writes() if attempt or not number else None
+            # Without a mode PyTorch computes what it computes in a plain loop.
+            is_seen = again or attempt or not number
+            effects = (
+                Effects(self._accumulated, ran_before=number < len(self._records))
+                if is_seen
+                else None
+            )
+            saves = Saves(self._stash if through_stash else None, is_asked=self._is_asked)
+            is_over = False
             try:
-                with buffers, ExitStack() as stack:
-                    if writes is not None:
-                        stack.enter_context(writes)
-                    if through_stash:
-                        stack.enter_context(self._stash)
-                    elif not for_backward:
-                        stack.enter_context(self._stepper.nothing_saved())
+                with saves.entered(effects):
                     self.evaluations += 1
                     found = self._stepper.run(number, state, x)
-                if writes is not None and len(self._records) == number:
-                    self._accumulated = writes.accumulated
-                if unseen and writes:
+                is_over = not saves.has_refused
+            except Again:
+                pass
+            except Exception:
+                if not saves.has_refused:  # a step may hide that it was refused
+                    raise
+            finally:
+                if effects is not None and (again or not is_over):
+                    effects.undo()
+            self._is_asked = self._is_asked or saves.is_asked
+            if is_over:
+                if is_unseen and effects:
                     raise UsageError(
                         f"step {number} had to be begun again, since it asks for what it saved or uses a "
                         "tensor that was computed outside, and it writes to memory from outside (.grad, "
                         "statistics), which it has done twice. Let step 0 do what this one does"
                     )
-                return found
-            except Again:
-                random.restore()
-                buffers.put_back()
-                if writes is not None:
-                    writes.undo()
-                unseen = unseen or writes is None
+                if effects is not None and not again:
+                    self._accumulated = effects.accumulated
+                return found, saves
+            is_unseen = is_unseen or effects is None
+            random.restore()
         raise AssertionError("a step is run again twice at most")
 
     def _attach(
@@ -287,7 +280,7 @@ class Loop:
             schedule = _AGAIN
         while self._held[-1][0] > number:
             self._held.pop()
-        with self.surroundings.replaying(), buffers_put_back(), writes_undone(self._accumulated):
+        with self.surroundings.replaying():
             at, snapshot = self._held[-1]
             state, random = snapshot.load()
             random.restore()
@@ -306,7 +299,7 @@ class Loop:
 
     def _repeat(self, number: int, state: State, *, through_stash: bool) -> Evaluation:
         record = self._records[number]
-        found = self.evaluate(number, state, record.x, through_stash=through_stash)
+        found, _ = self.evaluate(number, state, record.x, through_stash=through_stash, again=True)
         if found.mark != record.mark or found.pattern != record.pattern:
             raise UsageError(
                 f"step {number} did not repeat itself: run again for backward, it returned another state, or "

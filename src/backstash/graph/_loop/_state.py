@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import ctypes
 import enum
-import zlib
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..._device.fingerprint import fingerprint as bytes_told
 from ..._torch.trees import tree_flatten, tree_unflatten
 from ...errors import UsageError
 from ...stash import Stash
@@ -106,30 +105,24 @@ class _Place:
 
 
 def fingerprint(values: Sequence[Any]) -> int:
-    """A number that differs, but for one chance in 2**32, where one bit of ``values`` does."""
-    found = 0
-    for value in values:
-        if isinstance(value, Tensor):
-            about = f"{value.dtype}{tuple(value.shape)}{value.requires_grad}"
-            found = zlib.crc32(about.encode(), found)
-            found = _bytes_of(value.detach(), found)
-        else:
-            found = zlib.crc32(repr(value).encode(), found)
-    return found
+    """A number that differs, but for one chance in 2**64, where one bit of ``values`` does."""
+    return hash(tuple(map(_told, values)))
 
 
-def _bytes_of(tensor: Tensor, found: int) -> int:
-    if tensor.layout is not torch.strided:
-        parts = (
-            (tensor.to_dense(),)
-            if tensor.layout is not torch.sparse_coo
-            else (tensor.coalesce().indices(), tensor.coalesce().values())
-        )
-        for part in parts:
-            found = _bytes_of(part, found)
-        return found
+def _told(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return repr(value)
+    found = value.detach()
+    if found.layout is torch.sparse_coo:
+        parts = [found.coalesce().indices(), found.coalesce().values()]
+    elif found.layout is not torch.strided:
+        parts = [found.to_dense()]
+    else:
+        parts = [found]
+    return value.dtype, value.shape, value.requires_grad, *map(_bytes_told, parts)
+
+
+def _bytes_told(tensor: Tensor) -> object:
     plain = tensor.resolve_conj().resolve_neg().contiguous().cpu()
-    if not plain.nbytes:
-        return found
-    memory = (ctypes.c_char * plain.nbytes).from_address(plain.data_ptr())
-    return zlib.crc32(memory, found)
+    first = int(plain.storage_offset()) * plain.element_size()
+    return bytes_told(plain.untyped_storage(), first, plain.nbytes)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,9 +16,10 @@ from ..._torch.hook_dicts import count_gradient_hooks
 from ..._torch.trees import tree_flatten
 from ...errors import InplaceError, UsageError
 from ._edges import Aliases, Foreign, Key, Uses, reaches, stand_in, uses_of
+from ._saves import Again
 from ._state import State, fingerprint, take_apart
 
-__all__ = ["Again", "Evaluation", "Face", "Node", "Stepper", "leaves_of"]
+__all__ = ["Evaluation", "Face", "Node", "Stepper", "leaves_of"]
 
 Token = Any  # what a leaf of a step's graph stands for: ("state", 0), ("x", 1), or the id of a tensor outside
 
@@ -81,7 +81,6 @@ class Stepper:
         self.closures = False
         """Whether ``step`` reaches such a tensor through a closure."""
         self._begun = sequence_number()
-        self._looks = False  # whether it asks its own graph for what it saved
         self._args = _taken_apart(args)
         for tensor in self._args.tensors:
             if tensor.grad_fn is not None:
@@ -99,27 +98,6 @@ class Stepper:
     def outer_tensors(self) -> list[Tensor]:
         """The tensors from outside that steps were seen to use."""
         return [tensor for tensor, _ in self.tensors.values()]
-
-    @contextmanager
-    def nothing_saved(self) -> Iterator[None]:
-        """What is saved inside is let go of at once; raises ``Again`` where a step asks for it."""
-        if self._looks:
-            yield
-            return
-        try:
-            with stock.saved_tensors_hooks(_let_go, self._asked):
-                yield
-        except Exception as error:
-            refused = isinstance(error, RuntimeError) and "saved tensor hooks" in str(error)
-            if not (self._looks or refused):  # torch.func's transforms refuse any hooks
-                raise
-            self._looks = True
-        if self._looks:
-            raise Again
-
-    def _asked(self, _: None) -> Tensor:
-        self._looks = True
-        raise Again
 
     def run(self, number: int, state: State, x: State) -> Evaluation:
         """Evaluate step ``number`` on leaves. Raises ``UsageError`` for what the loop cannot hold."""
@@ -263,14 +241,6 @@ class Stepper:
                     f"after checkpoint_loop ran (version {tensor._version}; expected {version}): the step "
                     "cannot be run again. Run backward first, or change a clone"
                 )
-
-
-def _let_go(_: Tensor) -> None:
-    return None
-
-
-class Again(Exception):
-    """The step has to be run again: it reaches what was computed outside, or asks for what it saved."""
 
 
 def _taken_apart(args: tuple[Any, ...]) -> State:

@@ -1,4 +1,4 @@
-"""What a step sees beside its arguments: random numbers, autocast, gradient mode."""
+"""What a step sees beside its arguments: random numbers, autocast, the settings that choose a kernel."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from ..._recompute import settings
 
 __all__ = ["RandomState", "Surroundings"]
 
@@ -36,7 +38,7 @@ class RandomState:
 
 
 class Surroundings:
-    """Autocast as it is now, and the devices whose random numbers count."""
+    """Autocast and the settings as they are now, and the devices whose random numbers count."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         self.devices = list(
@@ -44,6 +46,7 @@ class Surroundings:
                 each.device for each in tensors if each.device.type not in ("cpu", "meta")
             )
         )
+        self._settings = settings.now(on_accelerator=bool(self.devices))
         kinds = ["cpu", *dict.fromkeys(device.type for device in self.devices)]
         self.cache = torch.is_autocast_cache_enabled()
         self.autocast: list[dict[str, Any]] = [
@@ -73,10 +76,10 @@ class Surroundings:
 
     @contextmanager
     def replaying(self) -> Iterator[None]:
-        """:meth:`entered`, and the random numbers are afterwards what they were before."""
+        """:meth:`entered`, with those settings; the random numbers are afterwards what they were before."""
         before = RandomState.now(self.devices)
         try:
-            with self.entered():
+            with settings.put(self._settings), self.entered():
                 yield
         finally:
             before.restore()

@@ -1,0 +1,114 @@
+"""Where that goes which one evaluation of a step saves for its backward: nowhere, or to a stash."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from ..._saved.handout import hand_out
+from ..._torch.func_transforms import let_transforms_pass
+from ..._torch.hook_stack import Pair, current_pair
+from ..._torch.tensors import is_functorch_wrapped, is_zero_tensor
+from ..._torch.versions import Held
+from ...stash import Stash
+from ._effects import Effects
+
+__all__ = ["Again", "Saves"]
+
+
+class Again(Exception):
+    """The step has to be run again: it reaches what was computed outside, or asks for what it saved."""
+
+
+class Saves:
+    """What is saved while it is entered; the graph uses it for as long as it lives.
+
+    Args:
+        stash: that holds it; ``None``: it is dropped at once, and ``Again`` is raised where the step asks for
+            it.
+        is_asked: whether the step asks for it, so that it stays in place where no stash holds it.
+    """
+
+    def __init__(self, stash: Stash | None, *, is_asked: bool) -> None:
+        self._stash = stash
+        self._outer: Pair | None = None
+        self._effects: Effects | None = None
+        self._storages: dict[int, int] = {}
+        self.is_asked = is_asked
+        """Whether the step asks for what it saved."""
+        self.has_refused = False
+        """Whether the step asked for what was dropped."""
+        self.seconds = 0.0
+        """How long it was entered."""
+
+    @contextmanager
+    def entered(self, effects: Effects | None) -> Iterator[None]:
+        """What is saved inside is held, or dropped, and ``effects`` sees nothing of that."""
+        let_transforms_pass()
+        began = time.perf_counter()
+        with ExitStack() as stack:
+            if self._stash is not None:
+                stack.enter_context(self._stash)
+                self._outer = current_pair()
+            if effects is not None:
+                stack.enter_context(effects)
+                self._effects = effects
+            try:
+                with saved_tensors_hooks(self._pack, self._unpack):
+                    yield
+            finally:
+                self._effects = None
+        self.seconds = time.perf_counter() - began
+
+    def steps_aside(self) -> None:
+        """A transform of ``torch.func`` runs without hooks: what it saves stays in place."""
+        if self._effects is not None:
+            self._effects.leave()
+
+    def comes_back(self) -> None:
+        """It has ended."""
+        if self._effects is not None:
+            self._effects.come_back()
+
+    def _pack(self, tensor: Tensor) -> Any:
+        if self._outer is None:
+            return Held(tensor) if self.is_asked else None
+        if not (tensor.is_leaf and tensor.requires_grad) and _has_memory(tensor):
+            storage = tensor.untyped_storage()
+            self._storages[storage.data_ptr()] = storage.nbytes()
+        if self._effects is None:
+            return self._outer.pack(tensor)
+        with self._effects.aside():
+            return self._outer.pack(tensor)
+
+    def _unpack(self, packed: Any) -> Tensor:
+        if packed is None:
+            self.is_asked = self.has_refused = True
+            raise Again
+        if self._effects is None:
+            return self._value(packed)
+        self.is_asked = True
+        with self._effects.aside():
+            value = self._value(packed)
+        self._effects.leave_to_node()
+        return value
+
+    def _value(self, packed: Any) -> Tensor:
+        return hand_out(packed.get()) if self._outer is None else self._outer.unpack(packed)
+
+    def saved_bytes(self, but: Iterable[Tensor] = ()) -> int:
+        """Bytes of the storages that the stash was given, each once, but those of the tensors ``but``."""
+        known = {each.untyped_storage().data_ptr() for each in but if each.layout is torch.strided}
+        return sum(nbytes for address, nbytes in self._storages.items() if address not in known)
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    if tensor.layout is not torch.strided:
+        return False
+    return not is_functorch_wrapped(tensor) and not is_zero_tensor(tensor)
