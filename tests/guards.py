@@ -483,7 +483,7 @@ GUARDS: dict[str, Guard] = {
     ),
     "the version when it is recomputed": Guard(
         "a block that waited may have changed since it was saved",
-        _unchecked_in("let_go"),
+        _unchecked_in("discard"),
         "recomputed",
     ),
     # Subclasses and scopes.

@@ -241,7 +241,7 @@ def test_a_device_that_nothing_drives():
 def test_all_stays_where_a_forked_process_cannot_use_the_store():
     around = Around()
     around.pack(torch.zeros(3))
-    around.admission.begin_anew("a forked process")
+    around.admission.restart("a forked process")
     around.pack(torch.zeros(KIB))
     around.pack(torch.zeros(KIB, device="meta"))
     assert around.left == {

@@ -66,7 +66,7 @@ def test_what_the_collector_finds_keeps_its_place_until_it_is_settled(tmp_path):
 def test_what_was_read_is_let_go_and_may_be_read_again():
     backing = DiskBacking(MemoryStore(), Slot(1), 0, ReclaimQueue())
     backing.load, backing.ahead = "a load", True
-    backing.let_go()
+    backing.free()
     assert (backing.load, backing.ahead) == (None, False)
 
 

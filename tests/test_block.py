@@ -334,7 +334,7 @@ def test_what_was_read_back_is_let_go():
     loaded = block.loaded = Loaded(root, 2, arrival := object())
     assert (loaded.low, loaded.version) == (2, 1) and loaded.root is root
     assert loaded.arrival is arrival
-    block.let_go()
+    block.free()
     assert block.loaded is None
 
 

@@ -37,7 +37,7 @@ class Inflight:
     def make_room(self, nbytes, thread_state):
         self.steps.append(("make room", nbytes))
 
-    def let_go(self, nbytes, thread_state):
+    def free(self, nbytes, thread_state):
         self.steps.append(("let go", nbytes))
 
     def add(self, block, backing, transfer):

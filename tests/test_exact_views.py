@@ -623,7 +623,7 @@ def test_a_copy_that_a_backward_has_changed_is_not_shared():
 
 
 def test_parts_that_no_copy_can_be_made_of_stay(monkeypatch):
-    monkeypatch.setattr(Block, "set_apart", lambda block: False)
+    monkeypatch.setattr(Block, "copy_out", lambda block: False)
     x, stash = leaf(256, 4 * 256), Stash(disk=MemoryStore(), keep=0)
     with stash:
         loss = sum(each.sigmoid_().sum() for each in large_parts(x))

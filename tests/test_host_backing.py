@@ -256,7 +256,7 @@ def test_what_is_in_a_buffer_comes_from_there_after_its_copy_down():
     assert load.has_come() and place.disk.reads == []
     assert backing.storage_for(0, 64, PAGE, load.memory) == (load.memory, 0)
     backing.load, backing.ahead = load, True
-    backing.let_go()
+    backing.free()
     assert backing.load is None and backing.ahead is False
 
 

@@ -551,7 +551,7 @@ def test_so_many_bytes_are_let_go_now(nbytes, left):
     blocks = [block_of(thread_state, 30) for _ in range(3)]
     for block in blocks:
         window.add(block, work_of())
-    window.inflight.let_go(nbytes, thread_state)
+    window.inflight.free(nbytes, thread_state)
     assert window.targets == blocks[3 - left :]
 
 

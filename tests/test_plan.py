@@ -123,7 +123,7 @@ def test_what_fits_is_left_in_place(memory, tmp_path):
         step(model(), stash)
     assert not planner._recording.is_on
     written = stash.stats().written_bytes
-    stash._planner._guard.let_go = lambda: pytest.fail("nothing needs to be given back")
+    stash._planner._guard.trim = lambda: pytest.fail("nothing needs to be given back")
     step(model(), stash)
     assert stash.stats().written_bytes == written
     assert plan.predicted.peak_bytes <= OTHER + 4 * SAVED
@@ -685,7 +685,7 @@ def test_a_device_is_waited_for_before_a_step_that_is_left_alone_is_timed(
         return resume(meter, paused)
 
     monkeypatch.setattr(ProcessMeter, "resume", resumed)
-    monkeypatch.setattr(guard, "let_go", lambda: gave_back.append(first.mode))
+    monkeypatch.setattr(guard, "trim", lambda: gave_back.append(first.mode))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", StashWarning)
         for _ in range(10):
@@ -900,11 +900,11 @@ def with_free(memory, tmp_path):
     stash = memory(budget=budget, disk=tmp_path, inflight="1MiB", prefetch="1MiB")
     planner = stash._planner
 
-    def let_go():
+    def trim():
         given_back.append(free[0])
         free[0] = 0
 
-    planner._guard.let_go = let_go
+    planner._guard.trim = trim
     net = model()
     assert settle(net, stash).state == "planned"
     planner._corrections._wait_steps = 1000  # however long a step takes, it is not measured again
@@ -969,7 +969,7 @@ def test_giving_back_takes_a_twentieth_of_the_time_at_most(with_free, monkeypatc
     clock = [100.0]
     monkeypatch.setattr(backstash._budget.guard.time, "perf_counter", lambda: clock[0])
     planner._guard._release_after = 0.0
-    planner._guard.let_go = lambda: clock.__setitem__(0, clock[0] + 1.0)
+    planner._guard.trim = lambda: clock.__setitem__(0, clock[0] + 1.0)
     assert planner._guard.release()
     clock[0] += 19.0
     assert not planner._guard.release()
@@ -1039,15 +1039,15 @@ def test_what_an_operation_held_that_no_look_saw_is_planned_for(with_free, memor
     """Where the process never held as much before: nothing is sampled under a plan that was measured."""
     planner, _, _, run = with_free
     run()
-    moved, look = run(), planner._guard.tell_used
+    moved, look = run(), planner._guard.note_used
 
     def operation(nbytes):
         memory.hold(planner._budget + 4 * MIB)  # until it ends
         look(nbytes)
 
-    planner._guard.tell_used = operation
+    planner._guard.note_used = operation
     run()
-    planner._guard.tell_used = look
+    planner._guard.note_used = look
     for _ in range(8):
         more = run()
         planner.plan  # noqa: B018  # waits for it
@@ -1098,11 +1098,11 @@ def test_what_backward_frees_is_given_back_before_what_comes_next_could_exceed()
     meter = ProcessMeter(lambda: 0)
     meter.now = lambda: held[0]
 
-    def let_go():
+    def trim():
         given_back.append(held[0])
         held[0] = 40 * MIB
 
-    guard = MemoryGuard(meter, 98 * MIB, 100 * MIB, let_go)
+    guard = MemoryGuard(meter, 98 * MIB, 100 * MIB, trim)
 
     def backward(*levels):
         guard.begin_step()
@@ -1111,7 +1111,7 @@ def test_what_backward_frees_is_given_back_before_what_comes_next_could_exceed()
         given_back.clear()
         for level in levels:
             held[0] = level * MIB
-            guard.tell_used(MIB)
+            guard.note_used(MIB)
         return [each // MIB for each in given_back]
 
     assert backward(50, 58, 66, 92) == [92], "26 at most come at once"
@@ -1122,12 +1122,12 @@ def test_what_backward_frees_is_given_back_before_what_comes_next_could_exceed()
     held[0] = 70 * MIB
     guard.over()
     for _ in range(4):
-        guard.tell_used(MIB)
+        guard.note_used(MIB)
     assert given_back == [], "what a forward takes is no growth of a backward's"
-    guard.tell_used(MIB // 2)
+    guard.note_used(MIB // 2)
     given_back.clear()
     held[0] = 99 * MIB
-    guard.tell_used(MIB // 4)
+    guard.note_used(MIB // 4)
     assert given_back == [], "it is not looked at each of many small ones"
 
 
@@ -1145,7 +1145,7 @@ def test_what_an_operation_takes_until_it_ends_counts_before_there_is_a_plan():
         given_back.clear()
         for level, until in levels:
             held[0] = level
-            guard.tell_used(2 * MIB)
+            guard.note_used(2 * MIB)
             held[0] = until
             meter.mark()
         return list(given_back)
@@ -1174,27 +1174,27 @@ def raised(monkeypatch):
 def test_where_the_process_never_held_as_much_a_look_sees_what_an_operation_took(raised):
     meter, guard, ever, given_back = raised
     for ever[0] in (60, 90, 90):
-        guard.tell_used(2 * MIB)
+        guard.note_used(2 * MIB)
     assert guard.take_highest() == 90 * MIB and given_back == []
     meter.now = lambda: 61 * MIB
-    guard.tell_used(2 * MIB)
+    guard.note_used(2 * MIB)
     assert given_back == [90], "40 more than 50 came at once"
     assert guard.take_highest() == 61 * MIB, "it is told once"
     guard.begin_step()
-    guard.tell_used(MIB // 2)
+    guard.note_used(MIB // 2)
     ever[0] = 95
-    guard.tell_used(MIB // 4)
+    guard.note_used(MIB // 4)
     assert guard.take_highest() == 95 * MIB, "it may be the last use of the step"
 
 
 def test_a_look_ahead_of_need_takes_nothing_from_what_backward_is_told(raised):
     meter, guard, ever, given_back = raised
-    guard.tell_used(2 * MIB)
+    guard.note_used(2 * MIB)
     ever[0] = 90
     assert guard.has_room(MIB)
-    guard.tell_used(2 * MIB)
+    guard.note_used(2 * MIB)
     meter.now = lambda: 61 * MIB
-    guard.tell_used(2 * MIB)
+    guard.note_used(2 * MIB)
     assert given_back == [90]
 
 
@@ -1439,7 +1439,7 @@ def test_growth_where_blocks_moved_keeps_no_step_from_being_tried_where_all_stay
     guard.begin_step()
     for held in (60, 66):
         guard._meter.now = lambda held=held: held * MIB
-        guard.tell_used(2 * MIB)
+        guard.note_used(2 * MIB)
     assert guard._growth_now == 6 * MIB
 
 
@@ -1465,7 +1465,7 @@ def test_the_first_step_under_a_plan_gives_back_what_is_free(memory, tmp_path):
     while stash.plan.state == "measuring":
         free[0] = 12 * MIB  # what the backward before has freed
         given_back.clear()
-        planner._guard.let_go = lambda: (
+        planner._guard.trim = lambda: (
             given_back.append(planner.follower._asked),
             free.__setitem__(0, 0),
         )
@@ -1530,8 +1530,8 @@ def test_what_is_held_beyond_that_is(with_free):
 
 def test_a_budget_s_backward_gives_back_what_it_freed(with_free):
     planner, _, _, run = with_free
-    told, looked = [], planner._guard.tell_used
-    planner._guard.tell_used = lambda nbytes: (told.append(nbytes), looked(nbytes))
+    told, looked = [], planner._guard.note_used
+    planner._guard.note_used = lambda nbytes: (told.append(nbytes), looked(nbytes))
     run()
     assert told == [MIB] * len(told) and len(told) >= 8, "all that are blocks"
 

@@ -174,7 +174,7 @@ def test_what_a_replay_that_is_compared_leaves_free_is_not_the_step_s(
 
     monkeypatch.setattr(regions, "replay", leaving)
     memory.other = lambda: OTHER + free[0]
-    stash._planner._guard.let_go = lambda: free.__setitem__(0, 0)
+    stash._planner._guard.trim = lambda: free.__setitem__(0, 0)
     net, held = model(), []
     with stash.recompute(*net):
         for number in range(6):

@@ -186,7 +186,7 @@ def test_a_block_of_slices_is_held_from_its_first_use_to_its_last_beside_the_win
     for entry, (_, other, _) in zip(entries, others, strict=True):
         assert values(around.view(entry)) == {7}
         around.view(other)
-        up.let_go()
+        up.free()
         assert is_held(block) == (bool(expected) and entry is not entries[-1])
         assert up.ahead.nbytes == SIZE, "of the other block"
     assert up.misses - 3 == (1 if expected else 3)
@@ -762,7 +762,7 @@ def test_what_needs_no_worker_is_recorded_at_once():
     assert around.emitted[-1] == ("read", SIZE, block.cleanup.serial, "net", "ahead")
     around.event_log.on = False
     around.emitted.clear()
-    backing_of(block).let_go()
+    backing_of(block).free()
     around.prefetcher._used_bytes = around.prefetcher.ahead.window_bytes
     around.prefetcher.look_ahead(newest.block)
     assert len(around.fetched) == 3 and around.emitted == []

@@ -410,7 +410,7 @@ def test_where_torch_does_not_tell():
     assert engine.output_metadata(object()) == ()
     for tensor in (torch.ones(1), torch._efficientzerotensor((1,))):
         assert tensors._has_no_address(tensor) is tensors.is_zero_tensor(tensor)
-        assert tensors._takes_apart(tensor) is tensors.is_wrapper_subclass(tensor) is False
+        assert tensors._can_flatten(tensor) is tensors.is_wrapper_subclass(tensor) is False
 
 
 def test_which_backward_runs_is_asked_in_one():

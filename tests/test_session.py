@@ -150,7 +150,7 @@ def test_a_session_that_begins_anew_holds_nothing_and_knows_the_threads_that_are
     mine.saves, session.blocks_alive = 3, 2
     mine.waiting.append((lambda: None, False))
     old, made = session.predictor, Tiers()
-    session.begin_anew(queue, lambda device, number: made, lambda device, number: "no driver")
+    session.restart(queue, lambda device, number: made, lambda device, number: "no driver")
     assert session.device_tiers == [made] and list(session.known_tiers) == [torch.device("cpu")]
     assert session.reclaim_queue is queue and session.predictor is not old
     assert session.thread_states == [mine] and not mine.waiting

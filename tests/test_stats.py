@@ -58,7 +58,7 @@ def session_of(device_tiers, **counts):
 
 
 ADMISSION = Of(
-    left={}, eligible_bytes=40, deduplicated_bytes=50, let_go_bytes=0, moved_again_bytes=60
+    left={}, eligible_bytes=40, deduplicated_bytes=50, discarded_bytes=0, moved_again_bytes=60
 )
 
 
@@ -78,7 +78,7 @@ def test_every_device_is_counted():
         left={SMALL: [1, 10], "it": [2, 20]},
         eligible_bytes=40,
         deduplicated_bytes=50,
-        let_go_bytes=3,
+        discarded_bytes=3,
         moved_again_bytes=60,
     )
     store = Of(used_bytes=77, notes=["of the store"])

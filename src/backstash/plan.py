@@ -452,12 +452,12 @@ def _planned_regions(trace: Trace, solution: Solution, stays: Stays) -> tuple[Pl
     for name, of in by_name.items():
         again = {at for at, each in of.items() if solution.choices[each.members[0]] == REGION}
         flags = ["region" if at in again else "once" for at in range(max(of) + 1)]
-        let_go = sum(trace.blocks[block].nbytes for at in again for block in of[at].members)
+        free = sum(trace.blocks[block].nbytes for at in again for block in of[at].members)
         planned.append(
             PlannedRegion(
                 name,
                 len(flags),
-                let_go,
+                free,
                 tuple((flag, len([*run])) for flag, run in itertools.groupby(flags)),
                 sum(of[at].save_seconds + of[at].use_seconds for at in again),
                 "cheaper than what else makes room"

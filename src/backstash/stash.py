@@ -40,7 +40,7 @@ from ._saved.placement import Derivation
 from ._saved.thread_state import ThreadState
 from ._text import clean, html_text, shown
 from ._tiers.device_tiers import DeviceTiers, TierConfig
-from ._tiers.packing import decode_apart
+from ._tiers.packing import decode_separately
 from ._tiers.windows import MOST_BYTES
 from ._torch.dispatch import innermost_mode
 from ._torch.dynamo import leave_untraced
@@ -235,7 +235,7 @@ class Stash:
                 most,
                 plan,
                 windows,
-                let_go=functools.partial(_let_go, weakref.ref(self)),
+                trim=functools.partial(_trim, weakref.ref(self)),
                 has_disk=self._store is not None,
                 has_host=host_bytes != 0,
                 strict=strict,
@@ -304,11 +304,11 @@ class Stash:
         self._is_closing = False
         self._begin()
         config, store = self._config, self._store
-        self._session.begin_anew(config.reclaim_queue, config.tiers, config.tiers_of)
+        self._session.restart(config.reclaim_queue, config.tiers, config.tiers_of)
         for planner in self._session.planners.values():
             planner.forked()
         usable = store is None or store.begins_anew_when_forked
-        self._admission.begin_anew("" if usable else _NO_STORE)
+        self._admission.restart("" if usable else _NO_STORE)
 
     # Entering and leaving.
 
@@ -623,7 +623,7 @@ class Stash:
     def _unpack_entry(self, entry: Entry) -> Tensor:
         session, block = self._session, entry.block
         if block.cleanup.mark is not session.reclaim_queue.mark or session.section.is_nested():
-            return self._unpack_apart(entry)
+            return self._unpack_separately(entry)
         if self._is_closing:
             self.close()
         tiers = session.device_tiers[block.number]
@@ -639,7 +639,7 @@ class Stash:
                     each.evictor.inflight.complete(thread_state)
             if session.planners and block.number in session.planners:
                 planner = session.planners[block.number]
-                if planner.tell_used(entry.nbytes):
+                if planner.note_used(entry.nbytes):
                     tiers.evictor.shrink(thread_state)
                 if planner.modules_wanted is not None:
                     self._admission.set_modules(planner)
@@ -679,7 +679,7 @@ class Stash:
         except StashIOError as error:
             raise _unreadable(entry, error) from error
 
-    def _unpack_apart(self, entry: Entry) -> Tensor:
+    def _unpack_separately(self, entry: Entry) -> Tensor:
         """The saved view, with nothing shared waited for or changed: for a nested call, and of a graph of the
         process that this one was forked from, as far as that has it in memory."""
         block = entry.block
@@ -695,10 +695,10 @@ class Stash:
             return entry.view_in_place(placement.alias)
         derivation = placement.derivation
         if derivation is not None:
-            given = derivation.given(self._unpack_apart)
+            given = derivation.given(self._unpack_separately)
             tiers = self._session.known_tiers.get(entry.device)
             device = None if tiers is None or isinstance(tiers, str) else tiers.device
-            return entry.view_of(*decode_apart(entry, derivation, given, device))
+            return entry.view_of(*decode_separately(entry, derivation, given, device))
         backing = placement.backing
         assert backing is not None
         is_ours = block.cleanup.mark is self._session.reclaim_queue.mark
@@ -706,7 +706,7 @@ class Stash:
             raise _another_process(entry)
         offset, address, nbytes = block.offset, block.address, block.nbytes
         try:
-            root, low = backing.read_apart(offset, address, nbytes, entry.device)
+            root, low = backing.read_separately(offset, address, nbytes, entry.device)
         except StashIOError as error:
             raise _unreadable(entry, error) from error
         return entry.view_of(root, low)
@@ -724,7 +724,7 @@ class Stash:
         try:
             decoded = tiers.packer.decode(entry, derivation, given)
         except torch.OutOfMemoryError:
-            tiers.prefetcher.let_go()
+            tiers.prefetcher.free()
             decoded = tiers.packer.decode(entry, derivation, given)
         return tiers.prefetcher.serve_decoded(entry, *decoded)
 
@@ -947,7 +947,7 @@ def _attach(stash: weakref.ref[Stash], modules: Sequence[nn.Module]) -> FoundMod
     return FoundModules([*zip(modules, alive._regions_of(modules, found=True), strict=True)])
 
 
-def _let_go(stash: weakref.ref[Stash]) -> None:
+def _trim(stash: weakref.ref[Stash]) -> None:
     """Give back memory that is free, and still the process's. The caller holds the lock."""
     alive = stash()
     if alive is not None:

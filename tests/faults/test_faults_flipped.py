@@ -58,7 +58,7 @@ def test_a_flipped_byte_of_any_block_is_told_with_what_it_was_of(tmp_path, prefe
             flip(stash._store, at)
             for each in (loss, other):
                 # What a retained graph has read would not be read again.
-                stash._session.device_tiers[0].prefetcher.let_go()
+                stash._session.device_tiers[0].prefetcher.free()
                 try:
                     assert are_right(torch.autograd.grad(each, INPUTS, retain_graph=True))
                 except StashCorruptError as error:

@@ -151,7 +151,7 @@ def test_a_copy_back_that_fails_can_be_tried_again(tmp_path, monkeypatch):
 
     monkeypatch.setattr(device, "up", fails_now_and_then)
     for _ in range(400):  # what fails ahead of need is tried again in silence: few are told of
-        stash._session.device_tiers[-1].prefetcher.let_go()  # or nothing is copied back again
+        stash._session.device_tiers[-1].prefetcher.free()  # or nothing is copied back again
         try:
             assert are_right(torch.autograd.grad(loss, INPUTS, retain_graph=True))
         except torch.OutOfMemoryError:

@@ -238,7 +238,7 @@ class Bench:
         if word == "hold":
             self._hold()
         elif word == "let go":
-            self.let_go()
+            self.free()
         elif word == "land":
             self._settle()
             self.stash.stats()
@@ -254,7 +254,7 @@ class Bench:
         elif self.store is not None and self.way.options.get("inflight") != 0 and self.way.holds:
             self.store.writes.clear()
 
-    def let_go(self) -> None:
+    def free(self) -> None:
         """Let everything go down that wants to."""
         if self.failing is not None:
             self.failing.on_write = None
@@ -278,7 +278,7 @@ class Bench:
 
     def close(self) -> None:
         """End everything."""
-        self.let_go()
+        self.free()
         self.stash.close()
         self.other.close()
         if self.store is not None:

@@ -52,7 +52,7 @@ class FirstSteps:
         self.records: list[StepRecord] = []
         self._told_bytes: list[
             int
-        ] = []  # of each: of all storages that it saved, see Planner.tell_saved
+        ] = []  # of each: of all storages that it saved, see Planner.count_saved
         self.left: list[tuple[float, int]] = []
         """Of each step that was left alone: its seconds, and the bytes of all storages that it saved."""
         self._sampled: tuple[int, int] | None = None  # of the last one: its peak, and these bytes

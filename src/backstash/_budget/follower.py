@@ -42,7 +42,7 @@ class Follower:
         shape: of the step.
         recording: of the step, while it is measured.
         first_steps: that are measured before there is a plan.
-        meet_larger: called where this step may be larger than the one that was planned for, with the bytes of
+        begin_larger: called where this step may be larger than the one that was planned for, with the bytes of
             both at the same place.
     """
 
@@ -58,7 +58,7 @@ class Follower:
         shape: StepShape,
         recording: StepRecording,
         first_steps: FirstSteps,
-        meet_larger: Callable[[int, int], None],
+        begin_larger: Callable[[int, int], None],
     ) -> None:
         self.plan = plan
         """What is known now."""
@@ -70,7 +70,7 @@ class Follower:
         self._regions = regions
         self._limits, self._guard, self._shape = limits, guard, shape
         self._recording, self._first_steps = recording, first_steps
-        self._meet_larger = meet_larger
+        self._begin_larger = begin_larger
         self._class_of = ClassOf()
         self._look_bytes = look_bytes
         self._unlooked_bytes = 0
@@ -125,8 +125,8 @@ class Follower:
         is_planned = self.choices is not None and self.plan.state != "loaded"
         larger = self._shape.count(block.nbytes, is_planned=is_planned)
         if larger is not None:
-            self._meet_larger(*larger)
-        self._recording.tell_class(block.cleanup.serial, "")
+            self._begin_larger(*larger)
+        self._recording.note_class(block.cleanup.serial, "")
 
     def may_leave_bytes(self, threads: int, *, is_block: bool = True) -> int:
         """How many bytes may be saved and stay in place before this is asked again; -1: none.
@@ -145,7 +145,7 @@ class Follower:
             return -1
         more = shape.asked_more() if self.plan.state != "loaded" else None
         if more is not None:
-            self._meet_larger(*more)
+            self._begin_larger(*more)
             if shape.is_larger:
                 return -1
         nbytes = self._guard.part_of_what_is_left(_LOOKS, threads)
@@ -178,7 +178,7 @@ class Follower:
         made_by = tensor.grad_fn
         operation = made_by.name() if made_by is not None else "no operation"
         group = self._class_of.next(block.cleanup.module, operation, block.nbytes)
-        self._recording.tell_class(block.cleanup.serial, group)
+        self._recording.note_class(block.cleanup.serial, group)
         name = self._choose(group)
         if name == "all" and self._tier is None:
             return "recompute"

@@ -23,7 +23,7 @@ class MemoryGuard:
         meter: of the device.
         most: the most bytes that are to be held.
         budget: the most that may be held, a little more than ``most``.
-        let_go: gives back memory that is free and still the process's.
+        trim: gives back memory that is free and still the process's.
         tries: whether a step is tried that begins without that: see :meth:`must_free_at_start`.
     """
 
@@ -32,13 +32,13 @@ class MemoryGuard:
         meter: Meter,
         most: int,
         budget: int,
-        let_go: Callable[[], None],
+        trim: Callable[[], None],
         *,
         tries: bool = True,
     ) -> None:
         self._meter = meter
         self.most = most
-        self.let_go = let_go
+        self.trim = trim
         self._most_now = most
         self._margin = budget - most
         self._line = most  # beyond it less is kept; it follows what the process holds
@@ -236,7 +236,7 @@ class MemoryGuard:
             return True
         return self.release() and self.held() + nbytes <= self._most_now
 
-    def tell_used(self, nbytes: int) -> None:
+    def note_used(self, nbytes: int) -> None:
         """Backward uses so much of a block, and mostly frees it then: an allocator may keep it for the process.
 
         It is given back where as much as ever came between two looks would exceed the budget. Not before: a
@@ -271,7 +271,7 @@ class MemoryGuard:
         if now < self._release_after and not self._is_due:
             return False
         self._is_due = False
-        self.let_go()
+        self.trim()
         ended = time.perf_counter()
         self._release_after = ended + _RELEASE_REST * (ended - now)
         return True

@@ -25,7 +25,7 @@ def planners_of(
     plan: str | os.PathLike[str] | Plan | None,
     windows: tuple[int | None, int | None],
     *,
-    let_go: Callable[[], None],
+    trim: Callable[[], None],
     has_disk: bool,
     has_host: bool,
     strict: bool,
@@ -37,7 +37,7 @@ def planners_of(
         budget: in bytes, as a size, or ``"auto"``.
         plan: to follow, or its file.
         windows: see :class:`Planner`.
-        let_go: gives back memory of the process that is free. The caller holds the stash's lock.
+        trim: gives back memory of the process that is free. The caller holds the stash's lock.
         has_disk: whether tensors of the CPU can move.
         has_host: whether an accelerator's can.
         strict: whether a budget that is exceeded is an error.
@@ -67,7 +67,7 @@ def planners_of(
                 event_log,
                 budget=auto_budget() if is_auto else nbytes,
                 tier="disk" if has_disk else None,
-                let_go=let_go,
+                trim=trim,
                 **common,
             )
         held_bytes = device.memory().held_bytes

@@ -37,7 +37,7 @@ class _Planner(Protocol):
 
     def trace_forward(self, name: str, index: int) -> tuple[Forward, int]: ...
 
-    def tell_forward(self, kind: str, forward: Forward, number: int) -> bool: ...
+    def note_forward(self, kind: str, forward: Forward, number: int) -> bool: ...
 
     def may_try(self, name: str) -> bool: ...
 
@@ -106,7 +106,7 @@ class Planned:
             with self._session.section.lock, self._session.section:
                 for each in inputs:
                     self._regions.hold_small(each)
-            self._planner.tell_forward("enter", self.forward, self._number)
+            self._planner.note_forward("enter", self.forward, self._number)
 
     @property
     def _regions(self) -> Regions:
@@ -126,7 +126,7 @@ class Planned:
         """Its forward has ended; ``in_order``: and it is known that it can be recomputed."""
         if self.forward is not None:
             # One with a backward in its middle is in two steps: what its first run took is not known then.
-            self._is_whole = self._planner.tell_forward("leave", self.forward, self._number)
+            self._is_whole = self._planner.note_forward("leave", self.forward, self._number)
             self.forward.can_run_again = in_order and self._is_whole
             self._tell_seconds(self.forward)
 

@@ -64,7 +64,7 @@ __all__ = ["Planner", "auto_budget", "held_and_spare"]
 _GUARD_BYTES = 1 << 20  # saved between two looks at the process's memory
 _LEAST_WINDOW_BYTES = 16 << 20
 _MARGIN = 50  # the part of a budget that it may be exceeded by and nothing is said
-_TOLD_AT = 3  # steps that exceeded it: planning again with what was measured did not help
+_WARNED_AT = 3  # steps that exceeded it: planning again with what was measured did not help
 _SHORT_PART = (
     16  # the part of a budget that less is used where the device ran out of memory within it
 )
@@ -82,7 +82,7 @@ class Planner(Controller):
         loaded: a plan to follow as it is.
         tier: the name of the action that moves a block down.
         windows: ``inflight`` and ``prefetch`` where the caller gave them, else ``None``.
-        let_go: gives back memory that is free and still the process's.
+        trim: gives back memory that is free and still the process's.
         device: an accelerator; ``None`` for the CPU.
     """
 
@@ -95,7 +95,7 @@ class Planner(Controller):
         loaded: Plan | None = None,
         tier: str | None = "disk",
         windows: tuple[int | None, int | None] = (None, None),
-        let_go: Callable[[], None] = lambda: None,
+        trim: Callable[[], None] = lambda: None,
         device: Device | None = None,
         strict: bool = False,
     ) -> None:
@@ -110,7 +110,7 @@ class Planner(Controller):
         self._meter = meter(self._limits.held_bytes)
         self._budget = loaded.budget_bytes if loaded is not None else budget or 0
         most = usable_bytes(self._budget)
-        self._guard = MemoryGuard(self._meter, most, self._budget, let_go, tries=device is None)
+        self._guard = MemoryGuard(self._meter, most, self._budget, trim, tries=device is None)
         self._device = device
         self._device_name = device.name if device is not None else "cpu"
         self.regions = Regions() if tier is not None else None
@@ -148,7 +148,7 @@ class Planner(Controller):
             shape=self._shape,
             recording=self._recording,
             first_steps=self._first_steps,
-            meet_larger=self._meet_larger,
+            begin_larger=self._begin_larger,
         )
         """Decides block by block."""
         if loaded is not None:
@@ -279,7 +279,7 @@ class Planner(Controller):
         What is held then is of what came since the last backward, an evaluation perhaps, and of no step.
         """
         paused, before = self._meter.pause(), self._meter.now()
-        self._guard.let_go()
+        self._guard.trim()
         self._anew_bytes = max(0, before - self._meter.now())
         self._meter.resume(paused)
 
@@ -410,14 +410,14 @@ class Planner(Controller):
             capacity = 0
         return trace if capacity is None else trace.moving_at_most(capacity * 19 // 20, tier)
 
-    def _meet_larger(self, nbytes: int, known_bytes: int) -> None:
+    def _begin_larger(self, nbytes: int, known_bytes: int) -> None:
         """A step may be larger than those that were planned for: it saves ``nbytes`` where they did
         ``known_bytes``. Then it keeps what fits, as the first step did, or moves all of it. It is measured if
         that is known at its first block."""
         is_left = self.follower.plan.state == "left alone" and not self._shape.expects_larger
         if is_left and self._fits_grown(nbytes, known_bytes):
             return
-        self._shape.meet_larger()
+        self._shape.begin_larger()
         if not self._shape.expects_larger:
             self._recording.begin_step()
             self._recording.start()
@@ -513,7 +513,7 @@ class Planner(Controller):
         if self._tier is not None and not self._first_steps.keeps_first:
             self._look_whether_it_fits(first_trace)
         elif (other := _most_other(first_trace)) > self._budget:
-            self._tell_too_small(
+            self._warn_too_small(
                 f"{self._named} cannot be kept: beside the tensors that are saved for backward this step holds "
                 f"{format_bytes(other)}; the second step tells which budget is the smallest that can be kept"
             )
@@ -522,7 +522,7 @@ class Planner(Controller):
         """After the first step that moves everything; where nothing can move, after the second, which tells
         what can be recomputed and packed."""
         if self._smallest_of(trace) > self._budget:
-            self._tell_too_small(
+            self._warn_too_small(
                 f"{self._named} cannot be kept: a step takes more, although everything moves that can; the "
                 "smallest budget that can be kept is known after three steps"
             )
@@ -530,7 +530,7 @@ class Planner(Controller):
     def _smallest_of(self, trace: Trace) -> int:
         return smallest_budget(trace, allowed=self._allowed(), windows=self._limits.given_windows)
 
-    def _tell_too_small(self, note: str) -> None:
+    def _warn_too_small(self, note: str) -> None:
         """In the place of what was said of it before. A step may keep the budget all the same."""
         if note not in self.notes:
             self._forget_too_small()
@@ -601,12 +601,12 @@ class Planner(Controller):
             self.follower.has_exceeded = True
             if self._strict and self._too_small is not None:
                 self._refusal = self._too_small
-            elif self._exceeding == _TOLD_AT and (self._strict or not self.notes):
+            elif self._exceeding == _WARNED_AT and (self._strict or not self.notes):
                 why = "It is planned for what the largest step that was measured saves and holds"
                 if self.follower.plan.state == "loaded":
                     why = "A loaded plan is followed as it is; allowed: budget= to have one made"
                 self._refuse(
-                    f"{self._named} was exceeded in {_TOLD_AT} steps; the last one held "
+                    f"{self._named} was exceeded in {_WARNED_AT} steps; the last one held "
                     f"{format_bytes(highest_bytes)}. {why}"
                 )
 
@@ -748,9 +748,9 @@ class Planner(Controller):
 
     # What is told of blocks.
 
-    def tell_saved(self, nbytes: int) -> None:
+    def count_saved(self, nbytes: int) -> None:
         """Storages of so many bytes were saved in this step, each counted as often as it was."""
-        self._shape.tell_saved(nbytes)
+        self._shape.count_saved(nbytes)
 
     @property
     def asks_prices(self) -> bool:
@@ -787,7 +787,7 @@ class Planner(Controller):
             seconds, self._recording_seconds = self._recording_seconds, 0.0
             again = replace(again, save_seconds=again.save_seconds + seconds)
             prices = {**prices, "recompute": again}
-        self._recording.tell_prices(block.cleanup.serial, prices)
+        self._recording.note_prices(block.cleanup.serial, prices)
 
     def recording_took(self, seconds: float) -> None:
         """So long operations were recorded since the last block: in a measured step, that is no computing."""
@@ -798,11 +798,11 @@ class Planner(Controller):
     # And of forwards of modules that may be recomputed.
 
     def trace_forward(self, name: str, index: int) -> tuple[Forward, int]:
-        """It is recorded, and what its saves are; :meth:`tell_forward` needs the number."""
+        """It is recorded, and what its saves are; :meth:`note_forward` needs the number."""
         assert self.regions is not None
         return self.regions.record(name, index)
 
-    def tell_forward(self, kind: str, forward: Forward, number: int) -> bool:
+    def note_forward(self, kind: str, forward: Forward, number: int) -> bool:
         """``"enter"`` or ``"leave"``: that one begins or ends now.
 
         Returns:
@@ -849,7 +849,7 @@ class Planner(Controller):
             return nbytes < self._spare_bytes() // 2
         return self._guard.has_room(nbytes)
 
-    def tell_used(self, nbytes: int) -> bool:
+    def note_used(self, nbytes: int) -> bool:
         """Backward uses so many bytes of a block. Returns whether fewer blocks may stay than do."""
         if not self._is_in_backward:
             self._is_in_backward = True
@@ -858,12 +858,12 @@ class Planner(Controller):
         if (
             self._device is None
         ):  # an accelerator's allocator keeps what is free, and no tensor's, apart
-            self._guard.tell_used(nbytes)
+            self._guard.note_used(nbytes)
         return self.follower.looks_in_backward(nbytes)
 
     def saved_again(self, block: Block) -> None:
         """A block that is held was saved once more."""
-        self._recording.tell_saved_again(block.cleanup.serial, self._shape.counted)
+        self._recording.note_saved_again(block.cleanup.serial, self._shape.counted)
 
     def _spare_bytes(self) -> int:
         """What can still be taken."""
@@ -928,7 +928,7 @@ class Planner(Controller):
                 f"{self._named} cannot be kept: the smallest that this step can keep is "
                 f"{format_bytes(self._smallest_bytes)}; everything that can move or be recomputed does"
             )
-            self._tell_too_small(note)
+            self._warn_too_small(note)
         at_start = trace.moments[0].other_bytes if trace.moments else 0
         is_left = self.follower.plan.state == "left alone"
         grown_bytes = max(solution.forecast.peak_bytes, solution.measured_bytes or 0) - at_start
@@ -965,7 +965,7 @@ class Planner(Controller):
         if not self._first_steps.learns:
             self._first_steps.forget()
         if begins_step and is_left:
-            self._guard.let_go()  # what moving needed
+            self._guard.trim()  # what moving needed
         elif begins_step and holds_too_much and self._device is None:
             self._give_back()
         if is_same:

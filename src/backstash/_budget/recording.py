@@ -85,18 +85,18 @@ class StepRecording:
         self._again: dict[int, int] = {}
         self._saves: dict[int, int] = {}
 
-    def tell_class(self, serial: int, group: str) -> None:
+    def note_class(self, serial: int, group: str) -> None:
         """Of the block of this number; ``""``: it is not known yet."""
         if self.is_on:
             self._groups[serial] = group
 
-    def tell_prices(self, serial: int, prices: Mapping[str, Option | None]) -> None:
+    def note_prices(self, serial: int, prices: Mapping[str, Option | None]) -> None:
         """What each way of holding the block with this number takes; ``None``: it cannot be held so."""
         self._offers[serial] = {
             name: option for name, option in prices.items() if option is not None
         }
 
-    def tell_saved_again(self, serial: int, counted: int) -> None:
+    def note_saved_again(self, serial: int, counted: int) -> None:
         """The block of this number was saved once more, when the step had ``counted`` of them."""
         if self.is_on:
             self._again[serial] = counted
@@ -131,5 +131,5 @@ class StepRecording:
             self._freed_bytes += told[3]
         elif told[0] == "use" and self._freed_bytes >= _GIVEN_BACK_BYTES:
             self._freed_bytes, paused = 0, self._meter.pause()
-            self._guard.let_go()
+            self._guard.trim()
             self._meter.resume(paused)

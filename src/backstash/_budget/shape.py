@@ -60,7 +60,7 @@ class StepShape:
         """Blocks of this step so far."""
         self.known_bytes = 0
         """Of the blocks of the step that was planned for, without what recomputed regions let go."""
-        self._known_first_bytes = self._let_go_bytes = 0
+        self._known_first_bytes = self._discarded_bytes = 0
         # First blocks: this step's, the last one's, and the largest that a step which is no larger began with.
         self._first_bytes = self._ended_first_bytes = self._most_first_bytes = 0
         self._most_saved_bytes = sys.maxsize  # by the blocks of a step that is no larger
@@ -111,7 +111,7 @@ class StepShape:
         self.counted += 1
         return larger
 
-    def tell_saved(self, nbytes: int) -> None:
+    def count_saved(self, nbytes: int) -> None:
         """Storages of so many bytes were saved, each counted as often as it was."""
         self._asked_bytes += nbytes
 
@@ -140,7 +140,7 @@ class StepShape:
         blocks of the next step, and only a look at a later block tells that the step before has ended."""
         return min(nbytes, self._most_asked_bytes // _OFTEN) if self._looks_often else nbytes
 
-    def meet_larger(self) -> None:
+    def begin_larger(self) -> None:
         """This step is larger than the planned one. If that was seen later than at its first block, it is too
         late to measure it: the next ones are measured, until one of them is as large."""
         self.is_larger = True
@@ -177,10 +177,10 @@ class StepShape:
         """A plan is being made for a step that saved so many bytes in all."""
         self._planned_asked_bytes = asked_bytes
 
-    def follow(self, held: Sequence[int], let_go_bytes: int) -> None:
+    def follow(self, held: Sequence[int], discarded_bytes: int) -> None:
         """It is followed. ``held``: bytes of the blocks of its step in order, without those of regions that run
-        again, which are ``let_go_bytes``."""
-        self.known_bytes, self._let_go_bytes = sum(held), let_go_bytes
+        again, which are ``discarded_bytes``."""
+        self.known_bytes, self._discarded_bytes = sum(held), discarded_bytes
         self._known_first_bytes = held[0] if held else 0
         self._most_first_bytes = max(self._most_first_bytes, self._known_first_bytes)
         self._most_saved_bytes = int(self.known_bytes * (1 + _ALIKE))
@@ -189,7 +189,7 @@ class StepShape:
 
     def holds(self, saved_bytes: int) -> bool:
         """Whether the step that was planned for is no smaller than one that saves so much."""
-        return saved_bytes <= self.known_bytes + self._let_go_bytes
+        return saved_bytes <= self.known_bytes + self._discarded_bytes
 
     def is_alike(self, ended: EndedStep, *, by_blocks: bool) -> bool:
         """Whether a step saved as much as the one that was planned for: in blocks, or in all, where not all

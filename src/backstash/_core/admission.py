@@ -127,9 +127,9 @@ class Admission:
         self.recorder = recorder
         self.hooks_off = HooksOff(session)
         self.closed = False
-        self.begin_anew()
+        self.restart()
 
-    def begin_anew(self, stays: str = "") -> None:
+    def restart(self, stays: str = "") -> None:
         """Know of no block: at first, and in a forked process. ``stays``: why nothing moves from now on."""
         self._stays = stays
         self._recomputes, self._pass, self._holds_latest = False, -1, False
@@ -139,7 +139,7 @@ class Admission:
         self._slice_counts = SliceCounts()
         self.left: dict[str, list[int]] = {}  # reason: how many, how many bytes
         self.eligible_bytes = self.deduplicated_bytes = self.moved_again_bytes = 0
-        self.let_go_bytes = 0  # by regions
+        self.discarded_bytes = 0  # by regions
 
     def hook(self, thread_state: ThreadState) -> Callable[[Tensor], object]:
         """The pack hook of one thread.
@@ -218,7 +218,7 @@ class Admission:
             return self._pack_untaped(tensor, thread_state, storage, packs=packs)
         with tape.aside():
             packed = self._pack_untaped(tensor, thread_state, storage, packs=packs)
-            tape.tell_packed(tensor, packed)
+            tape.note_packed(tensor, packed)
             return packed
 
     def _pack_untaped(
@@ -335,7 +335,7 @@ class Admission:
             return "", _DEFAULT
         return "", _Choice(codec=codec if isinstance(codec, Codec) else _asked(codec, described))
 
-    def may_let_go(self, tensor: Tensor) -> bool:
+    def may_discard(self, tensor: Tensor) -> bool:
         """Whether a plain tensor that operations of PyTorch's made may be let go: it is on a device of ours.
 
         It may be smaller than what moves, since nothing is written and read for it, if it is an operation's
@@ -452,8 +452,8 @@ class Admission:
         replay was asked for that is not known to be exact until the end of the next pass."""
         if self._pass != self._session.predictor.passes:
             self._pass = self._session.predictor.passes
-            self._holds_latest, packer.met_unknown = packer.met_unknown, False
-        self._holds_latest = self._holds_latest or packer.met_unknown
+            self._holds_latest, packer.saw_unknown = packer.saw_unknown, False
+        self._holds_latest = self._holds_latest or packer.saw_unknown
         if self._holds_latest and thread_state.scopes:
             thread_state.latest.append((block, alias))
 
@@ -818,7 +818,7 @@ def _reduce_by(block: Block, tensor: Tensor, choice: _Choice, packer: Packer) ->
     codec, replay = choice.codec, choice.replay
     block.dtype = tensor.dtype
     if replay is not None:
-        block.reduce = functools.partial(packer.let_go, replay)
+        block.reduce = functools.partial(packer.discard, replay)
         block.depth = replay.depth
     elif codec is not None:
         block.reduce = functools.partial(packer.pack, codec)

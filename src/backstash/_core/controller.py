@@ -54,7 +54,7 @@ class Controller(ABC):
     # A block.
 
     @abstractmethod
-    def tell_saved(self, nbytes: int) -> None:
+    def count_saved(self, nbytes: int) -> None:
         """Storages of so many bytes were saved in this step, each counted as often as it was."""
 
     @abstractmethod
@@ -94,7 +94,7 @@ class Controller(ABC):
         """A block that is held was saved once more."""
 
     @abstractmethod
-    def tell_used(self, nbytes: int) -> bool:
+    def note_used(self, nbytes: int) -> bool:
         """Backward uses so many bytes of a block. Returns whether fewer blocks may stay than do."""
 
     @abstractmethod

@@ -40,7 +40,7 @@ _CLEANUPS = (BlockCleanup, DiskCleanup, HostCleanup)
 
 class Session:
     """What one stash holds and counts. Its methods want ``with section.lock, section:`` around them, but for
-    ``begin_anew`` and ``tiers_of``.
+    ``restart`` and ``tiers_of``.
 
     Args:
         reclaim_queue: of what died.
@@ -83,9 +83,9 @@ class Session:
         self.uses = 0
         """Of blocks, in backward, so far; what a thread was told of a step holds as long as it is the same."""
         self.event_log = event_log
-        self.begin_anew(reclaim_queue, make, make_of)
+        self.restart(reclaim_queue, make, make_of)
 
-    def begin_anew(
+    def restart(
         self,
         reclaim_queue: ReclaimQueue,
         make: Callable[[Any, int], DeviceTiers],
@@ -109,7 +109,7 @@ class Session:
         self._followed = 0  # passes that had begun when "auto" last followed the free memory
         self.thread_states = [each for each in self.thread_states if each.is_alive()]
         for thread_state in self.thread_states:
-            thread_state.begin_anew()
+            thread_state.restart()
         self._ended = Counts()  # of the threads that have ended
         self.blocks_alive = 0
         self.put(_CPU, make(None, 0))
@@ -332,7 +332,7 @@ class Session:
         """
         planner = self.planners.get(tiers.number)
         if planner is not None and thread_state is not None:
-            planner.tell_saved(thread_state.untold_bytes())
+            planner.count_saved(thread_state.uncounted_bytes())
         if planner is not None and tiers.number in self._due:
             self._due.discard(tiers.number)
             planner.begin_step(tiers)

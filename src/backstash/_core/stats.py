@@ -248,7 +248,7 @@ def collect(
         packed_bytes=sum(tiers.packer.packed_bytes for tiers in session.device_tiers),
         payload_bytes=sum(tiers.packer.payload_bytes for tiers in session.device_tiers),
         recomputed_bytes=sum(tiers.packer.recomputed_bytes for tiers in session.device_tiers)
-        + admission.let_go_bytes,
+        + admission.discarded_bytes,
         moved_again_bytes=admission.moved_again_bytes,
         keep_bytes=sum(evictor.resident.nbytes for evictor in evictors),
         keep_peak_bytes=sum(evictor.resident.peak_bytes for evictor in evictors),

@@ -122,18 +122,18 @@ class _StreamCopy(Copy):
         if not has_ended:
             with self._device.timed("stall", stream):
                 stream.wait_event(self.completion.event)
-        self._tell_the_allocator(stream, has_ended)
+        self._notify_allocator(stream, has_ended)
         self._be_safe()
 
     @abstractmethod
-    def _tell_the_allocator(self, stream: Any, has_ended: bool) -> None:
+    def _notify_allocator(self, stream: Any, has_ended: bool) -> None:
         """Say which streams besides its owner must have come past before the memory is used again."""
 
 
 class _CopyDown(_StreamCopy):
     __slots__ = ()
 
-    def _tell_the_allocator(self, stream: Any, has_ended: bool) -> None:
+    def _notify_allocator(self, stream: Any, has_ended: bool) -> None:
         if not has_ended and stream != self._owner:
             self._mine.record_stream(self._copier)
 
@@ -141,7 +141,7 @@ class _CopyDown(_StreamCopy):
 class _CopyUp(_StreamCopy):
     __slots__ = ()
 
-    def _tell_the_allocator(self, stream: Any, has_ended: bool) -> None:
+    def _notify_allocator(self, stream: Any, has_ended: bool) -> None:
         if stream != self._owner:  # it uses what came, however long that has been there
             self._mine.record_stream(stream)
 

@@ -43,12 +43,12 @@ class Pins(Protocol):
 class _Slab:
     """Memory that was pinned in one piece, and which of it is taken. Unpinned when it is let go."""
 
-    __slots__ = ("__weakref__", "leases", "let_go", "memory")
+    __slots__ = ("__weakref__", "free", "leases", "memory")
 
     def __init__(self, memory: Tensor, undo: Callable[[Tensor], None]) -> None:
         self.memory = memory
         self.leases = Leases(unit_bytes=PAGE_BYTES)
-        self.let_go = weakref.finalize(self, undo, memory)
+        self.free = weakref.finalize(self, undo, memory)
 
     def take(self, nbytes: int) -> PinnedBuffer | None:
         buffer = PinnedBuffer(self)
@@ -136,7 +136,7 @@ class PinnedPool:
         """Unpin and let go of every slab without buffers."""
         for slab in [slab for slab in self._slabs if not slab.leases.extents.used_bytes]:
             self._slabs.remove(slab)
-            slab.let_go()
+            slab.free()
 
     def _add_slab(self, nbytes: int) -> _Slab | None:
         least = _pages(nbytes)

@@ -123,7 +123,7 @@ class Call:
         self._task = task_or_none()
         self._count = 0
         self._held: list[weakref.ref[Held]] = []
-        self._let_go_bytes = 0
+        self._discarded_bytes = 0
         self._counted: set[tuple[int, Place]] = set()  # what is in these
         self._saved: set[tuple[int, int]] = (
             set()
@@ -182,7 +182,7 @@ class Call:
             return self._pack(tensor)
         if state.reason and tensor.requires_grad:  # what may be filled yet is looked at later
             return self._refuse(tensor, state.reason)
-        if not self.region.admission.may_let_go(tensor):
+        if not self.region.admission.may_discard(tensor):
             return self._pack(tensor)
         planned = self._planned
         if planned is not None and planned.stays_at(number):
@@ -204,7 +204,7 @@ class Call:
         elif self._keeps and planned is not None:
             return self._trace(held, tensor, number, planned)
         else:
-            reason = self._let_go(held, tensor, tape)
+            reason = self._discard(held, tensor, tape)
         return self._refuse(tensor, reason) if reason else held
 
     def _trace(self, held: Held, tensor: Tensor, number: int, planned: Planned) -> object:
@@ -239,7 +239,7 @@ class Call:
         packs = is_random and tensor.device.type == "cpu"
         return self._pack_smaller(tensor) if packs else self._pack(tensor)
 
-    def _let_go(self, held: Held, tensor: Tensor, tape: Tape) -> str:
+    def _discard(self, held: Held, tensor: Tensor, tape: Tape) -> str:
         """Let go of it, or hold it until it was compared. Why it cannot be let go; ``""``: it can."""
         region, state = self.region, held.state
         reason = region.refused.get(state.key, "") or tape.want(state, self._hold, self._relies_on)
@@ -248,7 +248,7 @@ class Call:
         if state.key in region.known:
             held.packed = None
             held.told = region.sample(tensor)
-            self._count_let_go(held)
+            self._count_discarded(held)
         else:
             alias = tensor.detach()
             held.packed = alias, tensor._version
@@ -256,11 +256,11 @@ class Call:
         self._held.append(weakref.ref(held))
         return ""
 
-    def _count_let_go(self, held: Held) -> None:
+    def _count_discarded(self, held: Held) -> None:
         which = held.state.number, held.place
         if which not in self._counted:
             self._counted.add(which)
-            self._let_go_bytes += held.nbytes
+            self._discarded_bytes += held.nbytes
 
     def _note_filled(self) -> None:
         """The operation that saved these has ended."""
@@ -306,7 +306,7 @@ class Call:
         tape.end()
         self._counted.clear()
         self._saved.clear()
-        region.admission.let_go_bytes += self._let_go_bytes
+        region.admission.discarded_bytes += self._discarded_bytes
 
     def _compare(self, unknown: list[tuple[Held, Tensor, int]]) -> str:
         """Compute it again, and let go of what is the same. Why some is not; ``""``: all is."""
@@ -330,7 +330,7 @@ class Call:
                 if not self._keeps:
                     held.packed = None
                     held.told = region.sample(alias)
-                    self._count_let_go(held)
+                    self._count_discarded(held)
                 continue
             why = reason or _OTHER_BITS
             region.refused[held.state.key] = why

@@ -677,19 +677,19 @@ class Tape(SilentMode):
 
     # What is asked.
 
-    def tell_packed(self, tensor: Tensor, packed: object) -> None:
+    def note_packed(self, tensor: Tensor, packed: object) -> None:
         """The stash has saved ``tensor``, as ``packed``: from now on others can be computed from that."""
         if type(packed) is not Entry:
             if type(packed) is not WrapperEntry:
-                self._tell_saved(tensor, None)
+                self._note_saved(tensor, None)
             return
         block = packed.block
         source = block.storage_version
         is_whole = block.origin is source and not source.is_parted and packed.source is source
         if is_whole and block.rounds is None and packed.check is None:
-            self._tell_saved(tensor, block)
+            self._note_saved(tensor, block)
 
-    def _tell_saved(self, tensor: Tensor, block: Any) -> None:
+    def _note_saved(self, tensor: Tensor, block: Any) -> None:
         """The stash holds ``tensor``: as ``block``, which is all of its memory, or as it is (``None``)."""
         memory = self._memory(tensor)
         if memory is None or memory.state.reason == ALLOCATES:

@@ -309,7 +309,7 @@ class Block:
         """Whether it is in place and no budget counts it, until it was saved as often as is expected."""
         return self.placement.is_kept and not self.cleanup.resident_bytes
 
-    def set_apart(self) -> bool:
+    def copy_out(self) -> bool:
         """Take the bytes of parts to memory of its own, on the CPU: any part may be written while a worker
         reads, which is a change of that one alone. ``False``: there is no such memory."""
         alias = self.placement.alias
@@ -333,7 +333,7 @@ class Block:
         return True
 
     def is_copy_of(self, storage: torch.UntypedStorage) -> bool:
-        """Whether the bytes are in memory that :meth:`set_apart` took, and not in ``storage``."""
+        """Whether the bytes are in memory that :meth:`copy_out` took, and not in ``storage``."""
         alias = self.placement.alias
         return alias is not None and storage_identity(alias.untyped_storage()) != storage_identity(
             storage
@@ -373,7 +373,7 @@ class Block:
         self.matched = self.matched or bool(found)
         return found
 
-    def let_go(self) -> None:
+    def free(self) -> None:
         """Drop the storage that was read back or made; the bytes are still where they come from."""
         self.loaded = self.making = None
 

@@ -14,7 +14,7 @@ from .._device.fingerprint import fingerprint
 from .._text import clean
 from .._torch.dispatch import count_dispatch_modes
 from .._torch.storages import storage_of
-from .._torch.tensors import is_wrapper_subclass, taken_apart, toggle_bits
+from .._torch.tensors import flattened, is_wrapper_subclass, toggle_bits
 from ..errors import InplaceError
 from .block import Block
 from .view import StridedRegion, extent_bytes, raw_alias, reason_to_stay, with_bits_of
@@ -189,7 +189,7 @@ class WrapperEntry:
     )
 
     def __init__(self, tensor: Any, pack: Callable[[Tensor], object]) -> None:
-        inner, self.others, self.context = taken_apart(tensor)
+        inner, self.others, self.context = flattened(tensor)
         self.kind = type(tensor)
         self.shape = tensor.shape
         self.dtype = tensor.dtype
@@ -240,7 +240,7 @@ class WrapperEntry:
 def _with_inner(tensor: Any) -> Iterator[Tensor]:
     yield tensor
     if is_wrapper_subclass(tensor):
-        for part in taken_apart(tensor)[0].values():
+        for part in flattened(tensor)[0].values():
             yield from _with_inner(part)
 
 

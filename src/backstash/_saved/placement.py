@@ -111,7 +111,7 @@ class Backing(ABC):
         """
 
     @abstractmethod
-    def read_apart(
+    def read_separately(
         self, offset: int, address: int, nbytes: int, device: torch.device
     ) -> tuple[Tensor, int]:
         """A storage with one block's bytes, and where they begin, made by the caller alone: nothing that is
@@ -124,7 +124,7 @@ class Backing(ABC):
         """As :meth:`storage_for`, which also counts that the block has come."""
         return memory, self.skew
 
-    def let_go(self) -> None:
+    def free(self) -> None:
         """Drop the memory that was read back; the bytes below stay."""
         self.load = None
         self.ahead = False

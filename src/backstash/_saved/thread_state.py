@@ -95,9 +95,9 @@ class ThreadState:
     def __init__(self) -> None:
         self.thread = weakref.ref(threading.current_thread())  # weak: it may end
         self.scopes: list[Scope] = []  # hook pairs that this thread has pushed and not yet popped
-        self.begin_anew()
+        self.restart()
 
-    def begin_anew(self) -> None:
+    def restart(self) -> None:
         """Nothing waits, and nothing is counted: at first, and in a forked process."""
         self.waiting: deque[tuple[weakref.ref[Any], bool]] = (
             deque()
@@ -132,7 +132,7 @@ class ThreadState:
         self.allowed_bytes = self.granted_bytes = -1
         return used
 
-    def untold_bytes(self) -> int:
+    def uncounted_bytes(self) -> int:
         """Of the storages that were saved since this was asked last, but for small ones; one that was saved
         twice counts twice."""
         told, self.told_bytes = self.told_bytes, self.large_bytes

@@ -69,7 +69,7 @@ class AheadSet:
 
     def drop_block(self, block: Block) -> None:
         """It holds none any more."""
-        block.let_go()
+        block.free()
         self._forget_again(block.cleanup)
         self.forget_bytes(block.cleanup)
 
@@ -182,7 +182,7 @@ class AheadSet:
             if holder is using or holder is beyond or holder is beside:
                 stay.append(holder)
             else:
-                holder.let_go()
+                holder.free()
                 self.forget_bytes(holder.cleanup)
         for holder in reversed(stay):
             window.appendleft(holder)

@@ -124,10 +124,10 @@ class DiskBacking(Backing):
         self.wanted = 0
         return memory, self.skew
 
-    def read_apart(
+    def read_separately(
         self, offset: int, address: int, nbytes: int, device: torch.device
     ) -> tuple[Tensor, int]:
-        """See :meth:`Backing.read_apart`."""
+        """See :meth:`Backing.read_separately`."""
         memory, low = own_memory(self.nbytes, self.skew)
         self.store.read(self.slot, memory.data_ptr() + low)
         return memory, low
@@ -172,11 +172,11 @@ class SegmentBacking(DiskBacking):
         ctypes.memmove(root.data_ptr() + low, memory.data_ptr() + offset, nbytes)
         return root, low
 
-    def read_apart(
+    def read_separately(
         self, offset: int, address: int, nbytes: int, device: torch.device
     ) -> tuple[Tensor, int]:
-        """See :meth:`Backing.read_apart`: all of the segment is read."""
+        """See :meth:`Backing.read_separately`: all of the segment is read."""
         memory, low = self.buffer, 0  # taken once: another thread may complete its write
         if memory is None:
-            memory, low = super().read_apart(offset, address, nbytes, device)
+            memory, low = super().read_separately(offset, address, nbytes, device)
         return self.cut(low + offset, address, nbytes, memory)

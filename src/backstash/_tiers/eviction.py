@@ -135,7 +135,7 @@ class Evictor:
             elif not self._send(block, thread_state):
                 self.health.deferred.append(block)  # a smaller one may find room
         if resident.short_bytes:
-            self.inflight.let_go(resident.short_bytes, thread_state)
+            self.inflight.free(resident.short_bytes, thread_state)
         if resident.memory is not None and resident.memory.failed:
             self.ease(earlier=True)  # in backward, say, which calls no stash
 
@@ -161,7 +161,7 @@ class Evictor:
             if segments is None or not is_gathered:
                 if inflight.nbytes + nbytes > inflight.window_bytes:
                     inflight.make_room(nbytes, thread_state)
-                if source.is_parted and not block.set_apart():
+                if source.is_parted and not block.copy_out():
                     return False
             if block.saves != block.expected:
                 block.take_fingerprint(memory.device if memory is not None else None)

@@ -98,10 +98,10 @@ class HostBacking(Backing):
         """See :attr:`Backing.tier`."""
         return "host" if self.cleanup.buffer is not None else "disk"
 
-    def read_apart(
+    def read_separately(
         self, offset: int, address: int, nbytes: int, device: torch.device
     ) -> tuple[Tensor, int]:
-        """See :meth:`Backing.read_apart`. The host waits for the copies."""
+        """See :meth:`Backing.read_separately`. The host waits for the copies."""
         below = self.cleanup
         while (buffer := below.buffer) is not None:
             if below.written is not None:

@@ -164,7 +164,7 @@ class InflightWrites:
         """Wait until ``nbytes`` more fit into the window, or nothing in it can be waited for."""
         self._empty_to(self.window_bytes - nbytes, thread_state)
 
-    def let_go(self, nbytes: int, thread_state: ThreadState) -> None:
+    def free(self, nbytes: int, thread_state: ThreadState) -> None:
         """Let the memory of so many bytes go now, as far as that can be waited for."""
         self._empty_to(self.nbytes - nbytes, thread_state)
 

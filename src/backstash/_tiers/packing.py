@@ -33,7 +33,7 @@ from ..stores._buffer_pool import BufferPool, own_memory
 from .making import MadeAhead
 from .resident import ResidentSet
 
-__all__ = ["Packer", "Price", "Replay", "decode_apart"]
+__all__ = ["Packer", "Price", "Replay", "decode_separately"]
 
 
 class Price(NamedTuple):
@@ -110,7 +110,7 @@ class Packer:
         # that backward raises.
         self._endings: weakref.WeakValueDictionary[int, _Ending] = weakref.WeakValueDictionary()
         self._replay_seconds = 0.0  # of the last one that was compared
-        self.met_unknown = True
+        self.saw_unknown = True
         """Whether a replay was asked for whose class had not been compared, since this was last set to no."""
         self.recomputed_bytes = 0
         """Bytes of the blocks that were let go so far, to be computed again."""
@@ -139,7 +139,7 @@ class Packer:
         refused[1] += block.nbytes
         return block
 
-    def let_go(self, replay: Replay, block: Block) -> Block | None:
+    def discard(self, replay: Replay, block: Block) -> Block | None:
         """Let go of a complete block in place, which ``replay`` computes again.
 
         Returns ``None``; or ``block`` itself, where it cannot be let go and is to move.
@@ -181,7 +181,7 @@ class Packer:
         key = replay.key(block)
         if key in self._replayed:
             return ""
-        self.met_unknown = True
+        self.saw_unknown = True
         given = replay.given()
         if given is None:
             return "its input has left, and nothing was compared"
@@ -233,7 +233,7 @@ class Packer:
         if alias is None or self._reason_against(block, exact=True):
             return None
         key = replay.key(block)
-        self.met_unknown = self.met_unknown or key not in self._replayed
+        self.saw_unknown = self.saw_unknown or key not in self._replayed
         given = None if replay.reason_against(block) else replay.given()
         try:
             if given is None:
@@ -501,7 +501,7 @@ class _MadeOn:
             self._device.used(self._memory)
 
 
-def decode_apart(
+def decode_separately(
     entry: Entry, derivation: Derivation, given: Any, device: Device | None
 ) -> tuple[Tensor, int]:
     """As :meth:`Packer.decode`, to memory of the caller's own: nothing that is shared is touched."""

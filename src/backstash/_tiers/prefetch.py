@@ -187,7 +187,7 @@ class Prefetcher:
                 break
         ahead.peak_bytes = max(ahead.peak_bytes, ahead.nbytes)
 
-    def let_go(self) -> None:
+    def free(self) -> None:
         """Let go of what is held: the device ran out of memory. Outside the section."""
         with self._section.lock, self._section:
             self.ahead.shrink(to_bytes=0)
@@ -262,7 +262,7 @@ class Prefetcher:
         try:
             return load.exception()
         except torch.OutOfMemoryError:
-            self.let_go()
+            self.free()
             return load.exception()
 
     def _runner(

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from .lookup import optional
 from .module_parts import own_buffers, own_parameters
 from .storages import storage_identity
-from .tensors import is_wrapper_subclass, taken_apart
+from .tensors import flattened, is_wrapper_subclass
 
 __all__ = [
     "CALL_CODE",
@@ -199,7 +199,7 @@ def _is_part_of(cdata: int, tensor: Any) -> bool:
     """Whether a wrapper subclass (a DTensor, say) is made of a tensor with this storage."""
     return is_wrapper_subclass(tensor) and any(
         _cdata_of(part) == cdata or _is_part_of(cdata, part)
-        for part in taken_apart(tensor)[0].values()
+        for part in flattened(tensor)[0].values()
     )
 
 

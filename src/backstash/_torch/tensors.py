@@ -17,6 +17,7 @@ from .lookup import optional, required
 
 __all__ = [
     "alive",
+    "flattened",
     "is_functorch_wrapped",
     "is_of_wrapped_leaf",
     "is_view",
@@ -24,7 +25,6 @@ __all__ = [
     "is_zero_tensor",
     "neg_view",
     "parts_of",
-    "taken_apart",
     "toggle_bits",
     "wait_for_collective",
 ]
@@ -64,12 +64,12 @@ is_view: Callable[[Tensor], bool] = optional(
 _MOST_VIEWS = 8  # between a wrapper subclass and what is saved of its part
 
 
-def _takes_apart(tensor: Any) -> bool:
+def _can_flatten(tensor: Any) -> bool:
     return hasattr(tensor, "__tensor_flatten__") and hasattr(type(tensor), "__tensor_unflatten__")
 
 
 is_wrapper_subclass: Callable[[object], bool] = optional(
-    "torch.utils._python_dispatch.is_traceable_wrapper_subclass", _takes_apart
+    "torch.utils._python_dispatch.is_traceable_wrapper_subclass", _can_flatten
 )
 """Whether it is a tensor subclass made of other tensors that says how (``__tensor_flatten__``). Where torch
 lacks the call: whether it has the two methods for that."""
@@ -81,7 +81,7 @@ def toggle_bits(tensor: Tensor, *, conj: bool, neg: bool) -> Tensor:
     return tensor.conj() if conj else tensor
 
 
-def taken_apart(tensor: Any) -> tuple[dict[str, Tensor], dict[str, object], object]:
+def flattened(tensor: Any) -> tuple[dict[str, Tensor], dict[str, object], object]:
     """What ``__tensor_flatten__`` of a wrapper subclass gives: its inner tensors, other attributes, context.
 
     From torch 2.13 on the names may be of attributes that are no tensors (a DTensor's ``device_mesh``);
@@ -115,7 +115,7 @@ def is_of_wrapped_leaf(tensor: Tensor, base: Tensor) -> bool:
         leaf = getattr(node, "variable", None)
         if leaf is not None:
             return is_wrapper_subclass(leaf) and any(
-                each is base for each in taken_apart(leaf)[0].values()
+                each is base for each in flattened(leaf)[0].values()
             )
     return False
 
@@ -141,7 +141,7 @@ def parts_of(tensor: Any) -> list[Tensor] | None:
     if type(tensor) in _PLAIN and tensor.layout is torch.strided:
         return None
     if is_wrapper_subclass(tensor):
-        return list(taken_apart(tensor)[0].values())
+        return list(flattened(tensor)[0].values())
     if tensor.layout is torch.sparse_coo:
         return [tensor._indices(), tensor._values()]
     if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):

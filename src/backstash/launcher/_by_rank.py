@@ -8,7 +8,7 @@ from typing import Any, TypeAlias, TypeVar
 
 from .._text import shown
 from ..errors import UsageError
-from ._job import rank_told
+from ._job import rank_of_launcher
 
 _Value = TypeVar("_Value")
 ByRank: TypeAlias = _Value | Mapping[int, _Value] | Callable[[int], _Value]
@@ -22,7 +22,7 @@ def this_rank() -> int | None:
     The rank is the launcher's. Without a launcher it is the rank in ``torch.distributed``, if its process group
     exists.
     """
-    told = rank_told()
+    told = rank_of_launcher()
     distributed = sys.modules.get("torch.distributed")
     if told is None and distributed is not None and distributed.is_available():
         if distributed.is_initialized():

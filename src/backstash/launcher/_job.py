@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Job", "numbers", "rank_told"]
+__all__ = ["Job", "numbers", "rank_of_launcher"]
 
 # Variables with the process's number among all and on this machine, how many processes there are, and how many
 # on this machine. The ranks are those of the first launcher that sets the first three, and the last number that
@@ -76,7 +76,7 @@ class Job:
         return str(whole.with_name(own))
 
 
-def rank_told() -> int | None:
+def rank_of_launcher() -> int | None:
     """The number that a launcher gave this process, also where it is the only one; ``None``: there is none."""
     told = _told()
     return told[0] if told is not None else None

@@ -21,7 +21,7 @@ from ._loop import Loop
 from ._outputs import Outputs
 from ._saves import Saves
 from ._schedules import Schedule
-from ._state import State, take_apart
+from ._state import State, flatten
 from ._steps import Face, Stepper
 from ._surroundings import Surroundings
 
@@ -233,8 +233,8 @@ class _Job:
                 f"n={shown(n)}: allowed is a whole number of at least 0, or None with until="
             )
         self.step, self.args, self.face, self.until = step, args, face, until
-        self.state = take_apart(state, "state")
-        self.xs = take_apart(xs, "xs") if face.xs else State((), None)
+        self.state = flatten(state, "state")
+        self.xs = flatten(xs, "xs") if face.xs else State((), None)
         self.n = self._length(n)
         if self.n is None and until is None:
             raise UsageError("n=None: allowed with until= or xs=, which end the loop")
@@ -277,8 +277,8 @@ class _Job:
             ]
             result = self.step(state, *own, *self.args)
             state, y = result if self.face.ys else (result, None)
-            outputs.add(take_apart(y, "y"))
-            if self._ends(number, take_apart(state, "state")):
+            outputs.add(flatten(y, "y"))
+            if self._ends(number, flatten(state, "state")):
                 break
             number += 1
         return self._result(state, outputs)

@@ -15,7 +15,7 @@ from ...errors import UsageError
 from ...stash import Stash
 from ._surroundings import RandomState
 
-__all__ = ["Snapshot", "State", "fingerprint", "take_apart"]
+__all__ = ["Snapshot", "State", "fingerprint", "flatten"]
 
 _PLAIN = (
     int, float, complex, bool, str, bytes, type(None), enum.Enum, torch.dtype, torch.device, torch.Size,
@@ -50,7 +50,7 @@ class State:
         return State([tensors.get(id(leaf), leaf) for leaf in self.leaves], self.structure)
 
 
-def take_apart(value: Any, name: str) -> State:
+def flatten(value: Any, name: str) -> State:
     """``value`` as a state. Raises ``UsageError`` for a leaf that may hide tensors."""
     leaves, structure = tree_flatten(value)
     for leaf in leaves:

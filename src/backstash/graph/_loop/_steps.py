@@ -17,7 +17,7 @@ from ..._torch.trees import tree_flatten
 from ...errors import InplaceError, UsageError
 from ._edges import Aliases, Foreign, Key, Uses, reaches, stand_in, uses_of
 from ._saves import Again
-from ._state import State, fingerprint, take_apart
+from ._state import State, fingerprint, flatten
 
 __all__ = ["Evaluation", "Face", "Node", "Stepper", "leaves_of"]
 
@@ -81,7 +81,7 @@ class Stepper:
         self.closures = False
         """Whether ``step`` reaches such a tensor through a closure."""
         self._begun = sequence_number()
-        self._args = _taken_apart(args)
+        self._args = _flattened(args)
         for tensor in self._args.tensors:
             if tensor.grad_fn is not None:
                 self.outside.of(tensor)
@@ -200,13 +200,13 @@ class Stepper:
                     f"step {number} returned a {type(result).__name__}: with ys=True it returns (state, y)"
                 )
             result, y = result
-        new = take_apart(result, f"the state that step {number} returned")
+        new = flatten(result, f"the state that step {number} returned")
         if new.structure != before.structure:
             raise UsageError(
                 f"step {number} returned a state of another structure: {new.structure} where it was given "
                 f"{before.structure}"
             )
-        return new, take_apart(y, f"the y that step {number} returned")
+        return new, flatten(y, f"the y that step {number} returned")
 
     def _refuse_views(self, number: int, outputs: list[Any], inputs: dict[int, Tensor]) -> None:
         taken = {_address(leaf) for leaf in inputs.values()} - {0}
@@ -243,7 +243,7 @@ class Stepper:
                 )
 
 
-def _taken_apart(args: tuple[Any, ...]) -> State:
+def _flattened(args: tuple[Any, ...]) -> State:
     """The arguments, taken apart; what is no tensor is handed on as it is."""
     return State(*tree_flatten(list(args)))
 
