@@ -20,7 +20,7 @@ from .._saved.thread_state import ThreadState
 from .._saved.view import StridedRegion, raw_alias, reason_to_stay, snapshot
 from .._text import shown
 from .._tiers.device_tiers import DeviceTiers
-from .._tiers.packing import Packer, Replay
+from .._tiers.packing import Packer, Replayable
 from .._torch.modules import is_buffer, is_parameter, module_path, running_modules
 from .._torch.storages import storage_identity
 from .._torch.tensors import is_of_wrapped_leaf, is_wrapper_subclass, wait_for_collective
@@ -65,7 +65,7 @@ class _Once:
         return self._found
 
 
-class Recorder(Protocol):
+class TapeSource(Protocol):
     """What records operations where something may be recomputed: see :mod:`backstash._recompute.recorder`."""
 
     def saves(self, thread_state: ThreadState) -> Any:
@@ -73,7 +73,7 @@ class Recorder(Protocol):
 
     def replay_of(
         self, tensor: Tensor, thread_state: ThreadState, *, unsaved: bool = True
-    ) -> tuple[Replay | None, str]:
+    ) -> tuple[Replayable | None, str]:
         """How the storage of ``tensor`` can be computed again; or ``None``, and why it cannot."""
 
     def entered(self, thread_state: ThreadState, frame: FrameType | None) -> None:
@@ -96,7 +96,7 @@ class _Choice(NamedTuple):
     """That the policy names; ``""``: as the budgets say."""
     codec: Codec | None = None
     """That is asked to make it smaller."""
-    replay: Replay | None = None
+    replay: Replayable | None = None
     """That computes it again, in place of ``codec``."""
 
 
@@ -119,7 +119,7 @@ class Admission:
         *,
         policy: Policy | None,
         codec: CodecChoice | None = None,
-        recorder: Recorder | None = None,
+        recorder: TapeSource | None = None,
     ) -> None:
         self._session = session
         self._policy = policy
@@ -691,7 +691,7 @@ class Admission:
             return _Choice(replay=replay) if replay is not None else _Choice(controller.instead)
         return _Choice(tier)
 
-    def _replay_of(self, tensor: Tensor, thread_state: ThreadState) -> Replay | None:
+    def _replay_of(self, tensor: Tensor, thread_state: ThreadState) -> Replayable | None:
         self._recomputes = True
         if self.recorder is None:
             return None

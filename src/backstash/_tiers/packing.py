@@ -33,7 +33,7 @@ from ..stores._buffer_pool import BufferPool, own_memory
 from .making import MadeAhead
 from .resident import ResidentSet
 
-__all__ = ["Packer", "Price", "Replay", "decode_separately"]
+__all__ = ["Packer", "Price", "Replayable", "decode_separately"]
 
 
 class Price(NamedTuple):
@@ -49,7 +49,7 @@ class Price(NamedTuple):
     """In memory from the first use to the free."""
 
 
-class Replay(Protocol):
+class Replayable(Protocol):
     """What computes a block again: see :mod:`backstash._recompute.blocks`."""
 
     depth: int
@@ -139,7 +139,7 @@ class Packer:
         refused[1] += block.nbytes
         return block
 
-    def discard(self, replay: Replay, block: Block) -> Block | None:
+    def discard(self, replay: Replayable, block: Block) -> Block | None:
         """Let go of a complete block in place, which ``replay`` computes again.
 
         Returns ``None``; or ``block`` itself, where it cannot be let go and is to move.
@@ -175,7 +175,7 @@ class Packer:
         device = self._device
         return fingerprint(storage) if device is None else device.mark(storage, device.stream())
 
-    def _reason_to_doubt(self, block: Block, replay: Replay) -> str:
+    def _reason_to_doubt(self, block: Block, replay: Replayable) -> str:
         """Why a replay is not known to give the bytes of ``block``: the first one of a class (the same module,
         operations, shapes, alignment and threads) is compared, once in this stash."""
         key = replay.key(block)
@@ -190,7 +190,7 @@ class Packer:
             self._replayed.add(key)
         return reason
 
-    def _compare(self, block: Block, replay: Replay, given: list[Tensor]) -> str:
+    def _compare(self, block: Block, replay: Replayable, given: list[Tensor]) -> str:
         """Why ``replay`` of these values is not ``block``; ``""``: it is. Notes the seconds that it took."""
         alias = block.placement.alias
         assert alias is not None
@@ -227,7 +227,7 @@ class Packer:
         use_seconds = seconds if self._device is not None else seconds / 2
         return Price(nbytes, seconds, use_seconds, block.nbytes)
 
-    def price_of_replay(self, block: Block, replay: Replay) -> Price | None:
+    def price_of_replay(self, block: Block, replay: Replayable) -> Price | None:
         """What letting go of ``block`` takes, which ``replay`` would compute again; ``None``: it cannot be."""
         alias = block.placement.alias
         if alias is None or self._reason_against(block, exact=True):

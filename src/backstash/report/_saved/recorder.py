@@ -39,7 +39,7 @@ from ..._torch.modules import CALL_CODE, module_path
 from ..._torch.node_saves import RECOMPUTED
 from ..._torch.pushed_pairs import Pack, Unpack, is_listening, listen, push_unseen, stop_listening
 from ..._torch.trees import tree_leaves
-from ..._torch.versions import Held
+from ..._torch.versions import HeldVersion
 from ...errors import UsageError
 from .save import Found, Packed, Save, identities
 from .storages import Storages, existing_tensors
@@ -142,10 +142,10 @@ class Recorder:
     def pack(self, tensor: Tensor, pack: Pack | None, unpack: Unpack) -> Packed:
         """Record a save and hand the tensor to ``pack``; without one, hold it in place."""
         if not self.is_on or getattr(self._local, "is_packing", False):
-            return Packed(Held(tensor) if pack is None else pack(tensor), unpack)
+            return Packed(HeldVersion(tensor) if pack is None else pack(tensor), unpack)
         self._local.is_packing = True
         try:
-            value = Held(tensor) if pack is None else pack(tensor)
+            value = HeldVersion(tensor) if pack is None else pack(tensor)
             save = self._save(tensor, pack, sys._getframe(1))
             if save is None or not save.is_saved:
                 return Packed(value, unpack, save)
@@ -201,7 +201,7 @@ class _Base:
 
     def pack(self, tensor: Tensor) -> Packed:
         if self.outer is None:
-            return self.owner.pack(tensor, None, Held.get)
+            return self.owner.pack(tensor, None, HeldVersion.get)
         return self.owner.pack(tensor, *self.outer)
 
     def steps_aside(self) -> None:
