@@ -26,7 +26,7 @@ RETURNED = {
     "backstash": ("_core.stats.Stats", "_core.hook_scope.Attachment", "_runtime.trace.Recording"),
     "backstash.graph": (
         "_torch.graph_labels.Labels",
-        "graph._loop._choose.Plan",
+        "graph._loop._choose.LoopPlan",
         "graph._mutation.MutationContext",
     ),
     "backstash.report": (
