@@ -1,7 +1,7 @@
 """Draw the autograd graph of a GPT whose saved tensors are partly on disk, and of a product.
 
 Nothing is read back from disk to draw it, and no program such as ``dot`` is needed. The pictures
-in docs/report.md are made by this:
+in docs/how-to/see-what-is-saved.md are made by this:
 
     python examples/draw_graph.py [--tiny] [--disk DIR] [--out DIR]
 """

@@ -1,4 +1,4 @@
-"""The rows of docs/compiler.md: what a stash holds of what torch.compile made.
+"""The rows of docs/how-to/compile.md: what a stash holds of what torch.compile made.
 
 Counts of bytes are not exact: what a compiled graph saves is the compiler's affair.
 """

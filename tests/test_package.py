@@ -144,7 +144,7 @@ def test_the_workflow_runs_every_python_and_torch_that_the_docs_name() -> None:
     matrix = check["jobs"]["check"]["strategy"]["matrix"]
     declared = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     assert matrix["python"] == re.findall(r'"Programming Language :: Python :: (3\.\d+)"', declared)
-    docs = (ROOT / "docs" / "versions.md").read_text(encoding="utf-8")
+    docs = (ROOT / "docs/reference/versions.md").read_text(encoding="utf-8")
     torches = [version.rpartition(".")[0] for version in matrix["torch"]]
     assert f"torch {', '.join(torches[:-1])} and {torches[-1]}" in docs
     assert f"Python {matrix['python'][0]} to {matrix['python'][-1]}" in docs

@@ -19,14 +19,14 @@ from mkdocs.structure.files import File, Files
 ROOT = Path(__file__).resolve().parents[2]
 ASSETS = ("extra.css", "favicon.svg", "iframe-worker.js")
 API = "API"
-COMMANDS = "commands.md"
+COMMANDS = "reference/command-line.md"  # the help of each command follows what it says
 OURS = "backstash"
 # What the names of a module return and nobody makes by hand: described beside them.
 RETURNED = {
     "backstash": ("_core.stats.Stats", "_core.hook_scope.Attachment", "_runtime.trace.Recording"),
     "backstash.graph": (
         "_torch.graph_labels.Labels",
-        "graph._loop._choose.Plan",
+        "graph._loop._choose.LoopPlan",
         "graph._mutation.MutationContext",
     ),
     "backstash.report": (
@@ -148,17 +148,12 @@ def _parse(module: str) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8") if path.is_file() else "")
 
 
-def command_page() -> str:
+def command_help() -> str:
     """What ``--help`` prints, of each command."""
-    lines = [
-        "# The command line",
-        "",
-        "What `--help` prints; `backstash help COMMAND` prints it too.",
-    ]
     text = _help()
-    lines += ["", "```text", text, "```"]
+    lines = ["", "## backstash", "", "```text", text, "```"]
     for command in re.findall(r"^  ([a-z]+)  ", text.partition("commands:")[2], re.M):
-        lines += ["", f"## {command}", "", "```text", _help(command), "```"]
+        lines += ["", f"## backstash {command}", "", "```text", _help(command), "```"]
     return "\n".join(lines) + "\n"
 
 
@@ -184,28 +179,36 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
     for name in ASSETS:
         text = (Path(__file__).parent / name).read_text(encoding="utf-8")
         files.append(File.generated(config, f"assets/{name}", content=text))
-    files.append(File.generated(config, COMMANDS, content=command_page()))
     pages = api_pages()
     for module, text in pages.items():
         files.append(File.generated(config, f"api/{module}.md", content=text))
     assert config.nav is not None
-    for entry in config.nav:
-        if API in entry:
-            order = sorted(pages, key=lambda module: (module.startswith(f"{OURS}.cli"), module))
-            entry[API] = [{module: f"api/{module}.md"} for module in order]
+    order = sorted(pages, key=lambda module: (module.startswith(f"{OURS}.cli"), module))
+    for group in config.nav:
+        (entries,) = group.values()
+        for entry in entries:
+            if isinstance(entry, dict) and API in entry:
+                entry[API] = [{module: f"api/{module}.md"} for module in order]
     return files
 
 
-_LEAVES = re.compile(r"(\]\(|\b(?:src|href)=\")\.\./([^)\s\"#]*)")
+_LEADS_UP = re.compile(r"(\]\(|\b(?:src|href)=\")(\.\./[^)\s\"#]*)")
 
 
 def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
-    """Turns links that leave ``docs/`` into links to the repository, and sessions into what looks like them."""
+    """Turn links that leave ``docs/`` into links to the repository, and mark sessions as sessions."""
+    folder = ROOT / "docs" / Path(page.file.src_uri).parent
 
     def there(match: re.Match[str]) -> str:
-        kind = "tree" if (ROOT / match[2]).is_dir() else "blob"
-        return f"{match[1]}{repository()}/{kind}/main/{match[2]}"
+        target = (folder / match[2]).resolve()
+        if target.is_relative_to(ROOT / "docs"):
+            return match[0]
+        kind = "tree" if target.is_dir() else "blob"
+        return f"{match[1]}{repository()}/{kind}/main/{target.relative_to(ROOT)}"
+
+    if page.file.src_uri == COMMANDS:
+        markdown += command_help()
 
     markdown = re.sub(r"^```python\n(?=>>> )", "```pycon\n", markdown, flags=re.M)
     markdown = re.sub(r"^<BLANKLINE>$", "", markdown, flags=re.M)
-    return _LEAVES.sub(there, markdown)
+    return _LEADS_UP.sub(there, markdown)

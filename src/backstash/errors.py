@@ -38,38 +38,39 @@ class StashError(Exception):
 
 
 class SizeError(StashError, ValueError):
-    """A size is neither an int of bytes nor a string such as ``"512MiB"``; the message says what is allowed."""
+    """A size is not an int of bytes or a string such as ``"512MiB"``. The message says what is allowed."""
 
 
 class UsageError(StashError, RuntimeError):
-    """A call, or the order of calls, cannot work; the message gives the remedy."""
+    """A call, or the order of calls, cannot work. The message gives the remedy."""
 
 
 class BudgetError(StashError, RuntimeError):
     """With ``strict=True``: a step exceeded a budget that cannot be kept, or three steps exceeded one that can.
 
-    It is raised from the forward pass of the next step, and says which budget can be kept. The stash can be
-    used on: it does what it does without ``strict``, and raises again after the next such step.
+    The forward pass of the next step raises it. The message names a budget that can be kept. The stash can
+    still be used: it continues as without ``strict``, and raises again after the next such step.
     """
 
 
 class StashClosedError(UsageError):
-    """A closed stash was entered or given a tensor, or a closed store was used."""
+    """A closed stash was entered or received a tensor, or a closed store was used."""
 
 
 class StashForkedError(UsageError):
-    """A forked process went backward through a graph of the process that it was forked from.
+    """A forked process went backward through a graph of its parent process.
 
-    What that graph saved is on the other process's disk or in its host memory, which that process uses on. Go
-    backward in the process that ran the forward, or run the forward in the forked process too. The graph is
-    whole in the other process; in the forked one, what it saved in place can still be used.
+    What that graph saved is on the parent's disk or in its host memory, and the parent still uses that space.
+    Go backward in the process that ran forward, or run forward in the child too. The parent's graph is not
+    damaged. In the child, saved tensors that stayed in memory can still be used.
     """
 
 
 class InplaceError(StashError, RuntimeError):
-    """A saved tensor was modified by an in-place operation, and the value that was saved is gone.
+    """A saved tensor was modified by an in-place operation, and the value that was saved is lost.
 
-    Backward raises it where plain PyTorch raises ``RuntimeError`` for the same program.
+    Backward raises it where plain PyTorch raises ``RuntimeError`` for the same program. It also raises it if a
+    recomputed tensor differs from the original.
     """
 
 
@@ -84,14 +85,14 @@ class StashIOError(StashError, OSError):
 class StashFullError(StashIOError):
     """A store or a tier has no space for a block.
 
-    A stash raises it from the forward pass with ``on_full="raise"``; the block stays in place.
+    A stash raises it from the forward pass with ``on_full="raise"``; the block stays in memory.
     """
 
 
 class StashCorruptError(StashIOError):
-    """Bytes that were read back do not match the checksum that was taken when they were written.
+    """Bytes that were read back do not match the checksum from when they were written.
 
-    Only ``Disk(verify=True)`` takes checksums. The tensor's value is lost; other graphs are not affected.
+    Only ``Disk(verify=True)`` computes checksums. The tensor's value is lost; other graphs are not affected.
     """
 
 

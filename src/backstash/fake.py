@@ -52,12 +52,13 @@ class _View:
 class FakeRun:
     """A context in which tensors have no memory, and the bytes that they would have are counted.
 
-    It holds for the thread that enters it. Every saved tensor of at least 64 KiB is let go when it is saved,
-    and made anew when backward asks for it, as if all had moved: so what the tensors hold besides is known at
+    It affects the thread that enters it. Every saved tensor of at least 64 KiB is discarded when it is saved,
+    and created again when backward uses it, as if all had moved. So the memory of all other tensors is known at
     each save, use and free. Parameters stay.
 
-    A value that is asked for, as ``loss.item()`` does, is 1: see :attr:`asked`. What needs more (lists, NumPy,
-    shapes that depend on values) gets PyTorch's error. After the context its tensors are of no use.
+    A value that the program reads, as ``loss.item()`` does, is 1: see :attr:`asked`. Code that needs more
+    (lists, NumPy, shapes that depend on values) raises PyTorch's error. Do not use the tensors after the
+    context.
 
     Raises:
         UsageError: this PyTorch has no ``FakeTensorMode``; within the context: a tensor on an accelerator,

@@ -90,7 +90,7 @@ class PlannedRegion:
     forwards: int
     """How many of it a step has."""
     nbytes: int
-    """The bytes of the blocks that recomputing lets go of; they are counted in the classes, too."""
+    """The bytes of the blocks that recomputing discards. The classes count them, too."""
     choices: tuple[tuple[str, int], ...]
     """In the order of the forwards: ``(("region", 8), ("once", 4))``; those that run ``"once"`` have what they
     save held as the classes say."""
@@ -99,13 +99,12 @@ class PlannedRegion:
     reason: str
     """Why."""
     stays: tuple[tuple[int, ...], ...] = ()
-    """Of each forward, which of its saves, by their number in it, are not let go, since something else saves
-    the same."""
+    """For each forward, the numbers of the saves that stay, since something else saves the same tensor."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a stash with a ``budget`` does, and what that was expected to cost beside what it did.
+    """What a stash with a ``budget`` does, with its predicted and its measured cost.
 
     >>> plan = Plan.load("plan.json")  # doctest: +SKIP
     """
@@ -141,8 +140,8 @@ class Plan:
     regions: tuple[PlannedRegion, ...] = ()
     """Of the modules whose calls may be recomputed as a whole."""
     left_after: int | None = None
-    """After so many blocks of a step all stay, and are left alone as long as there is room: it takes as long as
-    without a stash to save and use them. ``None``: each block is looked at."""
+    """The number of blocks of a step after which all stay in memory, unmanaged while there is space. Saving and
+    using them costs nothing. ``None``: every block is managed."""
 
     trace: Trace | None = field(default=None, compare=False, repr=False)
     """The step that was measured, for :meth:`at`; not in the file of :meth:`save`."""
@@ -187,7 +186,7 @@ class Plan:
             windows: bytes of the windows down and up; ``None``: chosen.
 
         Raises:
-            UsageError: ``trace`` is not that of a step, or the file cannot be read.
+            UsageError: ``trace`` is not a measured step, or the file cannot be read.
             SizeError: the budget is no size.
         """
         budget_bytes = parse_bytes(budget, name="budget")

@@ -37,7 +37,7 @@ class SavedTensor:
     device: torch.device
     """The device that has its memory."""
     nbytes: int
-    """The bytes of its elements; the storage of a view may be larger, that of an expanded tensor smaller."""
+    """The bytes of its elements. The storage of a view may be larger; an expanded tensor's may be smaller."""
     is_parameter: bool
     """Whether it is an ``nn.Parameter``, another leaf that requires a gradient, or a view of either."""
     is_leaf: bool
@@ -50,31 +50,38 @@ class SavedTensor:
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """What a stash does with a saved tensor.
+    """Describe what a stash does with a saved tensor.
 
     Raises:
-        UsageError: ``tier`` is no tier, ``codec`` is no codec, or both contradict each other.
+        UsageError: ``tier`` is not a tier, ``codec`` is not a codec, or they contradict each other.
 
     >>> Action("disk")
     Action(tier='disk', codec=None)
     """
 
     tier: Literal["keep", "host", "disk", "pack", "recompute"]
-    """``"keep"``: the tensor stays where it is, and no budget counts it. ``"host"``: an accelerator's tensor
-    moves to host memory at once, also while ``keep`` has space; a CPU tensor is in host memory and stays.
-    ``"disk"``: the tensor moves to disk at once, an accelerator's through host memory. ``"pack"``: the tensor
-    is stored smaller, by ``codec``; what that makes of it is in memory, counts as ``keep``, and moves down as
-    any other. What cannot be packed is treated as with ``None``, and ``stats().left`` says why.
-    ``"recompute"``: the tensor is not held, and computed again in backward by the operations of PyTorch that
-    made it, from what is held anyway: other saved tensors, and parameters. Not by products of matrices,
-    convolutions, attention and decompositions, which take long, nor by random operations. What
-    cannot be computed again is treated as with ``None``, and
-    ``stats().left`` says why. Where an operand was changed since, or what is computed is not bit for bit what
-    was let go, backward raises ``InplaceError``; for an accelerator's tensors when it ends."""
+    """What happens to the tensor.
+
+    ``"keep"``: it stays in memory, and no limit counts it.
+
+    ``"host"``: an accelerator's tensor moves to host memory at once, also while ``keep`` has space. A CPU
+    tensor is in host memory and stays.
+
+    ``"disk"``: it moves to disk at once, an accelerator's tensor through host memory.
+
+    ``"pack"``: it is stored in fewer bytes, by ``codec``. The result is in memory, counts as ``keep``, and
+    moves down like any other block.
+
+    ``"recompute"``: it is discarded, and computed again in backward by the operations of PyTorch that made it,
+    from other saved tensors and parameters. Slow operations (products of matrices, convolutions, attention,
+    decompositions) and random operations are not repeated. If an operand was changed since, or the result
+    differs in any bit, backward raises ``InplaceError``; for an accelerator's tensors when backward ends.
+
+    A tensor that cannot be packed or recomputed is handled as with ``None``, and ``stats().left`` says why."""
 
     codec: Codec | None = None
-    """What makes the tensor smaller before it moves; ``None``: with ``"pack"`` the exact codecs
-    (:data:`backstash.codecs.EXACT`), else no codec. Not with ``"keep"`` or ``"recompute"``."""
+    """The codec that packs the tensor before it moves. ``None``: with ``"pack"`` the exact codecs
+    (:data:`backstash.codecs.EXACT`), otherwise no codec. Not allowed with ``"keep"`` or ``"recompute"``."""
 
     def __post_init__(self) -> None:
         if self.tier not in _TIERS:
@@ -93,7 +100,7 @@ class Action:
 
     @property
     def packs_by(self) -> Codec | None:
-        """The codec that is asked to make the tensor smaller."""
+        """The codec that packs the tensor, or ``None``."""
         return EXACT if self.codec is None and self.tier == "pack" else self.codec
 
 

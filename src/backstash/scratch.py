@@ -30,7 +30,7 @@ def scratch(candidates: Iterable[str] | None = None) -> tuple[str, str] | None:
     Args:
         candidates: directories, the preferred first. Default: ``$TMPDIR`` or what Python takes for temporary
             files (``/tmp``), ``/scratch``, ``/var/tmp``, the working directory. One counts if a file can be
-            made in it and its file system is neither in memory nor on another machine.
+            made in it, and its file system is not in memory or on another machine.
     """
     if candidates is None:
         candidates = (tempfile.gettempdir(), "/scratch", "/var/tmp", os.getcwd())

@@ -80,69 +80,67 @@ _AUTO = ', or "auto"'
 
 
 class Stash:
-    """Holds what autograd saves for backward within byte budgets, with bit-identical gradients.
+    """Hold what autograd saves for backward within byte budgets, with bit-identical gradients.
 
-    Used as a context manager around a forward pass, as a decorator, or attached to a module. It may be
-    entered again, nested, and used from any thread; backward may run anywhere, also outside.
+    Use it as a context manager around a forward pass, as a decorator, or attached to a module. It may be
+    entered again, nested, and used from any thread. Backward may run anywhere, also outside.
 
     Args:
-        keep: bytes that may stay in place, on each device; the oldest saved beyond it move down. ``None``:
-            no limit. ``"auto"``: half of (free + already kept) memory, evaluated at each step; a step starts
-            at the first save after a backward, or when nothing is held. On an accelerator, blocks are
+        budget: the most memory at any moment of a step, in place of ``keep``. On an accelerator it limits the
+            memory of the device's tensors (``torch.accelerator.memory_allocated``), on each device; otherwise
+            the resident bytes of the process. ``"auto"``: what is held and can still be allocated, less a
+            twentieth. The first steps are measured. If not everything fits, the cheapest choice within the
+            budget is then made for each class of saved tensors; :attr:`plan` shows it. What fits stays in
+            memory. A plan chooses ``inflight`` and ``prefetch`` if they are ``"auto"``. If the plan is for an
+            accelerator, CPU tensors are held as with ``keep="auto"``.
+        keep: bytes that may stay in memory, on each device. The oldest saved tensors beyond it move down.
+            ``None``: no limit. ``"auto"``: half of (free + already kept) memory, evaluated at each step. A step
+            starts at the first save after a backward, or when nothing is held. On an accelerator, blocks are
             evicted early when memory is low. After an out-of-memory error inside the context, the limit is
             halved, so that the step can be tried again.
-        host: bytes of pinned host memory for each accelerator's tensors, what the pool holds idle
-            included. ``"auto"``: half of what the machine or its control group can spare, for all
-            accelerators together; asked again as it fills. Of several processes that ``torchrun`` started
-            on the machine each takes an equal share, as with ``keep``. CPU tensors do not use it.
+        host: bytes of pinned host memory for each accelerator's tensors, including what the pool holds idle.
+            ``"auto"``: half of what the machine or its control group can spare, for all accelerators together,
+            evaluated again as it fills. Each process of a launcher has an equal part of the machine, as with
+            ``keep``. CPU tensors do not use it.
         disk: ``None``, a directory, a :class:`Disk`, or ``True`` for the directory on a disk of this machine
-            that has the most space. Without one, CPU tensors stay in place.
-        policy: ``callable(SavedTensor) -> Action | None``; ``None`` from it means the default.
-        codec: what makes smaller the tensors that the default would move: a
-            :class:`~backstash.codecs.Codec`, or ``callable(SavedTensor) -> Codec | None``. ``None``: bytes stay
-            as they are. What a codec refuses is moved as it is, and ``stats().left`` says why.
-        min_bytes: smaller tensors stay where they are; :meth:`recompute` lets go of results of 16 KiB and more.
-            ``"auto"``: 64 KiB; with ``budget`` 16 KiB in the first step, and after it where the budget cannot
-            be kept otherwise.
-        inflight: bytes that may be on their way down, their memory not yet freed. ``"auto"``: of CPU tensors an
-            eighth of what a step saves, at least the two largest blocks and at most 128 MiB; of an
-            accelerator's 128 MiB.
-        prefetch: bytes that may have come back before they are used, what later operations of the same
-            backward want again included. ``"auto"``: as ``inflight``. One block that is larger, and wanted
-            again (a mask that every layer saves), is held beside them; with 0, nothing is. What finds no space
-            is read again.
-        on_full: ``"keep"`` leaves a block in place when there is no room below, and warns once;
+            that has the most space. Without one, CPU tensors stay in memory.
+        policy: ``callable(SavedTensor) -> Action | None``. ``None`` from it means the default.
+        codec: stores in fewer bytes what the default would move: a :class:`~backstash.codecs.Codec`, or
+            ``callable(SavedTensor) -> Codec | None``. ``None``: bytes do not change. A tensor that the codec
+            refuses moves unchanged, and ``stats().left`` says why.
+        min_bytes: smaller tensors stay in memory; :meth:`recompute` discards results of 16 KiB and more.
+            ``"auto"``: 64 KiB; with ``budget`` 16 KiB in the first step, and later if the budget cannot be kept
+            otherwise.
+        inflight: bytes that may be in flight to a lower tier, their memory not yet freed. ``"auto"``: for CPU
+            tensors an eighth of what a step saves, at least the two largest blocks and at most 128 MiB; for an
+            accelerator 128 MiB.
+        prefetch: bytes that may be read back before they are used, including what later operations of the same
+            backward use again. ``"auto"``: as ``inflight``. One larger block that is used again (a mask that
+            every layer saves) is held in addition; with 0 none is. What finds no space is read again.
+        on_full: ``"keep"`` leaves a block in memory if the tier below has no space, and warns once.
             ``"raise"`` raises :class:`~backstash.errors.StashFullError` from the forward pass.
-        name: what reports call it.
-        budget: instead of ``keep``: the most memory at any moment of a step. On an accelerator, what
-            its tensors take (``torch.accelerator.memory_allocated``), on each; else the process's
-            resident bytes. ``"auto"``: what is held and can still be taken there, less a twentieth.
-            Three steps are measured, the first with everything moved that can; then the cheapest choice
-            for each class of saved tensors within it is followed, and :attr:`plan` says which. What
-            fits is left in place. ``inflight`` and ``prefetch`` are the plan's where they are
-            ``"auto"``. Where an accelerator is planned for, CPU tensors are held as ``keep="auto"``
-            says.
-        plan: a :class:`~backstash.plan.Plan`, or the file of one: it is followed from the first step on, and
+        name: the name in reports.
+        plan: a :class:`~backstash.plan.Plan`, or the file of one. It is followed from the first step on, and
             nothing is measured.
-        recompute: what a budget may have computed again. ``"auto"``: whatever PyTorch's operations made; with a
-            tier below also all that calls of modules save, which it finds by itself. Modules: what they save,
-            as :meth:`recompute` does it, without a budget too. ``False``: nothing, whatever a policy answers.
-        verify: how it is known that what is computed again has the bits that were let go. The first time that
-            certain operations on certain shapes are, the result is compared. ``"auto"``: later on the CPU
-            compares a fingerprint, of all bytes of a tensor that a policy or plan has let go, and of up to 4
-            KiB of one that :meth:`recompute` has. ``"always"``: of all bytes of these, too. ``"first"``: of
-            none of these.
-        strict: raise :class:`~backstash.errors.BudgetError` where a step exceeds a budget that no plan can
-            keep, or three steps exceed one that a plan was to keep. Default ``False``.
+        recompute: what a budget may recompute. ``"auto"``: the results of PyTorch's operations, and with a tier
+            below also whole calls of modules, which backstash finds. Modules: what they save, as
+            :meth:`recompute` does it, also without a budget. ``False``: nothing, whatever a policy returns.
+        verify: how recomputed tensors are compared with the originals. The first time that certain operations
+            on certain shapes are recomputed, all bits are compared. ``"auto"``: later, the CPU compares a
+            fingerprint of all bytes of a tensor that a policy or plan has discarded, and of up to 4 KiB of one
+            that :meth:`recompute` has discarded. ``"always"``: all bytes of these, too. ``"first"``: of these,
+            nothing.
+        strict: raise :class:`~backstash.errors.BudgetError` if a step exceeds a budget that no plan can keep,
+            or three steps exceed one that a plan was to keep. Default ``False``.
 
     Sizes are ints of bytes or strings with a unit, ``"512MiB"`` or ``"2GB"``. A ``budget`` or ``keep`` of 1 to
-    4,095 without a unit is refused, but for ``budget=1``, which asks what any budget would cost. In a job of
-    many processes ``keep``, ``host``, ``disk`` and ``budget`` may be given by rank, as a mapping,
-    ``{0: "4GiB", 1: "2GiB"}``, or a function of the rank, which is asked once, here. The rank is the
-    launcher's, or that of ``torch.distributed``.
+    4,095 without a unit is refused. The exception is ``budget=1``, which asks what any budget would cost. In a
+    job of many processes ``keep``, ``host``, ``disk`` and ``budget`` may differ by rank: pass a mapping,
+    ``{0: "4GiB", 1: "2GiB"}``, or a function of the rank, which is called once, here. The rank is the
+    launcher's, or the one of ``torch.distributed``.
 
     Raises:
-        UsageError: what is given by rank has nothing for this one, or the process has no rank.
+        UsageError: a mapping by rank has no entry for this rank, or the process has no rank.
         SizeError: a size that cannot be read.
         StashIOError: the directory cannot hold a file.
 
@@ -407,8 +405,9 @@ class Stash:
     def __call__(self, fn: _F) -> _F:
         """Wrap ``fn`` so that each call runs under the stash: ``@stash``, ``stash(MyFunction.apply)``.
 
-        Raises ``UsageError`` for generator, coroutine and async generator functions, and objects that are
-        called as one: their body does not run inside the call.
+        Raises:
+            UsageError: ``fn`` is a generator, coroutine or async generator function, or an object that is
+                called as one. Its body does not run inside the call.
         """
         if not callable(fn):
             raise UsageError(
@@ -452,34 +451,35 @@ class Stash:
         return Attachment.of(module, self._enter, self._leave)
 
     def recompute(self, *modules: nn.Module) -> Attachment:
-        """Let go of what the forward of each of ``modules`` saves, and replay its operations in backward.
+        """Discard what the forward of each of ``modules`` saves, and replay its operations in backward.
 
         This takes the place of activation checkpointing (``torch.utils.checkpoint``), but runs none of the
-        program's Python twice: a tape records the operations that PyTorch calls in forward, and those that lead
-        to a saved tensor are called again, with the same arguments and settings. Held are the parameters, what
-        the modules were given, and what cannot be replayed, as any other saved tensor of this stash; why,
-        ``stats().left`` says. It is for modules of a few layers, a block of a transformer say: backward holds
-        what one call saves at once. Of a module inside another only the outer one counts. The stash need not be
-        entered.
+        program's Python twice. A tape records the operations that PyTorch calls in forward. The ones that lead
+        to a saved tensor are called again, with the same arguments and settings. The stash holds the
+        parameters, the inputs of the modules, and what cannot be replayed, like any other saved tensor;
+        ``stats().left`` says why.
 
-        The first time that a result of certain operations on certain shapes is let go, it is replayed when the
-        forward ends, and compared bit for bit. The idea of recomputing operation by operation is that of DTR
+        Use it for modules of a few layers, such as the blocks of a transformer, because backward holds what one
+        call saves at once. If one module is inside another, only the outer one counts. You need not enter the
+        stash. With a ``budget`` and a ``disk`` the plan decides which calls of the modules are recomputed, and
+        ``plan.regions`` shows it; with a ``budget`` alone all are.
+
+        The first time that a result of certain operations on certain shapes is discarded, it is replayed at the
+        end of the forward, and compared bit for bit. The idea of recomputing operation by operation is from DTR
         (Kirisame et al., ICLR 2021).
-
-        With a ``budget`` and a ``disk`` the plan decides which calls of the modules are recomputed, and
-        ``plan.regions`` says so; with a ``budget`` alone all are.
 
         Args:
             modules: each gets two hooks.
 
-        Returns a handle with ``remove()``, also a context manager. What was let go before stays so. When the
-        stash and the handle are dropped, the hooks do nothing any more.
+        Returns:
+            A handle with ``remove()``, which is also a context manager. Tensors that were discarded before stay
+            discarded. When the stash and the handle are dropped, the hooks do nothing any more.
 
         Raises:
-            UsageError: one is no ``nn.Module``.
+            UsageError: one is not an ``nn.Module``.
 
-        Backward raises ``InplaceError`` where a weight, or a tensor that a module was given, was changed in
-        place since forward; the graph is as it was.
+        Backward raises ``InplaceError`` if a weight, or an input of a module, was changed in place since
+        forward. The graph does not change then.
 
         >>> model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(4)))
         >>> stash = Stash(min_bytes=0)
@@ -526,9 +526,15 @@ class Stash:
         ]
 
     def set_keep(self, keep: int | str | None) -> None:
-        """Change the ``keep`` budget from now on; as the constructor takes it.
+        """Change the ``keep`` limit.
 
-        What is kept beyond a lower one moves when the next tensor is saved.
+        What exceeds a lower limit moves when the next tensor is saved.
+
+        Args:
+            keep: as for the constructor.
+
+        Raises:
+            SizeError: a size that cannot be read.
         """
         limit = keep if keep == "auto" else parse_limit(keep, name="keep", also=_AUTO)
         if self._section.is_nested():
@@ -549,17 +555,17 @@ class Stash:
     # The way down.
 
     def pack(self, tensor: Tensor) -> object:
-        """What autograd is to hold in place of ``tensor``; for use as a hook. See :meth:`unpack`."""
+        """Return what autograd holds in place of ``tensor``, for use as a pack hook. See :meth:`unpack`."""
         return self._admission.hook(self._thread_state())(tensor)
 
     # The way back.
 
     def unpack(self, packed: Any) -> Tensor:
-        """The tensor that :meth:`pack` was given, to the bit.
+        """Return the tensor that :meth:`pack` received, to the bit.
 
         Raises:
-            InplaceError: it was modified in place and its value can no longer be known.
-            StashIOError: the store cannot give the bytes back; a later call may.
+            InplaceError: the tensor was modified in place, and its saved value is lost.
+            StashIOError: the store cannot read the bytes; a later call may succeed.
         """
         kind = type(packed)
         if kind is Tensor and packed._version == 0:  # nearly every small tensor
@@ -746,10 +752,10 @@ class Stash:
     # Looking, and the end.
 
     def stats(self) -> Stats:
-        """What the stash has done and holds, as one frozen record.
+        """Return what the stash has done and holds, as one frozen record.
 
-        A signal's handler or a finalizer that asks in the middle of another call waits for nothing; what is
-        just being moved then may be counted in two places or in none.
+        In a signal handler or a finalizer in the middle of another call, it does not wait. A block that is
+        moving at that moment may be counted in two places or in none.
         """
         if self._section.is_nested():
             return self._collect(nested=True)
@@ -773,7 +779,7 @@ class Stash:
 
     @property
     def plan(self) -> Plan | None:
-        """What is done with each class of saved tensors, with what that should cost and what it did.
+        """The plan for each class of saved tensors, with its predicted and measured cost.
 
         ``None`` without ``budget`` and ``plan``. While steps are measured its ``state`` is ``"measuring"``.
         """
@@ -787,10 +793,10 @@ class Stash:
     def record(self, *, limit: int | None = None) -> Recording:
         """Record what the stash does, event by event, until the handle's ``remove()`` or its context's end.
 
-        What is recorded takes some hundred bytes of memory an event. Without a recording nothing is paid.
+        An event takes some hundred bytes of memory. Without a recording there is no cost.
 
         Args:
-            limit: end by itself after that many events; ``None`` never does.
+            limit: the number of events after which the recording ends; ``None``: no limit.
 
         >>> import tempfile
         >>> x = torch.randn(300, 300, requires_grad=True)
@@ -803,11 +809,11 @@ class Stash:
         return Recording(self._event_log, limit)
 
     def close(self) -> None:
-        """Take no more tensors, end the threads, and let go of the store. A second call does nothing.
+        """Accept no more tensors, end the threads, and release the store. A second call does nothing.
 
-        What live graphs hold stays readable; the file goes with the last of them. A :class:`Disk` that
-        the caller made is the caller's to close. Called by a signal's handler or a finalizer in the middle of
-        another call, it takes no more tensors and returns; the next call does the rest.
+        What live graphs hold stays readable, and the file is deleted with the last of them. A :class:`Disk`
+        that the caller made stays open until the caller closes it. In a signal handler or a finalizer in the
+        middle of another call, this only stops accepting tensors; the next call does the rest.
         """
         self._admission.closed = (
             True  # what follows may be interrupted, and is done again by a second call

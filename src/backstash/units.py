@@ -34,11 +34,11 @@ def parse_bytes(value: int | str, *, name: str = "size", also: str = "") -> int:
     """Return ``value`` as a count of bytes.
 
     Args:
-        value: an int of bytes, or a string of a number and one of B, KB, MB, GB, TB (powers of 1000) or
-            KiB, MiB, GiB, TiB (powers of 1024), in upper or lower case; K, M, G and T mean KiB to TiB. A
+        value: an int of bytes, or a string of a number and a unit, in upper or lower case. Units are B, KB, MB,
+            GB, TB (powers of 1000) and KiB, MiB, GiB, TiB (powers of 1024); K, M, G and T mean KiB to TiB. A
             string of digits alone is bytes.
         name: the argument's name, for the error message. Default ``"size"``.
-        also: what the error message says is allowed besides.
+        also: what the error message says is allowed in addition.
 
     Raises:
         SizeError: ``value`` is negative, has an unknown unit, or is no size; the message says what is allowed.
@@ -67,7 +67,7 @@ def parse_limit(value: int | str | None, *, name: str = "budget", also: str = ""
     Args:
         value: as for :func:`parse_bytes`, or ``None``.
         name: the argument's name, for the error message. Default ``"budget"``.
-        also: what the error message says is allowed besides.
+        also: what the error message says is allowed in addition.
 
     Raises:
         SizeError: as :func:`parse_bytes`.

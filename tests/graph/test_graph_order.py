@@ -1,4 +1,4 @@
-"""``docs/hooks.md``: each of its numbered sentences is the docstring of a test."""
+"""``docs/reference/order-of-hooks.md``: each of its numbered sentences is the docstring of a test."""
 
 import gc
 import inspect
@@ -17,7 +17,7 @@ from torch.autograd import Function
 
 from backstash.graph import get_gradient_edge, register_multi_grad_hook, saved_tensors_hooks
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "hooks.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs/reference/order-of-hooks.md"
 
 
 def test_the_page_says_what_the_tests_hold() -> None:
@@ -118,7 +118,7 @@ def test_s05() -> None:
 
 @pytest.mark.parametrize("retain", [False, True])
 def test_s06(retain: bool) -> None:
-    """What the node saved is let go of before the next node runs, unless the graph is retained."""
+    """The node's saved tensors are freed before the next node runs, unless the graph is retained."""
 
     class Box:
         pass
@@ -174,8 +174,8 @@ def test_s08() -> None:
 
 
 def test_s09() -> None:
-    """Under ``autograd.grad``, the hooks of an input fire, but its node does not run, so neither do that
-    node's pre- and post-hooks."""
+    """Under ``autograd.grad``, the hooks of an input fire, but its node does not run, so its
+    pre- and post-hooks do not fire."""
     log: list[str] = []
     y = leaf() * 2
     y.register_hook(lambda grad: log.append("hook"))
@@ -186,8 +186,8 @@ def test_s09() -> None:
 
 
 def test_s10() -> None:
-    """``autograd.grad`` returns what an input's hooks made of its gradient, leaves every leaf's ``.grad``
-    alone, and fires no post-accumulate hook."""
+    """``autograd.grad`` returns what an input's hooks made of its gradient, changes no leaf's ``.grad``,
+    and fires no post-accumulate hook."""
     log: list[str] = []
     x, other = leaf(), leaf()
     x.register_hook(lambda grad: grad * 10)
@@ -230,8 +230,8 @@ def test_s13() -> None:
 
 
 def test_s14() -> None:
-    """A hook that was registered before an in-place operation sees the gradient of the tensor as it was,
-    one registered after it that of the tensor as it is."""
+    """A hook that was registered before an in-place operation sees the gradient of the tensor as it was;
+    one registered after it sees the gradient of the tensor as it is."""
     got: list[Any] = []
     y = leaf() * 1
     y.register_hook(lambda grad: got.append(("before", grad.tolist())))
@@ -256,7 +256,7 @@ def test_s15() -> None:
 
 
 def test_s16() -> None:
-    """What a hook raises ends the backward with that exception, and no further node runs."""
+    """If a hook raises, the backward ends with that exception, and no further node runs."""
 
     def fail(grad: Tensor) -> None:
         raise KeyError("mine")
@@ -447,7 +447,7 @@ def test_s29() -> None:
 
 
 def test_s30() -> None:
-    """A pack hook is not called under ``torch.no_grad()``, nor for what an operation does not need."""
+    """A pack hook is not called under ``torch.no_grad()``, or for what an operation does not need."""
     packed: list[int] = []
     x = leaf()
     with saved_tensors_hooks(lambda t: packed.append(1) or t.clone(), lambda t: t):

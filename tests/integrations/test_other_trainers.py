@@ -1,4 +1,4 @@
-"""The lines that docs/trainers.md gives for other libraries: to the same weights as without the stash."""
+"""The lines of docs/how-to/trainers.md for other libraries train to the same weights as without a stash."""
 
 import importlib.util
 import re
@@ -23,8 +23,8 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # what the libraries say of e
 
 
 def lines_of(name):
-    """The Python below the heading ``name`` of docs/trainers.md."""
-    text = (ROOT / "docs" / "trainers.md").read_text(encoding="utf-8")
+    """The Python below the heading ``name`` of docs/how-to/trainers.md."""
+    text = (ROOT / "docs/how-to/trainers.md").read_text(encoding="utf-8")
     found = re.search(rf"^### {name}\n.*?^```python\n(.*?)^```", text, re.M | re.S)
     assert found is not None, name
     return found[1]
@@ -66,7 +66,7 @@ def trained(lines):
         ),
     }
     torch.manual_seed(2)
-    exec(compile(lines, "docs/trainers.md", "exec"), names)
+    exec(compile(lines, "docs/how-to/trainers.md", "exec"), names)
     return [each.detach().clone() for each in names["model"].parameters()], names["stash"]
 
 

@@ -1,6 +1,19 @@
-"""What came of a plan: its first steps are measured, and where the peak was another one, it is made again.
+"""Correct a plan after it has run: measure its first steps, and plan again if the peak differs.
 
-So it is where later steps take another time, and bytes no longer move as fast as they did.
+Three steps after the first one are measured. One is enough if all steps save the same and it held far less
+than predicted. backstash plans again if the peak differs by more than a fiftieth of the prediction, or by more
+than a sixteenth of what is saved, if that is less, or if it exceeded the budget. An overshoot is subtracted in
+full, and three quarters of an undershoot are credited, as far as what was held in addition to the blocks in
+place leaves space for more of these. There are at most four corrections, and more only while the budget is
+exceeded and a plan could hold less.
+
+If an earlier plan, made with a larger correction, kept the budget, the next one lies between the two, by
+linear interpolation of measured over simulated peaks. If that exceeds the budget too, the earlier correction
+is used.
+
+Later, steps are measured again after three in a row that take over a tenth longer or shorter than predicted.
+If bytes then move at another rate, or the step computes for another time, by a tenth, a new plan is made for
+it. Each further check waits for twice as many steps.
 """
 
 from __future__ import annotations

@@ -1,4 +1,14 @@
-"""The memory that a device holds, against a budget: looked at, given back where it is free, and told of."""
+"""Compare the memory that a device holds with a budget, and return free memory to the system.
+
+Free memory that the process still holds is returned before a measured step, before the first step under a plan
+that begins with more than the plan leaves free, and in backward. There it waits until backward has used a part
+of the budget and the largest growth between two looks could exceed the budget. It takes at most a twentieth of
+the time. Using that memory again costs page faults, and most steps reuse what is free. So one step under each
+plan is tried that begins without returning it (see :meth:`MemoryGuard.must_free_at_start`).
+
+What the process holds between two steps, after an evaluation for example, belongs to no step, unless it
+exceeds the budget three times in a row.
+"""
 
 from __future__ import annotations
 

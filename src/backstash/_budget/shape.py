@@ -1,7 +1,8 @@
-"""What tells one planner's steps apart: how much of them is saved.
+"""Distinguish one planner's steps by how much they save.
 
-A plan is for the largest step so far. A step that saves more is met before it ends, by its first block or by
-all that it has saved; the next ones are then awaited, until one of them is as large, and is measured.
+A plan is for the largest step so far. A step that saves more is recognized before it ends, by its first block
+or by all that it has saved. If it was recognized too late to be measured, the next ones are measured, four at
+most and twice as many each time, until one of them is as large.
 """
 
 from __future__ import annotations

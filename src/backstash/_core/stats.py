@@ -1,4 +1,4 @@
-"""What a stash has done and holds: counted as it happens, read as one frozen record."""
+"""Statistics of a stash: counted as things happen, read as one frozen record."""
 
 from __future__ import annotations
 
@@ -18,91 +18,94 @@ __all__ = ["Left", "Stats", "collect"]
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """What was left where it was for one reason."""
+    """What stayed in memory for one reason."""
 
     count: int
-    """How many saves."""
+    """The number of saves."""
     nbytes: int
     """Their bytes; a storage that was saved twice counts twice."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stats:
-    """One moment of a stash. Bytes ever moved only grow; bytes held rise and fall."""
+    """What a stash has done and holds at one moment. Bytes moved only grow; bytes held rise and fall.
+
+    ``docs/reference/statistics.md`` lists the same fields.
+    """
 
     name: str | None
     """The stash's name."""
     saves: int
     """Tensors that autograd gave to the stash."""
     blocks: int
-    """Blocks that are alive: pieces of storage that the stash manages at present."""
+    """Pieces of storage that the stash manages now."""
     eligible_bytes: int
     """Bytes of all blocks so far, each storage counted once however many views of it were saved."""
     deduplicated_bytes: int
     """Bytes of saves that were views of a block already held, and so cost nothing."""
     moved_again_bytes: int
-    """Bytes of storages that were saved again after they had left and were written since, or may have been
-    for all that is known of them; among ``eligible_bytes``."""
+    """Bytes of storages that were saved again after they had moved, because they were or may have been written
+    since; part of ``eligible_bytes``."""
     packed_bytes: int
-    """Bytes of the blocks that were packed so far, as they were."""
+    """Original bytes of the blocks that were packed so far."""
     payload_bytes: int
-    """What they were packed to. It counts as held wherever it is: in place, on its way down, or below."""
+    """Bytes that they were packed to. They count as held wherever they are."""
     recomputed_bytes: int
-    """Bytes that were let go so far, to be computed again in backward: blocks, and what regions saved."""
+    """Bytes discarded so far, to be recomputed in backward: of blocks, and of modules' saves."""
     keep_bytes: int
-    """Held in place now."""
+    """Bytes held in memory now."""
     keep_peak_bytes: int
-    """The most that was held in place at once."""
+    """The most bytes held in memory at once."""
     host_bytes: int
-    """Held in host memory for accelerators now, in whole pages; a CPU tensor never is."""
+    """Bytes held in host memory for accelerators now, in whole pages; 0 for CPU tensors."""
     host_peak_bytes: int
-    """The most host memory that was taken for it at once: pinned slabs, used or not."""
+    """The most bytes of pinned memory that were allocated for it at once, used or not."""
     disk_bytes: int
-    """Held on disk now, each slot rounded up to the disk's unit; of a segment that is being filled, what it
-    holds."""
+    """Bytes held on disk now, each slot rounded up to the disk's unit; for a segment that is being filled, the
+    bytes in it."""
     disk_file_bytes: int
-    """The size of the file; ``disk_bytes`` where the store has none."""
+    """The size of the file in bytes; ``disk_bytes`` if the store has no file."""
     disk_peak_bytes: int
-    """The most that was on disk at once."""
+    """The most bytes on disk at once."""
     inflight_bytes: int
-    """On their way down now, the source still in memory."""
+    """Bytes in flight to a lower tier now, the source still in memory."""
     inflight_peak_bytes: int
-    """The most that was on the way down at once."""
+    """The most bytes in flight at once."""
     ahead_bytes: int
-    """Read back and held for a later use now."""
+    """Bytes read back and held for a later use now."""
     ahead_peak_bytes: int
-    """The most that was read back and held at once."""
+    """The most bytes read back and held at once."""
     written_bytes: int
-    """Bytes sent down so far: handed to the disk, or copied into a segment that goes when it is full."""
+    """Bytes sent to a lower tier so far: given to the disk, or copied into a segment, written when full."""
     read_bytes: int
     """Bytes brought back so far."""
     pack_stall_seconds: float
-    """Time that forward waited for room on the way down."""
+    """Seconds that forward waited for space in the ``inflight`` window."""
     unpack_stall_seconds: float
-    """Time that backward waited for bytes to come back."""
+    """Seconds that backward waited for bytes to come back."""
     prefetch_hits: int
-    """Uses of a block that had been asked for ahead of need."""
+    """Uses of a block that was requested before backward needed it."""
     prefetch_misses: int
-    """Uses of a block that had not."""
+    """Uses of a block that was not."""
     left: Mapping[str, Left]
-    """What was left where it was, by reason; what begins with ``"not packed: "`` or
-    ``"not recomputed: "`` was only left as large as it was, and went where the budgets say."""
+    """What stayed in memory, by reason. Where the reason begins with ``"not packed: "`` or
+    ``"not recomputed: "``, the tensor only kept its size, and may have moved."""
     hooks_off: int
-    """How often the hooks were taken off for the rest of a context, since twice its step fits within the
-    budget. What was saved then is PyTorch's alone, and in none of these figures."""
+    """How often the hooks were off for the rest of a context, because twice its step fits within the budget.
+    Those saves are in no other figure."""
     notes: tuple[str, ...]
     """Fallbacks that were taken, each with its reason."""
 
     @property
     def stall_seconds(self) -> float:
-        """Time that the computing threads waited for the stash, both ways."""
+        """Seconds that the computing threads waited for the stash, in forward and backward."""
         return self.pack_stall_seconds + self.unpack_stall_seconds
 
     def as_dict(self, prefix: str = "") -> dict[str, float]:
-        """The figures alone, flat and each a float, as writers of training logs take them.
+        """Return the figures as a flat dict of floats, for a training log.
 
         Args:
-            prefix: put before each name. Default ``""``.
+            prefix: is put before each name. Default ``""``.
 
         >>> from backstash import Stash
         >>> figures = Stash().stats().as_dict(prefix="stash/")
@@ -116,7 +119,7 @@ class Stats:
         }
 
     def as_json(self) -> dict[str, Any]:
-        """The whole record as plain values, for JSON: what was left, by reason, and the notes included."""
+        """Return the whole record as plain values, for JSON."""
         return {**asdict(self), "stall_seconds": self.stall_seconds}
 
     def _host_line(self) -> list[str]:

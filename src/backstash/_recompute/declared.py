@@ -20,21 +20,21 @@ _functions: weakref.WeakSet[Any] = weakref.WeakSet()
 def recomputable(what: _T) -> _T:
     """Declare that an operation may be recomputed: its results follow from its arguments alone, bit for bit.
 
-    What PyTorch's own operations compute is known to backstash. Of an operation that comes from elsewhere it is
-    not known whether it reads or writes anything besides its arguments, so its results are kept or moved. After
-    this call they may be recomputed by :meth:`Stash.recompute`, by ``Action("recompute")`` and by a plan. The
-    first result of each class is compared all the same.
+    backstash knows what PyTorch's own operations compute. Another operation may read or write more than its
+    arguments, so its results are kept or moved. After this call :meth:`Stash.recompute`,
+    ``Action("recompute")`` and a plan may recompute them. The first result of each class is still compared.
 
     Args:
-        what: a custom operator (``torch.ops.mine.scale``, one of its overloads, what
-            ``torch.library.custom_op`` returns), or a class of ``torch.autograd.Function``, whose forward may
-            then consist of recomputed operations. A kernel that such a forward calls without PyTorch's
-            dispatcher is not seen, and its results are kept all the same.
+        what: a custom operator (``torch.ops.mine.scale``, one of its overloads, or the result of
+            ``torch.library.custom_op``), or a class of ``torch.autograd.Function``, whose forward may then
+            consist of recomputed operations. If such a forward calls a kernel without PyTorch's dispatcher,
+            its results are still kept.
 
-    Returns ``what``, so that it is a decorator, too. It holds for the process; a second call does nothing.
+    Returns:
+        ``what``, so that it is also a decorator. It holds for the process; a second call does nothing.
 
     Raises:
-        UsageError: it is neither.
+        UsageError: ``what`` is not one of these.
 
     >>> from backstash import recomputable
     >>> @recomputable
@@ -57,5 +57,5 @@ def recomputable(what: _T) -> _T:
 
 
 def is_declared(function: Any) -> bool:
-    """Whether a class of ``torch.autograd.Function`` was."""
+    """Whether a class of ``torch.autograd.Function`` was declared."""
     return function in _functions

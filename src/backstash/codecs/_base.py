@@ -29,7 +29,7 @@ class Encoded:
     """A flat, contiguous tensor of any dtype in memory of its own; ``None`` where ``recipe`` says all. It moves
     from tier to tier and comes back with the same bytes."""
     recipe: Any = None
-    """What :meth:`Codec.decode` needs beside it. It stays in memory, so it holds no large tensor."""
+    """What :meth:`Codec.decode` needs in addition to it. It stays in memory, so it holds no large tensor."""
 
 
 class Codec(ABC):

@@ -17,7 +17,7 @@ __all__ = ["BFloat16"]
 class BFloat16(Codec):
     """Lossy: numbers of 32 or 64 bits are rounded to ``bfloat16``, each by at most 1 part in 256.
 
-    The range is that of ``float32``; what is beyond becomes infinite.
+    The range is the same as of ``float32``; larger values become infinite.
 
     >>> import torch
     >>> BFloat16().encode(torch.tensor([1.001, 100.0])).payload

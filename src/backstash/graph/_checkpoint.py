@@ -33,12 +33,13 @@ def checkpoint(
 ) -> _R:
     """Call ``fn(*args)``, drop what it saves, and run it again when backward needs that.
 
-    It is ``torch.utils.checkpoint.checkpoint(use_reentrant=False)``. What the selective form keeps, which in
-    torch stays in place past all hooks, goes where saved tensors go: into the stash around the call. And the
-    policies that offload do so: in torch's eager mode ``CheckpointPolicy.MUST_CPU_OFFLOAD`` recomputes.
+    It is ``torch.utils.checkpoint.checkpoint(use_reentrant=False)``. In torch, what the selective form keeps
+    stays in memory, out of reach of hooks. Here it goes into the stash around the call, as other saved tensors
+    do. The policies that offload also do so; in torch's eager mode ``CheckpointPolicy.MUST_CPU_OFFLOAD``
+    recomputes.
 
     Args:
-        fn: what to run. It must do the same each time; its random numbers are the same by themselves.
+        fn: what to run. It must do the same each time. Its random numbers are restored for it.
         args: its arguments.
         context_fn: as in torch; ``functools.partial(create_selective_checkpoint_contexts, policy)`` keeps
             the outputs that ``policy`` chooses. ``MUST_SAVE`` and ``PREFER_SAVE``: in the stash, or in place

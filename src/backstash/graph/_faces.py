@@ -21,10 +21,10 @@ __all__ = ["on_host", "save_on_cpu", "save_on_disk"]
 class save_on_cpu(saved_tensors_hooks):
     """A context in which saved tensors go to host memory and come back when backward needs them.
 
-    It does what ``torch.autograd.graph.save_on_cpu`` does, by a :class:`~backstash.Stash`: it copies each
-    storage once, however many views of it are saved; the copies run beside compute; and a change in place
-    before backward is an error, not a wrong gradient. A CPU tensor is in host memory already and stays in
-    place.
+    It does what ``torch.autograd.graph.save_on_cpu`` does, by a :class:`~backstash.Stash`. It copies each
+    storage once, however many views of it are saved, while the device computes. A change in place before
+    backward raises an error and does not give a wrong gradient. A CPU tensor is in host memory already and
+    stays in place.
 
     Args:
         pin_memory: torch's argument, without effect: an accelerator's tensors always go to pinned memory,
@@ -92,7 +92,7 @@ def save_on_disk(
         options: any other argument of :class:`~backstash.Stash`.
 
     Raises:
-        SizeError: a size is neither an int of bytes nor a string with a unit.
+        SizeError: a size is not an int of bytes or a string with a unit.
         StashIOError: no file can be made in the directory; nothing is left there.
 
     >>> x = torch.ones(1000, requires_grad=True)

@@ -27,7 +27,7 @@ def clip_gradients(
     norm: float | None = None,
     names: str | Iterable[str] | None = None,
 ) -> GradientHooks:
-    """Clips the gradient of every parameter by itself, as backward computes it.
+    """Clip the gradient of every parameter separately, as backward computes it.
 
     This is not global-norm clipping. ``torch.nn.utils.clip_grad_norm_`` scales all gradients by one factor,
     after backward, and keeps their direction; ``norm`` here scales each tensor by its own factor, and

@@ -32,7 +32,7 @@ def edit_gradients(
     *,
     at: Literal["parameters", "outputs", "inputs"] | None = None,
 ) -> GradientHooks:
-    """Replaces gradients of parameters, of modules' outputs or of modules' inputs.
+    """Replace gradients of parameters, of modules' outputs or of modules' inputs.
 
     The tensor that an edit returns takes the gradient's place in the rest of backward; an edit that returns
     ``None`` leaves the gradient, so ``print`` is an edit that only looks. Edits of one tensor are applied in
@@ -41,7 +41,7 @@ def edit_gradients(
 
     The gradient of an input is the part that comes through this module; what comes through other uses of the
     tensor is not in it. Where the module changes its input in place (``nn.ReLU(inplace=True)``), the uses
-    cannot be told apart, and the edit gets the gradient of the tensor as it was before the call.
+    cannot be distinguished, and the edit gets the gradient of the tensor as it was before the call.
 
     Under DDP an edit gets a parameter's gradient before the reduction (``.reduction`` says so); under FSDP2 it
     gets ``.grad`` after the reduction and accumulation.

@@ -46,7 +46,7 @@ class NonFiniteSearch(Handle):
 def find_nonfinite(
     model: nn.Module, *, names: Names | None = None, inf: bool = True, to: Any = None
 ) -> NonFiniteSearch:
-    """Finds the first module, in forward or backward, that made a NaN or an infinity.
+    """Find the first module, in forward or backward, that made a NaN or an infinity.
 
     The inputs and outputs of every module, their gradients and the parameters' gradients are measured on the
     device, and fetched together when the model's forward returns and when backward ends. The finding has the
@@ -60,7 +60,7 @@ def find_nonfinite(
         names: which modules, as in :func:`backstash.hooks.capture`. Default: all.
         inf: whether infinities count as well as NaN. Use ``False`` where modules take masks of ``-inf``.
         to: ``None`` raises :class:`NonFiniteError` where forward or backward ends. Otherwise findings are
-            reported and the program goes on: a callable, a path or an open file (JSON lines), a
+            reported and the program continues: a callable, a path or an open file (JSON lines), a
             TensorBoard writer. Use this with a ``GradScaler``, under which infinite gradients are normal.
 
     Returns:

@@ -91,11 +91,11 @@ def step_in_backward(
     names: str | Iterable[str] | None = None,
     allow: Collection[str] = (),
 ) -> StepInBackward:
-    """Gives each parameter an optimizer that steps once the gradient is complete, and then drops the gradient.
+    """Give each parameter an optimizer that steps once the gradient is complete, and then drops the gradient.
 
-    This saves memory: at any time only the gradients that are not yet complete are held. The result is that of
-    the same optimizer stepped after backward, if its update looks at one parameter at a time, as SGD's and
-    Adam's do.
+    This saves memory: at any time only the gradients that are not yet complete are held. The result is the
+    same as of an optimizer that steps after backward, if its update looks at one parameter at a time, as SGD's
+    and Adam's do.
 
     Three things cannot be done this way. Each raises where it is detected, unless ``allow`` names it:
 

@@ -17,9 +17,10 @@ __all__ = ["ByRank", "of_this_rank", "this_rank"]
 
 
 def this_rank() -> int | None:
-    """This process's number among all of its job; ``None`` where nobody has told it one.
+    """Return this process's rank in its job; ``None`` if it has none.
 
-    It is the launcher's; without one, that of ``torch.distributed`` where its process group is made.
+    The rank is the launcher's. Without a launcher it is the rank in ``torch.distributed``, if its process group
+    exists.
     """
     told = rank_of_launcher()
     distributed = sys.modules.get("torch.distributed")

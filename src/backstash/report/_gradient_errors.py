@@ -19,12 +19,12 @@ __all__ = ["GradientError", "GradientErrors", "gradient_errors"]
 
 @dataclass(frozen=True, slots=True)
 class GradientError:
-    """One parameter's gradient beside the exact one."""
+    """One parameter's gradient compared with the exact one."""
 
     name: str
     """The parameter's name in the module."""
     relative_l2_error: float
-    """The L2 norm of the difference over that of the exact gradient; 0 where both are zero, infinite where
+    """The L2 norm of the difference, divided by the norm of the exact gradient. 0 if both are zero, infinite if
     only the exact one is."""
     cosine: float
     """Of the angle between both: 1 where they point the same way, and where both are zero; NaN where one is."""

@@ -34,7 +34,7 @@ def timeline(source: Any, *, steps: StepMarks | None = None) -> Timeline:
     its time. While ``torch.profiler`` runs, its trace shows stalls and moves too, with or without a timeline.
 
     Raises:
-        UsageError: ``source`` has neither ``record()`` nor ``events``.
+        UsageError: ``source`` has no ``record()`` and no ``events``.
 
     >>> import tempfile, torch
     >>> from backstash import Stash

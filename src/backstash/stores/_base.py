@@ -23,7 +23,7 @@ class _Weak:
 
 @dataclass(slots=True, eq=False)
 class Slot(_Weak):
-    """Room for one run of bytes in a store. Made by :meth:`Store.reserve`, and only that store reads it."""
+    """Space for one run of bytes in a store. Made by :meth:`Store.reserve`, and only that store reads it."""
 
     nbytes: int
     """How many bytes it holds."""
@@ -38,7 +38,7 @@ class Slot(_Weak):
     staged: bool = False
     """Whether the bytes that stay in memory have been copied for the write that comes next."""
     file: Any = None
-    """Where the store keeps it, for a store that begins anew in a forked process."""
+    """Where the store keeps it, for a store that begins empty in a forked process."""
 
 
 class Store(ABC):
@@ -69,7 +69,7 @@ class Store(ABC):
 
     @abstractmethod
     def reserve(self, nbytes: int) -> Slot:
-        """Return a slot for ``nbytes``. Raises ``StashFullError`` when there is no room."""
+        """Return a slot for ``nbytes``. Raises ``StashFullError`` when there is no space."""
 
     def stage(self, slot: Slot, address: int) -> None:
         """Copy what ``write`` would have to touch itself. Called before it, by the thread whose memory it is.
@@ -95,7 +95,7 @@ class Store(ABC):
 
     @abstractmethod
     def release(self, slot: Slot) -> None:
-        """Give the slot's room back."""
+        """Free the slot's space."""
 
     @property
     @abstractmethod

@@ -35,28 +35,28 @@ _MEMORY_FILE_SYSTEMS = {0x01021994: "tmpfs", 0x858458F6: "ramfs"}
 
 
 class Disk(Store):
-    """Holds bytes in one unnamed file of ``directory``.
+    """Hold bytes in one unnamed file of ``directory``.
 
-    The file is created at once, with mode 0600 and without a name, so nobody else can open it and nothing
-    of it outlives the process. It grows as it is needed and its extents are used again.
+    The file is created at once, with mode 0600 and without a name. So nobody else can open it, and nothing of
+    it outlives the process. It grows as needed, and its extents are reused.
 
-    A forked process begins with nothing: it closes the descriptor that it inherited, so that it keeps none of
-    the other process's space, and makes a file of its own when it first reserves a slot.
+    A forked process begins with nothing. It closes the descriptor that it inherited, so that it keeps none of
+    the parent's space, and creates its own file when it first reserves a slot.
 
     Args:
-        directory: an existing, writable directory on a real disk. A directory in memory (tmpfs) works and
-            is noted, since bytes there still take memory. A link works, unless another user
-            put it where everyone may write.
-        max_bytes: the most bytes that the file may have; ``None``: what the file system gives.
-        direct: bypass the page cache with direct I/O; where that is refused, ``notes`` says so.
+        directory: an existing, writable directory on a real disk. A directory in memory (tmpfs) works, with a
+            note, since bytes there still take memory. A link works, unless another user put it where everyone
+            may write.
+        max_bytes: the most bytes that the file may have; ``None``: no limit.
+        direct: bypass the page cache with direct I/O. If the system refuses it, ``notes`` says so.
         verify: keep a CRC-32 of everything written and compare it at each read. Without it, a disk that
-            gives back other bytes than were written goes unnoticed, and gradients are wrong.
-        threads: how many transfers run at a time. One or two reach a disk's speed.
+            returns other bytes than were written is not detected, and gradients are wrong.
+        threads: the number of transfers at a time. One or two reach a disk's speed.
 
     Raises:
         StashIOError: the directory is missing or not writable, or another user's link in a directory
             open to all; the message names it.
-        SizeError: ``max_bytes`` is no size.
+        SizeError: ``max_bytes`` is not a size.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as directory:
@@ -106,10 +106,10 @@ class Disk(Store):
         self._closer.atexit = False
 
     def forked(self) -> None:
-        """In a forked process: let go of the file that it inherited; the first slot gets one of its own.
+        """In a forked process: close the inherited file. The first slot creates a new one.
 
-        A signal's handler may fork in the middle of any call here, which then goes on in both processes. What
-        it holds of this one's file (extents, descriptor) is of a closed file by then, and is refused.
+        A signal handler may fork in the middle of any call here, which then continues in both processes. The
+        extents and the descriptor that the call holds belong to a closed file then, and are refused.
         """
         self.lock = threading.RLock()  # another thread may have had it
         self._file.leases = Leases(unit_bytes=_UNIT_BYTES)
@@ -141,10 +141,10 @@ class Disk(Store):
         return self._file.allocated
 
     def reserve(self, nbytes: int) -> Slot:
-        """Return a slot for ``nbytes``, growing the file if it must. It is given back when the slot dies.
+        """Return a slot for ``nbytes``, growing the file if needed. Its space is freed when the slot dies.
 
         Raises:
-            StashFullError: ``max_bytes`` or the file system has no room. Nothing changes then.
+            StashFullError: ``max_bytes`` or the file system leaves no space. Nothing changes then.
             StashClosedError: after :meth:`close`.
         """
         if self._is_closed:
@@ -248,7 +248,7 @@ class Disk(Store):
             slot.file.leases.free(slot.offset)
 
     def close(self) -> None:
-        """Close the file, and so free its space. What it held is gone."""
+        """Close the file, which frees its space and loses its bytes."""
         self._is_closed = True
         self._closer()
 

@@ -150,7 +150,7 @@ class Gated(_Wrapping):
 
 
 class Failing(_Wrapping):
-    """A store that fails as it is told: set ``on_reserve``, ``on_write`` or ``on_read`` to an exception."""
+    """A store that fails on command: set ``on_reserve``, ``on_write`` or ``on_read`` to an exception."""
 
     def __init__(self, store: Store) -> None:
         super().__init__(store)
@@ -200,9 +200,9 @@ def stash_on(device: TwinDevice, **options: Any) -> Stash:
 def check_store(make: Callable[[], Store]) -> None:
     """Check that what ``make()`` returns keeps a store's promises; ``AssertionError`` says which it breaks.
 
-    Bytes come back exactly, for sizes around every alignment and at every residue; slots are independent
-    and their room is used again; reads may be repeated and run beside writes on other threads; closing
-    twice is fine, and a closed store refuses work.
+    Bytes come back exactly, for sizes around every alignment and at every residue. Slots are independent, and
+    their space is reused. Reads may be repeated, and may run during writes on other threads. Closing twice is
+    fine, and a closed store refuses work.
     """
     store = make()
     try:

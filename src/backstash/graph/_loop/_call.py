@@ -65,8 +65,8 @@ class _CheckpointLoop:
             schedule: which states to hold, an object as :class:`Schedule` describes: ``Binomial``,
                 ``TwoLevel``, ``KeepAll``, or one of your own. ``None``: the one that is predicted to be the
                 fastest within the budgets, from the first step's time and bytes and the disk's speed.
-            stash: a stash that holds snapshots and what steps save, with budgets of its own; then neither
-                ``memory`` nor ``disk``, and a ``schedule`` is needed. ``None``: one is made.
+            stash: a stash that holds snapshots and what steps save, with budgets of its own. With it,
+                give a ``schedule``, and no ``memory`` and ``disk``. ``None``: one is made.
             index: whether ``step`` takes the step's number, from 0.
             xs: inputs of the single steps: tensors, whose first dimension is the steps', in a tree.
             ys: whether ``step`` returns ``(state, y)``; then the result is ``(state, ys)``, tensors stacked
@@ -78,9 +78,9 @@ class _CheckpointLoop:
             The last state, or ``(state, ys)``.
 
         Raises:
-            UsageError: bad arguments; no budget; a state whose structure changes; a step that changes its
-                input in place, returns a view of it, or, when it is run again, does not repeat itself, each
-                with the step's number; ``create_graph=True``, since there is no double backward.
+            UsageError: bad arguments; no budget; a state whose structure changes; ``create_graph=True``, since
+                there is no double backward. Also, with the step's number: a step that changes its input in
+                place, returns a view of it, or returns something else when it is run again.
             InplaceError: from backward: what a step uses was changed in place after the loop ran.
             StashIOError: from backward: the disk cannot give a snapshot back.
 

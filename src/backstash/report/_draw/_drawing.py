@@ -44,8 +44,8 @@ def draw(
     that ran them. Without labels, modules are inferred from the names in ``params``, and ``notes`` says so.
 
     The graph is read in linear time and without recursion, so it may have any size. It is then folded until
-    a person can read it: modules are opened as deep as there is room, blocks that repeat are drawn once, and
-    the middle of a stretch that is still too long becomes one box ("… 99,990 nodes …"). ``notes`` says what
+    a person can read it. Modules are opened as deep as there is space, and blocks that repeat are drawn once.
+    The middle of a stretch that is still too long becomes one box ("… 99,990 nodes …"). ``notes`` says what
     was folded.
 
     Args:

@@ -1,4 +1,4 @@
-"""docs/hooks-cookbook.md: every block runs, in order, and prints what the page says."""
+"""docs/how-to/capture-and-edit.md: every block runs, in order, and prints what the page says."""
 
 import contextlib
 import io
@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "hooks-cookbook.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs/how-to/capture-and-edit.md"
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -27,7 +27,7 @@ def blocks(text: str) -> list[tuple[int, str, str | None]]:
 def run(page: list[tuple[int, str, str | None]], name: str) -> list[str]:
     """Runs the blocks in one namespace; tells where what was printed is not what is written."""
     wrong = []
-    namespace: dict[str, Any] = {"__name__": "cookbook"}
+    namespace: dict[str, Any] = {"__name__": "page"}
     for line, code, expected in page:
         out = io.StringIO()
         with contextlib.redirect_stdout(out):
@@ -37,7 +37,7 @@ def run(page: list[tuple[int, str, str | None]], name: str) -> list[str]:
     return wrong
 
 
-def test_the_cookbook_runs() -> None:
+def test_the_page_runs() -> None:
     page = blocks(PAGE.read_text(encoding="utf-8"))
     assert len(page) > 20
     assert run(page, str(PAGE)) == []
