@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
+import allocators
 from backstash import Stash
-from backstash.cli import _allocator_speed, main
+from backstash.cli import main
 from backstash.cli._allocator import find
 from backstash.cli._disk_speed import has_unnamed_files, measure
 from backstash.cli.doctor import remarks, start
@@ -23,7 +24,7 @@ def facts(**changed: Any) -> dict[str, Any]:
         "spare_bytes": None,
         "accelerator": "",
         "allocator": {"kind": "tcmalloc"},
-        "allocator_seconds": {},
+        "allocators": ["tcmalloc"],
         "disk": {"write_bytes_per_second": 3e9, "read_bytes_per_second": 3e9, "notes": ()},
     } | changed
 
@@ -39,23 +40,14 @@ def test_it_measures_and_leaves_nothing(tmp_path: Path, capsys: pytest.CaptureFi
     assert list(tmp_path.iterdir()) == []
 
 
-def test_every_allocator_that_can_be_had_is_measured() -> None:
-    seconds = _allocator_speed.measure(find(), 32 << 20)
+def test_every_allocator_that_can_be_had_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By ``benchmarks/allocators.py``."""
+    seconds = allocators.measure(find(), 32 << 20)
     assert set(seconds) == {*find(), "glibc", "none"}
     assert all(taken > 0 for taken in seconds.values())
     assert list(seconds.values()) == sorted(seconds.values())
-
-
-def test_a_faster_allocator_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    seconds = {"glibc": 0.7, "tbb": 1.0, "none": 2.0}
-    changed = facts(allocator={"kind": "tbb"}, allocator_seconds=seconds)
-    assert any("--malloc glibc" in remark for remark in remarks(changed))
-    for kind in ("glibc", "none", "tcmalloc"):  # itself; slower only by name; not measured
-        seconds = {"glibc": 0.9, "tbb": 1.0, kind: 0.9} if kind != "tcmalloc" else seconds
-        same = facts(allocator={"kind": kind}, allocator_seconds=seconds)
-        assert not any("--malloc" in remark for remark in remarks(same))
     monkeypatch.setenv("LD_PRELOAD", "/lib/libjemalloc.so.2")
-    assert _allocator_speed.measure({}) == {}
+    assert allocators.measure({}) == {}
 
 
 def test_json_has_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -102,7 +94,7 @@ def test_the_line_has_a_budget_of_what_is_left_less_a_twentieth() -> None:
     ("changed", "words"),
     [
         ({"file_system": "tmpfs"}, "give a directory on a disk"),
-        ({"allocator_seconds": {"glibc": 0.2, "none": 0.3}}, "libtcmalloc-minimal4"),
+        ({"allocators": ["jemalloc"]}, "libtcmalloc-minimal4"),
         ({"machine": {"available_bytes": GIB, "huge_pages": "never"}}, "huge pages are off"),
         (
             {"disk": {"write_bytes_per_second": 1e8, "read_bytes_per_second": 3e9, "notes": ()}},

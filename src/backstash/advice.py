@@ -120,12 +120,7 @@ _MACHINE = (
         "This disk moves {gigabytes_per_second:.2f} GB/s: backward may wait for it.",
     ),
     _Rule(
-        lambda facts: facts["faster"],
-        "The allocator {faster} took less time here. To compare it on your script:",
-        "backstash run --malloc {faster} SCRIPT",
-    ),
-    _Rule(
-        lambda facts: facts["allocators"] and not {"tcmalloc", "tbb"} & set(facts["allocators"]),
+        lambda facts: not {"tcmalloc", "tbb"} & set(facts["allocators"]),
         "Another allocator may make a script that moves much faster:",
         "{install}",
     ),

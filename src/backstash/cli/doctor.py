@@ -13,7 +13,6 @@ from ..advice import Advice, advise
 from ..memory import memory_group
 from ..scratch import IN_MEMORY, file_system
 from ..units import format_bytes
-from . import _allocator_speed
 from ._allocator import INSTALL_HINT, choose, find
 from ._arguments import Parser, directory, size
 from ._disk_speed import measure
@@ -24,7 +23,7 @@ __all__ = ["main", "remarks", "start"]
 
 _DESCRIPTION = """\
 Measure what this machine offers a stash: the disk under DIR (written and read for some seconds;
-nothing is left on it), memory and its limits, torch, the memory allocators (each in a short process).
+nothing is left on it), memory and its limits, torch, the memory allocators that are installed.
 Ends with the Stash(...) line to paste.
 """
 _EXAMPLES = """\
@@ -93,8 +92,7 @@ def _facts(options: argparse.Namespace) -> dict[str, Any]:
         }
         installed = find()
         facts["allocator"] = choose("auto", os.environ, installed).as_dict()
-        progress.say("measuring the allocators")
-        facts["allocator_seconds"] = _allocator_speed.measure(installed)
+        facts["allocators"] = sorted(installed)
         nbytes = min(options.bytes, free_bytes // 2)
         facts["disk"] = measure(where, nbytes, progress.say).as_dict()
     return facts
@@ -146,17 +144,15 @@ def _round_size(nbytes: int) -> str:
 
 def remarks(facts: dict[str, Any]) -> list[str]:
     """What limits the figures that ``backstash doctor --json`` prints, and what would help."""
-    disk, seconds = facts["disk"], facts["allocator_seconds"]
+    disk = facts["disk"]
     slowest = min(disk["write_bytes_per_second"], disk["read_bytes_per_second"])
-    kind = facts["allocator"]["kind"]
     found = advise(
         "machine",
         {
             "is_in_memory": facts["file_system"] in IN_MEMORY,
             "bytes_per_second": slowest,
             "gigabytes_per_second": slowest / 1e9,
-            "faster": _allocator_speed.fastest(seconds, "glibc" if kind == "own" else kind),
-            "allocators": list(seconds),
+            "allocators": facts["allocators"],
             "install": INSTALL_HINT,
             "huge_pages": facts["machine"]["huge_pages"],
         },
@@ -186,19 +182,11 @@ def _text(facts: dict[str, Any]) -> str:
         "accelerator": facts["accelerator"] or "none",
         "allocator": f"{facts['allocator']['kind']} for `backstash run`: "
         f"{facts['allocator']['reason']}",
-        "allocators": _seconds(facts["allocator_seconds"]),
+        "allocators": ", ".join(facts["allocators"]) or "none but the C library's",
     }
     lines = [f"{name:<12} {text}" for name, text in rows.items()]
     lines += [f"{'remark':<12} {remark}" for remark in remarks(facts)]
     return "\n".join(lines)
-
-
-def _seconds(allocators: dict[str, float]) -> str:
-    if not allocators:
-        return "not measured: this process preloads one, or the system allows none"
-    each = ", ".join(f"{kind} {seconds:.2f} s" for kind, seconds in allocators.items())
-    used = format_bytes(_allocator_speed.USED_BYTES)
-    return f"{each} of processor time to ask for, fill and free {used} in blocks of 1 to 16 MiB"
 
 
 def _speed(bytes_per_second: float) -> str:

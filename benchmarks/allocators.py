@@ -1,3 +1,4 @@
+#!/usr/bin/env python
 """What memory costs under each allocator that a script could have on this machine.
 
 A training step under a stash asks for tensors, fills them, and lets each go a little later. A short process
@@ -13,13 +14,12 @@ import subprocess
 import sys
 from collections.abc import Mapping
 
-from ._allocator import choose, preloaded
+from backstash.cli._allocator import choose, find, preloaded
 
-__all__ = ["USED_BYTES", "fastest", "measure"]
+__all__ = ["USED_BYTES", "main", "measure"]
 
 USED_BYTES = 1 << 30
 """How many bytes each process asks for, fills and frees while it is timed."""
-_MUCH_FASTER = 0.8
 _PROGRAM = """\
 import ctypes, json, random, resource, sys
 libc = ctypes.CDLL(None)
@@ -83,9 +83,12 @@ def measure(installed: Mapping[str, str], used_bytes: int = USED_BYTES) -> dict[
     return dict(sorted(found.items(), key=lambda pair: pair[1]))
 
 
-def fastest(seconds: Mapping[str, float], chosen: str) -> str:
-    """The allocator that took much less than ``chosen`` did, a fifth or more; ``""`` if none."""
-    kind = min(seconds, key=lambda name: seconds[name], default="")
-    if chosen not in seconds or seconds[kind] > _MUCH_FASTER * seconds[chosen]:
-        return ""
-    return kind
+def main() -> int:
+    """Print a line for each allocator, the fastest first."""
+    for kind, seconds in measure(find()).items():
+        print(f"{kind:<10} {seconds:6.2f} s of processor time for {USED_BYTES >> 20} MiB")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
