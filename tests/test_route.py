@@ -147,9 +147,7 @@ def without_lines(route: list[str]) -> list[str]:
     return [each for each in found if (PACKAGE / each.partition(" ")[0]).exists()]
 
 
-@pytest.mark.skipif(
-    sys.version_info[:2] != (3, 11), reason="other Pythons count calls otherwise"
-)
+@pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="other Pythons count calls otherwise")
 def test_the_docs_have_the_number_of_calls(tmp_path):
     text = (PACKAGE.parents[1] / "docs/explanation/one-tensors-way.md").read_text(encoding="utf-8")
     counts = re.findall(r"takes (\d+) calls (down|up)", text)
