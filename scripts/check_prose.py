@@ -8,11 +8,9 @@ words, a page of more than 1,500 words, or a word that this project used in a me
 """
 
 import ast
-import importlib
+import functools
 import inspect
 import re
-import sys
-import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -22,6 +20,7 @@ import check_links
 __all__ = ["Fault", "docstrings", "faults_of_docstring", "faults_of_page", "pages", "worst"]
 
 ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "src"
 MOST_SENTENCE_WORDS = 40
 MOST_PAGE_WORDS = 1_500
 
@@ -92,24 +91,18 @@ def faults_of_docstring(name: str, text: str) -> list[Fault]:
 
 
 def docstrings() -> Iterator[tuple[str, str]]:
-    """Yield each public name, ``"backstash.Stash"``, with its docstrings and those of its public members."""
-    sys.path.insert(0, str(ROOT / "src"))
-    seen: set[int] = set()
+    """Yield each public name, ``"backstash.Stash"``, with its docstrings and those of its public members.
+
+    The source is parsed and not imported. A name that several modules list is of the first one.
+    """
+    seen = set()
     for module in _public_modules():
-        for name in importlib.import_module(module).__all__:
-            made = getattr(importlib.import_module(module), name)
-            home = getattr(made, "__module__", None) or type(made).__module__
-            if not home.startswith("backstash") or id(made) in seen:
-                continue
-            seen.add(id(made))
-            if inspect.isclass(made):
-                texts = list(_docstrings_of_class(made))
-            elif callable(made) or type(made).__module__.startswith("backstash"):
-                texts = [inspect.getdoc(made) or ""]
-            else:
-                continue
-            for text in filter(None, texts):
-                yield f"{module}.{name}", text
+        for name in _listed(_parsed(module)):
+            found = [each for each in _definitions(module, name) if each not in seen]
+            seen.update(found)
+            for _, node, text in found:
+                texts = [*_docstrings_of(node), text]
+                yield from ((f"{module}.{name}", each) for each in texts if each)
 
 
 def worst(found: list[Fault], most: int = 10) -> str:
@@ -121,34 +114,76 @@ def worst(found: list[Fault], most: int = 10) -> str:
 
 
 def _public_modules() -> list[str]:
-    """The modules whose ``__all__`` is public, the shortest paths first, without the command line."""
+    """The modules whose path is public, the shortest paths first, without the command line."""
     found = []
-    package = ROOT / "src/backstash"
-    for path in package.rglob("*.py"):
-        parts = path.relative_to(package.parent).with_suffix("").parts
+    for path in (PACKAGE / "backstash").rglob("*.py"):
+        parts = path.relative_to(PACKAGE).with_suffix("").parts
         module = ".".join(parts).removesuffix(".__init__")
-        is_private = any(part.startswith("_") for part in module.split("."))
-        if not is_private and "cli" not in parts and "integrations" not in parts:
-            tree = ast.parse(path.read_text(encoding="utf-8"))
-            if any("__all__" in ast.unparse(node) for node in tree.body):
-                found.append(module)
+        if "cli" not in parts and not any(part.startswith("_") for part in module.split(".")):
+            found.append(module)
     return sorted(found, key=lambda module: (module.count("."), module))
 
 
-def _docstrings_of_class(cls: type) -> Iterator[str]:
-    yield cls.__doc__ or ""
-    for name, member in vars(cls).items():
-        if name.startswith("_") and name != "__call__":
-            continue
-        member = member.fget if isinstance(member, property) else member
-        member = getattr(member, "__func__", member)
-        if inspect.isfunction(member):
-            yield member.__doc__ or ""
-    (body,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
-    assert isinstance(body, ast.ClassDef)
-    for field, text in zip(body.body, body.body[1:], strict=False):
-        if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
-            yield str(ast.literal_eval(text.value))
+@functools.cache
+def _parsed(module: str) -> ast.Module:
+    place = PACKAGE / Path(*module.split("."))
+    path = place / "__init__.py" if place.is_dir() else place.with_suffix(".py")
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def _listed(tree: ast.Module) -> list[str]:
+    """What the module's ``__all__`` holds, as it is first assigned."""
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            return list(ast.literal_eval(node.value))
+    return []
+
+
+def _definitions(module: str, name: str) -> Iterator[tuple[str, ast.AST, str]]:
+    """Each definition of a name: its module, what defines it, and the text below an assignment."""
+    tree = _parsed(module)
+    for node, below in zip(tree.body, [*tree.body[1:], None], strict=True):
+        if getattr(node, "name", None) == name or name in _assigned(node):
+            yield module, node, _text_of(below)
+            made = re.fullmatch(r"(_\w+)\(\)", ast.unparse(getattr(node, "value", None) or node))
+            if made:  # the one object of a private class, whose methods are its documentation
+                yield from _definitions(module, made[1])
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (
+            node.level or (node.module or "")[:9] == "backstash"
+        ):
+            for alias in node.names:
+                if (alias.asname or alias.name) == name:
+                    yield from _definitions(_imported(module, node), alias.name)
+
+
+def _imported(module: str, node: ast.ImportFrom) -> str:
+    is_package = (PACKAGE / Path(*module.split("."))).is_dir()
+    parts = module.split(".")
+    above = parts[: len(parts) - node.level + is_package] if node.level else []
+    return ".".join([*above, *filter(None, [node.module])])
+
+
+def _assigned(node: ast.AST) -> list[str]:
+    targets = getattr(node, "targets", [getattr(node, "target", None)])
+    return [ast.unparse(target) for target in targets if target is not None]
+
+
+def _text_of(node: ast.AST | None) -> str:
+    """The text, if the node is nothing but a string."""
+    is_text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    return node.value.value if is_text and isinstance(node.value.value, str) else ""
+
+
+def _docstrings_of(node: ast.AST) -> Iterator[str]:
+    if isinstance(node, ast.FunctionDef | ast.ClassDef):
+        yield ast.get_docstring(node) or ""
+    if isinstance(node, ast.ClassDef):
+        for member, below in zip(node.body, [*node.body[1:], None], strict=True):
+            name = getattr(member, "name", "") or "".join(_assigned(member))
+            if not name.startswith("_") or name == "__call__":
+                yield from _docstrings_of(member)
+                yield _text_of(below) if _assigned(member) else ""
 
 
 def _faults_of(name: str, lines: list[str]) -> list[Fault]:

@@ -124,7 +124,7 @@ class Around:
 def leaves(block, device=None):
     """It is below from now on."""
     block.cleanup.resident_bytes = 0
-    if block.saves != block.expected:
+    if not block.saves.are_as_expected:
         block.take_fingerprint(device)
     block.placement = Stored(SimpleNamespace(tier="disk"))
 
@@ -350,7 +350,7 @@ def test_a_policy_names_the_tier(tier, device, moves):
     assert around.left == ({} if moves else {"the policy said so": [1, 8]})
     if moves:
         [(block, at_once, _)] = around.admitted
-        assert at_once and block.to_disk == (tier == "disk")
+        assert at_once and block.tier == tier
 
 
 # Blocks.
@@ -391,7 +391,7 @@ def test_what_is_told_of_a_new_block():
     assert entry.block.thread_state is around.thread_state
     assert around.added == [entry.block, other.block]
     assert around.admitted == [(entry.block, False, True), (other.block, False, False)]
-    assert not entry.block.to_disk and entry.block.cleanup.module == ""
+    assert not entry.block.tier and entry.block.cleanup.module == ""
     assert entry.block.storage_version.block() is entry.block
     assert (entry.block.number, entry.block.stream) == (2, None)
 
@@ -400,7 +400,7 @@ def test_on_an_accelerator_a_block_has_the_stream_that_it_was_made_on():
     around = Around(min_bytes=100, device=Driver())
     base = made(4 * KIB)
     whole, copied = around.pack(made(KIB)), around.pack(base[:1000])
-    assert copied.block.origin is not copied.block.storage_version
+    assert copied.block.is_copy
     assert whole.block.stream == copied.block.stream == "the current one"
 
 
@@ -421,10 +421,13 @@ def test_what_has_left_is_the_same_while_its_bytes_are():
     part = around.pack(base[:KIB])
     leaves(part.block)
     assert around.pack(base[10:20]).block is around.pack(base[2 * KIB :]).block is part.block
-    assert part.block.matched and around.admission.moved_again_bytes == 0
+    assert part.block.mark.matched and around.admission.moved_again_bytes == 0
     base.data[3 * KIB] = 1
     other = around.pack(base[KIB : 2 * KIB])  # of which not a byte has changed
-    assert other.block is not part.block and other.block.origin is part.block.storage_version
+    assert (
+        other.block is not part.block
+        and other.block.storage_version.origin is part.block.storage_version
+    )
     assert other.block.nbytes == KIB == around.admission.moved_again_bytes
     assert around.pack(base[KIB : 2 * KIB]).block is other.block
     base.data[KIB] = 1
@@ -441,7 +444,7 @@ def test_in_place_all_saves_have_the_memory_itself():
     assert one.block is two.block  # with whatever is written
     base.data.fill_(2)
     assert around.pack(base.detach()).block is one.block
-    assert one.block.fingerprint is None and not one.block.matched
+    assert one.block.mark is None
 
 
 def test_without_a_fingerprint_nobody_knows_and_it_moves_again():
@@ -449,11 +452,11 @@ def test_without_a_fingerprint_nobody_knows_and_it_moves_again():
     tensor = made(KIB)
     first = around.pack(tensor)
     leaves(first.block)
-    first.block.fingerprint = None
+    first.block.mark = None
     second = around.pack(tensor)
     assert second.block is not first.block
     assert around.admission.moved_again_bytes == KIB and around.admission.deduplicated_bytes == 0
-    assert second.block.history is first.block.history and second.block.saves == 2
+    assert second.block.saves.history is first.block.saves.history and second.block.saves.done == 2
 
 
 def test_an_accelerator_compares_later():
@@ -491,7 +494,7 @@ def test_what_was_saved_again_is_expected_to_be_and_waits_for_that():
         assert first.block.waits == (step > 0) and not one.block.waits
         second = around.pack(tensor.detach())
         assert second.block is first.block and not first.block.waits
-        assert first.block.saves == 2 and first.block.expected == (2 if step else 0)
+        assert first.block.saves.done == 2 and first.block.saves.expected == (2 if step else 0)
         # The last save tells whether the operation that made it has ended.
         assert [each[::2] for each in around.admitted] == [
             (one.block, True),
@@ -530,10 +533,10 @@ def test_a_small_region_is_copied(min_bytes, tier):
     entry, again, other = (around.pack(base[low : low + 1000]) for low in (64, 64, 100))
     assert entry.block is again.block is not other.block
     assert entry.block.entries == 2 and entry.region is None and entry.offset_bytes == 0
-    assert entry.block.origin is other.block.origin is not entry.block.storage_version
+    assert entry.block.storage_version.origin is other.block.storage_version.origin is not None
     assert other.offset_bytes == other.block.nbytes - 1000 > 0  # as far from an aligned address
     assert around.admission.deduplicated_bytes == 1000
-    assert entry.block.origin.copied_bytes == 2000
+    assert entry.block.storage_version.origin.copied_bytes == 2000
     if min_bytes == 1000 or tier:
         assert [block for block, *_ in around.admitted] == [entry.block, other.block]
         assert {complete for *_, complete in around.admitted} == {True} and around.left == {}
@@ -585,7 +588,7 @@ def test_regions_are_copied_until_they_cost_what_the_whole_does():
     base = made(4000)
     parts = [around.pack(base[low : low + 800]) for low in range(5)]
     assert {each.block.nbytes - 800 for each in parts} == {0, 1, 2, 3, 4}
-    assert parts[0].block.origin.copied_bytes == 4000
+    assert parts[0].block.storage_version.origin.copied_bytes == 4000
     assert around.pack(base[5:805]).block.nbytes == 4000
 
 
@@ -621,7 +624,7 @@ def test_slices_that_made_up_all_of_their_storage_are_one_block_the_next_time():
     second = slices(around)
     assert {each.block for each in second} == {second[0].block} and second[0].block.nbytes == 6400
     assert [each.offset_bytes for each in second] == list(range(0, 6400, 800))
-    assert second[0].block.expected == second[0].block.saves == 8
+    assert second[0].block.saves.expected == second[0].block.saves.done == 8
     assert around.expected == [second[0].block], "until all of them were saved it waits"
     assert [block for block, *_ in around.admitted] == [second[0].block]
 
@@ -641,7 +644,7 @@ def test_slices_that_are_saved_twice_are_no_others_and_are_expected_twice():
         found = [*slices(around, parts, base=base), *slices(around, parts, base=base)]
         assert are_one_block(found) == is_one
         around.next_pass()
-    assert found[0].block.expected == found[0].block.saves == 16
+    assert found[0].block.saves.expected == found[0].block.saves.done == 16
     assert around.admitted[-1][0] is found[0].block
 
 

@@ -268,7 +268,7 @@ def test_a_new_block_is_in_place_and_unused():
     assert type(block.placement) is Resident and same_counter(block.placement.alias, x)
     assert (cleanup.resident_bytes, cleanup.loaded_bytes) == (0, 0)
     assert (block.index, block.offset, block.entries, block.turn, block.served) == (0, 0, 0, 0, 0)
-    assert (block.loaded, block.stream, block.to_disk) == (None, None, False)
+    assert (block.loaded, block.stream, block.tier) == (None, None, "")
     assert (block.number, block.facts) == (3, (12, -1, ""))
     RECLAIM_QUEUE.clear()
     del block  # which no session has heard of
@@ -308,7 +308,7 @@ def test_a_block_in_place():
     x = torch.zeros(3, 4, requires_grad=True)
     block = block_of(x.detach())
     assert (block.where, block.has_moved, block.nbytes) == ("keep", False, 48)
-    assert block.origin is block.storage_version
+    assert not block.is_copy
     x.untyped_storage().resize_(1 << 20)
     assert block.has_moved is True
     block.placement = Writing(block.placement.alias, DISK, object())
@@ -362,15 +362,15 @@ def test_what_each_placement_has():
 def test_what_a_block_has_that_left():
     x = torch.arange(100.0)
     block = block_of(x)
-    assert block.has(x.untyped_storage(), None) is False and not block.matched  # nothing was noted
+    assert block.has(x.untyped_storage(), None) is False and block.mark is None  # nothing was noted
     block.take_fingerprint(None)
-    assert block.has(x.untyped_storage(), None) is True and block.matched
+    assert block.has(x.untyped_storage(), None) is True and block.mark.matched
     x.data[7], x.data[8] = 8.0, 7.0
     assert block.has(x.untyped_storage(), None) is False
     with TorchDispatchMode():
         assert block.has(x.untyped_storage(), None) is False
         block.take_fingerprint(None)
-    assert block.fingerprint is None
+    assert block.mark is None
     block.take_fingerprint(None)
     with TorchDispatchMode():
         assert block.has(x.untyped_storage(), None) is False

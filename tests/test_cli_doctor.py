@@ -10,7 +10,7 @@ from backstash import Stash
 from backstash.cli import _allocator_speed, main
 from backstash.cli._allocator import find
 from backstash.cli._disk_speed import has_unnamed_files, measure
-from backstash.cli.doctor import advise
+from backstash.cli.doctor import remarks, start
 
 GIB = 1 << 30
 
@@ -49,11 +49,11 @@ def test_every_allocator_that_can_be_had_is_measured() -> None:
 def test_a_faster_allocator_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = {"glibc": 0.7, "tbb": 1.0, "none": 2.0}
     changed = facts(allocator={"kind": "tbb"}, allocator_seconds=seconds)
-    assert any("--malloc glibc" in remark for remark in advise(changed).remarks)
+    assert any("--malloc glibc" in remark for remark in remarks(changed))
     for kind in ("glibc", "none", "tcmalloc"):  # itself; slower only by name; not measured
         seconds = {"glibc": 0.9, "tbb": 1.0, kind: 0.9} if kind != "tcmalloc" else seconds
         same = facts(allocator={"kind": kind}, allocator_seconds=seconds)
-        assert not any("--malloc" in remark for remark in advise(same).remarks)
+        assert not any("--malloc" in remark for remark in remarks(same))
     monkeypatch.setenv("LD_PRELOAD", "/lib/libjemalloc.so.2")
     assert _allocator_speed.measure({}) == {}
 
@@ -88,14 +88,14 @@ def test_a_directory_that_is_none_is_one_line(
 
 
 def test_the_line_has_a_budget_of_what_is_left_less_a_twentieth() -> None:
-    assert advise(facts()).line == 'Stash(budget="7GiB", disk="/scratch")'
-    assert advise(facts(spare_bytes=GIB)).line == 'Stash(budget="972MiB", disk="/scratch")'
-    assert advise(facts(spare_bytes=0)).line == 'Stash(budget="auto", disk="/scratch")'
-    assert advise(facts()).command == "backstash run --budget 7GiB --disk /scratch SCRIPT"
-    found = advise(facts(accelerator="1 x cuda"))
-    assert found.line == 'Stash(budget="auto", host="4GiB", disk="/scratch")'
-    assert found.command == "backstash run --budget auto --host 4GiB --disk /scratch SCRIPT"
-    assert advise(facts()).remarks == ()
+    assert start(facts())[0].code == 'Stash(budget="7GiB", disk="/scratch")'
+    assert start(facts(spare_bytes=GIB))[0].code == 'Stash(budget="972MiB", disk="/scratch")'
+    assert start(facts(spare_bytes=0))[0].code == 'Stash(budget="auto", disk="/scratch")'
+    assert start(facts())[1].code == "backstash run --budget 7GiB --disk /scratch SCRIPT"
+    line, command = start(facts(accelerator="1 x cuda"))
+    assert line.code == 'Stash(budget="auto", host="4GiB", disk="/scratch")'
+    assert command.code == "backstash run --budget auto --host 4GiB --disk /scratch SCRIPT"
+    assert remarks(facts()) == []
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_the_line_has_a_budget_of_what_is_left_less_a_twentieth() -> None:
         ({"machine": {"available_bytes": GIB, "huge_pages": "never"}}, "huge pages are off"),
         (
             {"disk": {"write_bytes_per_second": 1e8, "read_bytes_per_second": 3e9, "notes": ()}},
-            "this disk moves 0.10 GB/s",
+            "This disk moves 0.10 GB/s",
         ),
         (
             {
@@ -121,4 +121,4 @@ def test_the_line_has_a_budget_of_what_is_left_less_a_twentieth() -> None:
     ],
 )
 def test_it_remarks_what_would_help(changed: dict[str, Any], words: str) -> None:
-    assert any(words in remark for remark in advise(facts(**changed)).remarks)
+    assert any(words in remark for remark in remarks(facts(**changed)))

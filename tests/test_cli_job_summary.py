@@ -13,6 +13,17 @@ from backstash.cli._rank_files import of_this_machine, ran_together
 from backstash.launcher import Job
 
 MIB = 1 << 20
+SETTINGS = {
+    "budget": None,
+    "plan": None,
+    "keep": 0,
+    "host": "auto",
+    "disk": "/scratch",
+    "max_bytes": None,
+    "min_bytes": "auto",
+    "inflight": "auto",
+    "prefetch": "auto",
+}
 ALLOCATOR = {"kind": "glibc", "library": None, "reason": "tuned"}
 
 
@@ -70,7 +81,7 @@ def figures(
         "devices": devices or {},
         "allocator": ALLOCATOR,
         "notes": list(notes),
-        "settings": {"disk": "/scratch", "budget": None, "keep": 0},
+        "settings": SETTINGS,
     }
 
 

@@ -114,7 +114,7 @@ def test_it_tells_and_leaves_the_script_s_output_alone(tmp_path: Path) -> None:
         """,
     )
     lines = drawn(received)
-    assert any(re.search(r"step \d+ .* in place .* on disk .* waited ", line) for line in lines)
+    assert any(re.search(r"step \d+ .* kept .* on disk .* waited ", line) for line in lines)
     assert all(len(line) < 100 for line in lines)
     left = [line for line in screen(received) if not line.startswith("backstash: ")]
     assert left == ["one", "two", "three...four", "True TextIOWrapper", ""]
@@ -194,14 +194,14 @@ def test_words() -> None:
     assert parts == [
         ("step", "8"),
         ("", "0.50 s"),
-        ("in place", "1.00 MiB"),
-        ("on the way", "0 B"),
+        ("kept", "1.00 MiB"),
+        ("on the way down", "0 B"),
         ("read back", "0 B"),
         ("on disk", "3.00 GiB"),
         ("waited", "0.50 s a step"),
     ]
     assert live_parts([stats(host_bytes=1)], [], 0)[3:] == [
-        ("host", "1 B"),
+        ("in host memory", "1 B"),
         ("on disk", "0 B"),
         ("waited", "0.00 s"),
     ]

@@ -13,8 +13,8 @@ import torch
 
 import backstash
 from backstash.cli import _session, main
-from backstash.cli._advice import advice
-from backstash.cli._progress import Progress
+from backstash.cli._advice import advice, next_step
+from backstash.cli._progress import ProgressLine
 from backstash.cli._summary import outcome, summary
 
 COMMANDS = ("run", "summary", "profile", "plan", "doctor", "bench")
@@ -199,7 +199,7 @@ class Terminal(io.StringIO):
 def test_progress_is_one_line_on_a_terminal_and_nothing_elsewhere() -> None:
     terminal, file, log = Terminal(), io.StringIO(), io.StringIO()
     for stream, lines in ((terminal, False), (file, False), (log, True)):
-        with Progress(stream, lines=lines) as progress:
+        with ProgressLine(stream, lines=lines) as progress:
             progress.say("one")
             progress.say("two")
     assert "\n" not in terminal.getvalue()
@@ -220,6 +220,22 @@ def test_outcome_names_how_a_script_ended() -> None:
     ]
 
 
+def run_of(state: str = "", **changed: Any) -> dict[str, Any]:
+    """The figures of a run, as far as advice asks for them."""
+    sizes = {"min_bytes": "auto", "inflight": "auto", "prefetch": "auto"}
+    settings = {"keep": 0, "host": "auto", "disk": "/scratch", "max_bytes": None, **sizes}
+    stats = {"notes": [], "written_bytes": 1, "stall_seconds": 0.0}
+    plan = {"state": state, "plain": {"peak_bytes": 1}, "smallest_budget_bytes": 0}
+    return {
+        "stats": stats | {key: changed[key] for key in stats if key in changed},
+        "settings": settings | {key: changed[key] for key in settings if key in changed},
+        "plan": plan | {key: changed[key] for key in plan if key in changed} if state else None,
+        "seconds": 2.0,
+        "allocator": {"kind": changed.get("allocator", "tcmalloc")},
+        "script": ["train.py"],
+    }
+
+
 def test_summary_is_drawn_from_the_figures() -> None:
     with backstash.Stash() as stash:
         stats = stash.stats().as_json()
@@ -230,6 +246,7 @@ def test_summary_is_drawn_from_the_figures() -> None:
             "stats": stats,
             "resident": {"peak_bytes": 5 << 20, "start_bytes": 0, "over_start_bytes": 4 << 20},
             "seconds": 1.5,
+            "settings": run_of()["settings"],
             "steps": {"count": 3, "median_seconds": 0.25},
             "outcome": "finished",
             "allocator": {"kind": "none", "library": "", "reason": "asked to"},
@@ -268,6 +285,7 @@ def figures_of(outcome: str = "finished", **stats: Any) -> dict[str, Any]:
         "allocator": {"kind": "none", "library": "", "reason": "asked to"},
         "notes": [],
         "devices": {},
+        "settings": run_of()["settings"],
     }
 
 
@@ -414,10 +432,11 @@ def test_summary_of_an_accelerator_says_what_is_in_host_memory_and_what_the_devi
         "allocator": {"kind": "none", "library": "", "reason": "asked to"},
         "notes": [],
         "devices": {"cuda:0": 7 << 20, "cuda:1": 8 << 20},
+        "settings": run_of()["settings"],
     }
     text = summary(figures, verbose=True)
     assert "moved      1.00 MiB" in text and "to disk" not in text
-    assert "0 B kept in place, 256 MiB in host memory, 0 B on disk" in text
+    assert "0 B kept, 256 MiB in host memory, 0 B on disk" in text
     assert "device     cuda:0: 7.00 MiB at most" in text
     assert "device     cuda:1: 8.00 MiB at most" in text
     other = figures | {"devices": {"cuda:1": 32 << 20, "cuda:2": 1}, "file": "plain.json"}
@@ -427,19 +446,40 @@ def test_summary_of_an_accelerator_says_what_is_in_host_memory_and_what_the_devi
     assert "cuda:2" not in text
 
 
-@pytest.mark.parametrize("moved", [0, 1 << 20])
-def test_advice_after_keep_auto(moved: int) -> None:
-    with backstash.Stash() as stash:
-        stats = stash.stats().as_json()
-    stats |= {"written_bytes": moved, "stall_seconds": 1.0, "keep_peak_bytes": 3 << 20}
-    sizes = {"min_bytes": "auto", "inflight": "auto", "prefetch": "auto"}
-    settings = {"keep": "auto", "host": "auto", "disk": "/scratch", "max_bytes": None, **sizes}
-    allocator = {"kind": "tcmalloc"}
-    figures = {"stats": stats, "settings": settings, "seconds": 2.0, "allocator": allocator}
-    found = [each["code"] for each in advice(figures, 8 << 20)]
-    assert found[0] == "--keep 6MiB"
-    assert found[-1] == """Stash(keep="auto", disk='/scratch')"""
-    assert (found[1:-1] == ["--keep 2MiB"]) == (moved == 0), found
+@pytest.mark.parametrize(
+    ("figures", "words"),
+    [
+        (run_of(written_bytes=0), "Nothing needs to be done"),
+        (run_of(written_bytes=0, keep=None), "since --keep allows all of it to stay"),
+        (run_of(), "moves as little as that takes: --budget SIZE"),
+        (run_of(stall_seconds=1.0), "The script waited 1.0 s for the stash, 50% of its time. A"),
+        (run_of(notes=["left in place: full"]), "with more space: --disk DIR"),
+        (run_of("planned", notes=["left in place: full"]), "with more space: --disk DIR"),
+        (run_of("measuring"), "Run longer"),
+        (
+            run_of("too small", smallest_budget_bytes=1),
+            "The smallest that can is 1 B: --budget 1MiB",
+        ),
+        (run_of("too small"), "other budgets would cost: backstash plan train.py"),
+        (run_of("left alone", written_bytes=0), "Everything fits into the budget."),
+        (run_of("planned", stall_seconds=1.0), "larger budgets would take: backstash plan"),
+        (run_of("planned"), "other budgets would cost: backstash plan train.py"),
+        (run_of("loaded", stall_seconds=1.0, plain=None), "To see what other budgets would cost"),
+    ],
+)
+def test_a_run_is_advised_once_about_its_limit(figures: dict[str, Any], words: str) -> None:
+    assert words in next_step(figures)
+    limits = [each.code for each in advice(figures) if "Stash(" not in each.code]
+    assert len(limits) == 1 + ("left in place: full" in figures["stats"]["notes"])
+
+
+@pytest.mark.parametrize(("allocator", "moved"), [("own", 1), ("own", 0), ("tcmalloc", 1)])
+def test_other_allocators_are_advised_where_glibc_has_moved(allocator: str, moved: int) -> None:
+    found = advice(run_of(allocator=allocator, written_bytes=moved, keep="auto"))
+    assert ("backstash doctor" in [each.code for each in found]) == (
+        allocator == "own" and moved > 0
+    )
+    assert found[-1].code == """Stash(keep="auto", disk='/scratch')"""
 
 
 def test_what_devices_held_is_of_those_that_count(monkeypatch: pytest.MonkeyPatch) -> None:

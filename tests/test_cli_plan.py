@@ -204,9 +204,9 @@ def test_the_page_s_plan_says_what_came_beside_what_was_predicted() -> None:
         "predicted one and 23.5% below the budget; the time of a step was 10.0% below the predicted one."
     )
     (row,) = section["classes"]["rows"]
-    assert row[:4] == [each.name, 4, 4 * MIB, "2 on disk, 1 recomputed, 1 in place"]
+    assert row[:4] == [each.name, 4, 4 * MIB, "2 on disk, 1 to be recomputed, 1 kept"]
     sums = {part["name"]: part["bytes"] for part in section["parts"]}
-    assert sums == {"in place": MIB, "on disk": 2 * MIB, "recomputed": MIB}
+    assert sums == {"kept": MIB, "on disk": 2 * MIB, "to be recomputed": MIB}
 
     def note(state: str, **changed: object) -> str:
         return str(plan_section(replace(made, state=state, **changed).as_dict())["note"])
@@ -227,15 +227,15 @@ def test_a_run_within_a_budget_is_advised_about_its_budget(state: str) -> None:
     figures = {
         "plan": made.as_dict(),
         "settings": settings | {"max_bytes": None},
-        "stats": {"stall_seconds": 1.0},
+        "stats": {"stall_seconds": 1.0, "written_bytes": 1, "notes": []},
         "seconds": 2.0,
         "allocator": {"kind": "tcmalloc"},
         "script": ["train.py", "a b"],
     }
-    first, last = advice(figures, 1 << 30)
+    first, last = advice(figures)
     by_state = {"too small": "--budget 211MiB"}
-    assert first["code"] == by_state.get(state, "backstash plan train.py 'a b'")
-    assert last["code"] == """Stash(budget="200MiB", disk='/d')"""
+    assert first.code == by_state.get(state, "backstash plan train.py 'a b'")
+    assert last.code == """Stash(budget="200MiB", disk='/d')"""
 
 
 def test_the_verdict_says_where_a_budget_was_exceeded() -> None:

@@ -4,6 +4,7 @@ import builtins
 import dataclasses
 import doctest
 import importlib
+import inspect
 import re
 import sys
 from pathlib import Path
@@ -190,10 +191,17 @@ def test_every_public_name_s_docstring_is_looked_at() -> None:
     named = {}
     for name, text in check_prose.docstrings():
         named.setdefault(name, []).append(text)
-    assert {"backstash.Stash", "backstash.recomputable", "backstash.graph.checkpoint"} <= set(named)
-    assert backstash.Stash.recompute.__doc__ in named["backstash.Stash"]
-    assert backstash.Stash.plan.__doc__ in named["backstash.Stash"]
+    assert {
+        "backstash.Stash",
+        "backstash.graph.checkpoint_loop",
+        "backstash.errors.SizeError",
+    } <= set(named)
+    assert inspect.getdoc(backstash.Stash.recompute) in named["backstash.Stash"]
+    assert inspect.getdoc(backstash.Stash.plan) in named["backstash.Stash"]
     assert "Its element type." in named["backstash.SavedTensor"]
+    assert any(
+        text.startswith("What ``Stash(policy=)``") for text in named["backstash.policy.Policy"]
+    )
 
 
 def first_column(page: str, heading: str = "") -> list[str]:

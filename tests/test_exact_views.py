@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from backstash import Action, Disk, Stash
-from backstash._saved.block import Block
+from backstash._saved.block import Block, Reduction
 from backstash._torch.versions import same_counter
 from backstash.codecs import EXACT, BFloat16
 from backstash.errors import InplaceError, StashIOError, StashWarning
@@ -446,9 +446,9 @@ def test_a_packed_storage_of_parts_is_shared_by_no_later_save():
     with stash:
         gates = [each.sigmoid_() for each in (x * 1).unsafe_chunk(4, 1)]
         block = gates[0].grad_fn._raw_saved_result.data.block
-        block.dtype = x.dtype
+        block.reduction = Reduction(x.dtype)
         stash._session.device_tiers[0].packer.pack(EXACT, block)
-        assert block.where == "packed" and block.fingerprint is None
+        assert block.where == "packed" and block.mark is None
         loss = gates[0].square().sum()
         assert loss.grad_fn.next_functions[0][0]._raw_saved_self.data.block is not block
     (found,) = torch.autograd.grad(loss + sum(each.sum() for each in gates[1:]), x)

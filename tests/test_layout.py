@@ -19,7 +19,7 @@ MODULES = {
 # The floors, the lowest first: each imports from those above its own line, and within its line where no
 # circle comes of it. An import for type checkers only counts as any other.
 FLOORS = (
-    ("errors", "units", "_text", "memory", "launcher", "scratch"),
+    ("errors", "units", "_text", "memory", "launcher", "scratch", "advice", "places"),
     ("_plan", "codecs"),
     ("plan",),
     ("policy",),
@@ -37,7 +37,8 @@ FLOORS = (
 )
 # These stand beside the floors: they know nothing of a stash, and who imports them stands above ``graph``.
 BESIDE = {
-    name: {"errors", "units", "_text", "codecs", "policy", "_torch"} for name in ("hooks", "report")
+    "hooks": {"errors", "units", "_text", "codecs", "policy", "_torch"},
+    "report": {"errors", "units", "_text", "advice", "places", "codecs", "policy", "_torch"},
 }
 PUBLIC_ONLY = ("cli", "integrations")
 

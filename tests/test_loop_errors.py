@@ -15,7 +15,7 @@ from torch import Tensor
 from backstash import Stash
 from backstash.errors import InplaceError, UsageError
 from backstash.graph import Binomial, checkpoint_loop
-from backstash.graph._loop._progress import Progress
+from backstash.graph._loop._progress import LoopProgress
 from backstash.units import parse_bytes
 
 B3 = {"schedule": Binomial(3)}
@@ -156,7 +156,7 @@ def test_progress_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", terminal)
     now = [0.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
-    progress = Progress(10, None)
+    progress = LoopProgress(10, None)
     progress.done(9, 1)
     assert terminal.getvalue() == ""
     now[0] = 4.0

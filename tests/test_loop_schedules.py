@@ -8,7 +8,7 @@ import torch
 from backstash.errors import UsageError
 from backstash.graph import Binomial, KeepAll, Schedule, TwoLevel, checkpoint_loop
 from backstash.graph._loop import count_evaluations, least_evaluations
-from backstash.graph._loop._choose import Budgets, Measured, choose
+from backstash.graph._loop._choose import Budgets, MeasuredStep, choose
 
 
 @lru_cache(None)
@@ -157,7 +157,7 @@ def test_a_budget_for_less_than_a_step_is_refused() -> None:
 
 def test_states_of_kept_graphs_do_not_go_to_a_disk() -> None:
     """A stash takes what a graph begins with for a parameter, and leaves it in place."""
-    measured = Measured(step_seconds=1.0, state_bytes=100, saved_bytes=300)
+    measured = MeasuredStep(step_seconds=1.0, state_bytes=100, saved_bytes=300)
     fast = partial(Budgets, disk=10**9, disk_speed=1e9)
     assert choose(50, fast(memory=5_000), measured).schedule == KeepAll()
     tight = choose(50, fast(memory=4_999), measured)

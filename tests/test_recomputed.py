@@ -800,7 +800,7 @@ def test_a_storage_of_parts_is_not_made_again_by_what_made_one_of_them():
     replay, block = object.__new__(Replay), SimpleNamespace()
     replay.operands, replay.depth, replay._state = (), 0, SimpleNamespace(is_over=False)
     for made, is_refused in ((StorageVersion, False), (PartedStorage, True)):
-        block.storage_version = block.origin = made(torch.zeros(64), storage)
+        block.storage_version, block.is_copy = made(torch.zeros(64), storage), False
         assert bool(replay.reason_against(block)) == is_refused
 
 

@@ -21,8 +21,7 @@ def tiers(n, tier=None, refused=None):
         health=Of(notes={f"note {n}": None}),
     )
     prefetcher = Of(
-        ahead_bytes=n + 6,
-        ahead_peak_bytes=n + 7,
+        ahead=Of(nbytes=n + 6, peak_bytes=n + 7),
         read_bytes=n + 8,
         stall_seconds=n + 0.25,
         hits=n + 9,

@@ -15,7 +15,7 @@ from typing import Any
 from backstash.cli._arguments import Parser, directory, words
 from backstash.cli._disk_speed import measure
 from backstash.cli._machine import machine, versions
-from backstash.cli._progress import Progress
+from backstash.cli._progress import ProgressLine
 from backstash.errors import SizeError
 from backstash.scratch import file_system
 from backstash.units import parse_bytes
@@ -81,7 +81,7 @@ def main(arguments: Sequence[str]) -> int:
     for what in options.what:
         if what not in _KINDS:
             parser.error(f"unknown benchmark {what!r}; allowed: {', '.join(_KINDS)}")
-    with Progress(lines=True) as progress:
+    with ProgressLine(lines=True) as progress:
         results = _measure(options, list(arguments), progress.say)
     _save(options, results)
     return _print(results)

@@ -26,15 +26,14 @@ RETURNED = {
     "backstash": ("_core.stats.Stats", "_core.hook_scope.Attachment", "_runtime.trace.Recording"),
     "backstash.graph": (
         "_torch.graph_labels.Labels",
-        "graph._loop._choose.Plan",
+        "graph._loop._choose.LoopPlan",
         "graph._mutation.MutationContext",
     ),
     "backstash.report": (
         "report._saved.rows.Row",
         "report._saved.rows.SavedTensorRow",
         "report._saved.waste.Waste",
-        "report._saved.advice.Advice",
-        "report._saved.advice.Budget",
+        "report._saved.budgets.Budget",
         "report._levels.Level",
         "report._levels.Step",
         "report._levels.Phase",

@@ -118,7 +118,7 @@ def test_s05() -> None:
 
 @pytest.mark.parametrize("retain", [False, True])
 def test_s06(retain: bool) -> None:
-    """What the node saved is freed before the next node runs, unless the graph is retained."""
+    """The node's saved tensors are freed before the next node runs, unless the graph is retained."""
 
     class Box:
         pass
@@ -256,7 +256,7 @@ def test_s15() -> None:
 
 
 def test_s16() -> None:
-    """What a hook raises ends the backward with that exception, and no further node runs."""
+    """If a hook raises, the backward ends with that exception, and no further node runs."""
 
     def fail(grad: Tensor) -> None:
         raise KeyError("mine")

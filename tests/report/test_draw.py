@@ -141,7 +141,7 @@ def test_where_saved_tensors_live(disk_dir: Path) -> None:
     }
     assert draw(z).unique_bytes == 64  # what is recomputed takes no memory now
     svg = draw(z).to_svg()
-    for words in ("will be recomputed", "host, compressed", "disk", "in place", "keep"):
+    for words in ("to be recomputed", "host, compressed", "on disk", "in place", "kept"):
         assert words in svg
     z.sum().backward()
     assert places(draw(z)) == {"freed": (6, 0)}

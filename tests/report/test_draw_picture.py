@@ -344,7 +344,7 @@ def test_colours_are_there_without_a_style_sheet() -> None:
             assert each.get("fill") is not None, each.attrib
             seen[each.get("class")] = each.get("fill")
     assert seen["paper"] == "#ffffff" and seen["wire"] == "none" and seen["label"] == "#1c2430"
-    assert seen["chip keep"] == "#e8710a" and "var(" not in "".join(seen.values())
+    assert seen["chip keep"] == "#3b6fb6" and "var(" not in "".join(seen.values())
 
 
 @pytest.mark.parametrize("name", ["graph-gpt.svg", "graph-product.svg"])

@@ -9,8 +9,11 @@ import sys
 
 import pytest
 
+from backstash.places import PLACES
 from backstash.report import render_page
 from backstash.report._bounds import bounded
+from backstash.report._draw._colors import CSS
+from backstash.report._levels import TIERS
 
 HOSTILE = (
     "</script><script>window.hacked=1</script><img src=x onerror=window.hacked=1>\u2028'\"`${1}&lt;"
@@ -141,6 +144,17 @@ def focus(page, selector, most=40):
 
 
 # What it shows.
+
+
+def test_page_and_picture_know_every_place() -> None:
+    page = render_page(report())
+    for key, place in PLACES.items():
+        assert page.count(f"--{key}:{place.light};") == page.count(f"--{key}:{place.dark};") == 1
+        assert f"i.{key}{{background:var(--{key})}}.tier.{key}{{fill:var(--{key})}}" in page
+        assert f'"{key}": "{place.label}"' in page
+        assert f".bs-graph .{key}{{fill:var(--g-{key})}}" in CSS
+        assert f"--g-{key}:{place.light};" in CSS and f"--g-{key}:{place.dark};" in CSS
+    assert {name.removesuffix("_bytes") for name in TIERS} <= PLACES.keys()
 
 
 def test_every_part_is_there(shown):

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from backstash import Stash
 from backstash.report import SavedReport, saved_report
-from backstash.report._saved.advice import budgets
-from backstash.report._saved.save import Found, Save, Stored
+from backstash.report._saved.budgets import budgets
+from backstash.report._saved.save import Found, Save, SavedStorage
 from backstash.report._saved.text import where_of
 from backstash.report._saved.waste import CONSTANT, MASK, ZEROS, find_waste
 
@@ -164,7 +164,7 @@ def test_budgets_are_for_each_device_and_go_where_a_stash_would() -> None:
     for device, mebibytes in places.items():
         for _ in range(2):
             save = Save(torch.ones(1), "", 0)
-            stored = Stored(0, mebibytes << 20, "activation", torch.device(device))
+            stored = SavedStorage(0, mebibytes << 20, "activation", torch.device(device))
             save.looks_into((stored,))
             found.lives.append((save, True))
     everything, half, _, nothing = budgets(found, "/d")
@@ -184,8 +184,8 @@ def test_under_a_stash_the_table_says_how_much_is_where(disk_dir: Path) -> None:
     stash.stats()
     (row,) = saved.by_module(1)
     assert dict(row.where) == {"disk": 3 * x.nbytes, "keep": x.nbytes}
-    assert "disk 75%, keep 25%" in "".join(where_of(row) for row in saved.by_module(1))
-    assert "a stash holds 128 KiB in place, 384 KiB on disk; 0 B more" in saved.advice[0].text
+    assert "on disk 75%, kept 25%" in "".join(where_of(row) for row in saved.by_module(1))
+    assert "A stash holds 128 KiB kept, 384 KiB on disk; 0 B more" in saved.advice[0].text
     y.sum().backward()
 
 
@@ -306,5 +306,5 @@ def test_an_empty_report_says_so() -> None:
     with saved_report() as saved, torch.no_grad():
         nn.Linear(3, 3)(torch.ones(2, 3))
     assert saved.rows == () and saved.unique_bytes == 0
-    assert "nothing was saved that is not there without backward too" in str(saved)
+    assert "Nothing was saved that is not there without backward too" in str(saved)
     assert [budget.moved_bytes for budget in saved.budgets()] == [0, 0, 0, 0]

@@ -20,7 +20,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from backstash import Action, SavedTensor, Stash, graph
 from backstash.errors import InplaceError, UsageError
 from backstash.report import draw, saved_report
-from backstash.report._saved import advice
+from backstash.report._saved import budgets
 
 PLACES = {
     "disk": {"disk", "in place"},
@@ -544,5 +544,5 @@ def test_functions_of_users_are_seen(inner: type) -> None:
     ],
 )
 def test_budgets_are_round(nbytes: int, shown: str) -> None:
-    found = advice._rounded(nbytes)
-    assert found >= nbytes and advice._text(found) == shown
+    found = budgets._rounded(nbytes)
+    assert found >= nbytes and budgets._text(found) == shown

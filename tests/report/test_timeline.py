@@ -265,7 +265,7 @@ def test_chrome_trace_counters_are_the_levels(tmp_path):
     with Stash(disk=MemoryStore(), keep="500KiB") as stash:
         line = trained(stash)
     events = chrome_trace(line, tmp_path / "trace.json")["traceEvents"]
-    for field, name in (("keep_bytes", "bytes in place"), ("disk_bytes", "bytes on disk")):
+    for field, name in (("keep_bytes", "bytes kept"), ("disk_bytes", "bytes on disk")):
         counted = [event["args"]["bytes"] for event in events if event["name"] == name]
         assert max(counted) == max(getattr(level, field) for level in line.levels) > 0
         assert all(a != b for a, b in pairwise(counted))

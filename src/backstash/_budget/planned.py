@@ -19,10 +19,10 @@ from .._torch.modules import child_names, module_path
 from .._torch.storages import storage_identity
 from .follower import Follower
 
-__all__ = ["Planned", "Region"]
+__all__ = ["Planned", "RecomputedRegion"]
 
 
-class Region(Protocol):
+class RecomputedRegion(Protocol):
     """A module whose calls may be recomputed."""
 
     session: Session
@@ -63,7 +63,11 @@ class Planned:
     """
 
     def __init__(
-        self, region: Region, planner: _Planner, tiers: DeviceTiers, modules: Sequence[nn.Module]
+        self,
+        region: RecomputedRegion,
+        planner: _Planner,
+        tiers: DeviceTiers,
+        modules: Sequence[nn.Module],
     ) -> None:
         self._region = region
         self._planner = planner

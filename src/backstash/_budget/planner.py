@@ -53,7 +53,7 @@ from .follower import Follower
 from .guard import MemoryGuard
 from .limits import Limits
 from .meter import Meter, ProcessMeter, Sample
-from .planned import Planned, Region
+from .planned import Planned, RecomputedRegion
 from .record import Costs, StepRecord, beside_left, links_of, trace_of
 from .recording import StepRecording
 from .shape import EndedStep, StepShape
@@ -741,7 +741,7 @@ class Planner(Controller):
         self._shape.take_rest_as_known()
 
     def plan_forward(
-        self, region: Region, modules: Sequence[nn.Module], tiers: DeviceTiers
+        self, region: RecomputedRegion, modules: Sequence[nn.Module], tiers: DeviceTiers
     ) -> Planned | None:
         """See :meth:`Controller.plan_forward`: ``None`` where nothing can move when less is let go."""
         return Planned(region, self, tiers, modules) if self.regions is not None else None

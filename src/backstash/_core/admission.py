@@ -13,14 +13,14 @@ from torch import Tensor, nn
 
 from .._device.base import Check, Device
 from .._runtime.weak import WeakTable
-from .._saved.block import Block, PartedStorage, StorageVersion
+from .._saved.block import Block, PartedStorage, Reduction, StorageVersion
 from .._saved.entry import Entry, WrapperEntry
 from .._saved.slice_counts import SliceCounts, Slices
 from .._saved.thread_state import ThreadState
 from .._saved.view import StridedRegion, raw_alias, reason_to_stay, snapshot
 from .._text import shown
 from .._tiers.device_tiers import DeviceTiers
-from .._tiers.packing import Packer, Replay
+from .._tiers.packing import Packer, Replayable
 from .._torch.modules import is_buffer, is_parameter, module_path, running_modules
 from .._torch.storages import storage_identity
 from .._torch.tensors import is_of_wrapped_leaf, is_wrapper_subclass, wait_for_collective
@@ -65,7 +65,7 @@ class _Once:
         return self._found
 
 
-class Recorder(Protocol):
+class TapeSource(Protocol):
     """What records operations where something may be recomputed: see :mod:`backstash._recompute.recorder`."""
 
     def saves(self, thread_state: ThreadState) -> Any:
@@ -73,7 +73,7 @@ class Recorder(Protocol):
 
     def replay_of(
         self, tensor: Tensor, thread_state: ThreadState, *, unsaved: bool = True
-    ) -> tuple[Replay | None, str]:
+    ) -> tuple[Replayable | None, str]:
         """How the storage of ``tensor`` can be computed again; or ``None``, and why it cannot."""
 
     def entered(self, thread_state: ThreadState, frame: FrameType | None) -> None:
@@ -96,7 +96,7 @@ class _Choice(NamedTuple):
     """That the policy names; ``""``: as the budgets say."""
     codec: Codec | None = None
     """That is asked to make it smaller."""
-    replay: Replay | None = None
+    replay: Replayable | None = None
     """That computes it again, in place of ``codec``."""
 
 
@@ -119,7 +119,7 @@ class Admission:
         *,
         policy: Policy | None,
         codec: CodecChoice | None = None,
-        recorder: Recorder | None = None,
+        recorder: TapeSource | None = None,
     ) -> None:
         self._session = session
         self._policy = policy
@@ -369,7 +369,7 @@ class Admission:
         storage_version = source if parted is None else parted
         known = storage_version.block
         block = known() if known is not None else None
-        if block is not None and block.rounds is not None and not _may_share(block, tensor, choice):
+        if block is not None and block.is_rounded and not _may_share(block, tensor, choice):
             block = None
         if parted is not None:
             parted.add(source, offset, tensor.nbytes)
@@ -420,7 +420,7 @@ class Admission:
             return
         if block.thread_state is thread_state:
             complete = tensor.requires_grad
-            tiers.evictor.admit(block, at_once=block.at_once, complete=complete)
+            tiers.evictor.admit(block, at_once=bool(block.tier), complete=complete)
         else:
             tiers.evictor.adopt(block)
 
@@ -493,7 +493,7 @@ class Admission:
             origin.regions = {}
         known = origin.regions.get(region.key)
         block = known() if known is not None else None
-        if block is not None and block.rounds is not None and not _may_share(block, tensor, choice):
+        if block is not None and block.is_rounded and not _may_share(block, tensor, choice):
             block = None
         has_room = origin.copied_bytes + region.nbytes <= tensor.untyped_storage().nbytes()
         if block is None and not has_room:
@@ -515,7 +515,7 @@ class Admission:
             block = Block(version, copy, self._session.reclaim_queue, tiers.number)
             if tiers.device is not None:
                 block.stream = tiers.device.stream()
-            block.origin = origin
+            version.origin = origin
             # A part of a storage whose other parts are saved by themselves counts as the whole does.
             is_part = _is_apart(tensor) and region.nbytes * _MOST_PARTS >= self._session.min_bytes
             if region.nbytes >= self._session.min_bytes or choice.tier or is_part:
@@ -606,9 +606,9 @@ class Admission:
             session.save_counts.begin(block, session.predictor.passes)
             slices = block.storage_version.slices
             if slices is not None and slices.expected:
-                block.expected = slices.expected
-            elif not block.expected:
-                block.expected = block.storage_version.assumed_saves(tensor.nbytes)
+                block.saves.expected = slices.expected
+            elif not block.saves.expected:
+                block.saves.expected = block.storage_version.assumed_saves(tensor.nbytes)
         else:
             session.save_counts.instead(block, gone)
             self.moved_again_bytes += block.nbytes
@@ -631,17 +631,17 @@ class Admission:
             which = storage_identity(storage) + storage.nbytes()
             session.leave_alone(tiers, thread_state, which)
         tier, codec, replay = choice
-        is_copy = block.origin is not block.storage_version
-        block.to_disk, block.at_once = tier == "disk", bool(tier)
+        is_copy = block.storage_version.origin is not None
+        block.tier = tier
         if replay is not None or codec is not None:
             _reduce_by(block, tensor, choice, tiers.packer)
-        if block.saves < block.expected and not is_copy:
+        if block.saves.done < block.saves.expected and not is_copy:
             tiers.evictor.expect(block)
         else:
             # What has a gradient function was made by an operation that has ended. Another may be what this
             # operation made for itself and has yet to fill, without raising a version: rrelu's noise is.
             complete = tensor.requires_grad or is_copy
-            tiers.evictor.admit(block, at_once=block.at_once, complete=complete)
+            tiers.evictor.admit(block, at_once=bool(block.tier), complete=complete)
 
     def set_modules(self, planner: Controller) -> None:
         """The planner wants modules that nobody named to be recorded, or not any more."""
@@ -677,7 +677,7 @@ class Admission:
         packer, replays = tiers.packer, _Once(self._replay_of, tensor, thread_state)
 
         def prices() -> dict[str, Any]:
-            block.dtype = tensor.dtype
+            block.reduction = Reduction(tensor.dtype)
             found: dict[str, Any] = {"pack": packer.price(block, EXACT)}
             if (replay := replays()) is not None:
                 found["recompute"] = packer.price_of_replay(block, replay)
@@ -691,7 +691,7 @@ class Admission:
             return _Choice(replay=replay) if replay is not None else _Choice(controller.instead)
         return _Choice(tier)
 
-    def _replay_of(self, tensor: Tensor, thread_state: ThreadState) -> Replay | None:
+    def _replay_of(self, tensor: Tensor, thread_state: ThreadState) -> Replayable | None:
         self._recomputes = True
         if self.recorder is None:
             return None
@@ -816,15 +816,14 @@ def _is_view_of_parameter(tensor: Tensor, base: Tensor) -> bool:
 def _reduce_by(block: Block, tensor: Tensor, choice: _Choice, packer: Packer) -> None:
     """Have ``block`` packed, or let go to be recomputed, once it is complete."""
     codec, replay = choice.codec, choice.replay
-    block.dtype = tensor.dtype
+    reduction = block.reduction = Reduction(tensor.dtype)
     if replay is not None:
-        block.reduce = functools.partial(packer.discard, replay)
-        block.depth = replay.depth
+        reduction.apply = functools.partial(packer.discard, replay)
+        reduction.depth = replay.depth
     elif codec is not None:
-        block.reduce = functools.partial(packer.pack, codec)
-        block.rounds = None if codec.exact else codec
-        is_copy = block.origin is not block.storage_version
-        block.is_whole = is_copy or _fills_its_storage(tensor)
+        reduction.apply = functools.partial(packer.pack, codec)
+        reduction.rounds = not codec.exact
+        reduction.is_whole = block.is_copy or _fills_its_storage(tensor)
 
 
 def _has_copied(block: Block, copy: torch.UntypedStorage, device: Device | None) -> bool | Check:
@@ -833,7 +832,7 @@ def _has_copied(block: Block, copy: torch.UntypedStorage, device: Device | None)
         return False
     if block.placement.is_kept and device is None:
         return block.has_in_place(copy)
-    if block.fingerprint is None and block.placement.is_kept:
+    if block.mark is None and block.placement.is_kept:
         block.take_fingerprint(device)
     return block.has(copy, device)
 
@@ -870,15 +869,17 @@ def _has_bytes(
 def _may_share(block: Block, tensor: Tensor, choice: _Choice) -> bool:
     """Whether ``tensor`` may be given back as a block that a lossy codec rounds: it was to be rounded, too."""
     asked = choice.codec
-    return asked is not None and not asked.exact and tensor.dtype == block.dtype
+    if asked is None or asked.exact:
+        return False
+    return block.reduction is not None and tensor.dtype == block.reduction.dtype
 
 
 def _is_saved_often_enough(block: Block, parted: PartedStorage | None) -> bool:
     """Whether a block that waits in place was saved as often as is expected."""
     if parted is None or not parted.is_new:
-        return block.saves >= block.expected
+        return block.saves.done >= block.saves.expected
     if parted.is_full:
-        block.expected = 0  # it is not known whether parts are saved again
+        block.saves.expected = 0  # it is not known whether parts are saved again
     return parted.is_full
 
 

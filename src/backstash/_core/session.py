@@ -225,7 +225,7 @@ class Session:
                 continue
             if not block.storage_version.is_held:
                 evictor = self.device_tiers[block.number].evictor
-                evictor.admit(block, at_once=block.at_once, complete=True)
+                evictor.admit(block, at_once=bool(block.tier), complete=True)
             else:
                 expecting.append(waiting)
 

@@ -240,7 +240,7 @@ class Replay:
         """What decides the bits of the result beside the operands': alike for two replays of one class."""
         return (
             block.cleanup.module,
-            block.number_in_module,
+            block.saves.number,
             self._state.key,
             block.storage_version.version,
             *((each.dtype, each.shape, _stride_of(each), _residue(each)) for each in self.operands),
@@ -251,7 +251,7 @@ class Replay:
     def reason_against(self, block: Block) -> str:
         """Why ``block``, which is complete and in place, cannot be recomputed; ``""``: it can."""
         source = block.storage_version
-        if block.origin is not source or source.is_parted:
+        if block.is_copy or source.is_parted:
             return "only a part of its storage was saved"
         if self._state.is_over:  # as running statistics are, by the operation that saves them
             return "it was changed since it was saved"

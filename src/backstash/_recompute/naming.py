@@ -23,7 +23,7 @@ _MOST_PART = 2  # likewise, where the modules in it save little of what it does
 _COVERED = 0.75  # of a module's bytes, that those in it must save for them to be taken in its place
 
 
-class Handle(Protocol):
+class Removable(Protocol):
     """Of hooks."""
 
     def remove(self) -> None: ...
@@ -36,11 +36,11 @@ class Naming:
         attach: has the forwards of some modules recorded, until what it returns is removed.
     """
 
-    def __init__(self, attach: Callable[[Sequence[nn.Module]], Handle | None]) -> None:
+    def __init__(self, attach: Callable[[Sequence[nn.Module]], Removable | None]) -> None:
         self._attach = attach
         self._roots: dict[int, tuple[weakref.ref[nn.Module], Counter[str]]] = {}
         self._modules: list[weakref.ref[nn.Module]] | None = None
-        self._handle: Handle | None = None
+        self._handle: Removable | None = None
 
     def saw(self, modules: Sequence[nn.Module], path: str, nbytes: int) -> None:
         """A block was saved in the first step.

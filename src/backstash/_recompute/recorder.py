@@ -26,7 +26,7 @@ from .._torch.dynamo import leave_untraced
 from .._torch.engine import in_backward
 from .._torch.modules import call_frame, mark_outermost_call
 from .blocks import MOST_OPERATIONS, InPlace, Replay, slice_of
-from .naming import Handle, Naming
+from .naming import Naming, Removable
 from .tape import UNSEEN, Leaver, Outside, Place, State, Tape, copied, is_small
 
 __all__ = ["Recorder"]
@@ -49,7 +49,7 @@ class Recorder:
         session: Session,
         *,
         asks: bool,
-        attach: Callable[[Sequence[nn.Module]], Handle | None] | None = None,
+        attach: Callable[[Sequence[nn.Module]], Removable | None] | None = None,
     ) -> None:
         self._session = session
         self.only_modules = False

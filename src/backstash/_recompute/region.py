@@ -53,7 +53,7 @@ _OTHER_BITS = "computed again it has other bits"
 _SAMPLED_BYTES, _SAMPLED_ELEMENTS = 4 << 10, 1024
 
 
-class Planned(Protocol):
+class ForwardPlan(Protocol):
     """What a controller has to do with one forward: whether it is recomputed, and what is recorded of it."""
 
     forward: Any
@@ -111,7 +111,7 @@ class Call:
         thread_state: ThreadState,
         frame: FrameType | None,
         inputs: list[object],
-        planned: Planned | None = None,
+        planned: ForwardPlan | None = None,
     ) -> None:
         self.region = region
         self.frame = frame
@@ -207,7 +207,7 @@ class Call:
             reason = self._discard(held, tensor, tape)
         return self._refuse(tensor, reason) if reason else held
 
-    def _trace(self, held: Held, tensor: Tensor, number: int, planned: Planned) -> object:
+    def _trace(self, held: Held, tensor: Tensor, number: int, planned: ForwardPlan) -> object:
         """Hold what is only recorded."""
         tape = self.tape
         assert tape is not None
@@ -613,7 +613,7 @@ class Region:
             planned.enter([storage_identity(each.untyped_storage()) for each in inputs], packed)
         call.begin(outer)
 
-    def _planned(self, modules: list[nn.Module], device: torch.device) -> Planned | None:
+    def _planned(self, modules: list[nn.Module], device: torch.device) -> ForwardPlan | None:
         """``None``: nobody decides for ``device``, and all is recomputed."""
         tiers = self.session.tiers_of(device)
         if isinstance(tiers, str):
@@ -621,7 +621,7 @@ class Region:
         controller = self.session.planners.get(tiers.number)
         if controller is None:
             return None
-        planned: Planned | None = controller.plan_forward(self, modules, tiers)
+        planned: ForwardPlan | None = controller.plan_forward(self, modules, tiers)
         return planned
 
     def end(self, frame: FrameType | None, module: nn.Module, args: Any, output: Any) -> None:

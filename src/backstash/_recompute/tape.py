@@ -240,7 +240,7 @@ class Product(NamedTuple):
     """Or which of its arguments, by place or name, where it writes there."""
 
 
-class _Write(NamedTuple):
+class _WriteOp(NamedTuple):
     """What an operation is about to do to a memory."""
 
     place: int | str
@@ -440,7 +440,7 @@ class Tape(SilentMode):
         if not reason and operation.is_product and self._most is not None:
             reason = _PRODUCT.format(operation.name)
         in_training = operation.writes_statistics(args)
-        writes: list[_Write] = []
+        writes: list[_WriteOp] = []
         if operation.writes or in_training:
             writes, reason = self._writes_of(
                 operation, args, kwargs, reason, in_training=in_training
@@ -488,10 +488,10 @@ class Tape(SilentMode):
 
     def _writes_of(
         self, operation: Operation, args: Any, kwargs: Any, reason: str, *, in_training: bool
-    ) -> tuple[list[_Write], str]:
+    ) -> tuple[list[_WriteOp], str]:
         """What it is about to write, and why what it makes cannot be replayed."""
         places = (*operation.writes, *STATISTICS) if in_training else operation.writes
-        found: list[_Write] = []
+        found: list[_WriteOp] = []
         for place in places:
             given = argument_of(args, kwargs, place)
             tensors = [*tensors_of(given)]
@@ -510,7 +510,7 @@ class Tape(SilentMode):
                 if before and not is_statistic and not (fills and before == ALLOCATES):
                     reason = reason or before
                 found.append(
-                    _Write(
+                    _WriteOp(
                         place,
                         tensor,
                         memory,
@@ -521,7 +521,7 @@ class Tape(SilentMode):
                 )
         return found, reason
 
-    def _begin_write(self, write: _Write) -> None:
+    def _begin_write(self, write: _WriteOp) -> None:
         """What is held for a replay, and is about to be written, is copied."""
         write.memory.writes += 1
         write.memory.state.is_over = True
@@ -685,8 +685,8 @@ class Tape(SilentMode):
             return
         block = packed.block
         source = block.storage_version
-        is_whole = block.origin is source and not source.is_parted and packed.source is source
-        if is_whole and block.rounds is None and packed.check is None:
+        is_whole = not block.is_copy and not source.is_parted and packed.source is source
+        if is_whole and not block.is_rounded and packed.check is None:
             self._note_saved(tensor, block)
 
     def _note_saved(self, tensor: Tensor, block: Any) -> None:

@@ -26,16 +26,23 @@ from .._torch.dispatch import count_dispatch_modes, without_dispatch_modes, with
 from .._torch.engine import task_or_none
 from .._torch.storages import free_weak_ref, storage_identity, storage_of, weak_ref
 from .._torch.versions import same_counter
-from ..codecs import Codec
 from .access_order import ForwardPass
 from .placement import Arrival, Placement, Resident
+from .save_counts import BlockSaves
 from .slice_counts import Slices
 from .thread_state import ThreadState
 from .view import ALIGNMENT_BYTES, with_bits_of
 
-__all__ = ["Block", "BlockCleanup", "Loaded", "PartedStorage", "StorageVersion"]
+__all__ = [
+    "Block",
+    "BlockCleanup",
+    "Loaded",
+    "Mark",
+    "PartedStorage",
+    "Reduction",
+    "StorageVersion",
+]
 
-_NO_HISTORY = bytearray()
 _NOTHING = torch.empty(0, device="cpu")
 
 
@@ -48,6 +55,7 @@ class StorageVersion:
         "block",
         "cdata",
         "copied_bytes",
+        "origin",
         "owner",
         "probe",
         "regions",
@@ -75,6 +83,7 @@ class StorageVersion:
         self.regions: dict[object, weakref.ref[Block]] | None = None  # copied, by their key
         self.slices: Slices | None = None  # what is saved of it, where small slices are
         self.copied_bytes = 0  # of small regions so far
+        self.origin: StorageVersion | None = None  # of a copy of a region: what it was copied from
 
     @property
     def changed(self) -> bool:
@@ -209,6 +218,38 @@ class BlockCleanup(Cleanup):
         ledger.subtract(resident_bytes=resident, again_bytes=again)
 
 
+class Reduction:
+    """How a block is made smaller, or discarded to be computed again, once it is complete.
+
+    Args:
+        dtype: that its bytes are read in.
+    """
+
+    __slots__ = ("apply", "depth", "dtype", "is_whole", "rounds")
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self.apply: Callable[[Block], Block | None] | None = None
+        """Called when the block is complete: returns the block that is to move then, or ``None``."""
+        self.depth = 0
+        """How many blocks one after another are recomputed, with this one."""
+        self.rounds = False
+        """Whether a lossy codec packs it."""
+        self.is_whole = True
+        """Whether every element of it is a value, and none what memory held before."""
+
+
+class Mark:
+    """What the bytes of a block were when it left: a fingerprint, or on an accelerator what stands for one."""
+
+    __slots__ = ("matched", "value")
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+        self.matched = False
+        """Whether a save has relied on it."""
+
+
 class Block:
     """The bytes of one storage, wherever they are now. Every entry that needs them owns it.
 
@@ -223,35 +264,25 @@ class Block:
         "__del__",
         "__weakref__",
         "address",
-        "at_once",
         "cleanup",
-        "depth",
-        "dtype",
         "entries",
-        "expected",
-        "fingerprint",
         "forward_pass",
-        "history",
         "index",
-        "is_whole",
         "loaded",
         "making",
-        "matched",
+        "mark",
         "nbytes",
         "number",
-        "number_in_module",
         "offset",
-        "origin",
         "packs",
         "placement",
-        "reduce",
-        "rounds",
+        "reduction",
         "saves",
         "served",
         "storage_version",
         "stream",
         "thread_state",
-        "to_disk",
+        "tier",
         "turn",
     )
     __del__: Callable[[], None]
@@ -270,33 +301,18 @@ class Block:
         self.__del__ = functools.partial(reclaim_queue.append, self.cleanup)
         self.placement: Placement = Resident(alias)
         self.storage_version = storage_version
-        self.origin = storage_version  # whose bytes these are: differs for a copy of a region
         self.address = storage.data_ptr()  # while in place; its residue matters ever after
         self.number = number
         self.stream: Any = None  # that its bytes were made on, on an accelerator
         self.thread_state: ThreadState
         self.forward_pass: ForwardPass[Block]
         self.index = 0  # in its forward pass
-        # Called when it is complete, to make it smaller: returns the block that is to move then, or None.
-        self.reduce: Callable[[Block], Block | None] | None = None
-        self.dtype: torch.dtype  # that it is to be read in, once it is to be made smaller
-        self.depth = 0  # how many blocks one after another are recomputed, with this one
-        self.rounds: Codec | None = (
-            None  # a lossy one, which another save of its storage may not want
+        self.tier = ""  # where it goes at once, whatever "keep" has room for; "": nowhere
+        self.reduction: Reduction | None = None
+        self.saves = BlockSaves()
+        self.mark: Mark | None = (
+            None  # what its bytes were when it left, where it may be saved again
         )
-        self.is_whole = (
-            True  # whether every element of it is a value, and none what memory held before
-        )
-        # How often its memory was saved, and how often it will be (see save_counts).
-        self.saves = 1
-        self.expected = 0
-        self.history = _NO_HISTORY
-        self.number_in_module = 0
-        # Of its bytes when it left, where it may be saved again; and whether a save has relied on it.
-        self.fingerprint: Any = None
-        self.matched = False
-        self.at_once = False  # whether it goes whatever "keep" has room for
-        self.to_disk = False  # whether it is to go to disk however much room the host has
         self.offset = 0  # of its first byte in its backing
         self.entries = 0  # how many saves it stands for
         # One read serves every entry once: a turn. Then the memory is let go.
@@ -305,6 +321,27 @@ class Block:
         self.loaded: Loaded | None = None
         self.making: Any = None  # while a worker makes it ahead of need, and until it is used
         self.packs: weakref.ref[Block] | None = None  # of a payload: the packed block
+
+    @property
+    def is_copy(self) -> bool:
+        """Whether it is a copy of a region, and not the storage itself."""
+        return self.storage_version.origin is not None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That its bytes are read in; it is to be made smaller."""
+        assert self.reduction is not None
+        return self.reduction.dtype
+
+    @property
+    def depth(self) -> int:
+        """How many blocks one after another are recomputed, with this one."""
+        return self.reduction.depth if self.reduction is not None else 0
+
+    @property
+    def is_rounded(self) -> bool:
+        """Whether a lossy codec is to pack it: another save of its storage may not want that."""
+        return self.reduction is not None and self.reduction.rounds
 
     @property
     def facts(self) -> tuple[int, int, str]:
@@ -348,13 +385,13 @@ class Block:
 
     def take_fingerprint(self, device: Device | None) -> None:
         """Note what its bytes are, which leave now, so that a later save can be compared with them."""
-        self.fingerprint = None
+        self.mark = None
         if count_dispatch_modes() > 0:
             return  # of the program's, which would see it
         alias = self.placement.alias
         assert alias is not None
         storage = alias.untyped_storage()
-        self.fingerprint = (
+        self.mark = Mark(
             fingerprint(storage) if device is None else device.mark(storage, self.stream)
         )
 
@@ -371,13 +408,14 @@ class Block:
         It was perhaps written since, unseen. On an accelerator the answer is a comparison that backward has
         to ask; where nothing was noted of the bytes, it is no.
         """
-        if self.fingerprint is None or count_dispatch_modes() > 0:
+        mark = self.mark
+        if mark is None or count_dispatch_modes() > 0:
             return False
         if device is not None:
-            found = device.compare(self.fingerprint, storage) or False
+            found = device.compare(mark.value, storage) or False
         else:
-            found = self.fingerprint == fingerprint(storage)
-        self.matched = self.matched or bool(found)
+            found = mark.value == fingerprint(storage)
+        mark.matched = mark.matched or bool(found)
         return found
 
     def free(self) -> None:

@@ -105,7 +105,7 @@ class Entry:
     @property
     def is_rounded(self) -> bool:
         """Whether a lossy codec was asked for."""
-        return self.block.rounds is not None
+        return self.block.is_rounded
 
     def view_in_place(self, alias: Tensor) -> Tensor:
         """The saved view of its block's own memory, with the version counter of what was saved."""

@@ -13,27 +13,42 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-__all__ = ["SaveCounts"]
+__all__ = ["BlockSaves", "SaveCounts"]
 
 _MOST_BLOCKS = 1 << 20  # of one module in a pass: of more nothing is learned
 _MOST_SAVES = 255  # and more count as so many
+_NO_HISTORY = bytearray()
+
+
+class BlockSaves:
+    """How often one block's memory was saved, and how often it will be."""
+
+    __slots__ = ("done", "expected", "history", "number")
+
+    def __init__(self) -> None:
+        self.done = 1
+        self.expected = 0  # 0: it is not known
+        self.number = 0  # among the blocks of its module in this pass
+        self.history = _NO_HISTORY  # of its module
+
+    @property
+    def are_as_expected(self) -> bool:
+        """Whether it was saved as often as was expected: no other save of it will come."""
+        return self.done == self.expected
 
 
 class _Counted(Protocol):
     """A block, as far as its saves go."""
 
-    saves: int
-    expected: int
-    history: bytearray
-    number_in_module: int
+    saves: BlockSaves
     cleanup: Any
 
 
 class SaveCounts:
     """Learns the most saves of each block. The caller holds the stash's lock.
 
-    A block's ``expected`` is how many saves of it there will be; where that is not known it is 0, or what the
-    caller assumes.
+    A block's ``saves.expected`` is how many saves of it there will be; where that is not known it is 0, or what
+    the caller assumes.
     """
 
     def __init__(self) -> None:
@@ -47,27 +62,28 @@ class SaveCounts:
             self._pass = in_pass
             self._begun.clear()
         module = block.cleanup.module
-        number = block.number_in_module = self._begun.get(module, 0)
+        number = block.saves.number = self._begun.get(module, 0)
         self._begun[module] = number + 1
         history = self._histories.get(module)
         if history is None:
             history = self._histories[module] = bytearray()
-        block.history = history
+        block.saves.history = history
         if number < len(history):
-            block.expected = history[number]
+            block.saves.expected = history[number]
         elif number < _MOST_BLOCKS:
             history.extend(b"\x01" * (number + 1 - len(history)))
 
     def again(self, block: _Counted) -> None:
         """It was saved once more."""
-        saves = block.saves = block.saves + 1
-        history, number = block.history, block.number_in_module
-        if number < len(history) and history[number] < saves <= _MOST_SAVES:
-            history[number] = saves
+        saves = block.saves
+        done = saves.done = saves.done + 1
+        history, number = saves.history, saves.number
+        if number < len(history) and history[number] < done <= _MOST_SAVES:
+            history[number] = done
 
     def instead(self, block: _Counted, gone: _Counted) -> None:
         """A new block of the memory that ``gone`` was of, which has left."""
-        block.saves = gone.saves
-        block.history, block.number_in_module = gone.history, gone.number_in_module
+        saves, before = block.saves, gone.saves
+        saves.done, saves.history, saves.number = before.done, before.history, before.number
         self.again(block)
-        block.expected = gone.expected if gone.expected >= block.saves else 0
+        saves.expected = before.expected if before.expected >= saves.done else 0

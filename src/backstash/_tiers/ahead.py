@@ -26,7 +26,7 @@ from .._device.fingerprint import fingerprint
 from .._device.memory import DeviceMemory
 from .._runtime.reclaim import Cleanup
 from .._runtime.weak import WeakQueue
-from .._saved.block import Block, BlockCleanup, Loaded
+from .._saved.block import Block, BlockCleanup, Loaded, Mark
 from .._saved.entry import Entry, written_unseen
 from .._saved.placement import Backing
 from .._torch.dispatch import without_dispatch_modes, without_function_modes
@@ -263,8 +263,9 @@ class ViewServer:
         root = memory
         if backing is not None:
             root, low = backing.storage_for(block.offset, block.address, block.nbytes, memory)
-            if block.matched and not backing.is_shared:
-                self._check(entry, block, root, low, arrival)
+            mark = block.mark
+            if mark is not None and mark.matched and not backing.is_shared:
+                self._check(entry, mark, root, low, arrival)
             if backing.wanted <= 0:
                 self._ahead.drop_backing(backing)
         block.turn += 1
@@ -287,18 +288,18 @@ class ViewServer:
             self._ahead.hold_served(block)
         return self._serve(entry, block, loaded)
 
-    def _check(self, entry: Entry, block: Block, root: Tensor, low: int, arrival: Any) -> None:
+    def _check(self, entry: Entry, mark: Mark, root: Tensor, low: int, arrival: Any) -> None:
         """A save relied on these bytes: the memory had them when they left, and again when it was saved.
 
         Between the two, while they were being copied, it may have had others.
         """
-        storage, nbytes = root.untyped_storage(), block.nbytes
+        storage, nbytes = root.untyped_storage(), entry.block.nbytes
         if self._memory is None:
-            differs = block.fingerprint != fingerprint(storage, low, nbytes)
+            differs = mark.value != fingerprint(storage, low, nbytes)
         else:
             if arrival is not None:
                 arrival.order()
-            check = self._memory.device.compare(block.fingerprint, storage, low, nbytes)
+            check = self._memory.device.compare(mark.value, storage, low, nbytes)
             differs = check is None or check.differs()
         if differs:
             raise written_unseen(entry)

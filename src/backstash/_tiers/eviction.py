@@ -86,9 +86,9 @@ class Evictor:
         resident, inflight = self.resident, self.inflight
         if inflight.writes:
             inflight.complete(thread_state)
-        reduce = block.reduce
-        if reduce is not None:
-            block.reduce = None
+        reduction = block.reduction
+        if reduction is not None and reduction.apply is not None:
+            reduce, reduction.apply = reduction.apply, None
             payload = reduce(block)
             if payload is None:
                 return
@@ -163,7 +163,7 @@ class Evictor:
                     inflight.make_room(nbytes, thread_state)
                 if source.is_parted and not block.copy_out():
                     return False
-            if block.saves != block.expected:
+            if block.saves.done != block.saves.expected:
                 block.take_fingerprint(memory.device if memory is not None else None)
             if segments is not None and is_gathered:
                 segments.gather(block, thread_state)

@@ -119,7 +119,7 @@ class HostTier(LowerTier):
         backing = HostBacking(
             self._reclaim_queue, self._number, buffer, copy.completion, self.writeback.disk
         )
-        self.writeback.add(backing, at_once=block.to_disk)
+        self.writeback.add(backing, at_once=block.tier == "disk")
         return backing, copy
 
     def fetch(self, backing: Any, *, ahead: bool) -> Load:

@@ -27,7 +27,7 @@ from .resident import ResidentSet
 __all__ = ["InflightWrites"]
 
 
-class _Write(ABC):
+class _InflightWrite(ABC):
     """A write that has begun. It does not own what it is of: for a dead block nothing is left to do."""
 
     __slots__ = ("by_device", "nbytes", "target", "thread_state", "transfer")
@@ -53,7 +53,7 @@ class _Write(ABC):
         """Its ``transfer`` is done, and ``target`` is alive."""
 
 
-class _BlockWrite(_Write):
+class _BlockWrite(_InflightWrite):
     __slots__ = ()
 
     def __init__(self, block: Block, transfer: Transfer, dies: Callable[[Any], None]) -> None:
@@ -85,7 +85,7 @@ class _BlockWrite(_Write):
                 resident.event_log.emit("land", *target.facts)
 
 
-class _SegmentWrite(_Write):
+class _SegmentWrite(_InflightWrite):
     __slots__ = ()
 
     def __init__(self, segment: SegmentBacking, transfer: Transfer) -> None:
@@ -132,7 +132,7 @@ class InflightWrites:
         self._health = health
         self._freed = freed
         self.window_bytes = window_bytes
-        self.writes: deque[_Write] = deque()  # oldest first
+        self.writes: deque[_InflightWrite] = deque()  # oldest first
         self._count_of: dict[ThreadState | None, int] = {}  # how many of them are of which thread
         self._dead: deque[object] = deque()  # of a device's, since all of them were looked at
         self._dies = self._dead.append  # where a block dies no Python may run: see _runtime/reclaim
@@ -285,7 +285,7 @@ class InflightWrites:
         return [transfer for transfer in begun if not transfer.done()]
 
 
-def _under_way(write: _Write) -> Transfer | None:
+def _under_way(write: _InflightWrite) -> Transfer | None:
     """What a write waits for; of a dead block's, or one that was found to be changed, a worker's."""
     target = write.target()
     return (write.running(target) if target is not None else None) or write.transfer
@@ -296,6 +296,6 @@ def _is_over(transfer: Transfer | None) -> bool:
     return transfer is None or transfer.done() or transfer.cancel()
 
 
-def _judged_by(thread_state: ThreadState, write: _Write) -> bool:
+def _judged_by(thread_state: ThreadState, write: _InflightWrite) -> bool:
     its_thread = write.thread_state
     return its_thread is None or thread_state.may_judge(its_thread) or write.target() is None

@@ -201,7 +201,9 @@ def _is_at_hand(entry: Entry) -> bool:
         return bool(block.making.is_good)
     backing = placement.backing
     load = backing.load if backing is not None else None
-    return load is not None and load.is_ready and not (block.matched or load.memory._version)
+    if block.mark is not None and block.mark.matched:
+        return False
+    return load is not None and load.is_ready and not load.memory._version
 
 
 def is_changed(derivation: Derivation) -> bool:

@@ -20,7 +20,7 @@ from .._device.fingerprint import fingerprint
 from .._runtime.critical_section import CriticalSection
 from .._runtime.reclaim import ReclaimQueue
 from .._runtime.trace import profiled
-from .._saved.block import Block, StorageVersion
+from .._saved.block import Block, Mark, StorageVersion
 from .._saved.entry import Entry, recomputed_otherwise
 from .._saved.placement import Arrival, Derivation, Derived
 from .._torch.dispatch import count_dispatch_modes, without_dispatch, without_function_modes
@@ -33,7 +33,7 @@ from ..stores._buffer_pool import BufferPool, own_memory
 from .making import MadeAhead
 from .resident import ResidentSet
 
-__all__ = ["Packer", "Price", "Replay", "decode_separately"]
+__all__ = ["Packer", "Price", "Replayable", "decode_separately"]
 
 
 class Price(NamedTuple):
@@ -49,7 +49,7 @@ class Price(NamedTuple):
     """In memory from the first use to the free."""
 
 
-class Replay(Protocol):
+class Replayable(Protocol):
     """What computes a block again: see :mod:`backstash._recompute.blocks`."""
 
     depth: int
@@ -139,7 +139,7 @@ class Packer:
         refused[1] += block.nbytes
         return block
 
-    def discard(self, replay: Replay, block: Block) -> Block | None:
+    def discard(self, replay: Replayable, block: Block) -> Block | None:
         """Let go of a complete block in place, which ``replay`` computes again.
 
         Returns ``None``; or ``block`` itself, where it cannot be let go and is to move.
@@ -159,10 +159,10 @@ class Packer:
             self._resident.lose(block)
             return None
         if reason:
-            block.depth = 0
+            block.reduction = None
             return self._refuse(block, f"not recomputed: {reason}")
-        if block.saves != block.expected:
-            block.fingerprint = told
+        if not block.saves.are_as_expected:
+            block.mark = Mark(told)
         block.placement = Derived(replay.derivation(block, told))
         self._made.has_derived = True
         self._resident.leave(block)
@@ -175,7 +175,7 @@ class Packer:
         device = self._device
         return fingerprint(storage) if device is None else device.mark(storage, device.stream())
 
-    def _reason_to_doubt(self, block: Block, replay: Replay) -> str:
+    def _reason_to_doubt(self, block: Block, replay: Replayable) -> str:
         """Why a replay is not known to give the bytes of ``block``: the first one of a class (the same module,
         operations, shapes, alignment and threads) is compared, once in this stash."""
         key = replay.key(block)
@@ -190,7 +190,7 @@ class Packer:
             self._replayed.add(key)
         return reason
 
-    def _compare(self, block: Block, replay: Replay, given: list[Tensor]) -> str:
+    def _compare(self, block: Block, replay: Replayable, given: list[Tensor]) -> str:
         """Why ``replay`` of these values is not ``block``; ``""``: it is. Notes the seconds that it took."""
         alias = block.placement.alias
         assert alias is not None
@@ -227,7 +227,7 @@ class Packer:
         use_seconds = seconds if self._device is not None else seconds / 2
         return Price(nbytes, seconds, use_seconds, block.nbytes)
 
-    def price_of_replay(self, block: Block, replay: Replay) -> Price | None:
+    def price_of_replay(self, block: Block, replay: Replayable) -> Price | None:
         """What letting go of ``block`` takes, which ``replay`` would compute again; ``None``: it cannot be."""
         alias = block.placement.alias
         if alias is None or self._reason_against(block, exact=True):
@@ -273,7 +273,7 @@ class Packer:
             return "its storage was resized"
         if block.nbytes % block.dtype.itemsize:
             return "its storage is not a whole number of elements"
-        if not exact and not block.is_whole:
+        if not exact and block.reduction is not None and not block.reduction.is_whole:
             return "it does not fill its storage, and its codec is lossy"
         if count_dispatch_modes() > 0:
             return "a dispatch mode of the program would see it"
@@ -334,7 +334,7 @@ class Packer:
             inner.entries = 1
             resident.hold(inner)
         # Of parts, another thread may have filled one since they were encoded: no later save shares them.
-        if block.saves != block.expected and not block.storage_version.is_parted:
+        if not block.saves.are_as_expected and not block.storage_version.is_parted:
             block.take_fingerprint(self._device)
         # From here on the payload is what there is: counts and queues follow.
         block.placement = Derived(_Packing(codec, encoded.recipe, block.dtype, entry))
@@ -353,12 +353,8 @@ class Packer:
     def _payload_block(self, block: Block, payload: Tensor) -> Block:
         version = StorageVersion(payload, payload.untyped_storage())
         inner = Block(version, payload, self._reclaim_queue, block.number)
-        inner.thread_state, inner.stream, inner.to_disk = (
-            block.thread_state,
-            block.stream,
-            block.to_disk,
-        )
-        inner.expected = inner.saves  # nobody else saves it
+        inner.thread_state, inner.stream, inner.tier = block.thread_state, block.stream, block.tier
+        inner.saves.expected = inner.saves.done  # nobody else saves it
         inner.forward_pass, inner.index = block.forward_pass, block.index
         cleanup = inner.cleanup
         cleanup.module, cleanup.is_counted = block.cleanup.module, False

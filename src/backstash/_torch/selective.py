@@ -31,7 +31,7 @@ from .dispatch import TorchDispatchMode, schema_of
 from .lookup import optional
 from .trees import tree_leaves, tree_map_only
 
-__all__ = ["Kept", "with_kept_outputs"]
+__all__ = ["KeptOutput", "with_kept_outputs"]
 
 _CACHING: Any = optional("torch.utils.checkpoint._CachingTorchDispatchMode", None)
 _IGNORED: Any = optional(
@@ -46,7 +46,7 @@ _OFFLOADED = {
 }
 
 
-class Kept(Protocol):
+class KeptOutput(Protocol):
     """An output that is kept."""
 
     def get(self) -> Tensor:
@@ -54,7 +54,7 @@ class Kept(Protocol):
 
 
 def with_kept_outputs(
-    contexts: tuple[Any, Any], keep: Callable[[Tensor, bool], Kept]
+    contexts: tuple[Any, Any], keep: Callable[[Tensor, bool], KeptOutput]
 ) -> tuple[Any, Any]:
     """The two contexts that stand in for torch's; others are returned as they are.
 
@@ -72,11 +72,11 @@ def with_kept_outputs(
         or getattr(again, "allow_cache_entry_mutation", True)
     ):
         return contexts
-    calls: dict[tuple[Any, int], _Call] = {}
+    calls: dict[tuple[Any, int], _SelectiveCall] = {}
     return _Forward(policy, keep, calls), _Again(calls)
 
 
-class _Call:
+class _SelectiveCall:
     """One operation of forward: what its tensors were like, and its output, where that is kept."""
 
     __slots__ = ("given", "output")
@@ -87,7 +87,7 @@ class _Call:
 
 
 class _Mode(TorchDispatchMode):
-    def __init__(self, calls: dict[tuple[Any, int], _Call]) -> None:
+    def __init__(self, calls: dict[tuple[Any, int], _SelectiveCall]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.calls = calls
         self.counts: Counter[Any] = Counter()
@@ -106,8 +106,8 @@ class _Forward(_Mode):  # type: ignore[no-untyped-call]
     def __init__(
         self,
         policy: Callable[..., Any],
-        keep: Callable[[Tensor, bool], Kept],
-        calls: dict[tuple[Any, int], _Call],
+        keep: Callable[[Tensor, bool], KeptOutput],
+        calls: dict[tuple[Any, int], _SelectiveCall],
     ) -> None:
         super().__init__(calls)
         self.policy = policy
@@ -121,7 +121,7 @@ class _Forward(_Mode):  # type: ignore[no-untyped-call]
         output = function(*args, **kwargs)
         if function in _IGNORED:
             return output
-        call = self.calls[self.next_call(function)] = _Call(given)
+        call = self.calls[self.next_call(function)] = _SelectiveCall(given)
         context = SelectiveCheckpointContext(is_recompute=False, op_output=output)
         chosen = self.policy(context, function, *args, **kwargs)
         is_offloaded = chosen in _OFFLOADED
@@ -132,7 +132,7 @@ class _Forward(_Mode):  # type: ignore[no-untyped-call]
                 )
         return output
 
-    def _kept(self, is_offloaded: bool, tensor: Tensor) -> Kept:
+    def _kept(self, is_offloaded: bool, tensor: Tensor) -> KeptOutput:
         return self.keep(tensor, is_offloaded)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from ..errors import InplaceError
 
 __all__ = [
-    "Held",
+    "HeldVersion",
     "Routed",
     "changed_in_place",
     "inplace_error",
@@ -88,7 +88,7 @@ def changed_in_place(tensor: Tensor, version: int | None) -> InplaceError:
     return inplace_error(what, version_of(tensor), version, remedy)
 
 
-class Held:
+class HeldVersion:
     """A saved tensor left in place: an alias without its graph, and the version it must still have."""
 
     __slots__ = ("alias", "version")

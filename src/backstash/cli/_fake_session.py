@@ -15,12 +15,12 @@ from ._plan_table import budgets_of
 from ._resident import resident_bytes
 from ._say import say
 
-__all__ = ["Session"]
+__all__ = ["FakeSession"]
 
 _STEPS = 2  # the optimizer's state is there from the second on
 
 
-class Session:
+class FakeSession:
     """The fake run. :meth:`end` ends it and prints the table.
 
     Args:

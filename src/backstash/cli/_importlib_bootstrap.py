@@ -114,10 +114,11 @@ class _Run:
 
     def begin(self) -> None:
         """Enter the stash. Called when torch has just been imported."""
-        errors, session = self._part("errors"), self._part(f"cli.{self._plan['session']}")
+        module, _, name = self._plan["session"].partition(".")
+        errors, session = self._part("errors"), getattr(self._part(f"cli.{module}"), name)
         try:
             with _variables(self._plan["read_later"]):
-                self._session = session.Session(self._plan)
+                self._session = session(self._plan)
         except errors.StashError as error:
             self.refuse(f"backstash {self._plan['name']}: {error}")
 

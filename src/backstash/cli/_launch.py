@@ -120,7 +120,7 @@ def replace_process(
 
     Args:
         plan: plain values; ``arguments`` are added to them later. ``target`` and ``is_module`` say what to
-            run. ``session`` names the module beside this one whose ``Session`` is made from the plan once
+            run. ``session`` names the module beside this one, and its class that is made from the plan once
             torch has been imported. ``restore`` are the variables that the script finds, ``None`` for none;
             ``read_later`` those that torch and the stash find for the moment in which they read them.
         arguments: the script's own arguments.

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
+from ..places import PLACES
 from ..units import format_bytes
 from ._status_line import StatusLine
 
@@ -25,15 +26,15 @@ __all__ = ["Live", "live_parts", "live_text"]
 _EVERY_SECONDS = 0.5
 _RECENT_STEPS = 20
 _LOOKS = 10
-_TIERS = {
-    "in place": "keep_bytes",
-    "on the way": "inflight_bytes",
-    "read back": "ahead_bytes",
-    "host": "host_bytes",
-    "on disk": "disk_bytes",
-}
-_STYLES = {"in place": "blue", "on the way": "yellow", "read back": "green", "host": "magenta"}
-_FIRST_TO_GO = ("read back", "on the way", "waited", "in place", "host", "on disk", "", "step")
+_TIERS = ("keep", "inflight", "ahead", "host", "disk")
+_STYLES = {PLACES[key].label: PLACES[key].dark for key in _TIERS}
+_FIRST_TO_GO = (
+    *(PLACES[key].label for key in ("ahead", "inflight")),
+    "waited",
+    *(PLACES[key].label for key in ("keep", "host", "disk")),
+    "",
+    "step",
+)
 
 
 class Live:
@@ -107,10 +108,10 @@ def live_parts(
     if len(recent) > 1:
         ends = [moment for moment, _ in recent]
         parts.append(("", _seconds(statistics.median(b - a for a, b in pairwise(ends)))))
-    for name, field in _TIERS.items():
-        most = max(getattr(each, field) for each in looks)
-        if most or name != "host":
-            parts.append((name, format_bytes(most)))
+    for key in _TIERS:
+        most = max(getattr(each, f"{key}_bytes") for each in looks)
+        if most or key != "host":
+            parts.append((PLACES[key].label, format_bytes(most)))
     waited = looks[-1].stall_seconds / max(1, steps)
     return [*parts, ("waited", _seconds(waited) + (" a step" if steps else ""))]
 

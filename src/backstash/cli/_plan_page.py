@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..places import label_of
 from ..units import format_bytes
 
 __all__ = ["choices_in_words", "moved_by_choice", "plan_section"]
 
-_PLACES = {
-    "keep": ("in place", "keep"),
-    "host": ("in host memory", "host"),
-    "disk": ("on disk", "disk"),
-    "recompute": ("recomputed", "recomputed"),
-    "pack": ("packed", "packed"),
-    "region": ("let go, as its module is recomputed", "recomputed"),
+_KEYS = {
+    **{key: key for key in ("keep", "host", "disk")},
+    "recompute": "recomputed",
+    "pack": "packed",
+    "region": "recomputed",
+}
+_WORDS = {choice: label_of(key) for choice, key in _KEYS.items()} | {
+    "region": "to be recomputed with its module"
 }
 _RUNS = {"region": "recomputed", "once": "held"}
 _FIGURES = {
@@ -43,7 +45,7 @@ def plan_section(plan: dict[str, Any]) -> dict[str, Any]:
             ],
         },
         "parts": [
-            {"name": _PLACES[choice][0], "bytes": nbytes, "key": _PLACES[choice][1]}
+            {"name": _WORDS[choice], "bytes": nbytes, "key": _KEYS[choice]}
             for choice, nbytes in sums.items()
             if nbytes
         ],
@@ -84,7 +86,7 @@ def plan_section(plan: dict[str, Any]) -> dict[str, Any]:
 
 def moved_by_choice(classes: Any) -> dict[str, int]:
     """Of the saved bytes of a step, how many each choice has; ``classes`` as ``Plan.as_dict()`` has them."""
-    sums = dict.fromkeys(_PLACES, 0)
+    sums = dict.fromkeys(_KEYS, 0)
     for each in classes:
         for choice, count in each["choices"]:
             sums[choice] += each["nbytes"] * count // each["blocks"]
@@ -92,8 +94,8 @@ def moved_by_choice(classes: Any) -> dict[str, int]:
 
 
 def choices_in_words(choices: Any) -> str:
-    """``"8 on disk, 4 in place"``."""
-    return ", ".join(f"{count} {_PLACES[choice][0]}" for choice, count in choices)
+    """``"8 on disk, 4 kept"``."""
+    return ", ".join(f"{count} {_WORDS[choice]}" for choice, count in choices)
 
 
 def _whose(plan: dict[str, Any]) -> str:

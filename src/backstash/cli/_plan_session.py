@@ -14,10 +14,10 @@ from ._plan_table import budgets_of, figures_of, table, write
 from ._recompute import RecomputedModules, recompute_of
 from ._say import say
 
-__all__ = ["Session"]
+__all__ = ["PlanSession"]
 
 
-class Session:
+class PlanSession:
     """The stash under which the steps run. :meth:`end` leaves it and prints the table.
 
     Args:

@@ -18,16 +18,16 @@ from ..scratch import IN_MEMORY, file_system
 from ._disk_speed import DiskSpeed, measure
 from ._machine import machine, versions
 from ._profile_text import Cost, show
-from ._progress import Progress
+from ._progress import ProgressLine
 from ._say import say
 
-__all__ = ["Session"]
+__all__ = ["ProfileSession"]
 
 _MEASURED_BYTES = 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class _Step:
+class _ProfiledStep:
     """One step."""
 
     report: SavedReport
@@ -36,7 +36,7 @@ class _Step:
     """How long the step took, recording included."""
 
 
-class Session:
+class ProfileSession:
     """The report of ``backstash profile``, entered. :meth:`end` leaves it and prints it.
 
     Args:
@@ -46,7 +46,7 @@ class Session:
     def __init__(self, plan: dict[str, Any]) -> None:
         self._plan = plan
         self._command = " ".join([plan["command"], shlex.join(plan["arguments"])]).rstrip()
-        self._steps: list[_Step] = []
+        self._steps: list[_ProfiledStep] = []
         self._notes: list[str] = []
         self._had_enough = False
         if threading.current_thread() is not threading.main_thread():
@@ -61,7 +61,7 @@ class Session:
     def _stepped(self) -> None:
         if len(self._steps) < self._plan["steps"]:
             now = time.perf_counter()
-            self._steps.append(_Step(self._saved.take(), now - self._began))
+            self._steps.append(_ProfiledStep(self._saved.take(), now - self._began))
             self._began = now
         if len(self._steps) >= self._plan["steps"]:
             self._had_enough = True
@@ -123,7 +123,7 @@ class Session:
             self._notes.append(
                 f"{self._plan['disk']} is in memory: give --disk DIR with a directory on a disk"
             )
-        with Progress() as progress:
+        with ProgressLine() as progress:
             try:
                 return measure(self._plan["disk"], _MEASURED_BYTES, progress.say)
             except (

@@ -6,12 +6,12 @@ import sys
 from types import TracebackType
 from typing import TextIO
 
-__all__ = ["Progress"]
+__all__ = ["ProgressLine"]
 
 _CLEAR_LINE = "\r\x1b[K"
 
 
-class Progress:
+class ProgressLine:
     """Shows the latest message on a terminal, over the one before; prints nothing elsewhere.
 
     Args:
@@ -24,7 +24,7 @@ class Progress:
         self._terminal = self._stream.isatty()
         self._lines = lines and not self._terminal
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> ProgressLine:
         return self
 
     def __exit__(

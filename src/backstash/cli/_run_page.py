@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+from dataclasses import asdict
 from datetime import date
 from typing import Any
 
@@ -27,7 +28,6 @@ def run_page(
     """
     sections = line.sections()
     sections["notes"] = [*_notes(figures, line), *sections["notes"]]
-    saved = line.saved_peak_bytes if line.events else None
     return {
         "title": _title(figures["script"]),
         **_rank(figures["job"]),
@@ -36,7 +36,7 @@ def run_page(
         "facts": _facts(figures, line, other),
         "split": _split(figures["stats"]),
         "plan": plan_section(figures["plan"]) if figures.get("plan") else None,
-        "advice": advice(figures, saved),
+        "advice": [asdict(each) for each in advice(figures)],
         **sections,
     }
 

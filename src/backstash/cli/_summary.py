@@ -6,6 +6,7 @@ import signal
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from ..places import label_of
 from ..units import format_bytes
 from ._advice import next_step
 from ._verdict import GOOD_ENDS, only_line, step_line, verdict
@@ -161,14 +162,14 @@ def _let_go(stats: dict[str, Any]) -> list[str]:
 
 
 def _peaks(stats: dict[str, Any]) -> str:
-    tiers = {
-        "kept in place": "keep_peak_bytes",
-        **({"in host memory": "host_peak_bytes"} if stats["host_peak_bytes"] else {}),
-        "on disk": "disk_peak_bytes",
-        "on the way there": "inflight_peak_bytes",
-        "read back before use": "ahead_peak_bytes",
+    peaks = {
+        key: stats[f"{key}_peak_bytes"] for key in ("keep", "host", "disk", "inflight", "ahead")
     }
-    shown = [f"{format_bytes(stats[key])} {name}" for name, key in tiers.items()]
+    shown = [
+        f"{format_bytes(peak)} {label_of(key)}"
+        for key, peak in peaks.items()
+        if peak or key != "host"
+    ]
     return f"at most    {', '.join(shown)}, each at its own time"
 
 

@@ -7,9 +7,9 @@ import json
 import os
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
+from ..advice import Advice, advise
 from ..memory import memory_group
 from ..scratch import IN_MEMORY, file_system
 from ..units import format_bytes
@@ -18,9 +18,9 @@ from ._allocator import INSTALL_HINT, choose, find
 from ._arguments import Parser, directory, size
 from ._disk_speed import measure
 from ._machine import machine, versions
-from ._progress import Progress
+from ._progress import ProgressLine
 
-__all__ = ["Advice", "advise", "main"]
+__all__ = ["main", "remarks", "start"]
 
 _DESCRIPTION = """\
 Measure what this machine offers a stash: the disk under DIR (written and read for some seconds;
@@ -39,19 +39,6 @@ questions:
       does that within the step's own time, the step takes hardly longer.
 """
 _DEFAULT_BYTES = 1 << 30
-_SLOW_BYTES_PER_SECOND = 500e6
-
-
-@dataclass(frozen=True, slots=True)
-class Advice:
-    """The budgets that suit a machine, and remarks about them."""
-
-    line: str
-    """The Python line to paste."""
-    command: str
-    """The ``backstash run`` command with the same budgets."""
-    remarks: tuple[str, ...]
-    """What would help, and what limits the figures."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -61,11 +48,11 @@ def main(arguments: Sequence[str]) -> int:
         StashIOError: the directory cannot hold the bytes to measure with.
     """
     facts = _facts(_parser().read(arguments))
-    advice = advise(facts)
+    line, command = start(facts)
     if facts.pop("as_json"):
-        print(json.dumps(facts | {"advice": advice.line, "remarks": advice.remarks}, indent=2))
+        print(json.dumps(facts | {"advice": line.code, "remarks": remarks(facts)}, indent=2))
     else:
-        print(_text(facts, advice))
+        print("\n".join([_text(facts), "", line.text, line.code, command.text, command.code]))
     return 0
 
 
@@ -89,7 +76,7 @@ def _parser() -> Parser:
 def _facts(options: argparse.Namespace) -> dict[str, Any]:
     where = options.directory or tempfile.gettempdir()
     kind, free_bytes = file_system(where), _free_bytes(where)
-    with Progress() as progress:
+    with ProgressLine() as progress:
         progress.say("looking at the machine")
         group = memory_group()
         facts: dict[str, Any] = {
@@ -128,23 +115,26 @@ def _accelerator() -> str:
     return f"{count} x {device.type if device else 'unknown'}"
 
 
-def advise(facts: dict[str, Any]) -> Advice:
-    """Choose budgets from the figures that ``backstash doctor --json`` prints."""
+def start(facts: dict[str, Any]) -> tuple[Advice, Advice]:
+    """The line of code and the command that suit the machine.
+
+    Args:
+        facts: the figures that ``backstash doctor --json`` prints.
+    """
     available = facts["machine"]["available_bytes"]
     spare = facts["spare_bytes"]
     memory = available if spare is None else min(available, spare)
-    where = json.dumps(facts["directory"])
-    if facts[
-        "accelerator"
-    ]:  # the budget is for its tensors, and this machine's memory the host tier's
-        host = _round_size(memory // 2)
-        line = f'Stash(budget="auto", host="{host}", disk={where})'
-        command = f"backstash run --budget auto --host {host} --disk {facts['directory']} SCRIPT"
-    else:
-        budget = _round_size(memory - memory // 20)  # as budget="auto" leaves
-        line = f'Stash(budget="{budget}", disk={where})'
-        command = f"backstash run --budget {budget} --disk {facts['directory']} SCRIPT"
-    return Advice(line, command, tuple(_remarks(facts)))
+    line, command = advise(
+        "start",
+        {
+            "accelerator": facts["accelerator"],
+            "host": _round_size(memory // 2),
+            "budget": _round_size(memory - memory // 20),  # as budget="auto" leaves
+            "directory": facts["directory"],
+            "quoted": json.dumps(facts["directory"]),
+        },
+    )
+    return line, command
 
 
 def _round_size(nbytes: int) -> str:
@@ -154,32 +144,27 @@ def _round_size(nbytes: int) -> str:
     return "auto"
 
 
-def _remarks(facts: dict[str, Any]) -> list[str]:
-    disk, remarks = facts["disk"], list(facts["disk"]["notes"])
+def remarks(facts: dict[str, Any]) -> list[str]:
+    """What limits the figures that ``backstash doctor --json`` prints, and what would help."""
+    disk, seconds = facts["disk"], facts["allocator_seconds"]
     slowest = min(disk["write_bytes_per_second"], disk["read_bytes_per_second"])
-    if facts["file_system"] in IN_MEMORY:
-        remarks.append("give a directory on a disk: this one is in memory")
-    elif slowest < _SLOW_BYTES_PER_SECOND:
-        remarks.append(f"this disk moves {_speed(slowest)}: backward may wait for it")
     kind = facts["allocator"]["kind"]
-    faster = _allocator_speed.fastest(
-        facts["allocator_seconds"], "glibc" if kind == "own" else kind
+    found = advise(
+        "machine",
+        {
+            "is_in_memory": facts["file_system"] in IN_MEMORY,
+            "bytes_per_second": slowest,
+            "gigabytes_per_second": slowest / 1e9,
+            "faster": _allocator_speed.fastest(seconds, "glibc" if kind == "own" else kind),
+            "allocators": list(seconds),
+            "install": INSTALL_HINT,
+            "huge_pages": facts["machine"]["huge_pages"],
+        },
     )
-    if faster:
-        remarks.append(
-            f"`backstash run --malloc {faster}` took less time here: compare it on your script"
-        )
-    measured = facts["allocator_seconds"].keys()
-    if measured and not measured & {"tcmalloc", "tbb"}:
-        remarks.append(
-            f"another allocator may make a script that moves much faster: {INSTALL_HINT}"
-        )
-    if facts["machine"]["huge_pages"] == "never":
-        remarks.append("transparent huge pages are off: reading back costs more processor time")
-    return remarks
+    return [*disk["notes"], *(f"{each.text} {each.code}".rstrip() for each in found)]
 
 
-def _text(facts: dict[str, Any], advice: Advice) -> str:
+def _text(facts: dict[str, Any]) -> str:
     machine_, disk = facts["machine"], facts["disk"]
     limit = facts["limit_bytes"]
     group = f"control group version {facts['control_group_version']}, limit "
@@ -204,8 +189,8 @@ def _text(facts: dict[str, Any], advice: Advice) -> str:
         "allocators": _seconds(facts["allocator_seconds"]),
     }
     lines = [f"{name:<12} {text}" for name, text in rows.items()]
-    lines += [f"{'remark':<12} {remark}" for remark in advice.remarks]
-    return "\n".join([*lines, "", advice.line, advice.command])
+    lines += [f"{'remark':<12} {remark}" for remark in remarks(facts)]
+    return "\n".join(lines)
 
 
 def _seconds(allocators: dict[str, float]) -> str:

@@ -70,7 +70,7 @@ def main(arguments: Sequence[str]) -> int:
         say(f"backstash plan: what moves goes to {options.disk} ({why}); --disk DIR names another")
     plan = {
         "name": "plan",
-        "session": "_fake_session" if options.fake else "_plan_session",
+        "session": "_fake_session.FakeSession" if options.fake else "_plan_session.PlanSession",
         "target": rest[0],
         "is_module": is_module,
         "disk": options.disk,

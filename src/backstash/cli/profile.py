@@ -53,7 +53,7 @@ def main(arguments: Sequence[str]) -> int:
     check(parser, is_module, rest)
     plan = {
         "name": "profile",
-        "session": "_profile_session",
+        "session": "_profile_session.ProfileSession",
         "target": rest[0],
         "is_module": is_module,
         "steps": options.steps,

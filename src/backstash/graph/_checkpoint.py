@@ -13,8 +13,8 @@ from torch.utils import checkpoint as _stock
 
 from .._torch.checkpoints import CHECKPOINT_MODULE
 from .._torch.hook_stack import Pair, current_pair
-from .._torch.selective import Kept, with_kept_outputs
-from .._torch.versions import Held, Routed
+from .._torch.selective import KeptOutput, with_kept_outputs
+from .._torch.versions import HeldVersion, Routed
 from ..errors import UsageError
 from ._faces import on_host
 
@@ -91,8 +91,8 @@ def _pair_around() -> Pair | None:
     return None if is_checkpoint else pair
 
 
-def _keep(pair: Pair | None, tensor: Tensor, is_offloaded: bool) -> Kept:
+def _keep(pair: Pair | None, tensor: Tensor, is_offloaded: bool) -> KeptOutput:
     if is_offloaded and tensor.device.type != "cpu":
         host = on_host(parameters=True)
         return Routed(host.unpack, host.pack(tensor))
-    return Held(tensor) if pair is None else Routed(pair.unpack, pair.pack(tensor))
+    return HeldVersion(tensor) if pair is None else Routed(pair.unpack, pair.pack(tensor))

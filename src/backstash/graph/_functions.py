@@ -15,7 +15,7 @@ from torch.autograd import Function
 from .._saved.handout import hand_out
 from .._text import shown
 from .._torch.hook_stack import Pair, current_pair, own_pack, pop_owned, push, replace_current
-from .._torch.versions import Held, Routed
+from .._torch.versions import HeldVersion, Routed
 from ..errors import UsageError
 from ..stash import Stash
 from ..stores import Store
@@ -188,7 +188,7 @@ class _SavesOfOneCall:
             replace_current(Pair(pack, self.unpack))
         guard_new_pair()
 
-    def pack(self, tensor: Tensor) -> Held | Routed:
+    def pack(self, tensor: Tensor) -> HeldVersion | Routed:
         # A call that failed between forward and its saves leaves this pair behind until the next save.
         is_ours = bool(self.ids) and self.ids.pop(0) == id(tensor)
         try:
@@ -197,7 +197,7 @@ class _SavesOfOneCall:
             self.ids.clear()
             if self.under is not None:
                 return Routed(self.under.unpack, self.under.pack(tensor))
-            return Held(tensor)
+            return HeldVersion(tensor)
         except BaseException:
             self.ids.clear()
             raise
@@ -205,7 +205,7 @@ class _SavesOfOneCall:
             if not self.ids:
                 self._finish()
 
-    def unpack(self, packed: Held | Routed) -> Tensor:
+    def unpack(self, packed: HeldVersion | Routed) -> Tensor:
         return hand_out(packed.get())
 
     def _finish(self) -> None:

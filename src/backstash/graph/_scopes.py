@@ -10,7 +10,7 @@ from torch import Tensor
 from .._saved.handout import hand_out
 from .._text import shown
 from .._torch.hook_stack import Pair, current_pair, pop_owned, push, take_all
-from .._torch.versions import Held, Routed
+from .._torch.versions import HeldVersion, Routed
 from ..errors import UsageError
 from ._mutation import guard_in_place, is_guard
 
@@ -109,10 +109,10 @@ class _Chosen:
         self.predicate = predicate
         self.outer = outer
 
-    def pack(self, tensor: Tensor) -> Held | Routed:
+    def pack(self, tensor: Tensor) -> HeldVersion | Routed:
         if self.outer is not None and self.predicate(tensor):
             return Routed(self.outer.unpack, self.outer.pack(tensor))
-        return Held(tensor)
+        return HeldVersion(tensor)
 
-    def unpack(self, packed: Held | Routed) -> Tensor:
+    def unpack(self, packed: HeldVersion | Routed) -> Tensor:
         return hand_out(packed.get())

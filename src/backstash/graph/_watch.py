@@ -28,7 +28,7 @@ __all__ = ["Saved", "WatchTable"]
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 
-class Region(NamedTuple):
+class WatchedRegion(NamedTuple):
     """Bytes ``low`` to ``high`` of a storage."""
 
     storage: torch.UntypedStorage
@@ -171,7 +171,7 @@ class WatchTable:
         found = [(ref(), low, high) for ref, low, high in known.saved.values()] if known else []
         return [(saved, low, high) for saved, low, high in found if saved is not None]
 
-    def _register(self, saved: Saved, regions: list[Region], key: object) -> None:
+    def _register(self, saved: Saved, regions: list[WatchedRegion], key: object) -> None:
         dead = self._dead
         for storage, low, high in regions:
             identity = storage_identity(storage)
@@ -221,7 +221,7 @@ def _identity(tensor: Tensor, hold: bool) -> object:
     )
 
 
-def _regions(tensor: Tensor) -> list[Region] | None:
+def _regions(tensor: Tensor) -> list[WatchedRegion] | None:
     """Where the bytes of ``tensor`` lie; ``None`` when it does not tell."""
     parts = parts_of(tensor)
     if parts is not None:
@@ -230,15 +230,15 @@ def _regions(tensor: Tensor) -> list[Region] | None:
     if storage is None:
         return None
     if tensor.is_nested:
-        return [Region(storage, 0, storage.nbytes())]
+        return [WatchedRegion(storage, 0, storage.nbytes())]
     if tensor.numel() == 0:
         return []
     low = int(tensor.storage_offset()) * tensor.element_size()
-    return [Region(storage, low, low + int(_extent(tensor)) * tensor.element_size())]
+    return [WatchedRegion(storage, low, low + int(_extent(tensor)) * tensor.element_size())]
 
 
-def _joined(parts: list[Tensor]) -> list[Region] | None:
-    regions: list[Region] = []
+def _joined(parts: list[Tensor]) -> list[WatchedRegion] | None:
+    regions: list[WatchedRegion] = []
     for part in parts:
         found = _regions(part)
         if found is None:

@@ -12,7 +12,7 @@ from .._torch.engine import in_backward
 from ._alias import InputUses, own_output
 from ._edits import first_of
 from ._errors import NotCapturedError
-from ._gradients import Gradients, Keep, Snapshot
+from ._gradients import Gradients, Keep, ValueSnapshot
 from ._registration import Registration
 
 __all__ = ["Calls", "Captured", "CapturedCall", "Cell", "Wanted"]
@@ -29,8 +29,8 @@ class CapturedCall:
 
     def __init__(self, path: str) -> None:
         self._path = path
-        self._inputs: Snapshot | None = None
-        self._output: Snapshot | None = None
+        self._inputs: ValueSnapshot | None = None
+        self._output: ValueSnapshot | None = None
         self._output_grads: Gradients | None = None
         self._input_grads: Gradients | None = None
         self._input_uses: InputUses | None = None
@@ -68,7 +68,7 @@ class CapturedCall:
         remedy = "inputs=True, grads=True"
         return first_of(*self._gradient(self._input_grads, "input_grad", remedy))
 
-    def _value(self, kept: Snapshot | None, what: str, remedy: str) -> Any:
+    def _value(self, kept: ValueSnapshot | None, what: str, remedy: str) -> Any:
         if kept is None:
             raise NotCapturedError(f"no {what} of {self._path!r} was captured; ask with {remedy}")
         return kept.get(f"the {what} of {self._path!r}")
@@ -174,7 +174,7 @@ class Cell:
         if self.quick is not None:
             kept, version = self.quick
             call = CapturedCall(self.path)
-            call._output = Snapshot(kept, ((kept, version),))
+            call._output = ValueSnapshot(kept, ((kept, version),))
             return Captured(self.path, (call,))
         return Captured(self.path, tuple(self._calls)) if self._calls else None
 

@@ -12,10 +12,10 @@ from .._text import clean
 from .._torch.module_parts import own_parameters
 from ._distributed import is_dtensor
 from ._paths import Site
-from ._stats import Row, Stats, fetch, measure
+from ._stats import Stats, StatsRow, fetch, measure
 from ._tree import tensors_in
 
-__all__ = ["Finding", "Kind", "Timeline"]
+__all__ = ["Finding", "Kind", "ValuesSeen"]
 
 
 Kind = Literal["input", "output", "output gradient", "input gradient", "parameter gradient"]
@@ -83,10 +83,10 @@ Phase = Literal["forward", "backward"]
 class _Seen:
     kind: Kind
     site: Site
-    rows: list[Row]
+    rows: list[StatsRow]
 
 
-class Timeline:
+class ValuesSeen:
     """The statistics of one forward's or backward's values, in order; only ``judge`` waits for the device."""
 
     __slots__ = ("_count_inf", "_phase", "_seen", "_step")
@@ -101,7 +101,7 @@ class Timeline:
         """Measures the floating-point tensors of a value."""
         tensors = [t for t in tensors_in(value) if t.is_floating_point() or t.is_complex()]
         if tensors:
-            self._seen.append(_Seen(kind, site, [Row(measure(_local(t))) for t in tensors]))
+            self._seen.append(_Seen(kind, site, [StatsRow(measure(_local(t))) for t in tensors]))
 
     def clear(self) -> None:
         """Drops the values seen so far, such as those of a forward or backward that raised."""

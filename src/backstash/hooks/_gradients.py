@@ -19,10 +19,10 @@ from ..errors import InplaceError
 from ._registration import HookRecord, Registration
 from ._tree import map_leaves, tensors_in
 
-__all__ = ["Gradients", "Keep", "Snapshot"]
+__all__ = ["Gradients", "Keep", "ValueSnapshot"]
 
 
-class Snapshot:
+class ValueSnapshot:
     """A captured value, and the version that each of its tensors had then."""
 
     __slots__ = ("_marks", "_value")
@@ -57,7 +57,7 @@ class Keep:
         """Whether a tensor is kept by ``detach()`` and nothing else."""
         return self.detach and not self.clone and self.device is None
 
-    def snapshot(self, value: Any) -> Snapshot:
+    def snapshot(self, value: Any) -> ValueSnapshot:
         """Keeps a value, and notes the versions of the tensors that still share its memory."""
         marks: list[tuple[torch.Tensor, int | None]] = []
 
@@ -71,7 +71,7 @@ class Keep:
             return kept
 
         kept = map_leaves(keep, value)
-        return Snapshot(kept, tuple(marks))
+        return ValueSnapshot(kept, tuple(marks))
 
 
 class _Hole:
@@ -93,7 +93,7 @@ class Gradients:
         self._holes = map_leaves(lambda _: _Hole(next(counter)), value)
         self._keep = keep
         self._record = record
-        self._kept: dict[int, Snapshot] = {}
+        self._kept: dict[int, ValueSnapshot] = {}
         self.expected = False
         """Whether any tensor was hooked; none is under ``no_grad``."""
 

@@ -13,7 +13,7 @@ from .._torch.module_parts import own_parameters
 from ._clock import BackwardClock
 from ._compiled import warn_if_compiled
 from ._errors import NonFiniteError
-from ._finding import Finding, Kind, Timeline
+from ._finding import Finding, Kind, ValuesSeen
 from ._handle import Handle
 from ._names import Names, select
 from ._on_gradient import on_inputs, on_outputs
@@ -109,8 +109,8 @@ class _Search:
     def __init__(self, model: nn.Module, sink: Sink | None, *, count_inf: bool) -> None:
         self._root = unwrap(model)
         self._sink = sink
-        self._forward = Timeline("forward", count_inf=count_inf)
-        self._backward = Timeline("backward", count_inf=count_inf)
+        self._forward = ValuesSeen("forward", count_inf=count_inf)
+        self._backward = ValuesSeen("backward", count_inf=count_inf)
         self._clock = BackwardClock(
             on_begin=self._backward.clear, on_end=lambda: self._judge(self._backward)
         )
@@ -136,7 +136,7 @@ class _Search:
             if self._sink is not None:
                 self._sink.close()
 
-    def _judge(self, timeline: Timeline, *, raising: bool = True) -> None:
+    def _judge(self, timeline: ValuesSeen, *, raising: bool = True) -> None:
         finding = timeline.judge()
         if finding is None:
             return

@@ -39,7 +39,7 @@ class Sink(ABC):
         """Closes the file that the sink itself opened, if any; calling it again does nothing."""
 
 
-class _Call(Sink):
+class _CallableSink(Sink):
     def __init__(self, call: Callable[[Any], Any]) -> None:
         self._call = call
 
@@ -91,7 +91,7 @@ def open_sink(to: Any) -> Sink:
         OSError: the file cannot be opened.
     """
     if to is None:
-        return _Call(lambda report: None)
+        return _CallableSink(lambda report: None)
     if hasattr(to, "add_scalar"):
         return _Curves(to)
     if hasattr(to, "write"):
@@ -99,7 +99,7 @@ def open_sink(to: Any) -> Sink:
     if isinstance(to, (str, os.PathLike)):
         return _Lines(open(to, "a", encoding="utf-8"), owned=True)
     if callable(to):
-        return _Call(to)
+        return _CallableSink(to)
     raise UsageError(
         f"to={to!r} cannot take reports; allowed: a callable such as print, a path or an open text file "
         "(JSON lines), an object with add_scalar (TensorBoard), None"

@@ -17,7 +17,7 @@ import torch
 
 from ._distributed import is_dtensor
 
-__all__ = ["Row", "Stats", "fetch", "measure", "row_of"]
+__all__ = ["Stats", "StatsRow", "fetch", "measure", "row_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +126,7 @@ def _merge(rows: Iterable[Sequence[float]]) -> Stats:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class StatsRow:
     """The numbers of one tensor, or of this process's part of one."""
 
     values: torch.Tensor
@@ -135,23 +135,23 @@ class Row:
     """The process groups over which the tensor is sharded."""
 
 
-def row_of(tensor: torch.Tensor) -> Row:
+def row_of(tensor: torch.Tensor) -> StatsRow:
     """Measures a tensor without waiting; of a ``DTensor``, this process's shard."""
     if not is_dtensor(tensor):
-        return Row(measure(tensor))
+        return StatsRow(measure(tensor))
     whole: Any = tensor
     if any(placement.is_partial() for placement in whole.placements):
-        return Row(measure(whole.full_tensor()))
+        return StatsRow(measure(whole.full_tensor()))
     mesh = whole.device_mesh
     groups = tuple(
         mesh.get_group(dim)
         for dim, placement in enumerate(whole.placements)
         if placement.is_shard()
     )
-    return Row(measure(whole.to_local()), groups)
+    return StatsRow(measure(whole.to_local()), groups)
 
 
-def fetch(rows: Mapping[str, list[Row]]) -> tuple[dict[str, Stats], Stats]:
+def fetch(rows: Mapping[str, list[StatsRow]]) -> tuple[dict[str, Stats], Stats]:
     """Waits for the rows; returns the statistics of each name's rows together, and those of all rows.
 
     There is one transfer for each device and, for sharded tensors, one all-gather for each set of process

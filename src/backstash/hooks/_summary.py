@@ -127,7 +127,7 @@ def summary(model: nn.Module, /, *args: Any, **kwargs: Any) -> Summary:
     -------  ----------  ---------  --------  ----------  --------
     total                                         16,448    20 KiB
     """
-    rows = _Rows(model)
+    rows = _SummaryRows(model)
     registration = Registration("summary")
     try:
         rows.attach(registration)
@@ -138,7 +138,7 @@ def summary(model: nn.Module, /, *args: Any, **kwargs: Any) -> Summary:
     return rows.made()
 
 
-class _Rows:
+class _SummaryRows:
     """Collects what each module takes, returns and saves in one forward."""
 
     def __init__(self, model: nn.Module) -> None:

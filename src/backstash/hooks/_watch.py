@@ -20,7 +20,7 @@ from ._on_gradient import on_outputs
 from ._paths import Site
 from ._registration import HookRecord, Make, Registration
 from ._sinks import Sink, open_sink
-from ._stats import Row, Stats, fetch, row_of
+from ._stats import Stats, StatsRow, fetch, row_of
 
 __all__ = ["GradientReport", "GradientWatch", "watch_gradients"]
 
@@ -217,7 +217,7 @@ class _Collector:
         # DDP averages when all gradients are computed, so averaged ones can be read only at the end.
         self._at_end = self._per == "parameter" and is_ddp(model)
         self._order: list[str] = []
-        self._rows: dict[str, list[Row]] = {}
+        self._rows: dict[str, list[StatsRow]] = {}
         self._late: dict[str, torch.Tensor] = {}
         self._measuring = False
         self._clock = BackwardClock(on_begin=self._begin, on_end=self._report)

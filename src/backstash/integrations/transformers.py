@@ -152,11 +152,11 @@ def _refuse_offloading(model: torch.nn.Module) -> None:
 
 
 class StashCallback(TrainerCallback):
-    """Holds what the model's forward saves while a ``Trainer`` trains; for where only callbacks can be passed.
+    """Hold what the model's forward saves while a ``Trainer`` trains, where only callbacks can be passed.
 
-    It misses what :func:`prepare_trainer` does besides: what the loss saves outside the model's forward
-    (label smoothing, ``compute_loss_func``, most trainers of TRL) is not held, and the stash's figures do not
-    reach reporters that were called before it.
+    It does less than :func:`prepare_trainer`. It does not hold what the loss saves outside the model's forward
+    (label smoothing, ``compute_loss_func``, most trainers of TRL), and the stash's figures do not reach
+    reporters that were called before it.
 
     The stash is taken off the model at the end of training, and on errors too where the callback was given to
     the trainer's constructor. Given by ``add_callback``, an error leaves it on until ``remove()`` or the next

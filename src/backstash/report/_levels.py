@@ -6,24 +6,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..places import PLACES
+
 __all__ = ["BELOW", "TIERS", "Level", "Phase", "Step", "levels_of", "phases_of", "steps_of"]
 
-TIERS = {
-    "keep_bytes": "in place",
-    "inflight_bytes": "on the way down",
-    "ahead_bytes": "read back",
-    "host_bytes": "in host memory",
-    "disk_bytes": "on disk",
-    "packed_bytes": "freed by packing",
-    "recomputed_bytes": "to be recomputed",
+_HELD = ("keep", "inflight", "ahead", "host", "disk")  # with each event
+_NOT_HELD = ("packed", "recomputed")  # follow from which blocks are alive
+TIERS = {f"{key}_bytes": PLACES[key].label for key in (*_HELD, *_NOT_HELD)} | {
+    "packed_bytes": "freed by packing"  # what was packed, less what it was packed to
 }
 """The words for the places of saved bytes by the name of their field, from the tensors' own memory down. The
 last two are nowhere: what was freed by packing, and what was let go, to be computed again."""
 
-BELOW = ("host_bytes", "disk_bytes", "packed_bytes", "recomputed_bytes")
+BELOW = tuple(f"{key}_bytes" for key in (*_HELD, *_NOT_HELD) if PLACES[key].is_below)
 """Of these, the ones that are not in the tensors' own memory."""
 
-_TOLD = tuple(TIERS)[:5]  # with each event; the others follow from which blocks are alive
+_FIELDS = tuple(f"{key}_bytes" for key in _HELD)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +97,7 @@ def levels_of(events: Sequence[Any]) -> tuple[Level, ...]:
     last: tuple[int, ...] = ()
     freed = _Freed()
     for event in events:
-        held = (*(max(0, getattr(event, name)) for name in _TOLD), *freed.after(event))
+        held = (*(max(0, getattr(event, name)) for name in _FIELDS), *freed.after(event))
         if held != last:
             found.append(Level(event.seconds + event.duration_seconds, *held))
             last = held

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from importlib import resources
 from typing import Any
 
+from ..places import PLACES
 from ._bounds import bounded
 
 __all__ = ["render_page"]
@@ -35,9 +36,8 @@ def render_page(report: Mapping[str, Any]) -> str:
             - ``facts``: the headline, a list of ``{"label", "value", "unit", "note", "how"}``. ``unit`` is
               ``"bytes"``, ``"seconds"``, ``"ratio"``, ``"share"`` (1.0 is all), ``"count"`` or ``"text"``.
               A ``value`` of ``None`` shows "not measured", and ``how`` is a command that measures it.
-            - ``split``: where the bytes are, ``{"label", "parts": [{"name", "bytes", "key"}]}``; ``key`` is a
-              tier's (``"keep"``, ``"inflight"``, ``"ahead"``, ``"host"``, ``"disk"``), ``"packed"``,
-              ``"recomputed"`` or ``"left"``.
+            - ``split``: where the bytes are, ``{"label", "parts": [{"name", "bytes", "key"}]}``; ``key`` is
+              one of :data:`backstash.places.PLACES`.
             - ``curve``: the bytes held over time, ``{"seconds": [...], "tiers": [{"key", "name", "below",
               "bytes": [...]}], "marks": [{"label", "begin", "end"}], "phases": [...]}``: ``bytes`` has
               a value for each of ``seconds``; a tier that is ``below`` is drawn under the line.
@@ -62,9 +62,15 @@ def render_page(report: Mapping[str, Any]) -> str:
     """
     data = _data(report)
     text = json.dumps(data, allow_nan=False, separators=(",", ":")).translate(_ESCAPES)
-    script = "".join(_part(name) for name in _SCRIPTS)
+    labels = json.dumps({key: place.label for key, place in PLACES.items()})
+    script = f"const PLACES = {labels};\n" + "".join(_part(name) for name in _SCRIPTS)
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    values = {"STYLE": _part("page.css"), "SCRIPT": script, "DATA": text, "DIGEST": digest}
+    values = {
+        "STYLE": _colors() + _part("page.css"),
+        "SCRIPT": script,
+        "DATA": text,
+        "DIGEST": digest,
+    }
     page = _part("page.html")
     pieces = page.split("%%")  # text, NAME, text, NAME, ..., text
     return "".join(values[piece] if at % 2 else piece for at, piece in enumerate(pieces))
@@ -77,6 +83,17 @@ def _data(report: Mapping[str, Any]) -> dict[str, Any]:
     if graph:
         data["graph"] = "data:image/svg+xml;base64," + base64.b64encode(graph.encode()).decode()
     return data
+
+
+def _colors() -> str:
+    """The rules of the style sheet that colour places."""
+    light = "".join(f"--{key}:{place.light};" for key, place in PLACES.items())
+    dark = "".join(f"--{key}:{place.dark};" for key, place in PLACES.items())
+    rules = [
+        f"i.{key}{{background:var(--{key})}}.tier.{key}{{fill:var(--{key})}}\n" for key in PLACES
+    ]
+    themes = f":root{{{light}}}\n@media (prefers-color-scheme:dark){{:root{{{dark}}}}}\n"
+    return themes + "".join(rules)
 
 
 def _part(name: str) -> str:

@@ -15,7 +15,7 @@ from ._lives import Lives, ModuleUse
 from ._page import render_page
 from ._steps import StepMarks
 from ._timeline_page import facts_of, sections_of
-from ._timeline_snapshot import Snapshot
+from ._timeline_snapshot import TimelineSnapshot
 from ._timeline_text import table
 
 __all__ = ["Timeline", "timeline"]
@@ -178,11 +178,11 @@ class Timeline:
         return self._read.full
 
     @property
-    def _read(self) -> Snapshot:
+    def _read(self) -> TimelineSnapshot:
         return self._last if self._ended else self._at_present()
 
-    def _at_present(self) -> Snapshot:
-        return Snapshot(self._recording, tuple(self._marks.moments), self._began)
+    def _at_present(self) -> TimelineSnapshot:
+        return TimelineSnapshot(self._recording, tuple(self._marks.moments), self._began)
 
     # What is made of it.
 

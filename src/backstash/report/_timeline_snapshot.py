@@ -11,11 +11,11 @@ from ..units import format_bytes
 from ._levels import Level, Phase, Step, levels_of, phases_of, steps_of
 from ._lives import RECOMPUTED, UNKNOWN, Lives, ModuleUse, lives_of
 
-__all__ = ["Snapshot"]
+__all__ = ["TimelineSnapshot"]
 
 
 @dataclass(frozen=True, eq=False)
-class Snapshot:
+class TimelineSnapshot:
     """What a :class:`~backstash.report.Timeline` hands to its renderers.
 
     Its properties are those of ``Timeline`` with the same names. Each is computed when it is first read, and
@@ -101,7 +101,7 @@ class Snapshot:
         return tuple(_notes(self))
 
 
-def _notes(line: Snapshot) -> list[str]:
+def _notes(line: TimelineSnapshot) -> list[str]:
     """Sentences on what is not known."""
     found = []
     if not line.events:

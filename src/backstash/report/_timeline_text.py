@@ -5,14 +5,14 @@ from __future__ import annotations
 from .._text import clean
 from ..units import format_bytes
 from ._lives import ModuleUse
-from ._timeline_snapshot import Snapshot
+from ._timeline_snapshot import TimelineSnapshot
 
 __all__ = ["table"]
 
 _LONGEST = 10
 
 
-def table(line: Snapshot) -> str:
+def table(line: TimelineSnapshot) -> str:
     """The first steps, and the modules that saved most, a line each."""
     size = format_bytes
     lines = [

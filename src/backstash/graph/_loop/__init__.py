@@ -10,7 +10,7 @@ they were, ``_effects`` undoes what else a step does, ``_saves`` says where that
 from __future__ import annotations
 
 from ._call import checkpoint_loop
-from ._choose import Measured, Plan
+from ._choose import LoopPlan, MeasuredStep
 from ._schedules import (
     Binomial,
     KeepAll,
@@ -23,8 +23,8 @@ from ._schedules import (
 __all__ = [
     "Binomial",
     "KeepAll",
-    "Measured",
-    "Plan",
+    "LoopPlan",
+    "MeasuredStep",
     "Schedule",
     "TwoLevel",
     "checkpoint_loop",

@@ -16,12 +16,12 @@ from ...errors import UsageError
 from ...stash import Stash
 from ...stores import Disk
 from ...units import in_bytes, parse_bytes
-from ._choose import Budgets, Measured, Plan, choose, describe, disk_speed, free_bytes
+from ._choose import Budgets, LoopPlan, MeasuredStep, choose, describe, disk_speed, free_bytes
 from ._loop import Loop
 from ._outputs import Outputs
 from ._saves import Saves
 from ._schedules import Schedule
-from ._state import State, flatten
+from ._state import StepState, flatten
 from ._steps import Face, Stepper
 from ._surroundings import Surroundings
 
@@ -65,8 +65,8 @@ class _CheckpointLoop:
             schedule: which states to hold, an object as :class:`Schedule` describes: ``Binomial``,
                 ``TwoLevel``, ``KeepAll``, or one of your own. ``None``: the one that is predicted to be the
                 fastest within the budgets, from the first step's time and bytes and the disk's speed.
-            stash: a stash that holds snapshots and what steps save, with budgets of its own; then neither
-                ``memory`` nor ``disk``, and a ``schedule`` is needed. ``None``: one is made.
+            stash: a stash that holds snapshots and what steps save, with budgets of its own. With it,
+                give a ``schedule``, and no ``memory`` and ``disk``. ``None``: one is made.
             index: whether ``step`` takes the step's number, from 0.
             xs: inputs of the single steps: tensors, whose first dimension is the steps', in a tree.
             ys: whether ``step`` returns ``(state, y)``; then the result is ``(state, ys)``, tensors stacked
@@ -78,9 +78,9 @@ class _CheckpointLoop:
             The last state, or ``(state, ys)``.
 
         Raises:
-            UsageError: bad arguments; no budget; a state whose structure changes; a step that changes its
-                input in place, returns a view of it, or, when it is run again, does not repeat itself, each
-                with the step's number; ``create_graph=True``, since there is no double backward.
+            UsageError: bad arguments; no budget; a state whose structure changes; ``create_graph=True``, since
+                there is no double backward. Also, with the step's number: a step that changes its input in
+                place, returns a view of it, or returns something else when it is run again.
             InplaceError: from backward: what a step uses was changed in place after the loop ran.
             StashIOError: from backward: the disk cannot give a snapshot back.
 
@@ -116,7 +116,7 @@ class _CheckpointLoop:
         ys: bool = False,
         step_seconds: float | None = None,
         saved_bytes: int | None = None,
-    ) -> Plan:
+    ) -> LoopPlan:
         """What :data:`checkpoint_loop` would take with these arguments, without running the loop.
 
         The first step is run once to measure it, with its random numbers put back, unless ``step_seconds``
@@ -136,7 +136,7 @@ class _CheckpointLoop:
         if step_seconds is None or saved_bytes is None:
             found = job.measured(tiers.stash)
         else:
-            found = Measured(step_seconds, job.state.nbytes, saved_bytes)
+            found = MeasuredStep(step_seconds, job.state.nbytes, saved_bytes)
         assert job.n is not None
         if schedule is not None:
             return describe(schedule, job.n, tiers.budgets(), found)
@@ -234,7 +234,7 @@ class _Job:
             )
         self.step, self.args, self.face, self.until = step, args, face, until
         self.state = flatten(state, "state")
-        self.xs = flatten(xs, "xs") if face.xs else State((), None)
+        self.xs = flatten(xs, "xs") if face.xs else StepState((), None)
         self.n = self._length(n)
         if self.n is None and until is None:
             raise UsageError("n=None: allowed with until= or xs=, which end the loop")
@@ -254,12 +254,12 @@ class _Job:
             return length
         return n
 
-    def x(self, number: int) -> State:
+    def x(self, number: int) -> StepState:
         """The input of step ``number``."""
         leaves = [row[number] if isinstance(row, tuple) else row for row in self._rows]
-        return State(leaves, self.xs.structure)
+        return StepState(leaves, self.xs.structure)
 
-    def _ends(self, number: int, state: State) -> bool:
+    def _ends(self, number: int, state: StepState) -> bool:
         if self.n is not None and number + 1 >= self.n:
             return True
         if self.until is None:
@@ -294,17 +294,17 @@ class _Job:
         seen = [*self.state.tensors, *self.xs.tensors, *stepper.arguments]
         return Loop(stepper, stash, Surroundings(seen), progress=progress), stepper
 
-    def measured(self, stash: Stash) -> Measured:
+    def measured(self, stash: Stash) -> MeasuredStep:
         """What the first step takes."""
         loop, stepper = self._loop(stash, False)
         with loop.surroundings.replaying():
-            x = self.x(0) if self.n else State((), None)
+            x = self.x(0) if self.n else StepState((), None)
             _, saves = loop.evaluate(0, self.state, x, through_stash=True, again=True)
         return self._found(saves, stepper)
 
-    def _found(self, saves: Saves, stepper: Stepper) -> Measured:
+    def _found(self, saves: Saves, stepper: Stepper) -> MeasuredStep:
         saved = saves.saved_bytes(stepper.outer_tensors())
-        return Measured(saves.seconds, self.state.nbytes, saved)
+        return MeasuredStep(saves.seconds, self.state.nbytes, saved)
 
     def run(self, tiers: _Tiers, schedule: Schedule | None, progress: bool | None) -> Any:
         """The loop, with snapshots."""
@@ -339,5 +339,5 @@ class _Job:
                 return self._result(state.whole(), outputs)
             loop.hold_if_asked(number, state, self.n)
 
-    def _chosen(self, tiers: _Tiers, known: Measured) -> Schedule:
+    def _chosen(self, tiers: _Tiers, known: MeasuredStep) -> Schedule:
         return choose(self.n or 1_000_000, tiers.budgets(), known).schedule

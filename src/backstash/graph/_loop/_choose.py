@@ -16,7 +16,7 @@ from ...stash import Stash
 from ...units import format_bytes
 from ._schedules import Binomial, KeepAll, Schedule, TwoLevel, play
 
-__all__ = ["Budgets", "Measured", "Plan", "choose", "describe", "disk_speed", "free_bytes"]
+__all__ = ["Budgets", "LoopPlan", "MeasuredStep", "choose", "describe", "disk_speed", "free_bytes"]
 
 _BACKWARD = 2.0  # a step's backward, in evaluations of it: two products of matrices for one
 _PROBE_BYTES = 4 << 20
@@ -24,7 +24,7 @@ _speeds: dict[str, float] = {}
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class MeasuredStep:
     """What one evaluation of a step took."""
 
     step_seconds: float
@@ -48,7 +48,7 @@ class Budgets:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class LoopPlan:
     """What a loop will take."""
 
     schedule: Schedule
@@ -65,7 +65,7 @@ class Plan:
     """The most bytes on disk."""
     predicted_seconds: float
     """Forward and backward together, where a step's backward takes as long as two evaluations."""
-    measured: Measured
+    measured: MeasuredStep
     """What the prediction is from."""
 
     def __str__(self) -> str:
@@ -76,7 +76,7 @@ class Plan:
         )
 
 
-def choose(n: int, budgets: Budgets, measured: Measured) -> Plan:
+def choose(n: int, budgets: Budgets, measured: MeasuredStep) -> LoopPlan:
     """The plan that is predicted to be the fastest. Raises ``UsageError`` where nothing fits."""
     state, saved = measured.state_bytes, measured.saved_bytes
     memory = budgets.memory
@@ -93,13 +93,13 @@ def choose(n: int, budgets: Budgets, measured: Measured) -> Plan:
     return min(plans, key=lambda plan: (plan.predicted_seconds, plan.disk_bytes, plan.memory_bytes))
 
 
-def _fits(plan: Plan, budgets: Budgets) -> bool:
+def _fits(plan: LoopPlan, budgets: Budgets) -> bool:
     if budgets.memory is not None and plan.memory_bytes > budgets.memory:
         return False
     return budgets.disk is None or plan.disk_bytes <= budgets.disk
 
 
-def _candidates(n: int, budgets: Budgets, measured: Measured) -> Iterator[Schedule]:
+def _candidates(n: int, budgets: Budgets, measured: MeasuredStep) -> Iterator[Schedule]:
     yield KeepAll()
     slots = n
     if budgets.memory is not None:
@@ -113,7 +113,7 @@ def _candidates(n: int, budgets: Budgets, measured: Measured) -> Iterator[Schedu
             every *= 2
 
 
-def describe(schedule: Schedule, n: int, budgets: Budgets, measured: Measured) -> Plan:
+def describe(schedule: Schedule, n: int, budgets: Budgets, measured: MeasuredStep) -> LoopPlan:
     """What ``schedule`` takes for ``n`` steps."""
     seconds, state, saved = measured.step_seconds, measured.state_bytes, measured.saved_bytes
     evaluations, snapshots = play(schedule, n)
@@ -125,7 +125,7 @@ def describe(schedule: Schedule, n: int, budgets: Budgets, measured: Measured) -
         below = max(0, held - max(budgets.memory, stays))
     compute = (evaluations + _BACKWARD * n) * seconds
     moving = below / budgets.disk_speed if below else 0.0  # beside compute
-    return Plan(
+    return LoopPlan(
         schedule, n, evaluations, snapshots, held - below, below, max(compute, moving), measured
     )
 

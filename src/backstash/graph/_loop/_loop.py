@@ -12,10 +12,10 @@ from torch import Tensor
 from ...errors import UsageError
 from ...stash import Stash
 from ._effects import Effects
-from ._progress import Progress
+from ._progress import LoopProgress
 from ._saves import Again, Saves
 from ._schedules import Binomial, Schedule, checked_next
-from ._state import Snapshot, State
+from ._state import StepSnapshot, StepState
 from ._steps import Evaluation, Node, Stepper, leaves_of
 from ._surroundings import RandomState, Surroundings
 
@@ -30,7 +30,7 @@ class _Record:
 
     __slots__ = ("edges", "groups", "kept", "mark", "pattern", "x")
 
-    def __init__(self, x: State, found: Evaluation) -> None:
+    def __init__(self, x: StepState, found: Evaluation) -> None:
         self.x = x
         self.mark = found.mark
         self.pattern = found.pattern
@@ -48,7 +48,7 @@ class Loop:
     Args:
         stepper: calls the step.
         stash: holds the snapshots, and what a step saves.
-        progress: see :class:`Progress`.
+        progress: see :class:`LoopProgress`.
     """
 
     def __init__(
@@ -66,10 +66,10 @@ class Loop:
         self._following: tuple[Any, int | None] | None = None
         self._stride = 1
         self._progress_wanted = progress
-        self._progress: Progress | None = None
+        self._progress: LoopProgress | None = None
         self.schedule: Schedule = Binomial(1)
         """Which states to hold."""
-        self._held: list[tuple[int, Snapshot]] = []
+        self._held: list[tuple[int, StepSnapshot]] = []
         self._records: list[_Record] = []
         self._accumulated: list[
             Tensor
@@ -80,12 +80,12 @@ class Loop:
 
     # Forward.
 
-    def hold(self, number: int, state: State) -> None:
+    def hold(self, number: int, state: StepState) -> None:
         """Hold the state before step ``number`` as a snapshot."""
         random = RandomState.now(self.surroundings.devices)
-        self._held.append((number, Snapshot(self._stash, state, random)))
+        self._held.append((number, StepSnapshot(self._stash, state, random)))
 
-    def hold_if_asked(self, number: int, state: State, n: int | None) -> None:
+    def hold_if_asked(self, number: int, state: StepState, n: int | None) -> None:
         """Hold the state before step ``number`` in forward, if the schedule wants it."""
         if self.schedule.keeps_graphs:
             return
@@ -97,7 +97,7 @@ class Loop:
         if number == self._following[1]:
             self.hold(number, state)
 
-    def _hold_online(self, number: int, state: State) -> None:
+    def _hold_online(self, number: int, state: StepState) -> None:
         """Where the end is not known: evenly, half as densely whenever all slots are taken.
 
         The spacing is at most twice that of evenly spaced snapshots, whatever the number of steps.
@@ -116,13 +116,13 @@ class Loop:
     def advance(
         self,
         number: int,
-        state: State,
-        x: State,
+        state: StepState,
+        x: StepState,
         *,
         through_stash: bool,
-        ends: Callable[[State], bool],
+        ends: Callable[[StepState], bool],
         copied: Callable[[int, Tensor], Tensor],
-    ) -> tuple[State, State, bool, Evaluation, Saves]:
+    ) -> tuple[StepState, StepState, bool, Evaluation, Saves]:
         """Run step ``number`` forward: its state and ``y`` in the outer graph, whether it is the last, it, and
         what it saved.
 
@@ -145,7 +145,13 @@ class Loop:
         self._records[number].kept = found.only_graph()
 
     def evaluate(
-        self, number: int, state: State, x: State, *, through_stash: bool, again: bool = False
+        self,
+        number: int,
+        state: StepState,
+        x: StepState,
+        *,
+        through_stash: bool,
+        again: bool = False,
     ) -> tuple[Evaluation, Saves]:
         """Run step ``number`` where a graph of its own begins; and what it saves.
 
@@ -200,10 +206,10 @@ class Loop:
         number: int,
         record: _Record,
         found: Evaluation,
-        state: State,
-        x: State,
+        state: StepState,
+        x: StepState,
         copied: Callable[[int, Tensor], Tensor],
-    ) -> tuple[State, State]:
+    ) -> tuple[StepState, StepState]:
         """Put the step into the outer graph."""
         outer: dict[Any, Any] = {("state", place): leaf for place, leaf in enumerate(state.leaves)}
         outer |= {("x", place): leaf for place, leaf in enumerate(x.leaves)}
@@ -255,7 +261,7 @@ class Loop:
         if found is None:
             found = self._again(number)
         if self._progress is None:
-            self._progress = Progress(number + 1, self._progress_wanted)
+            self._progress = LoopProgress(number + 1, self._progress_wanted)
         ends, incoming = [], []
         for end, gradient in zip(found.ends, gradients, strict=True):
             if gradient is not None:
@@ -297,7 +303,7 @@ class Loop:
             self._held.pop()
         return found.only_graph()
 
-    def _repeat(self, number: int, state: State, *, through_stash: bool) -> Evaluation:
+    def _repeat(self, number: int, state: StepState, *, through_stash: bool) -> Evaluation:
         record = self._records[number]
         found, _ = self.evaluate(number, state, record.x, through_stash=through_stash, again=True)
         if found.mark != record.mark or found.pattern != record.pattern:

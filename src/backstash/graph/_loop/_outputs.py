@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._state import State
+from ._state import StepState
 
 __all__ = ["Outputs"]
 
@@ -22,16 +22,16 @@ class Outputs:
 
     def __init__(self, steps: int | None) -> None:
         self._steps = steps
-        self._rows: dict[int, _Rows] = {}
-        self._collected: list[State] = []
+        self._rows: dict[int, _OutputRows] = {}
+        self._collected: list[StepState] = []
 
     def copied(self, place: int, value: Tensor) -> Tensor:
         """The next step's leaf ``place``, detached: a copy among those of the other steps where it fits."""
         if self._steps is None:
             return value.detach()
-        return self._rows.setdefault(place, _Rows(self._steps)).copied(value)
+        return self._rows.setdefault(place, _OutputRows(self._steps)).copied(value)
 
-    def add(self, y: State) -> None:
+    def add(self, y: StepState) -> None:
         """Take the next step's output. What has a graph went through :meth:`copied` before, or stays."""
         leaves = [
             self.copied(place, leaf)
@@ -39,7 +39,7 @@ class Outputs:
             else leaf
             for place, leaf in enumerate(y.leaves)
         ]
-        self._collected.append(State(leaves, y.structure))
+        self._collected.append(StepState(leaves, y.structure))
 
     def whole(self) -> Any:
         """The outputs in one: tensors stacked in a new first dimension, other leaves in lists."""
@@ -52,10 +52,10 @@ class Outputs:
             else list(column)
             for place, column in enumerate(columns)
         ]
-        return State(leaves, self._collected[0].structure).whole()
+        return StepState(leaves, self._collected[0].structure).whole()
 
 
-class _Rows:
+class _OutputRows:
     """One tensor for an output of all steps, which each step's value is copied into as it comes.
 
     Thousands of small tensors that stay, each cut out of memory that a larger one has left, keep an allocator
@@ -116,7 +116,7 @@ def _kind(value: Tensor) -> tuple[Any, ...]:
     return value.shape, value.stride(), value.dtype, value.device
 
 
-def _stacked(values: Sequence[Tensor], rows: _Rows | None) -> Tensor:
+def _stacked(values: Sequence[Tensor], rows: _OutputRows | None) -> Tensor:
     """``torch.stack(values)``, without a copy where they are ``rows``."""
     whole = None if rows is None else rows.whole()
     if whole is None:

@@ -6,13 +6,13 @@ import sys
 import time
 from typing import TextIO
 
-__all__ = ["Progress"]
+__all__ = ["LoopProgress"]
 
 _FIRST_SECONDS = 2.0
 _EVERY_SECONDS = 0.5
 
 
-class Progress:
+class LoopProgress:
     """How many of a loop's steps backward has done.
 
     Args:

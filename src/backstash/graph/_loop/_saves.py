@@ -15,7 +15,7 @@ from ..._saved.handout import hand_out
 from ..._torch.func_transforms import let_transforms_pass
 from ..._torch.hook_stack import Pair, current_pair
 from ..._torch.tensors import is_functorch_wrapped, is_zero_tensor
-from ..._torch.versions import Held
+from ..._torch.versions import HeldVersion
 from ...stash import Stash
 from ._effects import Effects
 
@@ -78,7 +78,7 @@ class Saves:
 
     def _pack(self, tensor: Tensor) -> Any:
         if self._outer is None:
-            return Held(tensor) if self.is_asked else None
+            return HeldVersion(tensor) if self.is_asked else None
         if not (tensor.is_leaf and tensor.requires_grad) and _has_memory(tensor):
             storage = tensor.untyped_storage()
             self._storages[storage.data_ptr()] = storage.nbytes()

@@ -15,14 +15,14 @@ from ...errors import UsageError
 from ...stash import Stash
 from ._surroundings import RandomState
 
-__all__ = ["Snapshot", "State", "fingerprint", "flatten"]
+__all__ = ["StepSnapshot", "StepState", "fingerprint", "flatten"]
 
 _PLAIN = (
     int, float, complex, bool, str, bytes, type(None), enum.Enum, torch.dtype, torch.device, torch.Size,
 )  # fmt: skip
 
 
-class State:
+class StepState:
     """One state, taken apart: leaves in order, and how they hang together."""
 
     __slots__ = ("leaves", "structure")
@@ -45,12 +45,12 @@ class State:
         """The object that was taken apart."""
         return tree_unflatten(list(self.leaves), self.structure)
 
-    def replaced(self, tensors: dict[int, Tensor]) -> State:
+    def replaced(self, tensors: dict[int, Tensor]) -> StepState:
         """With other tensors: by the ``id`` of those that they replace."""
-        return State([tensors.get(id(leaf), leaf) for leaf in self.leaves], self.structure)
+        return StepState([tensors.get(id(leaf), leaf) for leaf in self.leaves], self.structure)
 
 
-def flatten(value: Any, name: str) -> State:
+def flatten(value: Any, name: str) -> StepState:
     """``value`` as a state. Raises ``UsageError`` for a leaf that may hide tensors."""
     leaves, structure = tree_flatten(value)
     for leaf in leaves:
@@ -61,15 +61,15 @@ def flatten(value: Any, name: str) -> State:
             )
         if isinstance(leaf, Tensor) and leaf.is_inference():
             raise UsageError(f"{name} holds a tensor made in inference mode: make it outside")
-    return State(leaves, structure)
+    return StepState(leaves, structure)
 
 
-class Snapshot:
+class StepSnapshot:
     """The state before a step, held as blocks of a stash, and the random numbers' state with it."""
 
     __slots__ = ("_leaves", "_packed", "_random", "_requires", "_stash", "_state")
 
-    def __init__(self, stash: Stash, state: State, random: RandomState) -> None:
+    def __init__(self, stash: Stash, state: StepState, random: RandomState) -> None:
         self._stash = stash
         self._random = random
         distinct = {id(tensor): tensor for tensor in state.tensors}
@@ -77,9 +77,9 @@ class Snapshot:
         self._requires = {key: tensor.requires_grad for key, tensor in distinct.items()}
         self._leaves = {key for key, tensor in distinct.items() if tensor.is_leaf}
         leaves = [_Place(id(leaf)) if isinstance(leaf, Tensor) else leaf for leaf in state.leaves]
-        self._state = State(leaves, state.structure)
+        self._state = StepState(leaves, state.structure)
 
-    def load(self) -> tuple[State, RandomState]:
+    def load(self) -> tuple[StepState, RandomState]:
         """The state, to the bit, with no graph, what was a leaf a leaf; and the random numbers' state.
 
         Raises what :meth:`Stash.unpack` raises.
@@ -92,7 +92,7 @@ class Snapshot:
             tensors[leaf.number] if isinstance(leaf, _Place) else leaf
             for leaf in self._state.leaves
         ]
-        return State(leaves, self._state.structure), self._random
+        return StepState(leaves, self._state.structure), self._random
 
 
 class _Place:

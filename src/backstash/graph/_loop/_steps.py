@@ -17,7 +17,7 @@ from ..._torch.trees import tree_flatten
 from ...errors import InplaceError, UsageError
 from ._edges import Aliases, Foreign, Key, Uses, reaches, stand_in, uses_of
 from ._saves import Again
-from ._state import State, fingerprint, flatten
+from ._state import StepState, fingerprint, flatten
 
 __all__ = ["Evaluation", "Face", "Node", "Stepper", "leaves_of"]
 
@@ -42,9 +42,9 @@ class Evaluation:
 
     inputs: tuple[Any, ...]
     """The leaves that it was given, the state's and then its own input's."""
-    state: State
+    state: StepState
     """What it returned."""
-    y: State
+    y: StepState
     """What it returned beside."""
     uses: Uses
     """Its edges to outside."""
@@ -66,7 +66,7 @@ class Evaluation:
 
     def only_graph(self) -> Evaluation:
         """Itself, without the tensors."""
-        self.inputs, self.state, self.y = (), State((), None), State((), None)
+        self.inputs, self.state, self.y = (), StepState((), None), StepState((), None)
         return self
 
 
@@ -99,7 +99,7 @@ class Stepper:
         """The tensors from outside that steps were seen to use."""
         return [tensor for tensor, _ in self.tensors.values()]
 
-    def run(self, number: int, state: State, x: State) -> Evaluation:
+    def run(self, number: int, state: StepState, x: StepState) -> Evaluation:
         """Evaluate step ``number`` on leaves. Raises ``UsageError`` for what the loop cannot hold."""
         inputs = {id(leaf): leaf for leaf in (*state.tensors, *x.tensors)}
         versions = {key: leaf._version for key, leaf in inputs.items()}
@@ -171,7 +171,9 @@ class Stepper:
                 "*args"
             )
 
-    def _call(self, number: int, state: State, x: State, since: int, own: dict[Key, Token]) -> Any:
+    def _call(
+        self, number: int, state: StepState, x: StepState, since: int, own: dict[Key, Token]
+    ) -> Any:
         outside = {id(outer): alias for outer, alias in self.outside.pairs()}
         positional: list[Any] = [state.whole()]
         if self._face.index:
@@ -192,7 +194,7 @@ class Stepper:
                 ) from error
             raise
 
-    def _split(self, number: int, result: Any, before: State) -> tuple[State, State]:
+    def _split(self, number: int, result: Any, before: StepState) -> tuple[StepState, StepState]:
         y: Any = None
         if self._face.ys:
             if not (isinstance(result, tuple) and len(result) == 2):
@@ -243,9 +245,9 @@ class Stepper:
                 )
 
 
-def _flattened(args: tuple[Any, ...]) -> State:
+def _flattened(args: tuple[Any, ...]) -> StepState:
     """The arguments, taken apart; what is no tensor is handed on as it is."""
-    return State(*tree_flatten(list(args)))
+    return StepState(*tree_flatten(list(args)))
 
 
 def _address(tensor: Tensor) -> int:
@@ -254,12 +256,12 @@ def _address(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def leaves_of(state: State) -> State:
+def leaves_of(state: StepState) -> StepState:
     """The same values, where graphs to come end."""
     return state.replaced({id(each): stand_in(each) for each in state.tensors})
 
 
-def _own_edges(state: State, x: State) -> dict[Key, Token]:
+def _own_edges(state: StepState, x: StepState) -> dict[Key, Token]:
     """The gradient edges of a step's inputs, and what they stand for."""
     found: dict[Key, Token] = {}
     for name, leaves in (("x", x.leaves), ("state", state.leaves)):

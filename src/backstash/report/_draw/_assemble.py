@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 
 from ._drafts import Draft, Drafts, LeafBox, leaves_inside, place_leaves
-from ._facts import Facts, Leaf, Op, Root
+from ._facts import Facts, Leaf, OpFacts, Root
 from ._records import DrawnEdge, DrawnGroup, DrawnNode
 from ._tensors import same_memory, tensors_of
 from ._text import clean, short_name
@@ -84,7 +84,7 @@ def _node(box: Draft, facts: Facts, leaves: list[Leaf]) -> DrawnNode:
     )
 
 
-def _counted(ops: list[Op], runs: int) -> str:
+def _counted(ops: list[OpFacts], runs: int) -> str:
     """The commonest kinds of ``ops`` with their counts, kinds that save something first."""
     counts = Counter(op.name for op in ops)
     saving = {op.name for op in ops if op.held}

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from ._records import SAVED_ABOVE, DrawnLeaf, DrawnNode, DrawnTensor
 from ._text import bytes_of, cells, joined_shape, places_of, shortened
 
-__all__ = ["SMALL_PX", "BoxText", "Row", "Text", "measure", "text_width"]
+__all__ = ["SMALL_PX", "Band", "BoxText", "Text", "measure", "text_width"]
 
 _COLUMN = 0.61  # of a monospaced font, in em: the widest of the common ones has 0.602
 _LABEL_PX = 12.5
@@ -46,7 +46,7 @@ class Text:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class Band:
     """The band of one saved tensor, or of leaves inside the box."""
 
     y: float
@@ -61,7 +61,7 @@ class BoxText:
     width: float = 0.0
     height: float = 0.0
     texts: list[Text] = field(default_factory=list)
-    rows: list[Row] = field(default_factory=list)
+    rows: list[Band] = field(default_factory=list)
 
 
 def measure(node: DrawnNode, *, frame_path: str, show_dtype: bool) -> BoxText:
@@ -146,7 +146,7 @@ def _rows(found: BoxText, node: DrawnNode, *, show_dtype: bool) -> None:
         found.width = max(found.width, starts[-1] - _GAP + _PAD)
         found.height += 1.0
     for line, of in lines:
-        found.rows.append(Row(found.height, _ROW, of))
+        found.rows.append(Band(found.height, _ROW, of))
         style = "row" if isinstance(of, DrawnTensor) else "row of-leaf"
         for column, text in enumerate(line):
             if not text:

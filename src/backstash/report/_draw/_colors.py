@@ -7,10 +7,11 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ...places import PLACES, key_of, label_of
 from ...units import format_bytes
 from ._boxes import SMALL_PX, text_width
 from ._records import DrawnGraph, DrawnNode, DrawnTensor
-from ._text import place_name, shortened
+from ._text import shortened
 
 __all__ = [
     "CSS",
@@ -19,8 +20,8 @@ __all__ = [
     "NAMES",
     "SHADES",
     "Colors",
-    "Entry",
     "Legend",
+    "LegendEntry",
     "Share",
     "attributes",
     "legend_of",
@@ -36,17 +37,6 @@ _KINDS = {
     "output": ("box output", "output"),
 }
 _LINE = 20.0
-_PLACES = {
-    "in place": "keep",
-    "keep": "keep",
-    "host": "host",
-    "disk": "disk",
-    "compressed": "packed",
-    "packed": "packed",
-    "recomputed": "again",
-    "freed": "freed",
-    "hooks": "hooks",
-}
 SHADES = 5
 """How many shades there are for bytes."""
 
@@ -96,7 +86,7 @@ class Colors:
         known = total > 0
         return [
             Share(
-                _place_class(place.where),
+                key_of(place.where),
                 place.nbytes / total if known else place.count / tensor.count,
             )
             for place in tensor.places
@@ -119,7 +109,7 @@ class Colors:
     def legend(self) -> list[list[tuple[str, str]]]:
         """Classes and words for what the colours show, in rows."""
         places = [
-            (style, ", ".join(dict.fromkeys(map(place_name, wheres))))
+            (style, ", ".join(dict.fromkeys(map(label_of, wheres))))
             for style, wheres in self._by_class().items()
         ]
         if self._by == "where":
@@ -144,7 +134,7 @@ class Colors:
     def _by_class(self) -> dict[str, list[str]]:
         found: dict[str, list[str]] = {}
         for where in self._places:
-            found.setdefault(_place_class(where), []).append(where)
+            found.setdefault(key_of(where), []).append(where)
         return found
 
 
@@ -159,7 +149,7 @@ def _telling_length(nodes: Sequence[DrawnNode]) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class LegendEntry:
     """A swatch and its words; places in pixels from the legend's corner."""
 
     x: float
@@ -172,7 +162,7 @@ class Entry:
 class Legend:
     """All entries, in rows."""
 
-    entries: tuple[Entry, ...]
+    entries: tuple[LegendEntry, ...]
     height: float
 
 
@@ -186,7 +176,7 @@ def legend_of(drawing: DrawnGraph, colors: Colors, width: float) -> Legend:
         boxes = [(style, "leaf" if style == "box leaf" else text) for style, text in boxes]
     if any(node.tensors for node in drawing.nodes):
         boxes.append(("band", "saved tensor"))
-    entries: list[Entry] = []
+    entries: list[LegendEntry] = []
     y = 0.0
     for row in (boxes, *colors.legend()):
         x = 0.0
@@ -194,18 +184,10 @@ def legend_of(drawing: DrawnGraph, colors: Colors, width: float) -> Legend:
             needed = 18.0 + text_width(text, SMALL_PX)
             if x and x + needed > width:
                 x, y = 0.0, y + _LINE
-            entries.append(Entry(x, y, style, text))
+            entries.append(LegendEntry(x, y, style, text))
             x += needed + 18.0
         y += _LINE if row else 0.0
     return Legend(tuple(entries), y)
-
-
-def _place_class(where: str) -> str:
-    """The class of the colour for a place; an unknown place has that of hooks."""
-    for name in ("compressed", *_PLACES):
-        if name in where:
-            return _PLACES[name]
-    return "hooks"
 
 
 # text, muted text, paper, lines, frames; boxes; the orange band; chips of places; categories; shades
@@ -213,7 +195,7 @@ NAMES = (
     *("ink", "muted", "paper", "line", "frame", "edge", "wire"),
     *("op", "module", "parameter", "parameter-edge", "leaf", "leaf-edge", "output", "output-edge"),
     *("saved", "saved-ink", "saved-edge"),
-    *("keep", "host", "disk", "packed", "again", "freed", "hooks"),
+    *PLACES,
     *(f"c{number}" for number in range(8)),
     *(f"s{number}" for number in range(SHADES)),
 )
@@ -221,7 +203,7 @@ LIGHT = (
     *("#1c2430", "#566173", "#ffffff", "#c3cad4", "#f6f8fa", "#a7b0bd", "#7b8696"),
     *("#eef1f5", "#e3e8ef", "#d6e7fc", "#5a93d6", "#e6defb", "#8b6fd0", "#d3efcf", "#4f9a48"),
     *("#ffe2bd", "#4a2800", "#f0a040"),
-    *("#e8710a", "#8b3fd1", "#0a7d78", "#c2247c", "#9a8500", "#a7b0bd", "#39424f"),
+    *(place.light for place in PLACES.values()),
     *("#f9d3d0", "#cfe6f7", "#d5efd0", "#f5e6ae", "#e2d6f6", "#fbd5ea", "#cdeee9", "#e4dccd"),
     *("#f3f4f6", "#fde3bd", "#fcc37b", "#f9a54f", "#f28c28"),
 )
@@ -229,7 +211,7 @@ DARK = (
     *("#e7ebf1", "#a3adbb", "#12161c", "#3b4553", "#191f27", "#5b6778", "#7f8b9c"),
     *("#252d38", "#2c3644", "#173a63", "#4f8fdc", "#372a60", "#8d76d6", "#1c4426", "#58a85a"),
     *("#74430e", "#ffe9cc", "#b8741c"),
-    *("#ff9233", "#b98aff", "#2fc2b8", "#ff6db5", "#d9c23a", "#6d7888", "#dfe5ec"),
+    *(place.dark for place in PLACES.values()),
     *("#552826", "#1b3c54", "#1f4222", "#46390f", "#3c2b60", "#532241", "#173f3a", "#3f382b"),
     *("#252d38", "#47300f", "#5f3c10", "#78490e", "#93560a"),
 )
@@ -279,8 +261,7 @@ _RULES = """
 
 
 def _chip_rules() -> str:
-    plain = [*dict.fromkeys(_PLACES.values())]
-    chips = "".join(f".bs-graph .{name}{{fill:var(--g-{name})}}\n" for name in plain)
+    chips = "".join(f".bs-graph .{key}{{fill:var(--g-{key})}}\n" for key in PLACES)
     numbered = [f"c{number}" for number in range(8)] + [f"s{number}" for number in range(SHADES)]
     # More specific than .box, whose colour they replace.
     return chips + "".join(

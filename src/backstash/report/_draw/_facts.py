@@ -13,9 +13,9 @@ from ..._torch.engine import number_of, output_metadata
 from ..._torch.graph_labels import module_of
 from ..._torch.graph_walk import Outputs, iter_graph, roots_of
 from ...errors import UsageError
-from ._held import Held, Reader, sizes_of, storage_of
+from ._held import HeldTensor, Reader, sizes_of, storage_of
 
-__all__ = ["Facts", "Leaf", "Names", "Op", "Params", "Root", "read"]
+__all__ = ["Facts", "Leaf", "Names", "OpFacts", "Params", "Root", "read"]
 
 _LEAF = "torch::autograd::AccumulateGrad"
 _MOST_PARTS = 40  # of a module's path; what is deeper counts as one name
@@ -24,7 +24,7 @@ _ALLOWED = "allowed are a module, a dict of name to tensor, and (name, tensor) p
 
 
 @dataclass(slots=True)
-class Op:
+class OpFacts:
     """A node that is no leaf."""
 
     name: str
@@ -33,7 +33,7 @@ class Op:
     """The caller's name for its result, or ``""``."""
     shape: tuple[str, ...] | None
     dtype: str
-    held: list[Held]
+    held: list[HeldTensor]
     inputs: list[tuple[int, int]] = field(default_factory=list)
     """(index in ``Facts.ops``, which is below this one's; which of its outputs)."""
     leaves: list[int] = field(default_factory=list)
@@ -67,7 +67,7 @@ class Root:
 class Facts:
     """A whole graph. It holds no node and no tensor."""
 
-    ops: list[Op]
+    ops: list[OpFacts]
     leaves: list[Leaf]
     roots: list[Root]
     without_graph: int
@@ -156,7 +156,7 @@ def _by_first_use(leaves: list[Any], order: list[Any]) -> dict[Any, int]:
     return dict(sorted(found.items(), key=lambda pair: pair[1]))
 
 
-def _op(node: Any, given: str, reader: Reader) -> Op:
+def _op(node: Any, given: str, reader: Reader) -> OpFacts:
     # Of the incoming gradient, which has the shape and the type of the output.
     made = output_metadata(node)
     shape, dtype = None, ""
@@ -164,7 +164,7 @@ def _op(node: Any, given: str, reader: Reader) -> Op:
         shape = tuple(str(size) for size in made[0].shape)
         dtype = str(made[0].dtype).removeprefix("torch.")
     path = _split_path(module_of(node))
-    return Op(node.name(), path, given, shape, dtype, reader.read(node))
+    return OpFacts(node.name(), path, given, shape, dtype, reader.read(node))
 
 
 def _split_path(path: str) -> tuple[str, ...]:

@@ -15,13 +15,13 @@ from ..._torch.checkpoints import frame_behind, notes_of
 from ..._torch.node_saves import RECOMPUTED, SavedValue, look, raw_of, saved
 from ..._torch.storages import storage_identity
 
-__all__ = ["Held", "Reader", "sizes_of", "storage_of"]
+__all__ = ["HeldTensor", "Reader", "sizes_of", "storage_of"]
 
 _MOST_WRAPPERS = 8
 
 
 @dataclass(slots=True)
-class Held:
+class HeldTensor:
     """One tensor that a node holds."""
 
     name: str
@@ -39,7 +39,7 @@ class Reader:
     def __init__(self) -> None:
         self._recomputed: dict[int, dict[int, Any]] = {}
 
-    def read(self, node: Any) -> list[Held]:
+    def read(self, node: Any) -> list[HeldTensor]:
         """The tensors that ``node`` holds, in the node's own order."""
         lists: dict[str, Any] = {}
         found = [self._describe(node, value, lists) for value in saved(node)]
@@ -47,7 +47,7 @@ class Reader:
             found += _on_ctx(node)
         return found
 
-    def _describe(self, node: Any, value: SavedValue, lists: dict[str, Any]) -> Held:
+    def _describe(self, node: Any, value: SavedValue, lists: dict[str, Any]) -> HeldTensor:
         raw = _raw(node, value.name, lists)
         packed = _quietly(raw, "data")
         shape, dtype, nbytes = value.shape, value.dtype, value.nbytes
@@ -60,7 +60,9 @@ class Reader:
                 nbytes = _bytes(shape, dtype)
         name = str(dtype).removeprefix("torch.") if dtype is not None else ""
         plain = nbytes if isinstance(nbytes, int) else None
-        return Held(value.name, _strings(shape), name, plain, value.where, _storage_below(packed))
+        return HeldTensor(
+            value.name, _strings(shape), name, plain, value.where, _storage_below(packed)
+        )
 
     def _metadata(self, raw: Any, holder: Any) -> dict[str, Any] | None:
         """What ``torch.utils.checkpoint`` noted of a tensor that it did not keep."""
@@ -94,7 +96,7 @@ def _quietly(owner: Any, name: str) -> Any:
         return None
 
 
-def _on_ctx(node: Any) -> list[Held]:
+def _on_ctx(node: Any) -> list[HeldTensor]:
     """Tensors that a Function set as attributes of its ``ctx``, which no hook sees."""
     found = []
     for key, value in list(vars(node).items()):
@@ -104,11 +106,11 @@ def _on_ctx(node: Any) -> list[Held]:
                 name = f"ctx.{key}" if several is not value else f"ctx.{key}[{index}]"
                 shape, dtype = sizes_of(each), str(each.dtype).removeprefix("torch.")
                 nbytes = _bytes(_quietly(each, "shape"), each.dtype)
-                found.append(Held(name, shape, dtype, nbytes, "in place", storage_of(each)))
+                found.append(HeldTensor(name, shape, dtype, nbytes, "in place", storage_of(each)))
     return found
 
 
-def _in_parts(name: str, packed: Any) -> Held:
+def _in_parts(name: str, packed: Any) -> HeldTensor:
     """A subclass that was taken apart: its own sizes, and the bytes and places of its parts."""
     looks = [look(part) for part in packed.parts.values()]
     nbytes = [
@@ -117,7 +119,7 @@ def _in_parts(name: str, packed: Any) -> Held:
     known = sum(each for each in nbytes if each is not None) if None not in nbytes else None
     where = " and ".join(dict.fromkeys(where for _, where in looks)) or "hooks"
     dtype = getattr(packed.kind, "__name__", "")
-    return Held(name, sizes_of(packed), dtype, known, where, None)
+    return HeldTensor(name, sizes_of(packed), dtype, known, where, None)
 
 
 def _storage_below(packed: Any) -> tuple[object, int] | None:

@@ -16,7 +16,7 @@ from itertools import pairwise
 from math import inf
 
 __all__ = [
-    "Cell",
+    "LayoutCell",
     "Link",
     "arrange",
 ]
@@ -31,7 +31,7 @@ _STRAIGHT = 6.0  # the weight of a straight line through bends; that between box
 
 
 @dataclass(slots=True)
-class Cell:
+class LayoutCell:
     """A box, a frame, a port where links enter or leave a frame, or a bend of a link."""
 
     width: float
@@ -70,7 +70,7 @@ class _Step:
 
 
 def _neighbours(
-    cells: list[Cell], steps: list[_Step]
+    cells: list[LayoutCell], steps: list[_Step]
 ) -> tuple[list[list[_Step]], list[list[_Step]]]:
     """For each cell, the steps that come to it from above, and those that go on below."""
     above: list[list[_Step]] = [[] for _ in cells]
@@ -82,7 +82,7 @@ def _neighbours(
 
 
 def arrange(
-    cells: list[Cell], links: list[Link], header: float, title: float
+    cells: list[LayoutCell], links: list[Link], header: float, title: float
 ) -> tuple[float, float]:
     """Place cells and route links. Returns the width and height that they take.
 
@@ -106,7 +106,7 @@ def arrange(
     return width, height
 
 
-def _rank(cells: list[Cell], links: list[Link]) -> None:
+def _rank(cells: list[LayoutCell], links: list[Link]) -> None:
     below: list[list[int]] = [[] for _ in cells]
     waiting = [0] * len(cells)
     for link in links:
@@ -134,7 +134,7 @@ def _rank(cells: list[Cell], links: list[Link]) -> None:
             cell.rank = last
 
 
-def _bend(cells: list[Cell], links: list[Link]) -> list[list[int]]:
+def _bend(cells: list[LayoutCell], links: list[Link]) -> list[list[int]]:
     """A bend in each rank that a link passes; links that leave from one point share theirs."""
     shared: dict[tuple[int, float | None, int], int] = {}
     chains = []
@@ -144,13 +144,13 @@ def _bend(cells: list[Cell], links: list[Link]) -> list[list[int]]:
             key = (link.source, link.leaves, rank)
             if key not in shared:
                 shared[key] = len(cells)
-                cells.append(Cell(0.0, 0.0, "bend", rank))
+                cells.append(LayoutCell(0.0, 0.0, "bend", rank))
             chain.append(shared[key])
         chains.append(chain)
     return chains
 
 
-def _steps(cells: list[Cell], links: list[Link], chains: list[list[int]]) -> list[_Step]:
+def _steps(cells: list[LayoutCell], links: list[Link], chains: list[list[int]]) -> list[_Step]:
     found: dict[tuple[int, int, float], _Step] = {}
     for link, chain in zip(links, chains, strict=True):
         path = [link.source, *chain, link.target]
@@ -167,7 +167,9 @@ def _steps(cells: list[Cell], links: list[Link], chains: list[list[int]]) -> lis
     return list(found.values())
 
 
-def _place_y(cells: list[Cell], ranks: list[list[int]], links: list[Link], header: float) -> float:
+def _place_y(
+    cells: list[LayoutCell], ranks: list[list[int]], links: list[Link], header: float
+) -> float:
     used = {link.target for link in links}
     y = 0.0
     for number, rank in enumerate(ranks):
@@ -185,7 +187,7 @@ def _place_y(cells: list[Cell], ranks: list[list[int]], links: list[Link], heade
 
 
 def _route(
-    cells: list[Cell],
+    cells: list[LayoutCell],
     ranks: list[list[int]],
     links: list[Link],
     chains: list[list[int]],
@@ -211,7 +213,7 @@ def _route(
             link.route.append((cell.x + (enters if link.enters is None else link.enters), cell.y))
 
 
-def _ordered(cells: list[Cell], steps: list[_Step]) -> list[list[int]]:
+def _ordered(cells: list[LayoutCell], steps: list[_Step]) -> list[list[int]]:
     """The cells of each rank from left to right, with few crossings."""
     ranks: list[list[int]] = [[] for _ in range(max(cell.rank for cell in cells) + 1)]
     for index, cell in enumerate(cells):
@@ -231,7 +233,7 @@ def _ordered(cells: list[Cell], steps: list[_Step]) -> list[list[int]]:
 
 
 def _by_neighbours(
-    rank: list[int], ranks: list[list[int]], cells: list[Cell], steps_of: list[list[_Step]]
+    rank: list[int], ranks: list[list[int]], cells: list[LayoutCell], steps_of: list[list[_Step]]
 ) -> None:
     place = {cell: index for row in ranks for index, cell in enumerate(row)}
 
@@ -246,7 +248,7 @@ def _by_neighbours(
     rank.sort(key=center)
 
 
-def _crossings(cells: list[Cell], ranks: list[list[int]], steps: list[_Step]) -> int:
+def _crossings(cells: list[LayoutCell], ranks: list[list[int]], steps: list[_Step]) -> int:
     place = {cell: index for row in ranks for index, cell in enumerate(row)}
     of_rank: dict[int, list[tuple[float, float]]] = {}
     for step in steps:
@@ -262,13 +264,13 @@ def _crossings(cells: list[Cell], ranks: list[list[int]], steps: list[_Step]) ->
     return count
 
 
-def _gap(cells: list[Cell], left: int, right: int) -> float:
+def _gap(cells: list[LayoutCell], left: int, right: int) -> float:
     """The least distance between the left edges of two neighbours."""
     both = cells[left].kind != "box" and cells[right].kind != "box"
     return cells[left].width + (_BEND_GAP if both else _CELL_GAP)
 
 
-def _place_x(cells: list[Cell], ranks: list[list[int]], steps: list[_Step]) -> None:
+def _place_x(cells: list[LayoutCell], ranks: list[list[int]], steps: list[_Step]) -> None:
     """Give every cell its left edge."""
     above, below = _neighbours(cells, steps)
     for rank in ranks:
@@ -286,7 +288,7 @@ def _place_x(cells: list[Cell], ranks: list[list[int]], steps: list[_Step]) -> N
 
 
 def _align(
-    cells: list[Cell],
+    cells: list[LayoutCell],
     rank: list[int],
     above: list[list[_Step]] | None,
     below: list[list[_Step]] | None,
@@ -309,7 +311,7 @@ def _align(
         cells[index].x = x
 
 
-def _pull(cells: list[Cell], step: _Step) -> float:
+def _pull(cells: list[LayoutCell], step: _Step) -> float:
     bends = (cells[step.upper].kind == "bend") + (cells[step.lower].kind == "bend")
     return (1.0, _STRAIGHT / 2, _STRAIGHT)[bends]
 
@@ -334,7 +336,7 @@ def _spread(
 
 
 def _straighten(
-    cells: list[Cell], ranks: list[list[int]], links: list[Link], chains: list[list[int]]
+    cells: list[LayoutCell], ranks: list[list[int]], links: list[Link], chains: list[list[int]]
 ) -> None:
     """Put as many bends of a link as there is room for on one vertical line."""
     left: dict[int, int | None] = {}
@@ -361,7 +363,7 @@ def _straighten(
         _settle(cells, run, low, high, link)
 
 
-def _settle(cells: list[Cell], run: list[int], low: float, high: float, link: Link) -> None:
+def _settle(cells: list[LayoutCell], run: list[int], low: float, high: float, link: Link) -> None:
     if run:
         target = cells[link.target]
         end = target.x + (target.width / 2 if link.enters is None else link.enters)
@@ -370,7 +372,7 @@ def _settle(cells: list[Cell], run: list[int], low: float, high: float, link: Li
             cells[index].x = min(max(wanted, low), high)
 
 
-def _shift(cells: list[Cell], ranks: list[list[int]], title: float) -> float:
+def _shift(cells: list[LayoutCell], ranks: list[list[int]], title: float) -> float:
     """Move all to begin at 0, and ports out of the title's way. Returns the width."""
     least = min(cell.x for cell in cells)
     for cell in cells:

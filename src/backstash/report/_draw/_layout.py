@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from ._layers import Cell, Link, arrange
+from ._layers import LayoutCell, Link, arrange
 from ._records import DrawnEdge, DrawnGroup
 
 __all__ = ["Layout", "Rectangle", "Wire", "lay_out"]
@@ -56,7 +56,7 @@ class _Frame:
     """One frame's inside, or the whole drawing's."""
 
     keys: dict[_Key, int] = field(default_factory=dict)
-    cells: list[Cell] = field(default_factory=list)
+    cells: list[LayoutCell] = field(default_factory=list)
     links: dict[tuple[_Key, _Key], DrawnEdge] = field(default_factory=dict)
     routed: list[Link] = field(default_factory=list)
 
@@ -138,11 +138,11 @@ def _arranged(
     frame = frames[number]
     for key in contents:
         width, height = sizes[key[1]] if key[0] == "box" else spans[key[1] + 1]
-        _add(frame, key, Cell(width, height))
+        _add(frame, key, LayoutCell(width, height))
     for ends in frame.links:
         for key in ends:
             if key[0] in ("top", "bottom"):
-                _add(frame, key, Cell(0.0, 0.0, key[0]))
+                _add(frame, key, LayoutCell(0.0, 0.0, key[0]))
     for source, target in frame.links:
         leaves = _port(frames, source, "bottom") if source[0] == "out" else None
         enters = _port(frames, target, "top") if target[0] == "in" else None
@@ -155,7 +155,7 @@ def _arranged(
     return width + 2 * _PAD, height + (0.0 if has_exit else _PAD)
 
 
-def _add(frame: _Frame, key: _Key, cell: Cell) -> None:
+def _add(frame: _Frame, key: _Key, cell: LayoutCell) -> None:
     if key not in frame.keys:
         frame.keys[key] = len(frame.cells)
         frame.cells.append(cell)

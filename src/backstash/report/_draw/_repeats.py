@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from ._facts import Facts, Op
+from ._facts import Facts, OpFacts
 from ._tree import Item, common_path, walk
 
 __all__ = ["find_repeats"]
@@ -60,7 +60,7 @@ class _Kinds:
         )
 
 
-def _signature(op: Op, facts: Facts) -> object:
+def _signature(op: OpFacts, facts: Facts) -> object:
     held = tuple((each.name, each.shape, each.dtype) for each in op.held)
     leaves = tuple((facts.leaves[leaf].shape, facts.leaves[leaf].dtype) for leaf in op.leaves)
     return op.name, op.shape, op.dtype, held, leaves, len(op.inputs)

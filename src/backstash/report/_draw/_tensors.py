@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from ..._torch.node_saves import RECOMPUTED
 from ._drafts import Draft
 from ._facts import Facts
-from ._held import Held
+from ._held import HeldTensor
 from ._records import SAVED_ABOVE, DrawnTensor, Place
 from ._text import clean, short_name
 from ._tree import Choice
@@ -103,7 +103,7 @@ def tensors_of(
     runs = [[op.held for op in ops[first:end] if op.held] for first, end in box.runs()]
     if all(len(run) == 1 for run in runs) and len({len(run[0]) for run in runs}) == 1:
         return _one_by_one([run[0] for run in runs], same)
-    groups: dict[str, list[Held]] = {}
+    groups: dict[str, list[HeldTensor]] = {}
     for first, end in box.runs():
         for op in ops[first:end]:
             for held in op.held:
@@ -112,7 +112,7 @@ def tensors_of(
     return tuple(_row(f"{len(held):,} saved", held, same) for _, held in sorted(groups.items()))
 
 
-def _one_by_one(runs: list[list[Held]], same: dict[int, str]) -> tuple[DrawnTensor, ...]:
+def _one_by_one(runs: list[list[HeldTensor]], same: dict[int, str]) -> tuple[DrawnTensor, ...]:
     """A row for each tensor that one operation saves, over all copies of the operation."""
     columns = [list(column) for column in zip(*runs, strict=True)]
     rows = [_row(column[0].name, column, same) for column in columns[:_MOST_ROWS]]
@@ -122,7 +122,7 @@ def _one_by_one(runs: list[list[Held]], same: dict[int, str]) -> tuple[DrawnTens
     return tuple(rows)
 
 
-def _row(name: str, all_held: Iterable[Held], same: dict[int, str]) -> DrawnTensor:
+def _row(name: str, all_held: Iterable[HeldTensor], same: dict[int, str]) -> DrawnTensor:
     held = list(all_held)
     places: dict[str, list[int]] = {}
     for each in held:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import unicodedata
 
 from ..._text import clean as whole
+from ...places import label_of
 from ...units import format_bytes
 from ._records import SAVED_ABOVE, DrawnGraph, DrawnTensor
 
@@ -15,7 +16,6 @@ __all__ = [
     "dot_quoted",
     "headline",
     "joined_shape",
-    "place_name",
     "places_of",
     "same_words",
     "short_name",
@@ -23,8 +23,6 @@ __all__ = [
     "wrapped",
     "xml",
 ]
-
-_NAMES = {"recomputed": "will be recomputed", "hooks": "known to hooks only"}
 
 
 def clean(text: str, most: int = 400) -> str:
@@ -143,11 +141,6 @@ def short_name(name: str) -> str:
     return stem if stem and last.rstrip("0123456789") != stem else last
 
 
-def place_name(where: str) -> str:
-    """What a place is called."""
-    return _NAMES.get(where, where)
-
-
 def bytes_of(nbytes: int, unknown: int, count: int) -> str:
     """Bytes in words, with a question mark if some or all of them are not known.
 
@@ -162,8 +155,8 @@ def bytes_of(nbytes: int, unknown: int, count: int) -> str:
 def places_of(tensor: DrawnTensor) -> str:
     """The place of a saved tensor; of several, how many are at which place."""
     if len(tensor.places) == 1:
-        return place_name(tensor.places[0].where)
-    return ", ".join(f"{place.count:,} {place_name(place.where)}" for place in tensor.places)
+        return label_of(tensor.places[0].where)
+    return ", ".join(f"{place.count:,} {label_of(place.where)}" for place in tensor.places)
 
 
 def same_words(tensor: DrawnTensor) -> str:
@@ -183,7 +176,7 @@ def headline(drawing: DrawnGraph) -> list[str]:
     tensors = f"{drawing.saved:,} saved tensor{'s' if drawing.saved != 1 else ''}"
     places = [
         f"{format_bytes(place.nbytes) if place.nbytes else f'{place.count:,}'} "
-        f"{place_name(place.where)}"
+        f"{label_of(place.where)}"
         for place in drawing.places
     ]
     alone = (

@@ -7,13 +7,13 @@ from typing import Any
 
 from ...units import format_bytes
 from .rows import Row, SavedTensorRow
-from .summary import Details, Summary
+from .summary import Details, SavedSummary
 from .text import where_of
 
 __all__ = ["as_page", "as_values"]
 
 
-def as_values(report: Summary, details: Details) -> dict[str, Any]:
+def as_values(report: SavedSummary, details: Details) -> dict[str, Any]:
     """The whole report as dicts, lists, numbers and strings."""
     return {
         "what": "backstash saved report",
@@ -48,7 +48,7 @@ def _tensor(row: SavedTensorRow) -> dict[str, Any]:
     }
 
 
-def as_page(report: Summary, title: str) -> dict[str, Any]:
+def as_page(report: SavedSummary, title: str) -> dict[str, Any]:
     """The report as the mapping that :func:`~backstash.report.render_page` takes."""
     return {
         "title": title,
@@ -89,7 +89,7 @@ def _waste_note(each: Any) -> str:
     return f"{sizes}, exactly: {each.what} ({each.tensors} in {each.name or 'no module'})."
 
 
-def _facts(report: Summary) -> list[dict[str, Any]]:
+def _facts(report: SavedSummary) -> list[dict[str, Any]]:
     facts = [
         ("Held for backward", report.unique_bytes, "each storage once, parameters not"),
         ("Made by forward", report.activation_bytes, "of it, what was not there before"),

@@ -39,18 +39,18 @@ from ..._torch.modules import CALL_CODE, module_path
 from ..._torch.node_saves import RECOMPUTED
 from ..._torch.pushed_pairs import Pack, Unpack, is_listening, listen, push_unseen, stop_listening
 from ..._torch.trees import tree_leaves
-from ..._torch.versions import Held
+from ..._torch.versions import HeldVersion
 from ...errors import UsageError
-from .save import Found, Packed, Save, identities
+from .save import Found, RecordedPack, Save, identities
 from .storages import Storages, existing_tensors
 from .waste import LEAST_BYTES, find_waste
 
-__all__ = ["Recorder"]
+__all__ = ["SaveRecorder"]
 
 _serials = itertools.count()
 
 
-class Recorder:
+class SaveRecorder:
     """Records what the thread that calls :meth:`start` saves until :meth:`stop`.
 
     Args:
@@ -137,19 +137,19 @@ class Recorder:
         marked: Any = stand_in
         marked.__wrapped__ = _own(pack)
         marked.recorders = (*getattr(pack, "recorders", ()), self)
-        return stand_in, Packed.get
+        return stand_in, RecordedPack.get
 
-    def pack(self, tensor: Tensor, pack: Pack | None, unpack: Unpack) -> Packed:
+    def pack(self, tensor: Tensor, pack: Pack | None, unpack: Unpack) -> RecordedPack:
         """Record a save and hand the tensor to ``pack``; without one, hold it in place."""
         if not self.is_on or getattr(self._local, "is_packing", False):
-            return Packed(Held(tensor) if pack is None else pack(tensor), unpack)
+            return RecordedPack(HeldVersion(tensor) if pack is None else pack(tensor), unpack)
         self._local.is_packing = True
         try:
-            value = Held(tensor) if pack is None else pack(tensor)
+            value = HeldVersion(tensor) if pack is None else pack(tensor)
             save = self._save(tensor, pack, sys._getframe(1))
             if save is None or not save.is_saved:
-                return Packed(value, unpack, save)
-            packed = Packed(value, unpack, save, self.found.lives)
+                return RecordedPack(value, unpack, save)
+            packed = RecordedPack(value, unpack, save, self.found.lives)
             if pack is None:
                 return packed
             packed.storages = identities(tensor)
@@ -195,19 +195,19 @@ class _Base:
 
     __slots__ = ("left", "outer", "owner")
 
-    def __init__(self, owner: Recorder, outer: Pair | None) -> None:
+    def __init__(self, owner: SaveRecorder, outer: Pair | None) -> None:
         self.owner = owner
         self.outer = outer
 
-    def pack(self, tensor: Tensor) -> Packed:
+    def pack(self, tensor: Tensor) -> RecordedPack:
         if self.outer is None:
-            return self.owner.pack(tensor, None, Held.get)
+            return self.owner.pack(tensor, None, HeldVersion.get)
         return self.owner.pack(tensor, *self.outer)
 
     def steps_aside(self) -> None:
         self.owner.found.transforms += 1
 
-    def unpack(self, packed: Packed) -> Tensor:
+    def unpack(self, packed: RecordedPack) -> Tensor:
         return packed.get()
 
 
@@ -234,7 +234,7 @@ def _name_of(pack: Any) -> str:
     return f"{getattr(pack, '__qualname__', None) or type(pack).__name__}{where}"
 
 
-class _Mark:
+class _FrameMark:
     """The mark of a running call on its frame. It can be called, and does nothing, in case tracing begins."""
 
     __slots__ = ("prefixes",)
@@ -285,7 +285,7 @@ class _Calls:
         while frame is not None:
             if frame.f_code is CALL_CODE:
                 mark: Any = frame.f_trace
-                if type(mark) is _Mark and self._serial in mark.prefixes:
+                if type(mark) is _FrameMark and self._serial in mark.prefixes:
                     found = mark.prefixes[self._serial]
                     break
                 new.append(frame)
@@ -307,8 +307,8 @@ class _Calls:
         found = self._prefix(module, above), module
         mark: Any = frame.f_trace
         if mark is None:
-            frame.f_trace = mark = _Mark()
-        if type(mark) is _Mark:
+            frame.f_trace = mark = _FrameMark()
+        if type(mark) is _FrameMark:
             mark.prefixes[self._serial] = found
             self.found.calls[self._shown(*found)] += 1
         else:

@@ -11,16 +11,17 @@ from typing import Any
 from torch import nn
 
 from ..._text import html_text, show_text
+from ...advice import Advice
 from ...errors import UsageError
 from ...units import format_bytes
 from .._page import render_page
-from .advice import PLACE, Advice, Budget, advise, budgets, peak_bytes
+from .budgets import PLACE, Budget, advice_of, budgets, peak_bytes
 from .page import as_page, as_values
-from .recorder import Recorder
+from .recorder import SaveRecorder
 from .rows import Row, SavedTensorRow, add_up, describe, pattern
 from .save import Found, Save
 from .storages import find_ops
-from .summary import Details, Summary
+from .summary import Details, SavedSummary
 from .text import as_rich, as_text
 from .waste import Waste, wasted
 
@@ -59,7 +60,7 @@ def saved_report(model: nn.Module | None = None, *, look: bool = True) -> SavedR
     """
     if model is not None and not isinstance(model, nn.Module):
         raise UsageError(f"saved_report({model!r}): allowed is an nn.Module, or nothing")
-    recorder = Recorder(model, look=look)
+    recorder = SaveRecorder(model, look=look)
     return SavedReport(recorder, recorder.found)
 
 
@@ -70,7 +71,7 @@ class SavedReport:
     it is the place that was last seen. ``print`` the report for the table.
     """
 
-    def __init__(self, recorder: Recorder | None, found: Found) -> None:
+    def __init__(self, recorder: SaveRecorder | None, found: Found) -> None:
         self._recorder = recorder
         self._found = found
 
@@ -215,7 +216,7 @@ class SavedReport:
     def advice(self) -> tuple[Advice, ...]:
         """Which stash to use and how much memory it would save, computed from the recorded sizes."""
         self._saves()
-        return advise(self._found)
+        return advice_of(self._found)
 
     def budgets(self, disk: str = PLACE) -> tuple[Budget, ...]:
         """What a stash would move if it kept everything, half, a tenth or nothing of what can move.
@@ -264,8 +265,8 @@ class SavedReport:
 
     # Where it goes.
 
-    def _summary(self, *, advice: bool = True) -> Summary:
-        return Summary(
+    def _summary(self, *, advice: bool = True) -> SavedSummary:
+        return SavedSummary(
             total_bytes=self.total_bytes,
             unique_bytes=self.unique_bytes,
             peak_bytes=self.peak_bytes,

@@ -16,7 +16,16 @@ from ..._torch.storages import storage_identity
 from ..._torch.tensors import is_view, parts_of
 from ..._torch.trees import tree_leaves
 
-__all__ = ["ADDED", "OWNED", "Found", "Packed", "Save", "Stored", "identities", "pieces"]
+__all__ = [
+    "ADDED",
+    "OWNED",
+    "Found",
+    "RecordedPack",
+    "Save",
+    "SavedStorage",
+    "identities",
+    "pieces",
+]
 
 ADDED = ("input", "activation")
 """The kinds of storage that a report counts as held for backward."""
@@ -24,7 +33,7 @@ OWNED = ("parameter", "buffer")
 """The kinds of storage that the model holds without backward too."""
 
 
-class Stored:
+class SavedStorage:
     """One storage that has elements of saved tensors."""
 
     __slots__ = ("device", "dropper", "holder", "index", "kind", "nbytes", "saved_bytes", "stays")
@@ -69,16 +78,16 @@ class Save:
         self.device = tensor.device
         self.is_view = is_view(tensor)
         self.nbytes = nbytes
-        self.stored: tuple[Stored, ...] = ()
+        self.stored: tuple[SavedStorage, ...] = ()
         self.where = "in place"
         self.is_dropped = False  # by a checkpoint
         # "checkpoint" or "reentrant checkpoint" for what one saved to recompute the rest from.
         self.boundary = ""
         # What the values are, and the bytes that would hold them.
         self.waste: tuple[str, int] | None = None
-        self.held: weakref.ref[Packed] | None = None
+        self.held: weakref.ref[RecordedPack] | None = None
 
-    def looks_into(self, stored: tuple[Stored, ...]) -> None:
+    def looks_into(self, stored: tuple[SavedStorage, ...]) -> None:
         """Set the storages that have the elements."""
         self.stored = stored
         for each in stored:
@@ -88,7 +97,7 @@ class Save:
                 each.holder = self
 
     @property
-    def first(self) -> list[Stored]:
+    def first(self) -> list[SavedStorage]:
         """The storages that this save is the first to hold, or to drop."""
         if self.is_saved:
             return [each for each in self.stored if each.holder is self]
@@ -151,7 +160,7 @@ class Found:
         self.not_looked = 0  # large tensors whose values could not be read
 
 
-class Packed:
+class RecordedPack:
     """What autograd holds in place of a tensor while a report is made: what the pair around it packed."""
 
     __slots__ = ("__weakref__", "lives", "save", "storages", "unpack", "value")

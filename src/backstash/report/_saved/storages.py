@@ -17,7 +17,7 @@ from ..._torch.dispatch import without_subclass_functions
 from ..._torch.graph_walk import iter_graph
 from ..._torch.node_saves import packed_of
 from ..._torch.storages import keep_identity, storage_identity
-from .save import Packed, Save, Stored, pieces
+from .save import RecordedPack, Save, SavedStorage, pieces
 
 __all__ = ["Storages", "existing_tensors", "find_ops"]
 
@@ -32,7 +32,7 @@ class Storages:
 
     def __init__(self) -> None:
         self._owned: dict[int, tuple[Any, str]] = {}
-        self._known: dict[int, tuple[Any, Stored]] = {}
+        self._known: dict[int, tuple[Any, SavedStorage]] = {}
         self.count = 0
 
     def own(self, tensor: Tensor | None, kind: str) -> None:
@@ -51,14 +51,14 @@ class Storages:
             except Exception:  # objects of any class, perhaps half constructed: these stay unknown
                 continue
 
-    def of(self, tensor: Tensor) -> tuple[tuple[Stored, ...], int]:
+    def of(self, tensor: Tensor) -> tuple[tuple[SavedStorage, ...], int]:
         """The storages of the elements of ``tensor``, and the bytes of the elements."""
         stored, total = [], 0
         for storage, nbytes in pieces(tensor):
             identity = storage_identity(storage)
             found = self._known.get(identity)
             if found is None:
-                one = Stored(
+                one = SavedStorage(
                     self.count, storage.nbytes(), self._kind(tensor, storage), tensor.device
                 )
                 one.stays = _gets_gradient(tensor)
@@ -117,9 +117,9 @@ def find_ops(saves: Iterable[Save]) -> None:
     with without_subclass_functions():
         for node in iter_graph(_with_history(existing_tensors())):
             for name, packed in packed_of(node):
-                while not isinstance(packed, Packed) and hasattr(packed, "packed_inside"):
+                while not isinstance(packed, RecordedPack) and hasattr(packed, "packed_inside"):
                     packed = packed.packed_inside
-                if isinstance(packed, Packed) and packed.save is not None:
+                if isinstance(packed, RecordedPack) and packed.save is not None:
                     packed.save.op, packed.save.name = node.name(), name
 
 

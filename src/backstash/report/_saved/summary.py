@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .advice import Advice, Budget
+from ...advice import Advice
+from .budgets import Budget
 from .rows import Row, SavedTensorRow
 from .waste import Waste
 
-__all__ = ["Details", "Summary"]
+__all__ = ["Details", "SavedSummary"]
 
 
 @dataclass(frozen=True, slots=True)
-class Summary:
+class SavedSummary:
     """What the table and the page show; each field is the property of ``SavedReport`` with that name."""
 
     total_bytes: int

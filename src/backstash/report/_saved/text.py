@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from ..._text import clean
+from ...places import label_of
 from ...units import format_bytes
 from .rows import Row
-from .summary import Summary
+from .summary import SavedSummary
 from .waste import PART, Waste
 
 __all__ = ["as_rich", "as_text", "where_of"]
@@ -25,7 +26,7 @@ _KINDS = (
 _NO_MODULE = "(outside any module)"
 
 
-def as_text(report: Summary) -> str:
+def as_text(report: SavedSummary) -> str:
     """The whole report, without a newline at the end."""
     rows, rest = _shown_rows(report)
     body = [_cells(row) for row in rows]
@@ -38,7 +39,7 @@ def as_text(report: Summary) -> str:
     return "\n".join([*_headline(report), "", *table, _line(total, widths), *_below(report)])
 
 
-def _headline(report: Summary) -> list[str]:
+def _headline(report: SavedSummary) -> list[str]:
     """The totals, in two lines."""
     size = format_bytes
     kinds = {row.name: row for row in report.by_kind}
@@ -55,7 +56,7 @@ def _headline(report: Summary) -> list[str]:
     return [first, f"{second}: {', '.join(parts)}" if parts else second]
 
 
-def _shown_rows(report: Summary) -> tuple[tuple[Row, ...], str]:
+def _shown_rows(report: SavedSummary) -> tuple[tuple[Row, ...], str]:
     """The rows to print, folded if there are many, and a line on those left out."""
     rows = report.rows
     if len(rows) > _MOST_ROWS:
@@ -82,7 +83,10 @@ def where_of(row: Row) -> str:
     total = sum(row.where.values())
     shares = {place: nbytes / total for place, nbytes in row.where.items() if nbytes}
     shown = {place: share for place, share in shares.items() if share >= 0.005}
-    words = [f"{place} {share:.0%}" if len(shown) > 1 else place for place, share in shown.items()]
+    words = [
+        f"{label_of(place)} {share:.0%}" if len(shown) > 1 else label_of(place)
+        for place, share in shown.items()
+    ]
     if row.recomputed_bytes:
         words.append(f"{format_bytes(row.recomputed_bytes)} recomputed")
     if not words and row.saves:
@@ -90,7 +94,7 @@ def where_of(row: Row) -> str:
     return ", ".join(words)
 
 
-def _total(report: Summary) -> tuple[str, ...]:
+def _total(report: SavedSummary) -> tuple[str, ...]:
     saved, unique = format_bytes(report.total_bytes), format_bytes(report.unique_bytes)
     return "total", "", saved, unique, "100.0%" if report.unique_bytes else "", ""
 
@@ -103,7 +107,7 @@ def _line(cells: tuple[str, ...], widths: list[int]) -> str:
     return "  ".join([name, *numbers, where]).rstrip()
 
 
-def _below(report: Summary) -> list[str]:
+def _below(report: SavedSummary) -> list[str]:
     lines: list[str] = []
     if report.waste:
         lines += ["", "could be smaller, exactly:"]
@@ -140,7 +144,7 @@ def _waste_lines(waste: tuple[Waste, ...]) -> list[str]:
     return lines
 
 
-def as_rich(report: Summary) -> Any:
+def as_rich(report: SavedSummary) -> Any:
     """The whole report as an object that rich prints."""
     from rich.console import Group
     from rich.table import Table

@@ -64,7 +64,7 @@ class Chart {
       { key: "keep", name: "in memory", below: false, bytes: held[0] },
       { key: "disk", name: "went down", below: true, bytes: held[1] },
       { key: "packed", name: "freed by packing", below: true, bytes: held[2] },
-      { key: "recomputed", name: "to be recomputed", below: true, bytes: held[3] },
+      { key: "recomputed", name: PLACES.recomputed, below: true, bytes: held[3] },
     ].filter((tier, at) => at < 2 || tier.bytes.some((value) => value > 0));
   }
 

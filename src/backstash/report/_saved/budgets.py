@@ -13,15 +13,16 @@ from dataclasses import dataclass
 
 import torch
 
+from ...advice import Advice, advise
+from ...places import label_of
 from ...policy import MIN_BYTES
 from ...units import format_bytes, parse_bytes
-from .save import ADDED, Found, Save, Stored
+from .save import ADDED, Found, Save, SavedStorage
 
 __all__ = [
     "PLACE",
-    "Advice",
     "Budget",
-    "advise",
+    "advice_of",
     "budgets",
     "peak_bytes",
 ]
@@ -29,26 +30,10 @@ __all__ = [
 _WINDOW_BYTES = 128 << 20  # of Stash(inflight=...)
 _WORTH_BYTES = 16 << 20
 _SHARES = (("everything", 1.0), ("half", 0.5), ("a tenth", 0.1), ("nothing", 0.0))
-_TIERS = {
-    "keep": "in place",
-    "packed": "packed",
-    "recomputed": "to be recomputed",
-    "host": "in host memory",
-    "disk": "on disk",
-}
+_HELD = ("keep", "packed", "recomputed", "host", "disk")  # by a stash
 PLACE = "/path/on/a/fast/disk"
 """The directory that a line to paste names where none is known."""
 _Lives = Sequence[tuple[Save, bool]]
-
-
-@dataclass(frozen=True, slots=True)
-class Advice:
-    """A stash to use, with the reason; or the reason to use none."""
-
-    text: str
-    """The reason, and what would change."""
-    code: str
-    """The line to paste; ``""`` if there is none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,38 +96,40 @@ def _line(keep: int, disk: str, devices: frozenset[str]) -> str:
     return f"Stash({', '.join(arguments)})"
 
 
-def advise(found: Found) -> tuple[Advice, ...]:
+def advice_of(found: Found) -> tuple[Advice, ...]:
     """The stashes to use, the one that saves most memory first; or the reason to use none."""
     peak = peak_bytes(found.lives)
     rows = {row.name: row for row in budgets(found)}
     movable = rows["everything"].keep_bytes
+    facts = {
+        "code": "",
+        "places": _places(found),
+        "movable": format_bytes(min(movable, peak)),  # it was rounded up
+        "peak_bytes": peak,
+        "peak": format_bytes(peak),
+    }
     if movable < _WORTH_BYTES:
-        return (Advice(_why_nothing(found, movable, peak), ""),)
-    size = format_bytes
-    texts = []
-    for name in ("nothing", "half"):
-        row = rows[name]
-        window = min(row.moved_bytes, _WINDOW_BYTES)
-        text = (
-            f"saved tensors take at most {size(row.memory_bytes)} of memory, not {size(peak)}; "
-            f"{size(row.moved_bytes)} move down and up again, {size(window)} of it at a time"
-        )
-        texts.append(Advice(text, row.code))
-    return tuple(texts)
+        return advise("saved", facts)
+    moving = [facts | _facts_of(rows[name]) for name in ("nothing", "half")]
+    return tuple(piece for each in moving for piece in advise("saved", each))
 
 
-def _why_nothing(found: Found, movable: int, peak: int) -> str:
-    size = format_bytes
+def _facts_of(row: Budget) -> dict[str, str]:
+    return {
+        "code": row.code,
+        "memory": format_bytes(row.memory_bytes),
+        "moved": format_bytes(row.moved_bytes),
+        "window": format_bytes(min(row.moved_bytes, _WINDOW_BYTES)),
+    }
+
+
+def _places(found: Found) -> str:
+    """How much a stash holds at each place, in words; ``""``: nothing."""
     held: dict[str, int] = {}
     for save in found.saves:
-        if save.unique_bytes and save.where in _TIERS:
+        if save.unique_bytes and save.where in _HELD:
             held[save.where] = held.get(save.where, 0) + save.unique_bytes
-    if held:
-        places = ", ".join(f"{size(held[tier])} {_TIERS[tier]}" for tier in _TIERS if tier in held)
-        return f"a stash holds {places}; {size(movable)} more could move"
-    if not peak:
-        return "nothing was saved that is not there without backward too"
-    return f"{size(movable)} of {size(peak)} could move: a stash would gain little"
+    return ", ".join(f"{format_bytes(held[key])} {label_of(key)}" for key in _HELD if key in held)
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,9 +142,9 @@ class _Replay:
     """The most bytes of saved tensors in memory at the same time, without those still being written."""
 
 
-def _changes(lives: _Lives) -> Iterator[tuple[Stored, bool]]:
+def _changes(lives: _Lives) -> Iterator[tuple[SavedStorage, bool]]:
     """Each storage with True when a first save holds it, and with False when the last one is gone."""
-    holders: dict[Stored, int] = {}
+    holders: dict[SavedStorage, int] = {}
     for save, begins in list(lives):
         for stored in save.stored:
             if stored.kind not in ADDED:
@@ -177,7 +164,7 @@ def peak_bytes(lives: _Lives) -> int:
     return peak
 
 
-def _can_move(stored: Stored) -> bool:
+def _can_move(stored: SavedStorage) -> bool:
     """Whether a stash would move it: it is large enough, in place, and gets no gradient."""
     return (
         not stored.stays
@@ -203,7 +190,7 @@ def _replay(lives: _Lives, keep_bytes: int) -> _Replay:
 
     An input is moved too, but stays in memory, because the program holds it.
     """
-    kept: dict[torch.device, OrderedDict[Stored, None]] = {}
+    kept: dict[torch.device, OrderedDict[SavedStorage, None]] = {}
     in_place: Counter[torch.device] = Counter()
     others = moved = peak = 0
     for stored, begins in _changes(lives):
