@@ -4,7 +4,7 @@ A tensor's way down is :meth:`Stash.pack`: the tensor is admitted (it is not too
 moved exactly) and its storage identified as a block; the block is placed, and evicted to a lower tier when the
 budget asks for it. Its way back is :meth:`Stash.unpack`: the version is checked while the bytes are in place,
 else they are loaded. Its life is autograd's reference to the entry: what dies only appends to a queue, which
-the next call drains. ``docs/design.md`` has the floors and the words.
+the next call drains. ``docs/explanation/architecture.md`` has the layers and the words.
 """
 
 from __future__ import annotations

@@ -15,7 +15,12 @@ Under ``backstash run``, which owns its process, glibc is also set up for large 
 again. That happens at the first trim, so a program that moves little keeps the allocator that it has.
 
 ``BACKSTASH_TRIM`` in the environment is the number of bytes between two trims (``"256MiB"``); ``0``
-never trims nor advises. ``docs/design.md`` has what was measured.
+never trims or advises. ``docs/explanation/memory.md`` compares allocators.
+
+Two other rules were tried. Trimming only where resident memory exceeds what it was after any earlier trim
+saves few page faults: right after a trim the least is resident, and each step grows beyond that. Without
+trimming, a step of a ResNet spent 0.20 instead of 0.59 seconds in the kernel, and its peak was a fifth higher.
+The default has the lower peak.
 """
 
 from __future__ import annotations

@@ -122,7 +122,14 @@ class StorageVersion:
 
 class PartedStorage(StorageVersion):
     """One storage of several tensors that are no views and have version counters of their own, as the gates of
-    ``nn.LSTMCell`` on the CPU. It has no version itself: each entry asks that of its part."""
+    ``nn.LSTMCell`` on the CPU. It has no version itself: each entry asks that of its part, wherever the bytes
+    are, since a part may have been changed in place before the others left with it.
+
+    In a first step the block waits until all of it is in parts that were saved, or until the program has freed
+    or changed these. A block of 512 KiB or more leaves from a copy: a change of one part while a worker reads
+    is no change of the others. A part that is saved after the block has left is compared, and is a block of its
+    own if its bytes differ or no fingerprint was taken.
+    """
 
     __slots__ = ("_nbytes", "_saved", "is_new", "parts")
     is_parted = True

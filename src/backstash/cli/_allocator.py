@@ -5,7 +5,7 @@ depends on the allocator. glibc keeps freed blocks below its growing threshold i
 pieces; when it returns them to the system, every page has to be faulted in again at the next step.
 An allocator that keeps whole pages by size and reuses them does neither; so does glibc with other
 settings, which it takes at any time. Most allocators cost a small program more memory than a stash can
-save it (`docs/design.md` has what was measured); tcmalloc does not. So `auto` takes tcmalloc where it is
+save it (see `docs/explanation/memory.md`); tcmalloc does not. So `auto` takes tcmalloc where it is
 installed, and else keeps the one that is there: the stash sets glibc once it has moved much
 (:mod:`backstash._runtime.trim`).
 
