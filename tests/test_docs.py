@@ -27,7 +27,6 @@ PAGES = check_links.pages()
 PAGES_TO_REWRITE = [
     "docs/design.md",
     "docs/measured.md",
-    "docs/reliability.md",
 ]
 DOCSTRINGS_TO_REWRITE = [
     "backstash.report.SavedReport",
