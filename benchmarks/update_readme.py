@@ -1,4 +1,4 @@
-"""Draws the tables of README, docs/measured.md and benchmarks/README.md again from the committed results.
+"""Draw the tables of the pages in ``PAGES`` again from the committed results.
 
     python benchmarks/update_readme.py           write them
     python benchmarks/update_readme.py --check   say whether they are what the results give
@@ -21,7 +21,7 @@ from bench._table import table
 __all__ = ["PAGES", "main", "updated"]
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = ("README.md", "docs/measured.md", "benchmarks/README.md")
+PAGES = ("README.md", "docs/explanation/measured.md", "benchmarks/README.md")
 _BLOCK = re.compile(r"(<!-- (table|summary): (\S+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 
 

@@ -8,7 +8,7 @@
     scripts/soak_programs.py --simulated 0.1            # on three streams of a simulated accelerator
     scripts/soak_programs.py --undo all                 # without each guard: is it missed?
     scripts/soak_programs.py --undo 'version|dedup'     # without the guards that match
-    scripts/soak_programs.py --table benchmarks/results/soak/programs_undo.txt    # a run of it, for the docs
+    scripts/soak_programs.py --table benchmarks/results/soak/programs_undo.txt    # a kept run, as a table
 
 Every seed is another set of programs. A program that fails is made as small as hypothesis can and printed as
 code for ``FOUND`` in ``tests/test_programs.py``. With ``--undo``, one guard of the library at a time is
@@ -185,7 +185,7 @@ def _search_without(guard: Guard, options: argparse.Namespace, tell: int) -> str
 
 
 def table(result: Path) -> str:
-    """The rows of a kept ``--undo`` run, as a table for docs/reliability.md."""
+    """Return the rows of a kept ``--undo`` run, with the purpose of each guard, as a table."""
     rows = ["| undone | what it is for | programs until it was missed |", "| --- | --- | ---: |"]
     told = {line[:52].strip(): line[52:].strip() for line in result.read_text().splitlines()}
     for name, guard in GUARDS.items():

@@ -1,4 +1,4 @@
-"""The benchmarks run, small; the tables of README and docs/measured.md are what the committed results give."""
+"""The benchmarks run, small; the tables of README and the docs are what the committed results give."""
 
 import importlib.util
 import json

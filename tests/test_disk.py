@@ -202,6 +202,7 @@ def test_a_slot_that_nobody_has_any_more_is_room_again(tmp_path, monkeypatch):
 
 
 def test_a_slot_that_dies_while_another_is_refused_hangs_nobody(tmp_path, monkeypatch):
+    """Let a slot die while the error of a full disk is made; its cleanup once waited for a lock held there."""
     disk = Disk(tmp_path, max_bytes="1MiB")
     slots, refused = [disk.reserve(512 << 10) for _ in range(2)], []
 

@@ -68,6 +68,7 @@ def test_changing_sizes_do_not_fragment_without_bound():
 
 
 def test_a_hole_of_the_very_size_is_used_again():
+    """Let any of many equal blocks die; the file once grew to 1.6 times the bytes alive."""
     extents = Extents(unit_bytes=4096)
     nbytes = 33 * 4096  # shares its bin with 34 units, so not every extent there is large enough
     taken = [extents.take(nbytes) for _ in range(10)]

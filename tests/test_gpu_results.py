@@ -85,7 +85,7 @@ def test_readme_says_so_until_there_is_a_result() -> None:
         assert NOT_YET in readme and not PICTURE.exists()
         return
     assert NOT_YET not in readme, "there is a result: draw its table and take the sentence out"
-    tables = (ROOT / "docs/measured.md").read_text()
+    tables = (ROOT / "docs/explanation/measured.md").read_text()
     assert "<!-- table: benchmarks/results/device.json -->" in tables
     (measured,) = json.loads(RESULT.read_text())["sections"]
     assert PICTURE.read_text() == plot_device.picture(measured), "run benchmarks/plot_device.py"

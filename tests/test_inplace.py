@@ -720,6 +720,8 @@ class FillsUnseen(torch.autograd.Function):
 @pytest.mark.parametrize("columns", [3, 12])
 @pytest.mark.parametrize("way", WAYS)
 def test_a_buffer_that_is_filled_unseen_between_two_saves(tmp_path, way, columns):
+    """Test a program like torchdiffeq's `odeint`, which fills a buffer through `.data` between saves."""
+
     def program():
         x = leaf(300)
         buffer = torch.full((300, columns), float("nan"), dtype=x.dtype)

@@ -153,8 +153,18 @@ def test_the_language_reaches_what_it_is_for():
     assert changed >= 40 and gradients >= 150 and illegal <= 40
 
 
-def test_the_table_in_the_docs_is_the_kept_result():
+def test_the_kept_result_has_each_guard_and_the_docs_count_them():
     root = Path(__file__).resolve().parent.parent
-    rows = soak_programs.table(root / "benchmarks/results/soak/programs_undo.txt")
-    assert rows.count("\n") == len(GUARDS) + 1
-    assert rows in (root / "docs/reliability.md").read_text()
+    rows = soak_programs.table(root / "benchmarks/results/soak/programs_undo.txt").splitlines()[2:]
+    outcomes = [row.strip("| ").rpartition("|")[2].strip() for row in rows]
+    noticed = [int(outcome) for outcome in outcomes if outcome.isdigit()]
+    missed = sum(outcome.startswith("not within") for outcome in outcomes)
+    not_searched = sum(outcome.startswith("not searched") for outcome in outcomes)
+    assert len(noticed) + missed + not_searched == len(outcomes) == len(GUARDS)
+    assert not any("no test is named" in outcome for outcome in outcomes)
+    page = (root / "docs/explanation/attacks.md").read_text()
+    assert f"removes one of {len(GUARDS)} safeguards" in page
+    assert (
+        f"{len(noticed)} of {len(GUARDS)}, after {min(noticed)} to {max(noticed)} programs" in page
+    )
+    assert f"They missed {missed}, and {not_searched} were not searched" in page
