@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import re
 import statistics
 import subprocess
 import sys
@@ -36,6 +37,7 @@ def load(path: Path) -> ModuleType:
 
 
 update_readme = load(ROOT / "benchmarks/update_readme.py")
+gallery = load(ROOT / "benchmarks/gallery.py")
 
 
 def bench(tmp_path: Path, *arguments: str) -> dict[str, Any]:
@@ -396,3 +398,52 @@ def test_cells_of_budgets_are_predicted_and_measured(tmp_path: Path) -> None:
     is_over = within["highest_bytes"] > int(within["way"].partition("=")[2])
     is_said = within["plan"]["state"] == "too small"
     assert found["summary"]["budgets exceeded that were not"] == (is_over and not is_said)
+
+
+GALLERY_TEXT = """\
+peak in MiB and step in ms: plain, --disk, budgets of 110% and 90% of plain's peak
+one                     1000   100    500   200    900   150    800   160  as promised
+two                     2000    10    500    20    900    15    800     -  disk: other bits; 110%: peak 1.05
+three                    300     1    100     2    200     3    150     4  plain does not repeat itself
+1 of 3 as promised
+
+One of them again at abcdef1 (so that the
+times say nothing).
+one                     1001   110    510   210    910   160    810   170  as promised (nothing moved: 110%)
+
+And one at abcdef2:
+two                     2001    11    501    21    901    16    801     -  as promised
+"""
+
+
+def test_a_program_s_last_row_is_in_the_gallery_s_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gallery, "PROGRAMS", {"two": {}, "one": {}, "three": {}})
+    rows = gallery.table(GALLERY_TEXT).splitlines()[2:]
+    assert rows == [
+        "| `two` | 2001 | 501 | 901 | 801 | 11 | 21 | 16 | - | yes | abcdef2 |",
+        "| `one` | 1001 | 510 | 910 | 810 | - | - | - | - | yes | abcdef1 |",
+        "| `three` | 300 | 100 | 200 | 150 | 1 | 2 | 3 | 4 | plain PyTorch differs from itself | first table |",
+    ]
+    assert [row.equal for row in gallery.rows(GALLERY_TEXT)][:2] == ["yes", "no"]
+
+
+def test_the_gallery_s_page_shows_the_committed_results() -> None:
+    text = gallery.RESULTS.read_text(encoding="utf-8")
+    assert gallery.table(text) in (ROOT / "docs/gallery.md").read_text(encoding="utf-8")
+    plain = {row.name: int(row.peaks[0]) for row in gallery.rows(text) if row.part == "first table"}
+    assert len(plain) == 25
+    programs = ROOT / "scripts/gallery"
+    others = [
+        name
+        for name in sorted(plain, key=plain.__getitem__, reverse=True)
+        if not re.match('"""(Torch alone|PyTorch)', (programs / f"{name}.py").read_text())
+    ]
+    assert list(gallery.PROGRAMS) == others[:10]
+
+
+def test_a_program_without_its_packages_is_skipped(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(gallery.PROGRAMS, "smp_unet", {"no-such-package": "no_such_package"})
+    assert gallery.main(["smp_unet"]) == 0
+    assert "skipped: pip install no-such-package" in capsys.readouterr().out
