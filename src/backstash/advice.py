@@ -38,6 +38,11 @@ class _Rule:
     """What to type or paste, likewise."""
 
 
+def _all_stayed(facts: Mapping[str, Any]) -> bool:
+    """Whether nothing was moved, recomputed or packed."""
+    return not facts["moved_bytes"] and not facts["freed_bytes"]
+
+
 def _waits(facts: Mapping[str, Any]) -> bool:
     """Whether the script waited much for the stash; under a plan, if that knows a step without a stash."""
     return bool(facts["waited_share"] > _MUCH_WAITING and facts["is_compared"])
@@ -81,11 +86,11 @@ _RUN = (
         "backstash plan {script}",
     ),
     _Rule(
-        lambda facts: not facts["plan"] and not facts["moved_bytes"] and facts["keep"] == 0,
+        lambda facts: not facts["plan"] and _all_stayed(facts) and facts["keep"] == 0,
         "Nothing needs to be done: this script fits as it is.",
     ),
     _Rule(
-        lambda facts: not facts["plan"] and not facts["moved_bytes"] and facts["keep"] != 0,
+        lambda facts: not facts["plan"] and _all_stayed(facts) and facts["keep"] != 0,
         "Nothing was moved, since --keep allows all of it to stay. To take less memory, give a limit:",
         "--budget SIZE",
     ),
@@ -96,15 +101,15 @@ _RUN = (
         "--budget SIZE",
     ),
     _Rule(
-        lambda facts: not facts["plan"] and facts["moved_bytes"] and not _waits(facts),
+        lambda facts: not facts["plan"] and not _all_stayed(facts) and not _waits(facts),
         "A budget keeps a limit, and moves as little as that takes:",
         "--budget SIZE",
     ),
     _Rule(
         lambda facts: facts["moved_bytes"] and facts["allocator"] in ("own", "glibc", "none"),
         "glibc keeps some of the memory that is freed. Another allocator may be faster, with --malloc tcmalloc "
-        "or --malloc tbb, where it is installed ({install}). To compare them here:",
-        "backstash doctor",
+        "or --malloc tbb, where it is installed ({install}). To try one:",
+        "backstash run --malloc tcmalloc {script}",
     ),
     _Rule(lambda facts: True, "The same inside your own code:", "{stash}"),
 )

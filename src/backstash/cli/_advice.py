@@ -24,6 +24,7 @@ def advice(figures: dict[str, Any]) -> tuple[Advice, ...]:
     facts = {
         "is_full": any("left in place" in note for note in stats["notes"]),
         "moved_bytes": stats["written_bytes"],
+        "freed_bytes": stats["recomputed_bytes"] + stats["packed_bytes"],
         "waited_seconds": waited,
         "waited_share": waited / seconds if seconds else 0.0,
         "plan": plan.get("state", ""),

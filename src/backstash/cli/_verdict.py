@@ -57,6 +57,9 @@ def verdict(figures: dict[str, Any], other: dict[str, Any] | None) -> str:
     full = next((note for note in stats["notes"] if "left in place" in note), "")
     if away < _WORTH_MOVING * peak and full:
         return f"{held}; hardly anything was moved: {full}"
+    freed = [name for name in ("recomputed", "packed") if stats[f"{name}_bytes"]]
+    if not stats["written_bytes"] and freed:
+        return f"{held}; saved tensors were {' and '.join(freed)}, and none was moved"
     if not stats["written_bytes"]:
         return f"{held}; nothing was moved: {_why_nothing(figures)}"
     if away < _WORTH_MOVING * peak:
