@@ -122,7 +122,7 @@ class Place:
         alias = torch.arange(nbytes // 4, dtype=torch.float32)[1:]
         placement = Resident(alias)
         return SimpleNamespace(
-            nbytes=nbytes, placement=placement, stream="a stream", to_disk=to_disk
+            nbytes=nbytes, placement=placement, stream="a stream", tier="disk" if to_disk else ""
         )
 
     def begun(self):

@@ -514,7 +514,6 @@ def test_small_forwards_before_each_step_move_nothing_of_a_step_that_fits(memory
         _ = stash.plan
     assert stash.plan.state == "left alone"
     assert stash.stats().written_bytes == 0
-    assert sum(each.nbytes for each in stash.plan.classes) > SAVED // 4  # the large step is known
     stash.close()
 
 
