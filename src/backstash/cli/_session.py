@@ -28,7 +28,7 @@ from ._recompute import RecomputedModules, recompute_of
 from ._resident import resident_bytes, resident_peak_bytes
 from ._selective import SelectiveCheckpoints
 from ._sigterm import BeforeTermination
-from ._summary import Resident
+from ._summary import ResidentMemory
 from ._threads import Threads
 from ._verdict import CHILDREN
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from ..report import Timeline
     from ._first_backward import FirstBackward
 
-__all__ = ["Session"]
+__all__ = ["RunSession"]
 
 _RECORDED_STEPS = 5
 _RECORDED_EVENTS = 100_000  # 286 bytes of memory each, measured
@@ -53,7 +53,7 @@ _SETTINGS = (
 )
 
 
-class Session:
+class RunSession:
     """The stash of ``backstash run``, entered. :meth:`end` leaves it, and prints and writes its figures.
 
     Args:
@@ -186,7 +186,7 @@ class Session:
             "job": asdict(self._job),
             "steps": _steps(self._marks),
             "stats": self._stash.stats().as_json(),
-            "resident": Resident(self._resident_start_bytes, resident_peak_bytes()).as_dict(),
+            "resident": ResidentMemory(self._resident_start_bytes, resident_peak_bytes()).as_dict(),
             "devices": _device_peaks(),
             "allocator": self._plan["allocator"],
             "leaves_small": self._leaves_small,

@@ -11,11 +11,11 @@ from ..units import format_bytes
 from ._advice import next_step
 from ._verdict import GOOD_ENDS, only_line, step_line, verdict
 
-__all__ = ["Resident", "allocator_line", "left_lines", "outcome", "summary"]
+__all__ = ["ResidentMemory", "allocator_line", "left_lines", "outcome", "summary"]
 
 
 @dataclass(frozen=True, slots=True)
-class Resident:
+class ResidentMemory:
     """The process's resident memory."""
 
     start_bytes: int

@@ -341,7 +341,7 @@ def _plan(
     return {name: getattr(options, name) for name in ("disk", *sizes)} | {
         "name": "run",
         "job": asdict(Job.now()),
-        "session": "_session.Session",
+        "session": "_session.RunSession",
         "target": target,
         "is_module": is_module,
         "json": options.json,
