@@ -18,7 +18,7 @@ from device.table import device_table  # noqa: E402
 
 RESULT = ROOT / "benchmarks/results/device.json"
 PICTURE = ROOT / "docs/gpu.svg"
-NOT_YET = "other libraries' offloading was not measured beside it"
+NOT_YET = "other libraries' offloading was not compared there"
 
 
 def a_row(seconds: float, gigabytes: float, **more: Any) -> dict[str, Any]:
