@@ -227,7 +227,8 @@ def test_a_run_within_a_budget_is_advised_about_its_budget(state: str) -> None:
     figures = {
         "plan": made.as_dict(),
         "settings": settings | {"max_bytes": None},
-        "stats": {"stall_seconds": 1.0, "written_bytes": 1, "notes": []},
+        "stats": {"stall_seconds": 1.0, "written_bytes": 1, "notes": []}
+        | {"recomputed_bytes": 0, "packed_bytes": 0},
         "seconds": 2.0,
         "allocator": {"kind": "tcmalloc"},
         "script": ["train.py", "a b"],
