@@ -429,10 +429,11 @@ def test_what_goes_and_is_saved_again_is_looked_at_again(memory, tmp_path):
     stash._planner._corrections.is_off = lambda *_: False
     net = nn.Sequential(*(Twice() for _ in range(MANY)))
     true = step(net, Stash())
-    for _ in range(12):
+    for number in range(24):
         assert torch.equal(step(net, stash), true)
-        _ = stash.plan
-    plan = stash.plan
+        plan = stash.plan
+        if number >= 11 and plan.state == "planned" and not stash._planner._recording.is_on:
+            break  # a busy machine has more steps measured
     assert plan.state == "planned" and not stash._planner._recording.is_on
     moved = sum(n for each in plan.classes for name, n in each.choices if name != "keep")
     after = plan.left_after

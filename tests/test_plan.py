@@ -421,15 +421,16 @@ def test_the_plan_reads_as_text(memory, tmp_path):
 
 
 def test_nothing_runs_on_after_the_end(memory, tmp_path):
+    others = set(threading.enumerate())  # a test that failed before holds its stash
     stash = memory(budget=OTHER + 2 * SAVED, disk=tmp_path)
     step(model(), stash)
-    assert any(thread.name == "backstash meter" for thread in threading.enumerate())
+    assert any(thread.name == "backstash meter" for thread in set(threading.enumerate()) - others)
     stash.close()
     dropped = memory(budget=OTHER + 2 * SAVED, disk=tmp_path)
     step(model(), dropped)
     del dropped
     gc.collect()
-    for thread in threading.enumerate():
+    for thread in set(threading.enumerate()) - others:
         if thread.name in ("backstash meter", "backstash plan"):
             thread.join(10)
             assert not thread.is_alive()
@@ -818,6 +819,8 @@ def test_what_a_step_that_is_left_alone_was_seen_to_take_is_what_plain_pytorch_i
         return OTHER + (memory.saved_bytes() // 2 if first.mode == "sampled" else 0)
 
     memory.other = other
+    # The forward's end is sampled whether or not the sampling thread has its turn there.
+    net[-1].register_forward_hook(lambda *_: stash._planner._meter.mark() and None)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", StashWarning)
         for _ in range(14):
