@@ -135,7 +135,7 @@ class _CopyDown(_StreamCopy):
 
     def _notify_allocator(self, stream: Any, has_ended: bool) -> None:
         if not has_ended and stream != self._owner:
-            self._mine.record_stream(self._copier)
+            self._device.record_stream(self._mine, self._copier)
 
 
 class _CopyUp(_StreamCopy):
@@ -143,7 +143,7 @@ class _CopyUp(_StreamCopy):
 
     def _notify_allocator(self, stream: Any, has_ended: bool) -> None:
         if stream != self._owner:  # it uses what came, however long that has been there
-            self._mine.record_stream(stream)
+            self._device.record_stream(self._mine, stream)
 
 
 class _Mark:
@@ -236,8 +236,16 @@ class Accelerator(Device):
             memory = torch.empty(0, dtype=torch.uint8, device=tensor.device)
             tensor = memory.set_(tensor.untyped_storage())
         for each in self._savers:  # nobody knows which of them else may read it
-            tensor.record_stream(each)
+            self.record_stream(tensor, each)
         return stream
+
+    def record_stream(self, tensor: Tensor, stream: Any) -> None:
+        """The allocator is not to use the memory of ``tensor`` again before ``stream`` has come past."""
+        tensor.record_stream(stream)
+
+    def sums(self, storage: torch.UntypedStorage, first: int = 0, nbytes: int = -1) -> Tensor:
+        """See :func:`~backstash._device.fingerprint.sums`."""
+        return sums(storage, first, nbytes)
 
     def is_capturing(self) -> bool:
         """See :meth:`Device.is_capturing`."""
@@ -310,7 +318,7 @@ class Accelerator(Device):
         """See :meth:`Device.mark`."""
         try:
             with nullcontext() if made_on == self.stream() else made_on:
-                return _Mark(sums(storage), made_on.record_event())
+                return _Mark(self.sums(storage), made_on.record_event())
         except RuntimeError:
             return None
 
@@ -320,9 +328,9 @@ class Accelerator(Device):
         """See :meth:`Device.compare`."""
         stream = self.stream()
         try:
-            now = sums(storage, first, nbytes)
+            now = self.sums(storage, first, nbytes)
             stream.wait_event(mark.event)
-            mark.told.record_stream(stream)
+            self.record_stream(mark.told, stream)
             told = (now != mark.told).any()
         except RuntimeError:
             return None
@@ -334,7 +342,7 @@ class Accelerator(Device):
         try:
             for mark in itertools.chain(*marks):
                 stream.wait_event(mark.event)
-                mark.told.record_stream(stream)
+                self.record_stream(mark.told, stream)
             before, now = (
                 torch.cat([mark.told for mark in each]) for each in zip(*marks, strict=True)
             )

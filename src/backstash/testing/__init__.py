@@ -8,19 +8,23 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import functools
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from ..errors import StashClosedError, StashFullError, StashIOError
-from ..stash import Stash
+from ..stash import Stash, _levels_of
 from ..stores import Slot, Store
 from .codecs import check_codec
+from .counted import CountedDevice
 from .device import TwinDevice
 
 __all__ = [
+    "CountedDevice",
     "Failing",
     "Gated",
     "MemoryStore",
@@ -177,8 +181,9 @@ class Failing(_Wrapping):
         self.store.read(slot, address)
 
 
-def stash_on(device: TwinDevice, **options: Any) -> Stash:
-    """A stash to which CPU tensors are an accelerator's: what ``device`` copies, and when, a test decides.
+def stash_on(device: TwinDevice | CountedDevice, **options: Any) -> Stash:
+    """A stash to which CPU tensors are an accelerator's: what a :class:`TwinDevice` copies, and when, a test
+    decides; a :class:`CountedDevice` counts what it is asked.
 
     Args:
         device: stands in for the accelerator.
@@ -194,7 +199,15 @@ def stash_on(device: TwinDevice, **options: Any) -> Stash:
     """
     stash = Stash(**options)
     stash._session.put(torch.device("cpu"), stash._config.tiers(device, 1))
+    if isinstance(device, CountedDevice):
+        device.holds = functools.partial(_held_bytes, weakref.ref(stash))
     return stash
+
+
+def _held_bytes(stash: weakref.ref[Stash]) -> int:
+    """What a stash holds in the memory of its device, copies on their way included."""
+    resident, inflight, _, _, ahead = _levels_of(stash)
+    return resident + inflight + ahead
 
 
 def check_store(make: Callable[[], Store]) -> None:

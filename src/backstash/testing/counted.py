@@ -1,0 +1,213 @@
+"""An accelerator on the CPU that counts what it is asked: what a stash costs a program that runs ahead of its
+device.
+
+The code that drives a real accelerator drives this one, too: the same copies, events and waits. Only the streams
+are stand-ins. Ordinary CPU tensors are its memory, and a copy has run when it was begun; but an event says that it
+has ended only when so many more were recorded, as it is where the host runs ahead.
+"""
+
+from __future__ import annotations
+
+import collections
+import os
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from .._device.accelerator import Accelerator
+from .._device.base import Check, Completion, Copy, MemoryFigures
+from .._device.fingerprint import fingerprint
+
+__all__ = ["CountedDevice"]
+
+
+class _Event:
+    def __init__(self, device: CountedDevice) -> None:
+        self._device = device
+        self.number = device.counts["event_records"]
+        self.seconds = time.perf_counter()
+
+    def query(self) -> bool:
+        self._device.counts["event_queries"] += 1
+        return self._device.has_come_to(self.number)
+
+    def synchronize(self) -> None:
+        self._device.synchronize(self.number)
+
+
+class _Stream:
+    def __init__(self, device: CountedDevice) -> None:
+        self._device = device
+        self._before: list[_Stream | None] = []
+
+    def record_event(self, event: Any = None) -> _Event:
+        self._device.counts["event_records"] += 1
+        return _Event(self._device)
+
+    def wait_event(self, event: _Event) -> None:
+        self._device.counts["stream_waits"] += 1
+
+    def synchronize(self) -> None:
+        self._device.synchronize(self._device.counts["event_records"])
+
+    def __enter__(self) -> _Stream:
+        current = self._device.current
+        self._before.append(getattr(current, "stream", None))
+        current.stream = self
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._device.current.stream = self._before.pop()
+
+
+class _CountedCheck(Check):
+    __slots__ = ("_check", "_device")
+
+    def __init__(self, device: CountedDevice, check: Check) -> None:
+        self._device, self._check = device, check
+
+    def differs(self) -> bool:
+        self._device.counts["host_syncs"] += 1
+        return self._check.differs()
+
+
+class CountedDevice(Accelerator):
+    """Counts what a stash asks of an accelerator; for :func:`~backstash.testing.stash_on`.
+
+    Args:
+        ahead: of the events that were recorded last, so many have not been reached by the device: a query says
+            no, unless the host has waited for them.
+
+    ``counts`` is a :class:`collections.Counter` with the keys
+
+    - ``"kernels"``: fingerprints, one for each storage that is read. What the program runs is not counted;
+    - ``"copies_down"``, ``"copies_up"``: copies that were begun, to the host and from it;
+    - ``"event_records"``, ``"stream_waits"``, ``"event_queries"``, ``"record_stream"``: such calls;
+    - ``"host_syncs"``: how often the host waited for the device;
+    - ``"memory_queries"``: how often the allocator was asked for its figures.
+
+    The memory that it reports is what the stash holds on it, and nothing else: a budget of half of what a step
+    saves has half of it moved or recomputed.
+
+    >>> device = CountedDevice()
+    >>> x = torch.ones(512, 512, requires_grad=True)
+    >>> with stash_on(device, host="64MiB") as stash:
+    ...     y = x.exp().sum()
+    >>> y.backward()
+    >>> device.counts["copies_down"], device.counts["kernels"]
+    (1, 1)
+    """
+
+    def __init__(self, ahead: int = 64) -> None:
+        self.counts: Counter[str] = Counter()
+        self.current = threading.local()
+        self.holds: Callable[[], int] = int
+        """The bytes that are held on it; :func:`~backstash.testing.stash_on` sets it."""
+        self._ahead = ahead
+        self._reached = self._peak_bytes = 0
+        # As Accelerator's, without a device of PyTorch's.
+        self.name = "counted"
+        self._device = torch.device("cpu")
+        self._pid = os.getpid()
+        self._asks_capturing = bool
+        self._compute = _Stream(self)
+        self._down, self._up = cast(Any, _Stream(self)), cast(Any, _Stream(self))
+        self._asking = cast(Any, (_Stream(self), threading.RLock()))
+        self._savers = []
+        self.unfinished = collections.deque()
+        self._beginning = None
+
+    def has_come_to(self, number: int) -> bool:
+        """Whether the device has reached the event of that number."""
+        return number <= max(self._reached, self.counts["event_records"] - self._ahead)
+
+    def synchronize(self, number: int) -> None:
+        """The host waits for the event of that number."""
+        self.counts["host_syncs"] += 1
+        self._reached = max(self._reached, number)
+
+    def stream(self) -> Any:
+        """See :meth:`Device.stream`."""
+        return getattr(self.current, "stream", None) or self._compute
+
+    def record_stream(self, tensor: Tensor, stream: Any) -> None:
+        """See :meth:`Accelerator.record_stream`."""
+        self.counts["record_stream"] += 1
+
+    def down(self, source: Tensor, target: Tensor, made_on: Any) -> Copy:
+        """See :meth:`Device.down`."""
+        self.counts["copies_down"] += 1
+        return super().down(source, target, made_on)
+
+    def up(self, source: Tensor, after: Completion | None) -> Copy:
+        """See :meth:`Device.up`."""
+        self.counts["copies_up"] += 1
+        return super().up(source, after)
+
+    def prepare_marks(self) -> None:
+        """See :meth:`Device.prepare_marks`."""
+
+    def sums(self, storage: torch.UntypedStorage, first: int = 0, nbytes: int = -1) -> Tensor:
+        """See :meth:`Accelerator.sums`."""
+        self.counts["kernels"] += 1
+        told = fingerprint(storage, first, nbytes)
+        if isinstance(told, bytes):
+            return torch.frombuffer(bytearray(told), dtype=torch.int64)
+        return torch.tensor(told, dtype=torch.int64)
+
+    def compare(
+        self, mark: Any, storage: torch.UntypedStorage, first: int = 0, nbytes: int = -1
+    ) -> Check | None:
+        """See :meth:`Device.compare`."""
+        check = super().compare(mark, storage, first, nbytes)
+        return check and _CountedCheck(self, check)
+
+    def compare_marks(self, marks: Sequence[tuple[Any, Any]]) -> Check | None:
+        """See :meth:`Device.compare_marks`."""
+        check = super().compare_marks(marks)
+        return check and _CountedCheck(self, check)
+
+    def pin(self, memory: Tensor) -> str:
+        """See :meth:`Device.pin`."""
+        return ""
+
+    def pinned(self, nbytes: int) -> Tensor | str:
+        """See :meth:`Device.pinned`."""
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    def unpin(self, memory: Tensor) -> None:
+        """See :meth:`Device.unpin`."""
+
+    def give_back(self, memory: Tensor) -> None:
+        """See :meth:`Device.give_back`."""
+
+    def free_bytes(self) -> int:
+        """See :meth:`Device.free_bytes`."""
+        self.counts["memory_queries"] += 1
+        return 1 << 40
+
+    def memory(self) -> MemoryFigures:
+        """See :meth:`Device.memory`."""
+        self.counts["memory_queries"] += 1
+        held = self.holds()
+        self._peak_bytes = max(self._peak_bytes, held)
+        return MemoryFigures(held, self._peak_bytes, 0, 0)
+
+    def failures(self) -> int:
+        """See :meth:`Device.failures`."""
+        self.counts["memory_queries"] += 1
+        return 0
+
+    def _mark_on(self, stream: Any) -> Any:
+        return stream.record_event()
+
+    def seconds_between(self, since: Any, until: Any) -> float:
+        """See :meth:`Device.seconds_between`. By the host's clock: it computes what the device would."""
+        for mark in (since, until):
+            mark.synchronize()
+        return float(until.seconds - since.seconds)
