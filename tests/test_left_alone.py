@@ -153,7 +153,7 @@ def test_a_larger_first_block_is_asked_about(memory, tmp_path):
 def test_two_graphs_in_a_step_make_no_larger_step(memory, tmp_path, is_off, monkeypatch):
     """One after the other, as those of a generator and its discriminator; and side by side."""
     if not is_off:
-        monkeypatch.setattr(Follower, "fits_twice", lambda _: False)
+        monkeypatch.setattr(Follower, "fits_unseen", lambda _: False)
     stash = settled(memory, tmp_path, OTHER + 4 * SAVED)
     net, written = model(), stash.stats().written_bytes
     true = step(net, Stash())

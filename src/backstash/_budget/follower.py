@@ -153,11 +153,8 @@ class Follower:
             self._asked = -sys.maxsize  # no more in this step: each block has the memory looked at
         return shape.bytes_to_next_look(nbytes)
 
-    def fits_twice(self) -> bool:
-        """Whether all of this step fits, and would if it took twice as much as any step did so far.
-
-        Then nothing that it still saves needs to be looked at.
-        """
+    def fits_unseen(self) -> bool:
+        """See :meth:`Controller.fits_unseen`."""
         plan, shape = self.plan, self._shape
         if plan.state != "left alone" or plan.predicted is None or self.has_exceeded:
             return False
@@ -165,7 +162,9 @@ class Follower:
             return False
         if self._regions is not None and self._regions.has_any:
             return False  # they are tried, and compared
-        return self._guard.fits_twice(shape.most_asked_bytes, plan.predicted.peak_bytes)
+        return self._guard.fits_unseen(
+            shape.most_asked_bytes, plan.predicted.peak_bytes, is_known=shape.begins_as_known
+        )
 
     def choose(self, block: Block, tensor: Tensor) -> str:
         """The tier that a block goes to at once; ``""``: it stays, as far as the limit allows."""

@@ -21,6 +21,7 @@ __all__ = ["MemoryGuard"]
 
 _RELEASE_REST = 20  # times as long as giving memory back took, it is not done again
 _LOOK_BYTES = 1 << 20  # that backward uses between two looks; the least that is saved between two
+_SPARE_PART = 10  # of the budget, that a step which nobody looks at leaves free
 _LATE_STEPS = 3
 _HELD_BACK_PART = 32  # of the most, that a first step leaves free
 _USED_PART = 32  # the part of the most that backward has used before what it freed is given back
@@ -181,18 +182,23 @@ class MemoryGuard:
         # many small blocks is dear.
         return _LOOK_BYTES // threads if left + self._margin >= 2 * _LOOK_BYTES else -1
 
-    def fits_twice(self, saved_bytes: int, peak_bytes: int) -> bool:
-        """Whether a step fits that, from now on, takes twice as much as any did so far.
+    def fits_unseen(self, saved_bytes: int, peak_bytes: int, *, is_known: bool) -> bool:
+        """Whether the rest of a step fits although nobody looks at it.
 
         Args:
             saved_bytes: the most that a step saved.
             peak_bytes: that steps are predicted to hold.
+            is_known: the step began like those before it: then a tenth of the budget is to stay free. Else it is to
+                fit if it takes twice as much as any step did so far.
         """
         ever_bytes = self._meter.ever_peak_bytes()
         if ever_bytes is None:
             return False
         held = self.held()
-        return held + 2 * max(saved_bytes, ever_bytes - held, peak_bytes - held) <= self.most
+        growth = max(saved_bytes, ever_bytes - held, peak_bytes - held)
+        if is_known and held + growth <= self.most - self.most // _SPARE_PART:
+            return True
+        return held + 2 * growth <= self.most
 
     def take_highest(self) -> int:
         """The most that was seen since this was asked last, in a step."""

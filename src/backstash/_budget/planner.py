@@ -732,9 +732,9 @@ class Planner(Controller):
         """See :meth:`Controller.may_leave_bytes`."""
         return self.follower.may_leave_bytes(threads, is_block=is_block)
 
-    def fits_twice(self) -> bool:
-        """See :meth:`Controller.fits_twice`."""
-        return self.follower.fits_twice()
+    def fits_unseen(self) -> bool:
+        """See :meth:`Controller.fits_unseen`."""
+        return self.follower.fits_unseen()
 
     def take_rest_as_known(self) -> None:
         """See :meth:`Controller.take_rest_as_known`."""

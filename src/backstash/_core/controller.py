@@ -98,8 +98,8 @@ class Controller(ABC):
         """Backward uses so many bytes of a block. Returns whether fewer blocks may stay than do."""
 
     @abstractmethod
-    def fits_twice(self) -> bool:
-        """Whether all of this step fits, and would if it took twice as much as any step did so far."""
+    def fits_unseen(self) -> bool:
+        """Whether the rest of this step fits although nobody looks at what it saves."""
 
     @abstractmethod
     def take_rest_as_known(self) -> None:

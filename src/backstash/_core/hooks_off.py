@@ -1,9 +1,10 @@
-"""Taking the stash's hooks off for the rest of a context, where twice the step fits within the budget.
+"""Taking the stash's hooks off for the rest of a context, where the step fits well within the budget.
 
 A hook is a call of Python for each tensor, when it is saved and when it is used. In a step of many small
-operations that is more than the hundredth that a step may take longer which fits. So where nothing that such a
-step could still do would exceed the budget, its first blocks are enough to know when its backward runs, and the
-rest is saved as PyTorch does it.
+operations that is more than the hundredth that a step may take longer which fits. So where a step that begins
+like those before it leaves a tenth of the budget free, or any step would fit if it took twice as much, its first
+blocks are enough to know when its backward runs, and PyTorch saves the rest without a hook. The next step begins
+with a look at the most that the process ever held: one step at most exceeds the budget unseen.
 
 Nothing puts them on again but the next ``with stash:``. So they are taken off only in a context of which it is
 known that it has one step: the last one that the same statement entered had one.
@@ -53,7 +54,7 @@ class HooksOff:
             return  # this may be another step, while the blocks of that one are held and not used
         for tiers in session.device_tiers:
             planner = session.planner_at_work(tiers)
-            known = planner is not None and planner.fits_twice()
+            known = planner is not None and planner.fits_unseen()
             if not known and (planner is not None or tiers.evictor.resident.peak_bytes):
                 return
         if not take_off(scopes[-1]):

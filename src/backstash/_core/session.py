@@ -106,6 +106,9 @@ class Session:
         self.predictor: AccessPredictor[Block] = AccessPredictor()
         self.save_counts = SaveCounts()
         self._has_stepped = False
+        self._unfollowed: set[int] = (
+            set()
+        )  # devices whose free memory is yet to be asked for in this step
         self._followed = 0  # passes that had begun when "auto" last followed the free memory
         self.thread_states = [each for each in self.thread_states if each.is_alive()]
         for thread_state in self.thread_states:
@@ -283,6 +286,9 @@ class Session:
         self.predictor.add(block)
         if self._followed != self.predictor.passes:
             self._begin_step()
+        if block.number in self._unfollowed:  # a device that saves nothing is not asked
+            self._unfollowed.discard(block.number)
+            self._follow(self.device_tiers[block.number])
         windows = self.device_tiers[block.number].windows
         if windows is not None and block.number not in self.planners:
             windows.saved(block.nbytes)
@@ -310,8 +316,9 @@ class Session:
 
     def _begin_step(self) -> None:
         self._followed = self.predictor.passes
+        if self._keep == "auto":
+            self._unfollowed.update(range(len(self.device_tiers)))
         for tiers in self.device_tiers:
-            self._follow(tiers)
             if tiers.windows is not None and tiers.number not in self.planners:
                 tiers.windows.begin_step()
             if tiers.number in self.small_steps and not self.blocks_alive:

@@ -37,6 +37,8 @@ __all__ = [
 ]
 
 _PLAIN = (Tensor, nn.Parameter)
+_MOST_PATHS = 4096
+_paths: dict[tuple[int, int], str] = {}  # by the id of a module and of one somewhere below it
 
 CALL_CODE: Any = optional("torch.nn.Module._call_impl.__code__", None)
 """The code of the frames that run a module's forward, with the module as their local variable ``self``. In
@@ -133,10 +135,30 @@ def _name_under(parent: nn.Module, child: nn.Module) -> str:
     for name, module in parent._modules.items():  # no call: asked at each save
         if module is child:
             return str(name)
+    return _path_under(parent, child) or f"({type(child).__name__})"
+
+
+def _path_under(parent: nn.Module, child: nn.Module) -> str:
+    """The path of ``child`` below the children of ``parent``, as in a ``ModuleList`` that its forward iterates.
+
+    It is asked for at each save, so the search of all modules is made once: a path that was found holds while
+    it leads to the same module.
+    """
+    key = id(parent), id(child)
+    known = _paths.get(key, "")
+    if known:
+        found: Any = parent
+        for name in known.split("."):
+            found = found._modules.get(name) if found is not None else None
+        if found is child:
+            return known
     for path, module in parent.named_modules():
         if module is child and path:
+            if len(_paths) >= _MOST_PATHS:
+                _paths.clear()
+            _paths[key] = str(path)
             return str(path)
-    return f"({type(child).__name__})"
+    return ""
 
 
 def is_buffer(cdata: int, modules: list[nn.Module]) -> bool:
