@@ -1,4 +1,5 @@
-"""A step that fits well within the budget: after its first blocks the hooks are off until the context is left."""
+"""A step that fits well within the budget: after its first blocks the hooks are off until the context is
+left."""
 
 import contextlib
 import threading
@@ -317,18 +318,16 @@ def test_where_less_than_a_tenth_is_free_they_stay(memory, tmp_path):
 
 
 def test_where_the_step_does_not_fit_twice_only_a_known_one_has_none(memory, tmp_path):
-    budget = OTHER + 9 * SAVED // 4
+    budget = OTHER + 39 * MIB
     stash, net = memory(budget=budget, disk=tmp_path), model()
     settle(lambda: step(net, stash), stash)
     times, _ = counts(stash)
-    for rows, is_off in ((512, True), (256, False), (512, True)):
+    for rows, is_off in ((512, True), (384, False), (512, True)):
         assert torch.equal(step(net, stash, rows), step(net, Stash(), rows))
         assert counts(stash)[0] == times + is_off
         times += is_off
-    deeper = model(2 * LAYERS + 16)
-    for number in range(
-        8
-    ):  # begins alike, and grows: the first is not seen, the others keep the budget
+    deeper = model(3 * LAYERS)
+    for number in range(8):  # begins alike, and grows: the first is not seen
         memory.peaks[0] = 0
         x = given()
         with within(stash):
@@ -336,7 +335,8 @@ def test_where_the_step_does_not_fit_twice_only_a_known_one_has_none(memory, tmp
         if not number:
             memory.hold(OTHER + 3 * SAVED)  # what PyTorch holds is not counted here
         loss.backward()
-        assert number == 0 or memory.peaks[0] <= budget
+        if number:  # in the second, what is in flight comes on top
+            assert memory.peaks[0] <= budget + 2 * MIB * (number == 1)
         _ = stash.plan
     assert counts(stash)[0] == times + 1 and stash.plan.state == "planned"
     stash.close()

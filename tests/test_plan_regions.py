@@ -43,7 +43,8 @@ class Layer(nn.Module):
 
 @pytest.fixture
 def memory(monkeypatch):
-    """Beside it a slow disk."""
+    """Beside it a slow disk. What is recomputed of a module is all of it: see test_plan_cuts."""
+    monkeypatch.setattr("backstash._plan.regions.cuts_of", lambda graph, nbytes: [])
     for where in (backstash._budget.planner, backstash._budget.first_steps):
         monkeypatch.setattr(where, "links_of", lambda records: Links(2e6, 2e6))
     return CountedMemory(monkeypatch, inflight="2MiB", prefetch="2MiB")
@@ -413,6 +414,11 @@ def test_plans_that_change_at_every_step_are_exact(memory, tmp_path, monkeypatch
     follower = backstash._budget.follower.Follower
     monkeypatch.setattr(follower, "choose", choose)
     monkeypatch.setattr(follower, "way_of", lambda *_: draw.choice([AGAIN, ONCE]))
+
+    def stays(regions, name, index):  # of a part that is recomputed
+        return frozenset(each for each in range(12) if draw.random() < 0.3)
+
+    monkeypatch.setattr(Regions, "stays", stays)
 
     def run(net, stash, number):
         torch.manual_seed(number)

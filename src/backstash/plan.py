@@ -13,7 +13,7 @@ from typing import Any
 from ._plan.regions import Stays
 from ._plan.simulate import Windows, simulate
 from ._plan.solution import Solution
-from ._plan.solve import smallest_budget, solve
+from ._plan.solve import smallest_budget, solve_with_cuts
 from ._plan.table import REGION
 from ._plan.trace import Trace, TracedRegion
 from ._text import clean, html_table, show_text
@@ -192,7 +192,8 @@ class Plan:
         budget_bytes = parse_bytes(budget, name="budget")
         is_file = isinstance(trace, (str, os.PathLike))
         step = Trace.read(trace) if is_file else Trace.from_dict(trace)
-        solution = solve(step, usable_bytes(budget_bytes) - bias_bytes, windows=windows)
+        target = usable_bytes(budget_bytes) - bias_bytes
+        solution = solve_with_cuts(step, target, windows=windows)
         smallest = solution.forecast.peak_bytes
         if not solution.fits:
             smallest = smallest_budget(step, windows=windows)
@@ -437,7 +438,7 @@ def plan_of(
         solution.windows.inflight_bytes,
         solution.windows.prefetch_bytes,
         forecast.resident_peak_bytes,
-        regions=_planned_regions(trace, solution, stays or {}),
+        regions=_planned_regions(trace.cut_at(solution.level), solution, stays or {}),
         left_after=left_after,
         trace=trace,
         bias_bytes=bias_bytes,
@@ -463,7 +464,12 @@ def _planned_regions(trace: Trace, solution: Solution, stays: Stays) -> tuple[Pl
                 "cheaper than what else makes room"
                 if again
                 else "what it saves costs less to hold",
-                tuple(tuple(sorted(stays.get((name, at), ()))) for at in range(len(flags))),
+                tuple(
+                    tuple(
+                        sorted({*stays.get((name, at), ()), *(of[at].stays if at in again else ())})
+                    )
+                    for at in range(len(flags))
+                ),
             )
         )
     return tuple(sorted(planned, key=lambda each: -each.nbytes))

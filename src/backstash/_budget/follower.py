@@ -174,9 +174,7 @@ class Follower:
         self._look_after(block.nbytes)
         if self._leaves_alone(self._shape.counted - 1):
             return "recompute" if self._must_recompute(block) else ""
-        made_by = tensor.grad_fn
-        operation = made_by.name() if made_by is not None else "no operation"
-        group = self._class_of.next(block.cleanup.module, operation, block.nbytes)
+        group = self._class_of.next(block.cleanup.module, _made_by(tensor), block.nbytes)
         self._recording.note_class(block.cleanup.serial, group)
         name = self._choose(group)
         if name == "all" and self._tier is None:
@@ -186,6 +184,10 @@ class Follower:
         if name not in ("keep", ""):
             return self.instead
         return "recompute" if self._must_recompute(block) else ""
+
+    def note_discarded(self, path: str, tensor: Tensor, nbytes: int) -> None:
+        """A forward of which a part is recomputed has discarded what the module at ``path`` saved."""
+        self._class_of.next(path, _made_by(tensor), nbytes)
 
     @property
     def recomputes(self) -> bool:
@@ -307,3 +309,9 @@ class Follower:
     def _recomputes_unknown(self) -> bool:
         """Whether what the plan does not know is let go: nothing can move when there is too much of it."""
         return self._tier is None and (self.plan.state != "left alone" or self.has_exceeded)
+
+
+def _made_by(tensor: Tensor) -> str:
+    """The operation that made it, as a class names it."""
+    node = tensor.grad_fn
+    return node.name() if node is not None else "no operation"

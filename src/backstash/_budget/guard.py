@@ -188,8 +188,8 @@ class MemoryGuard:
         Args:
             saved_bytes: the most that a step saved.
             peak_bytes: that steps are predicted to hold.
-            is_known: the step began like those before it: then a tenth of the budget is to stay free. Else it is to
-                fit if it takes twice as much as any step did so far.
+            is_known: the step began like those before it: then a tenth of the budget is to stay free. Else it
+                is to fit if it takes twice as much as any step did so far.
         """
         ever_bytes = self._meter.ever_peak_bytes()
         if ever_bytes is None:

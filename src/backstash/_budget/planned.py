@@ -6,16 +6,18 @@ it is known what that costs, and which of it something outside saves, too. A rep
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, Protocol
 
 from torch import Tensor, nn
 
 from .._core.session import Session
+from .._plan.cuts import CallGraph, Operation
 from .._plan.regions import ONCE, TRACED, Forward, Regions
 from .._saved.entry import Entry
 from .._tiers.device_tiers import DeviceTiers
-from .._torch.modules import child_names, module_path
+from .._torch.modules import child_names, module_path, running_modules
 from .._torch.storages import storage_identity
 from .follower import Follower
 
@@ -27,6 +29,7 @@ class RecomputedRegion(Protocol):
 
     session: Session
     again_seconds: float
+    graph: Any
 
 
 class _Planner(Protocol):
@@ -72,6 +75,7 @@ class Planned:
         self._region = region
         self._planner = planner
         self._session = region.session
+        self._device = tiers.device
         self.forward: Forward | None = None
         """Where it is recorded, it is not recomputed."""
         self.may_try = True
@@ -79,6 +83,7 @@ class Planned:
         self._number = -1
         self._latest = -1  # block, before it began
         self._is_whole = False
+        self._discarded: set[int] = set()  # values, where a part of what is saved stays
         with self._session.section.lock, self._session.section:
             self._session.begin_step(tiers)
             inside = child_names(modules[0]) if len(modules) == 1 else ()
@@ -138,6 +143,16 @@ class Planned:
         """Whether the save of this number is not let go, since something outside saves the same."""
         return number in self._stays
 
+    def note_discarded(self, tensor: Tensor, value: int) -> None:
+        """See :meth:`ForwardPlan.note_discarded`: the saves of a module are told apart by their numbers."""
+        if self._stays and value not in self._discarded:
+            self._discarded.add(value)
+            nbytes = tensor.untyped_storage().nbytes()
+            if nbytes >= self._session.min_bytes:
+                path = module_path(running_modules())
+                with self._session.section.lock, self._session.section:
+                    self._planner.follower.note_discarded(path, tensor, nbytes)
+
     def pack(self, number: int, tensor: Tensor, pack: Callable[[Tensor], object]) -> object:
         """Hold what is only recorded."""
         packed = pack(tensor)
@@ -154,6 +169,14 @@ class Planned:
             with self._session.section.lock, self._session.section:
                 self._regions.add_small(self.forward, storage_identity(storage), storage.nbytes())
         return packed
+
+    def mark(self) -> Any:
+        """A point in time of the device that computes."""
+        return time.perf_counter() if self._device is None else self._device.time_mark()
+
+    def seconds_between(self, since: Any, until: Any) -> float:
+        """What lies between two of these."""
+        return until - since if self._device is None else self._device.seconds_between(since, until)
 
     def pause(self) -> Any:
         """What is done from now on is no part of a step that is recorded, until :meth:`resume`."""
@@ -179,3 +202,6 @@ class Planned:
 
     def _tell_seconds(self, forward: Forward) -> None:
         forward.again_seconds = self._region.again_seconds
+        if self._region.graph is not None:
+            operations, saves = self._region.graph
+            forward.graph = CallGraph(tuple(Operation(*each) for each in operations), tuple(saves))

@@ -369,14 +369,20 @@ class Planner(Controller):
         self._solve(trace, differs)
 
     def _keep_if_it_fits(
-        self, trace: Trace, choices: Sequence[str], windows: Windows, peak_bytes: int
+        self,
+        trace: Trace,
+        choices: Sequence[str],
+        windows: Windows,
+        peak_bytes: int,
+        level: int = 0,
     ) -> None:
         """Steps with these choices were measured: if they kept the budget, they may be planned again, whatever
         is predicted of them then."""
         short_bytes = self._corrections.short_bytes
         if peak_bytes <= self._budget - short_bytes:
             is_near = peak_bytes > usable_bytes(self._budget) - short_bytes
-            self._solving.keep(Kept(trace.blocks, tuple(choices), windows, peak_bytes, is_near))
+            kept = Kept(trace.blocks, tuple(choices), windows, peak_bytes, is_near, level)
+            self._solving.keep(kept)
         else:
             self._solving.give_up(tuple(choices))
 
@@ -677,7 +683,8 @@ class Planner(Controller):
             self._solving.found = left
             return
         if not is_left:
-            self._keep_if_it_fits(trace, solution.choices, solution.windows, measured[0])
+            choices, windows = solution.choices, solution.windows
+            self._keep_if_it_fits(trace, choices, windows, measured[0], solution.level)
         is_other = self._corrections.correct(self._budget, usable, can_hold_less=solution.fits)
         now = self._corrections.as_now(
             trace, self._costs.per_moved_byte, runs_again=REGION in solution.choices
@@ -911,6 +918,7 @@ class Planner(Controller):
             and before[0].blocks is trace.blocks
             and before[1].choices == solution.choices
             and before[1].windows == solution.windows
+            and before[1].level == solution.level
         )
         stays = self.regions.all_stays if self.regions is not None else {}
         bias_bytes = self._corrections.bias_bytes

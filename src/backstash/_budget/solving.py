@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from .._plan.simulate import Windows, simulate
 from .._plan.solution import Solution, best_of
-from .._plan.solve import follow, smallest_budget, solve
+from .._plan.solve import follow, smallest_budget, solve_with_cuts
 from .._plan.trace import Trace, TracedBlock
 
 __all__ = ["Beside", "Kept", "Solved", "Solving", "left_alone"]
@@ -40,6 +40,8 @@ class Kept:
     """The highest that was measured of such steps."""
     is_near: bool
     """Whether that is more of the budget than plans use."""
+    level: int = 0
+    """See :attr:`Solution.level`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +146,7 @@ class Solving:
     def _solved(
         self, trace: Trace, target: int, allowed: Sequence[str], beside: Beside | None
     ) -> Solution:
-        first = solution = solve(trace, target, allowed=allowed, windows=self._windows)
+        first = solution = solve_with_cuts(trace, target, allowed=allowed, windows=self._windows)
         if beside is None:
             return solution
         lower = target
@@ -153,7 +155,7 @@ class Solving:
             if over <= 0 or solution.forecast.peak_bytes > lower:
                 break
             lower = solution.forecast.peak_bytes - over
-            found = solve(trace, lower, allowed=allowed, windows=self._windows)
+            found = solve_with_cuts(trace, lower, allowed=allowed, windows=self._windows)
             # It is for this target all the same, and so is the bound.
             fits, bound = found.forecast.peak_bytes <= target, first.bound_seconds
             solution = replace(found, fits=fits, bound_seconds=bound)
@@ -190,5 +192,6 @@ class Solving:
 
 def _kept_of(trace: Trace, kept: Iterable[Kept], allowed: Sequence[str]) -> Iterable[Solution]:
     for each in kept:
-        solution = follow(trace, each.choices, each.windows, allowed=allowed)
-        yield replace(solution, measured_bytes=each.peak_bytes)
+        of = trace.cut_at(each.level)
+        solution = follow(of, each.choices, each.windows, allowed=allowed)
+        yield replace(solution, measured_bytes=each.peak_bytes, level=each.level)

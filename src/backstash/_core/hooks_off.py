@@ -2,9 +2,9 @@
 
 A hook is a call of Python for each tensor, when it is saved and when it is used. In a step of many small
 operations that is more than the hundredth that a step may take longer which fits. So where a step that begins
-like those before it leaves a tenth of the budget free, or any step would fit if it took twice as much, its first
-blocks are enough to know when its backward runs, and PyTorch saves the rest without a hook. The next step begins
-with a look at the most that the process ever held: one step at most exceeds the budget unseen.
+like those before it leaves a tenth of the budget free, or any step would fit if it took twice as much, its
+first blocks are enough to know when its backward runs, and PyTorch saves the rest without a hook. The next step
+begins with a look at the most that the process ever held: one step at most exceeds the budget unseen.
 
 Nothing puts them on again but the next ``with stash:``. So they are taken off only in a context of which it is
 known that it has one step: the last one that the same statement entered had one.

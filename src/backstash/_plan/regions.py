@@ -12,7 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from .trace import TracedRegion
+from .cuts import CallGraph, cuts_of
+from .trace import RegionCut, TracedRegion
 
 __all__ = ["AGAIN", "ONCE", "TRACED", "Forward", "Regions", "Stays", "name_of", "traced_regions"]
 
@@ -59,6 +60,8 @@ class Forward:
     """What the forward took, without what the stash added."""
     inputs: list[int] = field(default_factory=list)
     """The numbers of the blocks of what it is given."""
+    graph: CallGraph | None = None
+    """Its operations, where a replay of it, or of another forward of its module, was timed."""
 
     def add(self, number: int, block: int, nbytes: int, *, is_new: bool) -> None:
         """A save of it made a block, or was of one that is known."""
@@ -84,6 +87,7 @@ class Regions:
         self._choices: dict[str, list[bool]] = {}
         self._known: set[str] = set()  # names that were met while steps were measured
         self._stays: dict[tuple[str, int], frozenset[int]] = {}
+        self._planned_stays: dict[tuple[str, int], frozenset[int]] = {}
         self._bytes: dict[str, int] = {}
         self._forwards: list[Forward] = []
         self._again: Counter[int] = Counter()  # blocks that were saved again, anywhere
@@ -141,12 +145,15 @@ class Regions:
         )
 
     def stays(self, name: str, index: int) -> frozenset[int]:
-        """The numbers of the saves in it that something outside saves again."""
-        return self._stays.get((name, index), frozenset())
+        """The numbers of the saves in it that are held: since something outside saves them again, or by the
+        plan,
+        which recomputes only a part of the forward."""
+        key = name, index
+        return self._stays.get(key, frozenset()) | self._planned_stays.get(key, frozenset())
 
     @property
     def all_stays(self) -> Stays:
-        """See :meth:`stays`."""
+        """The numbers of the saves in each forward that something outside saves again."""
         return dict(self._stays)
 
     def bytes_of(self, name: str) -> int:
@@ -195,7 +202,7 @@ class Regions:
                 number for number, block in each.saved.items() if again[block] > each.again[block]
             }
             key = each.name, each.index
-            self._stays[key] = self.stays(*key) | shared
+            self._stays[key] = self._stays.get(key, frozenset()) | shared
             self._bytes[each.name] = max(self.bytes_of(each.name), each.nbytes)
         return taken
 
@@ -203,8 +210,7 @@ class Regions:
         """From now on, run those again of which the plan says so."""
         self._choices = {name: [*each] for name, each in choices.items()}
         self._known.update(choices)
-        for key, numbers in stays.items():
-            self._stays[key] = self.stays(*key) | numbers
+        self._planned_stays = dict(stays)
 
 
 def traced_regions(
@@ -231,6 +237,7 @@ def traced_regions(
         if not each.can_run_again or not members:
             continue
         beside = sum(blocks[index[block]].nbytes for block in kept if block in index)
+        inputs = tuple(sorted({index[block] for block in each.inputs if block in index}))
         found.append(
             TracedRegion(
                 each.name,
@@ -240,7 +247,31 @@ def traced_regions(
                 beside,
                 each.index,
                 each.small_bytes,
-                tuple(sorted({index[block] for block in each.inputs if block in index})),
+                inputs,
+                _cuts(each, members, inputs, blocks, index),
             )
         )
     return tuple(found)
+
+
+def _cuts(
+    forward: Forward,
+    members: Sequence[int],
+    inputs: Sequence[int],
+    blocks: Sequence[Any],
+    index: Mapping[int, int],
+) -> tuple[RegionCut, ...]:
+    """Parts of a forward that can be recomputed, as its graph says, if it saved what that of its graph did."""
+    graph = forward.graph
+    if graph is None or not forward.saved.keys() <= {number for number, _ in graph.saves}:
+        return ()
+    at = {number: index[block] for number, block in forward.saved.items() if block in index}
+    free = {number: blocks[block].nbytes for number, block in at.items() if block in members}
+    found: dict[tuple[int, ...], RegionCut] = {}
+    for cut in cuts_of(graph, free):
+        held = {at[number] for number in cut.stays if number in at}
+        left = tuple(member for member in members if member not in held)
+        if left and len(left) < len(members):
+            given = tuple(sorted({*inputs, *held}))
+            found.setdefault(left, RegionCut(left, tuple(sorted(cut.stays)), cut.part, given))
+    return tuple(found.values())

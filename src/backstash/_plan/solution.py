@@ -30,6 +30,8 @@ class Solution:
     """After so many blocks all stay, and are left alone; ``None``: each is looked at."""
     measured_bytes: int | None = None
     """Of choices that were measured before: their peak, which is predicted again."""
+    level: int = 0
+    """Which cut of each region is recomputed, see :meth:`Trace.cut_at`."""
     beside_bytes: int = 0
     """What steps were seen to hold beside blocks in place; 0: it is not known."""
 

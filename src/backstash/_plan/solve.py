@@ -28,7 +28,7 @@ from .solution import Solution, best_of, rank
 from .table import REGION, Problem
 from .trace import Option, Trace
 
-__all__ = ["follow", "smallest_budget", "solve"]
+__all__ = ["follow", "smallest_budget", "solve", "solve_with_cuts"]
 
 _FILLED = 12  # of the candidates, the best, which are filled up
 _SWAPPED = (
@@ -89,6 +89,24 @@ def solve(
     forecast = _with_what_is_kept_beside(trace, best.forecast, plain, budget)
     left_after = problem.left_after(best.choices)
     return replace(best, forecast=forecast, bound_seconds=bound, left_after=left_after)
+
+
+def solve_with_cuts(
+    trace: Trace,
+    budget: int,
+    *,
+    allowed: Sequence[str] | None = None,
+    windows: tuple[int | None, int | None] = (None, None),
+) -> Solution:
+    """As :func:`solve`, where also a part of each region may be recomputed: of all regions the cut of the same
+    price, or the whole."""
+    first = solve(trace, budget, allowed=allowed, windows=windows)
+    found = [first]
+    if REGION in _names(trace, allowed) and any(name != "keep" for name in first.choices):
+        for level in range(1, trace.levels + 1):
+            part = solve(trace.cut_at(level), budget, allowed=allowed, windows=windows)
+            found.append(replace(part, level=level))
+    return replace(best_of(found), bound_seconds=min(each.bound_seconds for each in found))
 
 
 def _swapped(

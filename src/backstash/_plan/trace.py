@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from ..errors import UsageError
 
-__all__ = ["Links", "Moment", "Option", "Trace", "TracedBlock", "TracedRegion"]
+__all__ = ["Links", "Moment", "Option", "RegionCut", "Trace", "TracedBlock", "TracedRegion"]
 
 _FORMAT = 1
 
@@ -64,6 +64,20 @@ class Moment:
 
 
 @dataclass(frozen=True, slots=True)
+class RegionCut:
+    """A part of a call that can be recomputed, while the rest of what the call saves is held."""
+
+    members: tuple[int, ...]
+    """The blocks that are discarded, as indices in ``Trace.blocks``."""
+    stays: tuple[int, ...]
+    """The numbers of the call's saves that are held."""
+    part: float
+    """Of the seconds of a replay of the whole call."""
+    inputs: tuple[int, ...]
+    """As :attr:`TracedRegion.inputs`."""
+
+
+@dataclass(frozen=True, slots=True)
 class TracedRegion:
     """One forward of a module that can be recomputed in backward, instead of what it saves being held."""
 
@@ -83,6 +97,26 @@ class TracedRegion:
     """Of tensors that are no blocks, and that are let go and made again with them."""
     inputs: tuple[int, ...] = ()
     """The blocks that it is made from, as indices in ``Trace.blocks``; those that moved come back first."""
+    cuts: tuple[RegionCut, ...] = ()
+    """What else may be recomputed of it, from the least that is held on; see :mod:`backstash._plan.cuts`."""
+    stays: tuple[int, ...] = ()
+    """Of the cut that this is, see :meth:`cut_at`: the numbers of the saves that are held."""
+
+    def cut_at(self, level: int) -> TracedRegion:
+        """The same call where only the part of a cut is recomputed, from 1, the last one if there are fewer; 0:
+        the
+        whole."""
+        if not level or not self.cuts:
+            return self
+        cut = self.cuts[min(level, len(self.cuts)) - 1]
+        return replace(
+            self,
+            members=cut.members,
+            use_seconds=self.use_seconds * cut.part,
+            inputs=cut.inputs,
+            cuts=(),
+            stays=cut.stays,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +178,17 @@ class Trace:
         )
         return replace(self, moments=moments, tail_other_bytes=self.tail_other_bytes + nbytes)
 
+    @property
+    def levels(self) -> int:
+        """How many cuts the region has that has most."""
+        return max((len(each.cuts) for each in self.regions), default=0)
+
+    def cut_at(self, level: int) -> Trace:
+        """The same step where of each region only a part can be recomputed: see :meth:`TracedRegion.cut_at`."""
+        if not level:
+            return self
+        return replace(self, regions=tuple(each.cut_at(level) for each in self.regions))
+
     def computing(self, seconds: float) -> Trace:
         """The same step where computing takes so long. What options and replays take was timed itself."""
         scale = seconds / self.compute_seconds
@@ -198,6 +243,10 @@ class Trace:
         if not (self.links.down_rate and self.links.up_rate):
             raise ValueError("a rate of 0")
         members = [at for each in self.regions for at in (*each.members, *each.inputs)]
+        cuts = [cut for each in self.regions for cut in each.cuts]
+        members += [at for each in cuts for at in (*each.members, *each.inputs)]
+        if not all(each.members and 0 <= each.part <= 1 for each in cuts):
+            raise ValueError("a cut recomputes blocks, in a part of the time")
         if not all(each.members and each.small_bytes >= 0 for each in self.regions):
             raise ValueError("a region lets go of blocks")
         if any(not 0 <= at < len(self.blocks) for at in members):
@@ -241,6 +290,8 @@ class Trace:
                             **each,
                             "members": tuple(each["members"]),
                             "inputs": tuple(each.get("inputs", ())),
+                            "cuts": tuple(_cut(cut) for cut in each.get("cuts", ())),
+                            "stays": tuple(each.get("stays", ())),
                         }
                     )
                     for each in values.get("regions", ())
@@ -276,3 +327,8 @@ class Trace:
     def uses(self) -> Iterator[int]:
         """The blocks in the order in which backward first uses them."""
         return (moment.block for moment in self.moments if moment.kind == "use")
+
+
+def _cut(values: Any) -> RegionCut:
+    members, stays, inputs = (tuple(values[name]) for name in ("members", "stays", "inputs"))
+    return RegionCut(members, stays, float(values["part"]), inputs)

@@ -43,14 +43,19 @@ from .._torch.schemas import RANDOM
 from .._torch.storages import storage_identity, storage_of
 from .._torch.trees import tree_flatten
 from ..errors import InplaceError
-from .replay import replay
+from .replay import Timed, replay
 from .tape import UNSEEN, Place, Tape, place_of
 
-__all__ = ["FoundModules", "Region"]
+__all__ = ["FoundModules", "Graph", "Region"]
 
 _REFUSED = "not recomputed: "
 _OTHER_BITS = "computed again it has other bits"
 _SAMPLED_BYTES, _SAMPLED_ELEMENTS = 4 << 10, 1024
+
+
+Graph = tuple[list[tuple[float, tuple[int, ...], tuple[int, ...]]], list[tuple[int, int]]]
+"""The operations of a call that was replayed: seconds, and the numbers of the values that each reads and makes;
+and what the call saved: the number of the save, and the value's."""
 
 
 class ForwardPlan(Protocol):
@@ -81,6 +86,15 @@ class ForwardPlan(Protocol):
 
     def hook_took(self, began: Any) -> None:
         """What the region did from ``began`` to now is no computing."""
+
+    def mark(self) -> Any:
+        """A point in time of the device that computes."""
+
+    def seconds_between(self, since: Any, until: Any) -> float:
+        """What lies between two of these."""
+
+    def note_discarded(self, tensor: Tensor, value: int) -> None:
+        """A save was discarded of the value of this number, in a forward of which a part stays."""
 
     def pause(self) -> Any:
         """What is done until :meth:`end_trial` is given what this returns is no part of the step."""
@@ -129,6 +143,9 @@ class Call:
             set()
         )  # storages at versions, of a module that was found
         self._unknown: list[tuple[Held, Tensor, int]] = []  # yet to be compared: with their memory
+        self._traced: list[
+            tuple[int, Held]
+        ] = []  # what is only recorded, by the number of the save
         self._unfilled: list[tuple[Held, Tensor, int]] = []  # whose operation may not have ended
         self._filled: list[tuple[Held, Tensor, int]] = []  # whose has
         self._inputs = inputs
@@ -186,7 +203,9 @@ class Call:
             return self._pack(tensor)
         planned = self._planned
         if planned is not None and planned.stays_at(number):
-            return self._pack(tensor)
+            packed = self._pack(tensor)
+            tape.take_as_given(tensor)
+            return packed
         held = Held(self, state, place_of(tensor), tensor)
         if not tensor.requires_grad:
             # An operation may save what it is yet to fill: it is looked at when the operation has ended.
@@ -205,6 +224,8 @@ class Call:
             return self._trace(held, tensor, number, planned)
         else:
             reason = self._discard(held, tensor, tape)
+            if planned is not None and not reason:
+                planned.note_discarded(tensor, held.state.number)
         return self._refuse(tensor, reason) if reason else held
 
     def _trace(self, held: Held, tensor: Tensor, number: int, planned: ForwardPlan) -> object:
@@ -215,6 +236,7 @@ class Call:
         if reason:
             return self._refuse(tensor, reason)
         packed = planned.pack(number, tensor, self._pack)
+        self._traced.append((number, held))
         region = self.region  # what a replay takes is measured for each
         if self._tries and (held.state.key not in region.known or not region.again_seconds):
             held.packed = packed
@@ -294,11 +316,20 @@ class Call:
         self.tape = None
         planned, region = self._planned, self.region
         unknown, self._unknown = self._unknown, []
+        traced, self._traced = self._traced, []
         if planned is not None:
             planned.leave(in_order=in_order and not unknown)
         if unknown and self._tries:
             paused = planned.pause() if planned is not None else None
-            reason = self._compare(unknown)
+            timed = Timed(planned.mark) if planned is not None and self._keeps else None
+            reason = self._compare(unknown, timed)
+            if (
+                timed is not None
+                and planned is not None
+                and not reason
+                and len(traced) == len(unknown)
+            ):
+                region.graph = _graph_of(traced, timed, planned.seconds_between)
             if planned is not None:
                 region.again_seconds = planned.end_trial(paused)
                 if not reason:
@@ -308,13 +339,14 @@ class Call:
         self._saved.clear()
         region.admission.discarded_bytes += self._discarded_bytes
 
-    def _compare(self, unknown: list[tuple[Held, Tensor, int]]) -> str:
+    def _compare(self, unknown: list[tuple[Held, Tensor, int]], timed: Timed | None) -> str:
         """Compute it again, and let go of what is the same. Why some is not; ``""``: all is."""
         region = self.region
         # What was changed since is an error in plain PyTorch, too, if backward uses it.
         same = [each for each in unknown if each[1]._version == each[2]]
         try:
-            values = replay([(held.state, held.place) for held, _, _ in same], region.unpack)
+            targets = [(held.state, held.place) for held, _, _ in same]
+            values = replay(targets, region.unpack, timed)
         except InplaceError:
             raise  # something is not what plain PyTorch's is
         except Exception as error:  # a kernel's
@@ -404,6 +436,21 @@ class _Drop:
             each = ref()
             if each is not None:
                 each.made = None
+
+
+def _graph_of(
+    traced: list[tuple[int, Held]], timed: Timed, between: Callable[[Any, Any], float]
+) -> Graph:
+    """The operations that were timed, and what was saved of what they make."""
+    operations = [
+        (
+            between(began, ended),
+            tuple(each.number for each in op.reads),
+            tuple(each.number for each in op.made),
+        )
+        for op, began, ended in timed.taken
+    ]
+    return operations, [(number, held.state.number) for number, held in traced]
 
 
 def _are_same(one: Tensor, other: Tensor) -> bool:
@@ -519,6 +566,8 @@ class Region:
         self.refused = refused
         self.again_seconds = 0.0
         """What the replay took that was compared last, where a step was measured."""
+        self.graph: Graph | None = None
+        """Its operations."""
         self._samples = 0
         self._thread_state = thread_state
         self.handles: tuple[RemovableHandle, ...] = ()

@@ -28,26 +28,49 @@ from ..errors import InplaceError
 from .settings import Settings, put
 from .tape import Made, Op, Outside, Place, Scratch, State, told
 
-__all__ = ["Given", "Values", "replay", "run", "view_of"]
+__all__ = ["Given", "Timed", "Values", "replay", "run", "view_of"]
 
 
-def replay(targets: Iterable[tuple[State, Place]], unpack: Callable[[Any], Tensor]) -> list[Tensor]:
+def replay(
+    targets: Iterable[tuple[State, Place]],
+    unpack: Callable[[Any], Tensor],
+    timed: Timed | None = None,
+) -> list[Tensor]:
     """The value of each target, in order.
 
     Args:
         targets: states, and where in their memory the values lie.
         unpack: gives what was held for the tape's operands.
+        timed: gets when each operation began and ended.
     """
     wanted = list(targets)
     places: dict[int, list[Place]] = {}
     for state, place in wanted:
         places.setdefault(state.number, []).append(place)
     values = Values(places, lambda outside: _unpacked(outside, unpack))
-    run(_leading_to(state for state, _ in wanted), values)
+    run(_leading_to(state for state, _ in wanted), values, timed)
     return [values.found[state.number, place] for state, place in wanted]
 
 
-def run(ops: list[Op], values: Values) -> None:
+class Timed:
+    """When the operations of a replay began and ended.
+
+    Args:
+        mark: gives a point in time of the device that computes.
+    """
+
+    def __init__(self, mark: Callable[[], Any]) -> None:
+        self.mark = mark
+        self.taken: list[tuple[Op, Any, Any]] = []
+
+    def run(self, op: Op, values: Values) -> None:
+        """Call an operation again."""
+        began = self.mark()
+        values.run(op)
+        self.taken.append((op, began, self.mark()))
+
+
+def run(ops: list[Op], values: Values, timed: Timed | None = None) -> None:
     """Call ``ops``, in order, and let go of each value after its last use."""
     uses = Counter(read.number for op in ops for read in op.reads)
     held_uses = Counter(id(each) for op in ops for each in op.before)
@@ -56,7 +79,10 @@ def run(ops: list[Op], values: Values) -> None:
             with put(settings):
                 for op in together:
                     set_grad_enabled(op.is_grad_enabled)
-                    values.run(op)
+                    if timed is None:
+                        values.run(op)
+                    else:
+                        timed.run(op, values)
                     for read in op.reads:
                         uses[read.number] -= 1
                         if not uses[read.number]:

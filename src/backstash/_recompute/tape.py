@@ -703,6 +703,14 @@ class Tape(SilentMode):
         if self._most is not None:
             state.maker = None  # from now on it is given, and what led to it is not needed
 
+    def take_as_given(self, tensor: Tensor) -> None:
+        """The stash holds ``tensor``, and will: what is computed from it is replayed from that, and not from
+        what
+        has led to it."""
+        memory = self._memory(tensor)
+        if memory is not None and not memory.state.reason:
+            memory.state = State(tensor.device, UNSEEN, hash((memory.state.key, "given")))
+
     def state_of(self, tensor: Tensor) -> State | None:
         """The state of its memory now; ``None``: it was not seen."""
         storage = storage_of(tensor)

@@ -1,9 +1,9 @@
 """An accelerator on the CPU that counts what it is asked: what a stash costs a program that runs ahead of its
 device.
 
-The code that drives a real accelerator drives this one, too: the same copies, events and waits. Only the streams
-are stand-ins. Ordinary CPU tensors are its memory, and a copy has run when it was begun; but an event says that it
-has ended only when so many more were recorded, as it is where the host runs ahead.
+The code that drives a real accelerator drives this one, too: the same copies, events and waits. Only the
+streams are stand-ins. Ordinary CPU tensors are its memory, and a copy has run when it was begun; but an event
+says that it has ended only when so many more were recorded, as it is where the host runs ahead.
 """
 
 from __future__ import annotations
