@@ -228,7 +228,10 @@ def traced_regions(
         index: by a block's number, its index among these.
     """
     found: list[TracedRegion] = []
+    forwards = list(forwards)
+    graphs = {each.name: each.graph for each in forwards if each.graph is not None}
     for each in forwards:
+        graph = each.graph or graphs.get(each.name)  # not of each one a replay was timed
         held = stays.get((each.name, each.index), frozenset())
         kept = {block for number, block in each.saved.items() if number in held}
         members = sorted(
@@ -248,24 +251,24 @@ def traced_regions(
                 each.index,
                 each.small_bytes,
                 inputs,
-                _cuts(each, members, inputs, blocks, index),
+                _cuts(graph, each.saved, members, inputs, blocks, index),
             )
         )
     return tuple(found)
 
 
 def _cuts(
-    forward: Forward,
+    graph: CallGraph | None,
+    saved: Mapping[int, int],
     members: Sequence[int],
     inputs: Sequence[int],
     blocks: Sequence[Any],
     index: Mapping[int, int],
 ) -> tuple[RegionCut, ...]:
     """Parts of a forward that can be recomputed, as its graph says, if it saved what that of its graph did."""
-    graph = forward.graph
-    if graph is None or not forward.saved.keys() <= {number for number, _ in graph.saves}:
+    if graph is None or not saved.keys() <= {number for number, _ in graph.saves}:
         return ()
-    at = {number: index[block] for number, block in forward.saved.items() if block in index}
+    at = {number: index[block] for number, block in saved.items() if block in index}
     free = {number: blocks[block].nbytes for number, block in at.items() if block in members}
     found: dict[tuple[int, ...], RegionCut] = {}
     for cut in cuts_of(graph, free):
