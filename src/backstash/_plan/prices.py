@@ -85,9 +85,9 @@ def by_prices(problem: Problem, windows: Windows, first: int) -> tuple[float, li
     """Return a lower bound of the step's seconds, and the choices at the best prices tried."""
     trace, links = problem.trace, problem.trace.links
     moments = [first]
-    # Writes have the time up to the last save, and what may then be under way; reads have that from the first
-    # use on. Of several graphs these overlap. What is used while it is being written is not read, but was in
-    # memory all the time, and might as well have been kept.
+    # Writes have the time up to the last save, plus the window; reads have the time from the first use on. With
+    # several graphs these overlap. A block that is used while it is being written is not read back, but it was
+    # in memory all the time, so keeping it costs no more.
     last_save = max(problem.saves.values(), default=0)
     spare_down = sum(moment.seconds for moment in trace.moments[: last_save + 1])
     spare_down += windows.inflight_bytes / links.down_rate
