@@ -61,8 +61,8 @@ class FakeRun:
     context.
 
     Raises:
-        UsageError: this PyTorch has no ``FakeTensorMode``; within the context: a tensor on an accelerator,
-            where there is none.
+        UsageError: this PyTorch has no ``FakeTensorMode``; or, within the context, the program creates a tensor
+            on an accelerator that the machine lacks.
 
     >>> import torch
     >>> from backstash.plan import Plan

@@ -41,7 +41,8 @@ def parse_bytes(value: int | str, *, name: str = "size", also: str = "") -> int:
         also: what the error message says is allowed in addition.
 
     Raises:
-        SizeError: ``value`` is negative, has an unknown unit, or is no size; the message says what is allowed.
+        SizeError: ``value`` is negative, has an unknown unit, or is not a size; the message lists what is
+            allowed.
 
     >>> parse_bytes("64KiB"), parse_bytes("1.5 MB"), parse_bytes("6G"), parse_bytes(4096)
     (65536, 1500000, 6442450944, 4096)

@@ -1,11 +1,11 @@
 """Correct a plan after it has run: measure its first steps, and plan again if the peak differs.
 
 Three steps after the first one are measured. One is enough if all steps save the same and it held far less
-than predicted. backstash plans again if the peak differs by more than a fiftieth of the prediction, or by more
-than a sixteenth of what is saved, if that is less, or if it exceeded the budget. An overshoot is subtracted in
-full, and three quarters of an undershoot are credited, as far as what was held in addition to the blocks in
-place leaves space for more of these. There are at most four corrections, and more only while the budget is
-exceeded and a plan could hold less.
+than predicted. backstash plans again if the peak exceeded the budget, or if it differs from the prediction by
+more than a fiftieth of it or a sixteenth of the saved bytes, whichever is less. An overshoot is subtracted in
+full. Three quarters of an undershoot are credited, as far as there is space for more blocks in
+place, given the memory held in addition to them. There are at most four corrections, and more only while the
+budget is exceeded and a plan could hold less.
 
 If an earlier plan, made with a larger correction, kept the budget, the next one lies between the two, by
 linear interpolation of measured over simulated peaks. If that exceeds the budget too, the earlier correction
@@ -176,7 +176,7 @@ class Corrections:
         return len(self._figures) >= _VALIDATED_STEPS or self._followed_steps >= _MOST_FOLLOWED
 
     def begin_larger(self) -> None:
-        """A plan is being made for larger steps: their peaks may be corrected as often again."""
+        """Allow as many corrections again: a plan is being made for larger steps."""
         self._replans = 0
         self._kept = self.beside_bytes = None
 

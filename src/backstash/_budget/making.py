@@ -43,7 +43,7 @@ def planners_of(
         strict: whether exceeding the budget is an error.
 
     Raises:
-        UsageError: ``plan`` is neither a plan nor the file of one.
+        UsageError: ``plan`` is not a plan or the file of one.
         SizeError: ``budget`` is not a size.
     """
     if plan is not None and not isinstance(plan, (Plan, str, os.PathLike)):

@@ -203,7 +203,7 @@ class Planner(Controller):
         self._limits.end()
 
     def forked(self) -> None:
-        """Reset in a forked process: it has neither the threads that sample and plan nor a usable
+        """Reset in a forked process: it lacks the threads that sample and plan, and cannot use an
         accelerator."""
         self._solving.forked()
         self._meter.forked()
@@ -717,7 +717,7 @@ class Planner(Controller):
         moved = self._shape.saved_bytes - resident.nbytes
         return self._guard.held() + moved <= self._target()
 
-    # What the core asks: see :class:`Controller`.
+    # Called by the core: see :class:`Controller`.
 
     def count(self, block: Block) -> None:
         """See :meth:`Controller.count`."""
@@ -756,7 +756,7 @@ class Planner(Controller):
         recomputed."""
         return Planned(region, self, tiers, modules) if self.regions is not None else None
 
-    # What is told of blocks.
+    # Events of blocks.
 
     def count_saved(self, nbytes: int) -> None:
         """Add the bytes of storages saved in this step, each counted as often as it was saved."""
@@ -805,7 +805,7 @@ class Planner(Controller):
             self._recording_seconds += seconds
             self._meter.resume(time.perf_counter() - seconds)
 
-    # And of forwards of modules that may be recomputed.
+    # Events of forwards of modules that may be recomputed.
 
     def trace_forward(self, name: str, index: int) -> tuple[Forward, int]:
         """Begin the record of a forward; return it with its number, which :meth:`note_forward` needs."""
@@ -835,8 +835,8 @@ class Planner(Controller):
         return self._meter.resume(paused)
 
     def end_trial(self, paused: Any) -> float:
-        """As :meth:`resume`, for a replay that was compared. Memory that it freed is returned to the system;
-        otherwise it would count as memory of later moments of the step.
+        """Exclude a compared replay from the step, as :meth:`resume` does. Memory that it freed is returned to
+        the system; otherwise it would count as memory of later moments of the step.
 
         Returns:
             Seconds of the replay; 0 if unknown.
@@ -889,7 +889,7 @@ class Planner(Controller):
         if self._recording.is_on and began is not None:
             self._meter.hook_took(kind, began)
 
-    # Making a plan, and following it.
+    # Making and following a plan.
 
     def _allowed(self) -> list[str]:
         below = [self._tier, REGION] if self._tier is not None else []

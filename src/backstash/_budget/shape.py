@@ -135,7 +135,8 @@ class StepShape:
         self._asked_bytes = max(self._asked_bytes, self._known_asked_bytes)
 
     def asked_more(self) -> tuple[int, int] | None:
-        """As :meth:`count`, for all saves of this step, if they are an eighth more than in any step before."""
+        """Compare as :meth:`count` does, for all saves of this step, if they are an eighth more than in any
+        step before."""
         most = self._most_asked_bytes
         return (self._asked_bytes, most) if _is_more(self._asked_bytes, most) else None
 
@@ -164,23 +165,23 @@ class StepShape:
         self._most_awaited = min(_MOST_AWAITED, 2 * self._most_awaited)
 
     def await_next(self) -> None:
-        """The expected larger step, or one with a larger first block, was not as large. Steps of different
-        sizes may alternate, so expect it again, a few times."""
+        """Expect a larger step again, a few times: the expected step, or one with a larger first block, was not
+        as large, and steps of different sizes may alternate."""
         self._most_first_bytes = max(self._most_first_bytes, self._ended_first_bytes)
         self.expects_larger = self._awaited > 0
         self._awaited -= self.expects_larger
         self._looks_often |= not self.expects_larger
 
     def await_another(self) -> None:
-        """The expected larger step has come: expect another one, to measure it."""
+        """Expect another larger step, to measure it: the expected one has come."""
         self.expects_larger = self._awaited > 0
 
     def stop_waiting(self) -> None:
-        """A plan is being made for the larger step: expect no other."""
+        """Expect no other larger step: a plan is being made for one."""
         self._awaited = 0
 
     def begin_plan(self, asked_bytes: int) -> None:
-        """A plan is being made for a step that saved this many bytes, each storage counted as often as it was
+        """Record the bytes of the step that is being planned for, each storage counted as often as it was
         saved."""
         self._planned_asked_bytes = asked_bytes
 

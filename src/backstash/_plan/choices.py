@@ -55,8 +55,7 @@ class Choices:
     """
 
     def __init__(self, classes: Iterable[tuple[str, Iterable[tuple[str, int]]]]) -> None:
-        # The choice for each block, by class and also by the class's name without the size. (Counts of
-        # blocks in this step are in `_met`.)
+        # The choice for each block, by class and also by the class's name without the size.
         self._of: dict[str, list[str]] = {}
         self._partly: set[str] = set()  # classes with blocks that regions discard
         self.recompute = False

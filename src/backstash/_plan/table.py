@@ -98,7 +98,7 @@ class Problem:
         return sum(blocks[each].nbytes for each in members if self.is_alive(each, at))
 
     def capacity(self, at: int) -> int:
-        """Bytes that may be resident in the interval before this moment."""
+        """Return the bytes that may be resident in the interval before this moment."""
         moments = self.trace.moments
         other = moments[at].other_bytes if at < len(moments) else self.trace.tail_other_bytes
         return self.budget - other - self.reserved_bytes[at > self.first_use]

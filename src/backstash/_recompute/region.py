@@ -143,7 +143,7 @@ class Call:
         self._thread_state = thread_state
         self._outer: Tape | None = None  # the context's tape, which this one replaces meanwhile
 
-    # The forward.
+    # Forward.
 
     def begin(self, outer: Tape | None) -> None:
         """Start recording; ``outer`` is the context's tape, which does not see this forward."""
@@ -268,7 +268,7 @@ class Call:
             self._discarded_bytes += held.nbytes
 
     def _note_filled(self) -> None:
-        """The operation that saved these tensors has ended: look up their states."""
+        """Look up the states of these tensors: the operation that saved them has ended."""
         tape, (unfilled, self._unfilled) = self.tape, (self._unfilled, [])
         assert tape is not None
         for held, tensor, _ in unfilled:
@@ -322,7 +322,7 @@ class Call:
             values = replay([(held.state, held.place) for held, _, _ in same], region.unpack)
         except InplaceError:
             raise  # a value differs from plain PyTorch's
-        except Exception as error:  # a kernel's
+        except Exception as error:  # raised by a kernel
             values, reason = [], f"computed again, {type(error).__name__}: {error}"
         else:
             reason = ""

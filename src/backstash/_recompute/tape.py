@@ -395,7 +395,7 @@ class Tape(SilentMode):
         seconds, self._seconds = self._seconds, 0.0
         return seconds
 
-    # What is seen.
+    # Recording.
 
     def _note(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         if self._bits.is_asked:
@@ -676,7 +676,7 @@ class Tape(SilentMode):
         op.before.append(outside)
         return outside
 
-    # What is asked.
+    # Queries.
 
     def note_packed(self, tensor: Tensor, packed: object) -> None:
         """Record that the stash saved ``tensor`` as ``packed``: replays can now start from it."""

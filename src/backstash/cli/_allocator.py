@@ -3,7 +3,7 @@
 A stash frees a tensor as soon as its bytes are on disk. Whether the process becomes smaller then depends on the
 allocator. glibc keeps freed blocks below its growing threshold in its heap, in pieces. When it returns them to
 the system, the next step has to fault in every page again. An allocator that keeps whole pages by size and
-reuses them does neither. Nor does glibc with other settings, which can be changed at any time.
+reuses them does neither. With other settings, which can be changed at any time, glibc does neither either.
 
 Most allocators cost a small program more memory than a stash can save it (see `docs/explanation/memory.md`);
 tcmalloc does not. So `auto` takes tcmalloc if it is installed. Otherwise it keeps the process's allocator, and

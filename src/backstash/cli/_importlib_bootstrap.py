@@ -36,7 +36,7 @@ _BESIDE = "backstash_beside"  # our package's name if the script has its own pac
 
 
 class _NotRunnable(Exception):
-    """There is no script to run; the message says what there is instead."""
+    """There is no script to run; the message names what was found instead."""
 
 
 @contextmanager

@@ -65,7 +65,7 @@ def _is_module_in_one_word(parser: Parser, word: str) -> bool:
 
 
 def check(parser: Parser, is_module: bool, rest: list[str]) -> None:
-    """Refuse what is neither a script nor a module, and suggest what was perhaps meant."""
+    """Refuse a target that is not a script or module, and suggest what was perhaps meant."""
     if not rest:
         what = f"{parser.prog} {'-m package.train' if is_module else 'train.py'}"
         parser.error(f"no script given, as in `{what}`; allowed: {parser.usage}")
