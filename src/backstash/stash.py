@@ -88,9 +88,9 @@ class Stash:
     Args:
         budget: the most memory at any moment of a step, in place of ``keep``. On an accelerator it limits the
             memory of the device's tensors (``torch.accelerator.memory_allocated``), on each device; otherwise
-            the resident bytes of the process. ``"auto"``: the bytes held plus those that can still be allocated,
-            less a twentieth. The first steps are measured. If not everything fits, the cheapest choice within
-            the budget is then made for each class of saved tensors; :attr:`plan` shows it. What fits stays in
+            the resident bytes of the process. ``"auto"``: the bytes held plus those that can be allocated, less
+            a twentieth. The first steps are measured. If not everything fits, the cheapest choice within the
+            budget is then made for each class of saved tensors; :attr:`plan` shows it. What fits stays in
             memory. A plan chooses ``inflight`` and ``prefetch`` if they are ``"auto"``. If the plan is for an
             accelerator, CPU tensors are held as with ``keep="auto"``.
         keep: bytes that may stay in memory, on each device. The oldest saved tensors beyond it move down.
