@@ -2,12 +2,12 @@
 
 Free memory that the process still holds is returned before a measured step, before the first step under a plan
 that begins with more than the plan leaves free, and in backward. There it waits until backward has used a part
-of the budget and the largest growth between two looks could exceed the budget. It takes at most a twentieth of
-the time. Using that memory again costs page faults, and most steps reuse what is free. So one step under each
-plan is tried that begins without returning it (see :meth:`MemoryGuard.must_free_at_start`).
+of the budget and the largest growth between two readings could exceed the budget. It takes at most a twentieth
+of the time. Using that memory again costs page faults, and most steps reuse what is free. So one step under
+each plan is tried that begins without returning it (see :meth:`MemoryGuard.must_free_at_start`).
 
-What the process holds between two steps, after an evaluation for example, belongs to no step, unless it
-exceeds the budget three times in a row.
+What the process holds between two steps, after an evaluation for example, belongs to no step, unless it exceeds
+the budget three times in a row.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .meter import Meter
 __all__ = ["MemoryGuard"]
 
 _RELEASE_REST = 20  # memory is not returned again for this many times as long as it took
-_LOOK_BYTES = 1 << 20  # bytes that backward uses between two looks; the fewest saved between two
+_LOOK_BYTES = 1 << 20  # bytes that backward uses between two readings; the fewest saved between two
 _LATE_STEPS = 3
 _HELD_BACK_PART = 32  # a first step leaves 1/32 of the most bytes free
 _USED_PART = 32  # backward uses 1/32 of the most bytes before freed memory is returned
@@ -69,11 +69,11 @@ class MemoryGuard:
         """Whether this step tries that."""
         # The first release in a step that keeps free memory does not wait for the interval.
         self._is_due = False
-        # In backward: bytes used since the last look, and since memory was returned; bytes held at the last
-        # look; and the largest growth between two looks.
+        # In backward: bytes used since the last reading, and since memory was returned; bytes held at the last
+        # reading; and the largest growth between two readings.
         self._unlooked_bytes = self._used_bytes = self._held_before = self._growth = 0
-        self._sampled_growth = 0  # largest sample between two looks, less the first look
-        self._raised_bytes = 0  # a new peak of the process since the last look in backward
+        self._sampled_growth = 0  # largest sample between two readings, less the first reading
+        self._raised_bytes = 0  # a new peak of the process since the last reading in backward
         # The larger of both since all blocks are unmanaged; None: they are not.
         self._left_growth: int | None = None
         self._has_plan = False
@@ -102,11 +102,11 @@ class MemoryGuard:
         budget without reusing any of it, or with ``always``.
 
         Allocating that memory again takes time, and most steps reuse what is free. So the guard tries one step
-        (``may_try`` allows this one) that begins with so little that the largest growth between two looks keeps
-        the budget. In it nothing is returned until a look finds more than ``most``, or so much that this growth
-        could exceed the budget. If that happens, no later step begins this way. Otherwise :meth:`end_trial`
-        gets the step's peak, and later steps begin this way until one has to return memory. A step that begins
-        with more than is known to keep ``most`` is tried, too.
+        (``may_try`` allows this one) that begins with so little that the largest growth between two readings
+        keeps the budget. In it nothing is returned until a reading finds more than ``most``, or so much that
+        this growth could exceed the budget. If that happens, no later step begins this way. Otherwise
+        :meth:`end_trial` gets the step's peak, and later steps begin this way until one has to return memory. A
+        step that begins with more than is known to keep ``most`` is tried, too.
         """
         self.is_trying = self.keeps_free = self._is_due = False
         held = self._start_bytes = self._meter.now()  # this belongs to no step
@@ -235,9 +235,9 @@ class MemoryGuard:
 
     @property
     def _growth_now(self) -> int:
-        """The largest growth expected between two looks. Memory that operations hold until they end is part of
-        a plan's trace, so steps under a plan include it. It counts before there is a plan, and in a step that
-        keeps free memory."""
+        """The largest growth expected between two readings. Memory that operations hold until they end is part
+        of a plan's trace, so steps under a plan include it. It counts before there is a plan, and in a step
+        that keeps free memory."""
         if self.keeps_free and self._left_growth is not None:
             return self._left_growth
         counts = self.keeps_free or not self._has_plan
@@ -253,9 +253,9 @@ class MemoryGuard:
         """Count bytes of a block that backward uses, and usually frees then: the allocator may keep them for
         the process.
 
-        Free memory is returned to the system if the largest growth between two looks could exceed the budget,
-        and not earlier: a plan uses nearly all of ``most``, and the next forward has to allocate again what is
-        returned here.
+        Free memory is returned to the system only if the largest growth between two readings could exceed the
+        budget. A plan uses nearly all of ``most``, and the next forward has to allocate again what is returned
+        here.
         """
         self._used_bytes += nbytes
         self._unlooked_bytes += nbytes

@@ -193,9 +193,9 @@ def costs_of(
     first-time cost.
 
     The cost of a byte outside the hooks is the difference of the steps, but at least 0 and at most the time of
-    its transfer, since a change of the machine's speed between the steps would add to it. It is 0 where copies
-    take no computing time. The computing time is the shorter one of the two steps. The rest of the longer one
-    is due to other programs, or to the host locking or allocating memory.
+    its transfer. (A change of the machine's speed between the steps would add to the difference.) It is 0 where
+    copies take no computing time. The computing time is the shorter one of the two steps. The rest of the
+    longer one is due to other programs, or to the host locking or allocating memory.
     """
     moved_bytes = full.moved_bytes
     if not moved_bytes:
@@ -403,7 +403,7 @@ def _options(
         costs: per block.
         tier: see :func:`trace_of`.
         offers: the ways other than staying and moving, without the hooks' time.
-        part: the number of mean blocks that it counts as in the hooks, by how often it was saved.
+        part: weight of the block in the hooks, by how often it was saved; 1 is the mean.
     """
     (kept_save, kept_use), (moved_save, moved_use) = costs.kept, costs.moved
     save, use = (part * each + costs.beside_each / 2 for each in costs.kept)

@@ -141,9 +141,9 @@ class StepShape:
         return (self._asked_bytes, most) if _is_more(self._asked_bytes, most) else None
 
     def bytes_to_next_look(self, nbytes: int) -> int:
-        """Return ``nbytes``, or less after a step was mistaken for a larger one. If an earlier graph is used
-        late, it holds the first blocks of the next step, and only a look at a later block shows that the step
-        has ended."""
+        """Return the bytes until the next check: ``nbytes``, or less after a step was mistaken for a larger
+        one. If an earlier graph is used late, it holds the first blocks of the next step, and only a check at a
+        later block shows that the step has ended."""
         return min(nbytes, self._most_asked_bytes // _OFTEN) if self._looks_often else nbytes
 
     def begin_larger(self) -> None:

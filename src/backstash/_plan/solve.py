@@ -8,7 +8,7 @@ The problem, in seconds added to a step::
                bytes read / up rate      <= computing time from the first use on + stall
 
 The solver puts a price on a resident byte at each moment that binds, and on a byte of each direction of the
-link. Prices make the choices independent of each other: every block takes the option that is cheapest, and a
+link. Prices make the choices independent of each other. Every block takes the option that is cheapest. A
 region is recomputed if that costs less than its members' options, given the memory they need in backward.
 Raising the prices where a constraint is violated (a subgradient method) gives a lower bound for any choice
 (Lagrangian duality: Everett 1963, Held and Karp 1971). The solver repairs the choices at good prices until they

@@ -1,7 +1,7 @@
 """Record saves under any saved-tensors hooks, without changing what those hooks do.
 
 Only the innermost hook pair sees a save. The recorder pushes a pair of its own, which passes each tensor to the
-pair around the context; without such a pair it holds the tensor in place, with the version check that autograd
+pair around the context. Without such a pair it holds the tensor in place, with the version check that autograd
 omits under hooks. Each pair pushed inside the context is replaced by one that records and then calls it. If one
 pair passes a tensor to another, the first records the save, once.
 
