@@ -1,9 +1,9 @@
-"""What backward needs, stashed: in place while it fits, then host memory, then disk, to the bit.
+"""Hold what backward needs bit for bit: in place while it fits, then in host memory, then on disk.
 
 >>> from backstash import Stash
 >>> stash = Stash(keep="2GiB")
 
-Its names are loaded, and torch with them, when they are first asked for: the command line needs neither.
+The names, and torch with them, are loaded on first use: ``backstash --help`` needs neither.
 """
 
 from __future__ import annotations
@@ -70,11 +70,12 @@ else:
 
 
 def load_ipython_extension(shell: Any) -> None:
-    """What ``%load_ext backstash`` calls: the cell magics ``%%stash`` and ``%%saved_report``."""
+    """Register the cell magics ``%%stash`` and ``%%saved_report``. IPython calls this at ``%load_ext
+    backstash``."""
     from .integrations.notebook import Magics
 
     Magics(shell).register()
 
 
 if "torch" in sys.modules:
-    from . import _torch  # noqa: F401  which makes the first call of each of MKL's vector functions
+    from . import _torch  # noqa: F401  to call each of MKL's vector functions for the first time

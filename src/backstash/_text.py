@@ -1,5 +1,7 @@
-"""Text that is safe to show: names come from other programs, and may hold escapes that a terminal obeys; and
-where a warning is shown."""
+"""Make text safe to show, as HTML too, and find the program's line for a warning.
+
+Names come from other programs, and may contain escapes that a terminal would execute.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ _HIDDEN = {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}
 
 
 def clean(text: str) -> str:
-    r"""``text`` on one line: characters without a glyph, line ends and changes of direction become escapes.
+    r"""Return ``text`` on one line, with line ends, invisible characters and changes of direction escaped.
 
     >>> clean("layer\x1b[2J\n\u202ebackstash: 0 B")
     'layer\\x1b[2J\\n\\u202ebackstash: 0 B'
@@ -29,7 +31,7 @@ def _visible(character: str) -> str:
 
 
 def shown(given: object) -> str:
-    """What a caller gave in place of something else, on one line; of a tensor or an array no values.
+    """Return a value for an error message, on one line; of a tensor or array only the shape.
 
     >>> shown("2GiB"), shown(memoryview(b"abc"))
     ("'2GiB'", 'a memoryview of shape (3,)')
@@ -41,14 +43,14 @@ def shown(given: object) -> str:
     return text if len(text) <= 200 else f"{text[:200]}..."
 
 
-# What a notebook shows. Nothing has a colour of its own: text and lines take the page's, light or dark.
+# HTML for notebooks. It sets no colours: text and lines use the page's, light or dark.
 
 _FONT = "font-family:ui-monospace,monospace;font-size:0.85em;line-height:1.35"
 _LINE = "border:0;border-bottom:1px solid currentColor;padding:1px 10px 1px 0;background:none"
 
 
 def html_text(text: str, *, folded_after: int = 40) -> str:
-    r"""Lines of text as HTML, what comes after the first ``folded_after`` of them folded away.
+    r"""Return lines of text as HTML, with those after the first ``folded_after`` folded.
 
     >>> html_text("a < b")[-14:]
     'a &lt; b</pre>'
@@ -69,7 +71,7 @@ def html_text(text: str, *, folded_after: int = 40) -> str:
 def html_table(
     title: str, head: Sequence[str], rows: Iterable[Sequence[str]], rest: Sequence[str] = ()
 ) -> str:
-    """A heading, a table whose first column is text and whose others are numbers, and lines below it."""
+    """Return a heading, a table whose first column is text and whose others are numbers, and lines below it."""
 
     def row(cells: Sequence[str], tag: str) -> str:
         sides = ("left", *["right"] * (len(cells) - 1))
@@ -87,7 +89,8 @@ def html_table(
 
 
 def level_of_program() -> int:
-    """The caller's ``stacklevel`` that names the line of the program: neither backstash's nor PyTorch's."""
+    """Return the ``stacklevel`` for a warning that names the program's line, not one of backstash or
+    PyTorch."""
     level, frame = 1, sys._getframe(1)
     while frame.f_back is not None and _is_ours(frame.f_globals.get("__name__")):
         level, frame = level + 1, frame.f_back
@@ -99,11 +102,12 @@ def _is_ours(module: object) -> bool:
 
 
 def _escaped(text: str) -> str:
-    import html  # whose table of names takes half a MiB, and few programs show anything as HTML
+    import html  # imported late: its table takes half a MiB, and few programs show HTML
 
     return html.escape(text)
 
 
 def show_text(thing: object, printer: Any, cycle: bool) -> None:
-    """A class's ``_repr_pretty_``: IPython shows a table in a terminal, and HTML in a notebook."""
+    """Print ``str(thing)``. As a class's ``_repr_pretty_`` it makes IPython show text in a terminal, and HTML
+    in a notebook."""
     printer.text(str(thing))

@@ -1,7 +1,7 @@
-"""Advice to the user: every piece of it, with the condition under which it is given and what to do.
+"""All advice to the user: each piece with its condition and what to do.
 
-``backstash run``, ``backstash doctor`` and ``saved_report`` gather facts as plain values. The rules below turn
-them into sentences. A condition asks only for what was measured, or computed from what was.
+``backstash run``, ``backstash doctor`` and ``saved_report`` collect facts as plain values, and the rules below
+turn them into sentences. A condition uses only facts that were measured, or computed from measured ones.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ class _Rule:
     """One piece of advice."""
 
     applies: Callable[[Mapping[str, Any]], Any]
-    """Whether it is given, from the facts."""
+    """Return whether to give it, from the facts."""
     text: str
-    """Its sentence, with the names of facts in braces."""
+    """Its sentence, with names of facts in braces."""
     code: str = ""
-    """What to type or paste, likewise."""
+    """What to type or paste, with names of facts in braces."""
 
 
 def _all_stayed(facts: Mapping[str, Any]) -> bool:
@@ -44,16 +44,17 @@ def _all_stayed(facts: Mapping[str, Any]) -> bool:
 
 
 def _waits(facts: Mapping[str, Any]) -> bool:
-    """Whether the script waited much for the stash; under a plan, if that knows a step without a stash."""
+    """Whether the script waited much for the stash. With a plan, only if the plan has a time without a
+    stash."""
     return bool(facts["waited_share"] > _MUCH_WAITING and facts["is_compared"])
 
 
 def _is_followed(facts: Mapping[str, Any]) -> bool:
-    """Whether a plan was followed."""
+    """Whether the run followed a plan."""
     return facts["plan"] in ("planned", "loaded", "too small") and not facts["is_too_small"]
 
 
-# The most useful first: the summary of a run has the first that applies, its page has all.
+# The most useful first: a run's summary shows the first that applies, its page shows all.
 _RUN = (
     _Rule(
         lambda facts: facts["is_full"],
@@ -184,8 +185,8 @@ def advise(topic: str, facts: Mapping[str, Any]) -> tuple[Advice, ...]:
     """Return the advice that applies, the most useful first.
 
     Args:
-        topic: what the facts are of: ``"run"``, a run that has ended; ``"machine"``; ``"start"``, the options
-            that suit a machine; ``"saved"``, what forward saved.
+        topic: what the facts describe: ``"run"``, an ended run; ``"machine"``; ``"start"``, the options for a
+            machine; ``"saved"``, what forward saved.
         facts: plain values by their names, all that the topic's rules ask for.
 
     Raises:

@@ -1,8 +1,8 @@
-"""Fake runs: what a program's training steps would hold, without the memory for it.
+"""Fake runs: find what a program's training steps would hold, without allocating it.
 
-Tensors have shapes and no values (PyTorch's ``FakeTensorMode``): a model that no machine here could hold is
-gone through in seconds. What it gives is a trace, from which :meth:`backstash.plan.Plan.from_trace` plans
-within any budget. Nothing is computed, so the times in it mean nothing.
+Tensors have shapes and no values (PyTorch's ``FakeTensorMode``), so even a model that does not fit this machine
+runs in seconds. The result is a trace, from which :meth:`backstash.plan.Plan.from_trace` plans for any budget.
+Nothing is computed, so the times in the trace mean nothing.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from .policy import MIN_BYTES
 
 __all__ = ["FakeRun"]
 
-_RATE = 1e9  # bytes per second, of links that nobody has measured: memory does not depend on it
+_RATE = 1e9  # bytes per second; not measured, since memory does not depend on it
 
 
 class _Saved:
-    """One storage that is saved: alive as long as the graph needs it."""
+    """One saved storage, alive as long as the graph needs it."""
 
     __slots__ = ("__weakref__", "nbytes", "number", "storage", "tensor", "version")
 
@@ -36,7 +36,7 @@ class _Saved:
         self.nbytes = tensor.untyped_storage().nbytes()
         self.storage = weakref.ref(tensor.untyped_storage())
         self.version = tensor._version
-        self.tensor: Tensor | None = None  # what was brought back
+        self.tensor: Tensor | None = None  # recreated at the first use
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +61,8 @@ class FakeRun:
     context.
 
     Raises:
-        UsageError: this PyTorch has no ``FakeTensorMode``; within the context: a tensor on an accelerator,
-            where there is none.
+        UsageError: this PyTorch has no ``FakeTensorMode``; or, within the context, the program creates a tensor
+            on an accelerator that the machine lacks.
 
     >>> import torch
     >>> from backstash.plan import Plan
@@ -81,7 +81,7 @@ class FakeRun:
         self._blocks: list[TracedBlock] = []
         self._moments: list[Moment] = []
         self._alive: weakref.WeakValueDictionary[int, _Saved] = weakref.WeakValueDictionary()
-        self._first = self._number = 0  # of the blocks of this step; of all blocks
+        self._first = self._number = 0  # number of this step's first block, and of the next block
         self._trace: Trace | None = None
         self._entered = ExitStack()
 
@@ -95,7 +95,7 @@ class FakeRun:
 
     @property
     def asked(self) -> dict[str, int]:
-        """Where the program asked for a value, as ``"train.py:12"``, and how often."""
+        """How often the program read a value, by place, such as ``"train.py:12"``."""
         return dict(self._memory.asked)
 
     @property
@@ -110,7 +110,7 @@ class FakeRun:
         return self._trace.as_dict()
 
     def mark(self) -> None:
-        """End a step. The optimizer's state is there from the second on."""
+        """End a step. The optimizer's state exists from the second step on."""
         memory, links = self._memory, Links(_RATE, _RATE)
         blocks, moments = tuple(self._blocks), tuple(self._moments)
         self._trace = Trace(blocks, moments, links, 0.0, memory.most_bytes)
@@ -125,7 +125,7 @@ class FakeRun:
         if isinstance(tensor, nn.Parameter) or (owner.is_leaf and owner.requires_grad):
             return tensor
         if type(tensor).__name__ not in ("FakeTensor", "Tensor"):
-            return tensor  # another subclass: a stash may hold it, and here it stays
+            return tensor  # another subclass stays in place here, although a stash may hold it
         storage = tensor.untyped_storage()
         if storage.nbytes() < MIN_BYTES:
             return tensor

@@ -1,6 +1,6 @@
-"""How much memory this process can still take: of the machine, and of the control group that it is in.
+"""Find how much memory this process can still allocate, given the machine and its control group.
 
-Linux, with control groups of version 1 or 2. Elsewhere only the size of the machine's memory is known.
+This reads Linux's control groups of version 1 or 2. Elsewhere only the size of the memory is known.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _CACHE_FIELDS = {
     2: ("inactive_file", "active_file"),
 }
 _PROC = Path("/proc")
-_NO_LIMIT_BYTES = 1 << 60  # for "no limit" version 1 has a number near 2**63
+_NO_LIMIT_BYTES = 1 << 60  # version 1 reports a number near 2**63 for "no limit"
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,20 +34,20 @@ class ControlGroup:
     limit_bytes: int | None
     """The smallest limit in bytes of this group and of the groups above it; ``None``: no limit."""
     used_bytes: int
-    """How many bytes the group that has this limit uses, page cache included."""
+    """Bytes that the group with this limit uses, page cache included."""
     cache_bytes: int = 0
-    """How many of these are page cache, which the system takes back when the limit is reached."""
+    """Bytes of these that are page cache, which the system reclaims when the limit is reached."""
 
     @property
     def spare_bytes(self) -> int | None:
-        """How many bytes are left under the limit when page cache is taken back; ``None``: no limit."""
+        """Bytes left under the limit once page cache is reclaimed; ``None``: no limit."""
         if self.limit_bytes is None:
             return None
         return max(0, self.limit_bytes - self.used_bytes + self.cache_bytes)
 
 
 def spare_bytes(proc: Path = _PROC) -> int:
-    """Return how many bytes this process can still take from the machine or from its control group.
+    """Return how many bytes this process can still allocate, from the machine and in its control group.
 
     If a launcher started several processes on this machine, as ``torchrun``, ``deepspeed``, ``srun`` and
     ``mpirun`` do, this is the equal share of one of them.
@@ -93,7 +93,7 @@ def memory_group(proc: Path = Path("/proc/self")) -> ControlGroup | None:
 
 
 def _memberships(lines: list[str]) -> list[tuple[int, str]]:
-    """The (version, path) of each; version 1 first, since on a mixed system that one limits memory."""
+    """Return (version, path) of each group; version 1 first, since it limits memory on a mixed system."""
     groups = []
     for line in lines:
         hierarchy, controllers, path = line.split(":", 2)
@@ -105,7 +105,7 @@ def _memberships(lines: list[str]) -> list[tuple[int, str]]:
 
 
 def _mounted(version: int, group: str, mounts: list[str]) -> tuple[Path, Path] | None:
-    """(the group's directory, the mount point above it); ``None`` where this process cannot see them."""
+    """Return (the group's directory, its mount point); ``None`` if this process cannot see them."""
     for line in mounts:
         fields, _, tail = line.partition(" - ")
         kind, _, options = tail.split(" ", 2)
@@ -119,7 +119,7 @@ def _mounted(version: int, group: str, mounts: list[str]) -> tuple[Path, Path] |
             continue
         top = Path(mount)
         path = top / group.removeprefix(root).strip("/")
-        # In a container the path may be one that only the host sees: then the mount is the group.
+        # In a container the path may exist only on the host: then the mount is the group.
         path = path if path.is_dir() else top
         if _number(path / _USAGE_FILES[version]) is not None or version == 1 or path == top:
             return path, top
@@ -139,7 +139,8 @@ def _limits(version: int, path: Path, top: Path) -> ControlGroup:
 
 
 def _cache_bytes(version: int, group: Path) -> int:
-    """Bytes of page cache, which ``MemAvailable`` in ``meminfo`` counts for the whole machine too."""
+    """Return the bytes of page cache, which ``MemAvailable`` in ``meminfo`` also counts, for the whole
+    machine."""
     try:
         fields = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
     except (OSError, ValueError):

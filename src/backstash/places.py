@@ -1,7 +1,7 @@
-"""The places of saved bytes: their names, their words and their colours, for every table, line and picture.
+"""The places of saved bytes: their keys, labels and colours, for all tables and pictures.
 
-A place is named by its key in events, in the JSON of reports and plans, and in style sheets. People read its
-label. The order is the one in which curves and tables show them, from the tensors' own memory down.
+Events, JSON and style sheets use a place's key; people read its label. Curves and tables show the places in
+this order, from the tensors' own memory down.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ __all__ = ["PLACES", "KnownPlace", "key_of", "label_of"]
 
 @dataclass(frozen=True, slots=True)
 class KnownPlace:
-    """One place, or what stands for one: where bytes are, or why they are nowhere."""
+    """One place: where bytes are, or why they are not stored anywhere."""
 
     key: str
     """Its name in events, JSON and style sheets: ``"disk"``."""
     label: str
-    """Its words: ``"on disk"``."""
+    """Its text for people: ``"on disk"``."""
     light: str
     """Its colour on a light page, as ``#rrggbb``."""
     dark: str
@@ -26,7 +26,7 @@ class KnownPlace:
     is_below: bool = False
     """Whether the bytes there are not in the tensors' own memory."""
     alike: tuple[str, ...] = ()
-    """Other values of ``where`` that have its colour, and are their own words."""
+    """Other values of ``where`` that have this colour; their label is the value itself."""
 
 
 PLACES = {
@@ -48,7 +48,7 @@ PLACES = {
 
 
 def label_of(where: str) -> str:
-    """Return the words for a place; one that is not known names itself.
+    """Return a place's label; an unknown place is its own label.
 
     >>> label_of("disk"), label_of("in place"), label_of("on a tape")
     ('on disk', 'in place', 'on a tape')

@@ -1,4 +1,5 @@
-"""Plans: what is done with each class of saved tensors within a budget, what that should cost, and did."""
+"""Plans: the choices for each class of saved tensors within a budget, with their predicted and measured
+cost."""
 
 from __future__ import annotations
 
@@ -33,20 +34,18 @@ __all__ = [
 _FORMAT = "backstash plan 1"
 _CHOICES = frozenset(("keep", "host", "disk", "recompute", "pack", REGION))
 _RUNS = frozenset((REGION, "once"))
-_MOST = 10_000_000  # blocks of a class: more are no step's
-_TO_SPARE = (
-    1 / 16
-)  # of the smallest budget that is named: the run that is given it may hold more than this one
-_MARGIN = 0.02  # of a budget, that plans leave unused: what is measured varies by about as much
+_MOST = 10_000_000  # blocks of a class: no step has more
+_TO_SPARE = 1 / 16  # of the smallest budget reported: the next run may hold more than this one
+_MARGIN = 0.02  # of a budget, unused by plans: measurements vary by about as much
 
 
 def usable_bytes(budget_bytes: int) -> int:
-    """What a plan uses of a budget."""
+    """Return the part of a budget that plans use, in bytes."""
     return int(budget_bytes * (1 - _MARGIN))
 
 
 def budget_for(peak_bytes: int) -> int:
-    """The smallest budget of which a plan uses so many bytes."""
+    """Return the smallest budget of which plans use this many bytes."""
     return math.ceil(peak_bytes / (1 - _MARGIN)) + 1
 
 
@@ -58,53 +57,54 @@ class StepFigures:
     """The most memory at any moment of the step: on the CPU the process's resident bytes, on an accelerator the
     bytes that its tensors take."""
     step_seconds: float
-    """From the first save of one step to the first save of the next."""
+    """Seconds from the first save of one step to the first save of the next."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedClass:
-    """The saves of one module, by size and by which save of that module it is."""
+    """The saves of one module that have the same operation, ordinal and size."""
 
     name: str
     """``"blocks.*.mlp GeluBackward0 #0 4.00 MiB"``: the module, with ``*`` for a number; the operation that
     made the tensor; ``#0`` for the first of these that the module saves; the size of each."""
     blocks: int
-    """How many of it a step saves."""
+    """Number of such blocks that a step saves."""
     nbytes: int
-    """Their bytes together."""
+    """Their total size in bytes."""
     choices: tuple[tuple[str, int], ...]
-    """What is done with them in the order of their saves: ``(("disk", 8), ("keep", 4))``. ``"region"``: their
-    module is recomputed (see :class:`PlannedRegion`)."""
+    """The choices in the order of their saves: ``(("disk", 8), ("keep", 4))``. ``"region"``: their module is
+    recomputed (see :class:`PlannedRegion`)."""
     seconds: float
-    """What the plan expects these choices to add to the computing thread's time in a step, waits excepted."""
+    """Seconds that these choices are predicted to add to the computing thread in a step, without waits."""
     reason: str
-    """Why."""
+    """The reason for these choices."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedRegion:
-    """The forwards of like modules that may be recomputed as a whole: named ones, or those that were found."""
+    """The forwards of similar modules that may be recomputed: named modules, or ones that backstash chose."""
 
     name: str
     """The module's path, with ``*`` for a number."""
     forwards: int
-    """How many of it a step has."""
+    """Number of such forwards in a step."""
     nbytes: int
-    """The bytes of the blocks that recomputing discards. The classes count them, too."""
+    """Bytes of the blocks that recomputing discards. The classes count them, too."""
     choices: tuple[tuple[str, int], ...]
-    """In the order of the forwards: ``(("region", 8), ("once", 4))``; those that run ``"once"`` have what they
-    save held as the classes say."""
+    """The choices in the order of the forwards: ``(("region", 8), ("once", 4))``. The classes say how the saved
+    tensors of a forward that runs ``"once"`` are held."""
     seconds: float
-    """What the replays are expected to add to a step."""
+    """Seconds that the replays are predicted to add to a step."""
     reason: str
-    """Why."""
+    """The reason for these choices."""
     stays: tuple[tuple[int, ...], ...] = ()
-    """For each forward, the numbers of the saves that stay, since something else saves the same tensor."""
+    """For each forward, the numbers of the saves that are held, because something else saves the same
+    tensor."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a stash with a ``budget`` does, with its predicted and its measured cost.
+    """The choices of a stash with a ``budget``, with their predicted and measured cost.
 
     >>> plan = Plan.load("plan.json")  # doctest: +SKIP
     """
@@ -115,47 +115,46 @@ class Plan:
     """``"measuring"``, ``"left alone"`` (everything fits in place), ``"planned"``, ``"too small"`` (no choice
     keeps the budget: everything that can move moves), or ``"loaded"``."""
     classes: tuple[PlannedClass, ...] = ()
-    """The largest first."""
+    """The classes of saved tensors, largest first."""
     predicted: StepFigures | None = None
-    """By the simulation of the step; ``None`` while it is measured."""
+    """Simulated figures of a step under the plan; ``None`` while steps are measured."""
     measured: StepFigures | None = None
-    """The median of the steps under the plan so far; the peak is the largest of theirs."""
+    """The median time and the highest peak of the steps under the plan so far."""
     bound: StepFigures | None = None
-    """What no choice can be better than, by the figures that were measured: the budget, and a lower bound of
-    the step's time within it."""
+    """Lower bounds: the budget, and a step time that no choice within it can beat, by the measured figures."""
     plain: StepFigures | None = None
-    """What the simulation gives for the step with everything in place."""
+    """Simulated figures of a step with everything in place."""
     smallest_budget_bytes: int | None = None
-    """The smallest budget that some choice keeps, with a sixteenth to spare: the run that is given it may hold
-    some per cent more than the one that was measured."""
+    """The smallest budget that some choice keeps, plus a sixteenth, because another run may hold a few per cent
+    more than the measured one."""
     inflight_bytes: int = 0
-    """The window on the way down that the plan chose."""
+    """Most bytes in flight to a lower tier, chosen by the plan."""
     prefetch_bytes: int = 0
-    """The window on the way up."""
+    """Most bytes read back ahead of their use, chosen by the plan."""
     resident_bytes: int = 0
-    """The most bytes of saved tensors in place."""
+    """Most bytes of saved tensors in place."""
     device: str = "cpu"
-    """Whose memory the budget is of: ``"cpu"``, the process's resident memory, or an accelerator's name, the
-    memory that its tensors take."""
+    """The device of the budget: ``"cpu"``, for the process's resident memory, or an accelerator's name, for the
+    memory of its tensors."""
     regions: tuple[PlannedRegion, ...] = ()
-    """Of the modules whose calls may be recomputed as a whole."""
+    """The modules whose calls may be recomputed."""
     left_after: int | None = None
     """The number of blocks of a step after which all stay in memory, unmanaged while there is space. Saving and
     using them costs nothing. ``None``: every block is managed."""
 
     trace: Trace | None = field(default=None, compare=False, repr=False)
-    """The step that was measured, for :meth:`at`; not in the file of :meth:`save`."""
+    """The measured step, for :meth:`at`; :meth:`save` does not write it."""
     bias_bytes: int = field(default=0, compare=False, repr=False)
-    """What was added to all peaks, since a measured one was not what the simulation gave."""
+    """Bytes added to all simulated peaks, because a measured peak differed from the simulated one."""
     windows: tuple[int | None, int | None] = field(default=(None, None), compare=False, repr=False)
-    """``inflight`` and ``prefetch`` in bytes where the stash was given them, for :meth:`at`."""
+    """``inflight`` and ``prefetch`` in bytes, if the stash was given them, for :meth:`at`."""
 
     def at(self, budget: int | str) -> Plan:
-        """The plan for another budget, from the same measured step. Nothing is run.
+        """Return the plan for another budget, from the same measured step. Nothing runs.
 
         Raises:
             UsageError: the plan was read from a file, which has no measured step.
-            SizeError: the budget is no size.
+            SizeError: the budget is not a size.
         """
         if self.trace is None:
             raise UsageError(
@@ -176,18 +175,18 @@ class Plan:
         bias_bytes: int = 0,
         windows: tuple[int | None, int | None] = (None, None),
     ) -> Plan:
-        """The plan for a measured step, here or on another machine.
+        """Return the plan for a measured step of this or another machine.
 
         Args:
-            trace: what ``plan.trace.as_dict()`` gave, or the path of a file that has it as JSON, which
-                ``backstash plan --trace FILE`` writes.
+            trace: what ``plan.trace.as_dict()`` returned, or the path of a JSON file with it, which ``backstash
+                plan --trace FILE`` writes.
             budget: the most bytes at any moment of the step.
-            bias_bytes: added to all peaks of the simulation.
-            windows: bytes of the windows down and up; ``None``: chosen.
+            bias_bytes: added to all simulated peaks.
+            windows: bytes of the windows to and from the lower tier; ``None``: chosen.
 
         Raises:
             UsageError: ``trace`` is not a measured step, or the file cannot be read.
-            SizeError: the budget is no size.
+            SizeError: the budget is not a size.
         """
         budget_bytes = parse_bytes(budget, name="budget")
         is_file = isinstance(trace, (str, os.PathLike))
@@ -198,11 +197,11 @@ class Plan:
         if not solution.fits:
             smallest = smallest_budget(step, windows=windows)
         plan = plan_of(budget_bytes, step, solution, smallest, bias_bytes)
-        # Only an accelerator's host is ahead of what computes.
+        # Only the host of an accelerator runs ahead of the device.
         return replace(plan, device="accelerator") if step.runs_ahead else plan
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Return plain values for JSON."""
         values = asdict(replace(self, trace=None))
         del values["trace"], values["bias_bytes"], values["windows"]
         return {"format": _FORMAT, **values}
@@ -222,15 +221,15 @@ class Plan:
             file.write(self.text())
 
     def text(self) -> str:
-        """What :meth:`save` writes."""
+        """Return the text that :meth:`save` writes."""
         return json.dumps(self.as_dict(), indent=1) + "\n"
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:
-        """The plan that :meth:`save` wrote.
+        """Return the plan in a file that :meth:`save` wrote.
 
         Raises:
-            UsageError: the file is no plan, or cannot be read.
+            UsageError: the file is not a plan, or cannot be read.
         """
         try:
             with open(path, encoding="utf-8") as file:
@@ -244,7 +243,7 @@ class Plan:
 
     @classmethod
     def from_dict(cls, values: Any) -> Plan:
-        """The plan that :meth:`as_dict` described.
+        """Return the plan that :meth:`as_dict` described.
 
         Raises:
             UsageError: the values are not those of a plan.
@@ -292,7 +291,7 @@ class Plan:
             raise UsageError(_no_plan("this")) from error
 
     def _check(self) -> None:
-        """Raise ``ValueError`` where a plan cannot be like that, as one that a file describes may not be."""
+        """Raise ``ValueError`` if no plan can have these values, for example one that was read from a file."""
         if type(self.budget_bytes) is not int or self.budget_bytes <= 0:
             raise ValueError("a budget of no bytes")
         held: list[PlannedClass | PlannedRegion] = [*self.classes, *self.regions]
@@ -391,15 +390,13 @@ def plan_of(
     bias_bytes: int,
     stays: Stays | None = None,
 ) -> Plan:
-    """The record of a solution; ``bias_bytes`` are added to each peak that the simulation gives.
+    """Return the record of a solution; ``bias_bytes`` are added to each simulated peak.
 
     ``stays``: see :attr:`PlannedRegion.stays`.
     """
     kept = all(name == "keep" for name in solution.choices)
     left_after = solution.left_after
-    if (
-        left_after is not None
-    ):  # members of regions that are recomputed are counted as no blocks then
+    if left_after is not None:  # members of recomputed regions will not be blocks
         left_after -= solution.choices[:left_after].count(REGION)
     state = "too small" if not solution.fits else "left alone" if kept else "planned"
     by_group: dict[str, list[int]] = {}

@@ -1,8 +1,8 @@
-"""Policies: which saved tensor goes to which tier, and which is stored smaller.
+"""Policies: decide which saved tensor goes to which tier, and which is packed.
 
 A policy is any ``callable(SavedTensor) -> Action | None``. A stash calls it in forward for each saved tensor
-that can be moved; ``None`` leaves the choice to the stash's default. What a policy raises comes out of the
-forward pass, and the tensor is not saved. The functions below return policies, so they can be nested.
+that can be moved; ``None`` leaves the choice to the stash's default. If a policy raises, so does the forward
+pass, and the tensor is not saved. The functions below return policies, so they can be nested.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .units import parse_bytes
 __all__ = ["Action", "CodecChoice", "Policy", "SavedTensor", "by_module", "first", "larger_than"]
 
 MIN_BYTES = 64 << 10
-"""A stash leaves tensors in place whose storage is smaller, but for a budget that needs them."""
+"""Tensors with smaller storages stay in place, unless a budget cannot be kept otherwise."""
 _TIERS = ("keep", "host", "disk", "pack", "recompute")
 
 
@@ -105,14 +105,14 @@ class Action:
 
 
 Policy = Callable[[SavedTensor], "Action | None"]
-"""What ``Stash(policy=)`` takes: called for each saved tensor; ``None`` from it means the default."""
+"""A value for ``Stash(policy=)``: called for each saved tensor; returns ``None`` for the default."""
 
 CodecChoice = Codec | Callable[[SavedTensor], Codec | None]
-"""What ``Stash(codec=)`` takes: one codec for all, or a choice for each saved tensor."""
+"""A value for ``Stash(codec=)``: one codec for all, or a function that chooses for each saved tensor."""
 
 
 def first(*policies: Policy) -> Policy:
-    """A policy that returns the action of the first of ``policies`` that returns one, else ``None``.
+    """Return a policy that returns the action of the first of ``policies`` that returns one, else ``None``.
 
     >>> policy = first(by_module({"head": Action("keep")}), larger_than("1MiB", Action("disk")))
     """
@@ -128,7 +128,7 @@ def first(*policies: Policy) -> Policy:
 
 
 def by_module(actions: Mapping[str, Action]) -> Policy:
-    """A policy that returns the action of the first glob that matches the module's path, else ``None``.
+    """Return a policy that returns the action of the first glob that matches the module's path, else ``None``.
 
     Args:
         actions: globs and their actions, in the order in which they are tried. A ``*`` also matches dots, and
@@ -145,14 +145,14 @@ def by_module(actions: Mapping[str, Action]) -> Policy:
 
 
 def larger_than(size: int | str, action: Action) -> Policy:
-    """A policy that returns ``action`` for tensors of at least ``size``, else ``None``.
+    """Return a policy that returns ``action`` for tensors of at least ``size``, else ``None``.
 
     Args:
         size: an int of bytes, or a string such as ``"1MiB"``; compared with ``SavedTensor.nbytes``.
         action: for those tensors.
 
     Raises:
-        SizeError: ``size`` is no size.
+        SizeError: ``size`` is not a size.
 
     >>> policy = larger_than("1MiB", Action("disk"))
     """

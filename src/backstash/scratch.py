@@ -1,4 +1,5 @@
-"""Choose a directory for what moves: for ``disk=True``, and for ``backstash run`` without ``--disk``."""
+"""Choose a directory for tensors that move to disk, for ``disk=True`` and for ``backstash run`` without
+``--disk``."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ __all__ = ["IN_MEMORY", "file_system", "scratch"]
 IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs")
 """Types of file systems whose files are in memory."""
 
-# Slow, and shared with others: of clusters, of other machines, and what a program serves.
+# File systems of clusters, of other machines, or served by a program: slow, and shared with others.
 _REMOTE = frozenset(
     "9p afs beegfs ceph cifs gfs2 glusterfs gpfs lustre nfs nfs4 ocfs2 orangefs panfs pvfs2 smb3 smbfs "
     "virtiofs wekafs".split()
@@ -25,12 +26,13 @@ _OWN_FUSE = ("fuse.fuse-overlayfs",)  # a container's, on this machine's disk
 
 
 def scratch(candidates: Iterable[str] | None = None) -> tuple[str, str] | None:
-    """Return the directory on a real disk with the most free space, and why it was chosen; ``None``: none.
+    """Return the directory on a real disk with the most free space, and why it was chosen; ``None`` if there is
+    none.
 
     Args:
-        candidates: directories, the preferred first. Default: ``$TMPDIR`` or what Python takes for temporary
-            files (``/tmp``), ``/scratch``, ``/var/tmp``, the working directory. One counts if a file can be
-            made in it, and its file system is not in memory or on another machine.
+        candidates: directories, preferred ones first. Default: ``$TMPDIR`` or Python's directory for temporary
+            files (``/tmp``), ``/scratch``, ``/var/tmp``, and the working directory. A candidate must be
+            writable, and its file system must be on a disk of this machine.
     """
     if candidates is None:
         candidates = (tempfile.gettempdir(), "/scratch", "/var/tmp", os.getcwd())

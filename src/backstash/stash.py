@@ -1,10 +1,10 @@
-"""Stash: the session that ties autograd's saved-tensor hooks to policy, budgets and tiers.
+"""The stash: connects autograd's saved-tensor hooks with policy, budgets and tiers.
 
-A tensor's way down is :meth:`Stash.pack`: the tensor is admitted (it is not too small, no parameter, and can be
-moved exactly) and its storage identified as a block; the block is placed, and evicted to a lower tier when the
-budget asks for it. Its way back is :meth:`Stash.unpack`: the version is checked while the bytes are in place,
-else they are loaded. Its life is autograd's reference to the entry: what dies only appends to a queue, which
-the next call drains. ``docs/explanation/architecture.md`` has the layers and the words.
+:meth:`Stash.pack` admits a tensor (large enough, not a parameter, exactly movable) and finds its storage's
+block. The block is placed, and evicted to a lower tier when the budget requires it. :meth:`Stash.unpack` checks
+the version while the bytes are in place, and loads them otherwise. An entry lives as long as autograd refers to
+it. Its death only appends to a queue, which the next call drains. ``docs/explanation/architecture.md``
+describes the layers and the terms.
 """
 
 from __future__ import annotations
@@ -88,8 +88,8 @@ class Stash:
     Args:
         budget: the most memory at any moment of a step, in place of ``keep``. On an accelerator it limits the
             memory of the device's tensors (``torch.accelerator.memory_allocated``), on each device; otherwise
-            the resident bytes of the process. ``"auto"``: what is held and can still be allocated, less a
-            twentieth. The first steps are measured. If not everything fits, the cheapest choice within the
+            the resident bytes of the process. ``"auto"``: the bytes held plus those that can be allocated, less
+            a twentieth. The first steps are measured. If not everything fits, the cheapest choice within the
             budget is then made for each class of saved tensors; :attr:`plan` shows it. What fits stays in
             memory. A plan chooses ``inflight`` and ``prefetch`` if they are ``"auto"``. If the plan is for an
             accelerator, CPU tensors are held as with ``keep="auto"``.
@@ -175,7 +175,7 @@ class Stash:
         most: int | str | None = of_this_rank(budget, "budget")
         keep_limit: int | str | None = of_this_rank(keep, "keep")
         _check_planned(most, plan, keep_limit)
-        if not isinstance(most, int) or most != 1:  # which asks what any budget would cost
+        if not isinstance(most, int) or most != 1:  # budget=1 measures what any budget would cost
             with_unit(most, name="budget")
         with_unit(keep_limit, name="keep")
         if keep_limit != "auto":
@@ -221,14 +221,14 @@ class Stash:
             "inflight": inflight_bytes,
             "prefetch": prefetch_bytes,
             "follows": (windows[0] is None, windows[1] is None),
-            # A plan's predictions count what is made as time of the computing thread.
+            # A plan's predictions count recomputing and unpacking as time of the computing thread.
             "makes_ahead": most is None and plan is None,
         }
         self._on_full = on_full
         self._begin()
         decides: dict[str, Any] = {}
         if most is not None or plan is not None:
-            from ._budget.making import planners_of  # which most programs need not load
+            from ._budget.making import planners_of  # imported late: most programs do not need it
 
             decides["controller_for"] = planners_of(
                 self._event_log,
@@ -246,7 +246,7 @@ class Stash:
             self._event_log,
             self._config.tiers,
             self._config.tiers_of,
-            # With a plan, of devices that it is not for.
+            # With a plan: the limit for devices that the plan is not for.
             keep=keep_limit if most is None and plan is None else "auto",
             min_bytes=least,
             **decides,
@@ -261,22 +261,22 @@ class Stash:
         self._recorder = recorder
         self._recomputes, self._verify = recompute is not False, verify
         self._admission = Admission(self._session, policy=policy, codec=codec, recorder=recorder)
-        levels = self._event_log.levels  # which does not own this stash
-        # What is being written is counted where its place is reserved.
+        levels = self._event_log.levels  # does not refer to this stash
+        # Bytes that are being written count where their space is reserved.
         self._whole_graph = WholeGraph(
             lambda: sum(levels()[each] for each in (0, 2, 3)), prefetch_bytes
         )
         self._local = threading.local()
-        self._is_closing = False  # by a nested call; the next that is none goes on with it
-        self._regions: set[Region] = set()  # their modules' hooks do not keep them
-        # What was let go once, and was the same when it was computed again; and what was not, and why.
+        self._is_closing = False  # close() was nested; the next call that is not completes it
+        self._regions: set[Region] = set()  # the modules' hooks refer to them only weakly
+        # Keys of states whose replay was bit-equal; keys of the others, with the reason.
         self._compared: tuple[set[int], dict[int, str]] = set(), {}
         _all.add(self)
         if named:
             self.recompute(*named)
 
     def _begin(self) -> None:
-        """Threads, memory and tiers of this process."""
+        """Create the threads, memory and tiers of this process."""
         self._workers = Workers(self._store.threads if self._store is not None else 1)
         self._makers = Workers(1)
         self._pool = BufferPool(idle_bytes=_IDLE_BYTES)
@@ -295,10 +295,10 @@ class Stash:
         )
 
     def _forked(self) -> None:
-        """In a forked process: begin with nothing. What is on its way, below or counted is the other's.
+        """Reset in a forked process: in-flight transfers, moved blocks and counts belong to the parent.
 
-        Threads, locks and files of the other process are not touched. Graphs that it made are known by the
-        mark of the reclaim queue that their blocks had (see :meth:`_unpack_entry`).
+        Threads and locks of the parent are not touched. Graphs that the parent made are recognized by the mark
+        of their blocks' reclaim queue (see :meth:`_unpack_entry`).
         """
         self._section.forked()
         self._is_closing = False
@@ -318,13 +318,11 @@ class Stash:
             outer = newest_scope(thread_state)
             self._enter(None)
             caller = sys._getframe(1)
-            if caller.f_globals is globals():  # what is wrapped by the stash is called there
+            if caller.f_globals is globals():  # entered by the wrapper in __call__
                 caller = caller.f_back or caller
             site = caller.f_code, caller.f_lasti
             self._admission.hooks_off.entered(thread_state.scopes[-1], site)
-        except (
-            BaseException
-        ):  # an interrupt may come after the pair was pushed, and no __exit__ then
+        except BaseException:  # after an interrupt here, __exit__ is not called: pop the pair
             inner = newest_scope(thread_state)
             if inner is not None and inner is not outer:
                 abandon(thread_state, inner)
@@ -347,7 +345,7 @@ class Stash:
                 self._admission.hooks_off.left(scope)
         except StashError:
             raise
-        except BaseException:  # an interrupt: there is no second call, and the pair has to go
+        except BaseException:  # an interrupt: __exit__ is not called again, so pop the pair
             thread_state = self._thread_state()
             if scope is None or scope in thread_state.scopes:
                 leave_scope(thread_state)
@@ -507,7 +505,7 @@ class Stash:
         )
 
     def _regions_of(self, modules: Sequence[nn.Module], *, found: bool = False) -> list[Region]:
-        from ._recompute.region import Region  # which most programs need not load
+        from ._recompute.region import Region  # imported late: most programs do not need it
 
         return [
             Region(
@@ -538,13 +536,13 @@ class Stash:
         """
         limit = keep if keep == "auto" else parse_limit(keep, name="keep", also=_AUTO)
         if self._section.is_nested():
-            self._session.limit(limit)  # each number in one step
+            self._session.limit(limit)  # without the lock: each assignment is atomic
             return
         with self._section.lock:
             self._session.limit(limit)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Stash:
-        """A copied model shares the stash that is attached to it."""
+        """Return the stash itself: a copied model shares the stash that is attached to it."""
         return self
 
     def __reduce__(self) -> Any:
@@ -552,13 +550,13 @@ class Stash:
             "a Stash cannot be pickled: remove() what it is attached to before saving a model"
         )
 
-    # The way down.
+    # Saving.
 
     def pack(self, tensor: Tensor) -> object:
         """Return what autograd holds in place of ``tensor``, for use as a pack hook. See :meth:`unpack`."""
         return self._admission.hook(self._thread_state())(tensor)
 
-    # The way back.
+    # Loading.
 
     def unpack(self, packed: Any) -> Tensor:
         """Return the tensor that :meth:`pack` received, to the bit.
@@ -571,9 +569,11 @@ class Stash:
         if kind is Tensor and packed._version == 0:  # nearly every small tensor
             return packed if type(current_node()) in RETURNS_NONE else hand_out(packed)
         if torch.is_inference_mode_enabled():
-            with torch.inference_mode(False):  # what is made in that mode has no version to check
+            with torch.inference_mode(
+                False
+            ):  # tensors made in inference mode have no version to check
                 return self.unpack(packed)
-        if kind is tuple and packed[0]._version == packed[1]:  # nearly every other one that stays
+        if kind is tuple and packed[0]._version == packed[1]:  # nearly every other tensor in place
             tensor = packed[0]
             return tensor if type(current_node()) in RETURNS_NONE else hand_out(tensor)
         if kind is Entry:
@@ -584,8 +584,8 @@ class Stash:
             view = timed(packed)
             if type(node) in RETURNS_NONE:
                 return view
-            view = view.detach()  # a view would own what it is cut from
-            # Where it was loaded for this use alone, nobody else has its memory.
+            view = view.detach()  # a view would keep its base alive
+            # If it was loaded for this use alone, its memory has no other owner.
             return hand_out(view) if has_other_owners(view) else view
         if kind is Held:
             return self.unpack(packed.call.value(packed, self._thread_state()))
@@ -601,7 +601,7 @@ class Stash:
         return tensor if type(current_node()) in RETURNS_NONE else hand_out(tensor)
 
     def _unpack_aside(self, packed: Any) -> Tensor:
-        """As :meth:`unpack`, where what is computed may be recorded."""
+        """Unpack as :meth:`unpack` does, without recording the operations on a tape."""
         if innermost_mode() is not None:
             from ._recompute.tape import leave_for_backward
 
@@ -613,7 +613,7 @@ class Stash:
             warnings.warn(_WHOLE, StashWarning, stacklevel=3)
 
     def _unpack_timed(self, entry: Entry) -> Tensor:
-        """While a step is measured: what this takes is no computing."""
+        """Unpack in a measured step: exclude the time from the step's computing."""
         began = self._session.hook_begins(entry.device)
         try:
             return self._unpack_entry(entry)
@@ -645,7 +645,7 @@ class Stash:
                     self._admission.set_modules(planner)
             placement, source = block.placement, entry.source
             is_part = source is not block.storage_version
-            # As Entry.was_changed, with no call; where memory was let go, perhaps while it was copied.
+            # As Entry.was_changed, inlined; the memory may also have been freed, perhaps while it was copied.
             if placement.alias is not None or placement.is_unordered or is_part:
                 if source.changed:
                     if is_part:
@@ -680,8 +680,10 @@ class Stash:
             raise _unreadable(entry, error) from error
 
     def _unpack_separately(self, entry: Entry) -> Tensor:
-        """The saved view, with nothing shared waited for or changed: for a nested call, and of a graph of the
-        process that this one was forked from, as far as that has it in memory."""
+        """Return the saved view without waiting for or changing shared state.
+
+        This serves nested calls, and graphs of the parent process in a fork, as far as they are in memory.
+        """
         block = entry.block
         placement = block.placement
         if entry.was_changed:
@@ -712,7 +714,7 @@ class Stash:
         return entry.view_of(root, low)
 
     def _derive(self, entry: Entry, derivation: Derivation, tiers: DeviceTiers) -> Tensor:
-        """The saved view of a block that is packed or let go."""
+        """Return the saved view of a block that is packed or discarded."""
         view = tiers.prefetcher.made(entry, derivation, self._used)
         if view is not None:
             return view
@@ -729,7 +731,7 @@ class Stash:
         return tiers.prefetcher.serve_decoded(entry, *decoded)
 
     def _used(self, entry: Entry) -> None:
-        """``entry`` gave what another block was made from ahead of need. In the section."""
+        """Count a use of ``entry``, from which another block was made ahead of need. Called in the section."""
         block = entry.block
         self._session.predictor.use(block)
         self._session.uses += 1
@@ -737,7 +739,7 @@ class Stash:
             self._event_log.emit("use", entry.nbytes, *block.facts[1:])
 
     def _unpack_captured(self, entry: Entry) -> Tensor:
-        """While a graph of the device is captured nothing can be asked of it: a block in place will do."""
+        """Return a view of a block in place while a device graph is captured; nothing else is possible then."""
         block = entry.block
         with self._session.section.lock:
             alias = block.placement.alias
@@ -749,7 +751,7 @@ class Stash:
             "graph would not bring it back when it is replayed: capture forward and backward together"
         )
 
-    # Looking, and the end.
+    # Reading, and closing.
 
     def stats(self) -> Stats:
         """Return what the stash has done and holds, as one frozen record.
@@ -815,10 +817,8 @@ class Stash:
         that the caller made stays open until the caller closes it. In a signal handler or a finalizer in the
         middle of another call, this only stops accepting tensors; the next call does the rest.
         """
-        self._admission.closed = (
-            True  # what follows may be interrupted, and is done again by a second call
-        )
-        self._session.uses += 1  # no thread leaves anything in place unasked any more
+        self._admission.closed = True  # the rest may be interrupted, and a second call repeats it
+        self._session.uses += 1  # no thread leaves a tensor in place unseen from here on
         self._is_closing = self._section.is_nested()
         if self._is_closing:
             return
@@ -843,7 +843,7 @@ class Stash:
     def __repr__(self) -> str:
         planner, limit = self._planner, ""
         if planner is not None:
-            plan = planner.latest_plan  # which waits for none that is being made
+            plan = planner.latest_plan  # without waiting for one that is being made
             limit = f"budget={format_bytes(plan.budget_bytes)}, plan={plan.state!r}, "
             if plan.measured is not None:
                 limit += f"peak={format_bytes(plan.measured.peak_bytes)}, "
@@ -868,7 +868,7 @@ _REMEDY = (
 
 
 def _store(disk: str | os.PathLike[str] | Store | bool | None) -> Store | None:
-    """The store that ``disk=`` names."""
+    """Return the store that ``disk=`` names."""
     if disk is None or disk is False:
         return None
     if isinstance(disk, Store):
@@ -892,7 +892,7 @@ _RUN_LATER = (
 
 
 def _modules_of(recompute: object) -> tuple[nn.Module, ...]:
-    """The modules that ``recompute=`` names."""
+    """Return the modules that ``recompute=`` names."""
     if recompute is False or (isinstance(recompute, str) and recompute == "auto"):
         return ()
     if isinstance(recompute, nn.Module):
@@ -922,10 +922,10 @@ def _check_planned(budget: object, plan: object, keep: object) -> None:
 
 
 class _Region:
-    """A region that a stash keeps, until this is removed.
+    """Keep a region alive until it is removed.
 
     Args:
-        kept: those of the stash.
+        kept: the stash's regions.
         region: one of them.
     """
 
@@ -933,12 +933,12 @@ class _Region:
         self._kept, self._region = kept, region
 
     def remove(self) -> None:
-        """As a handle of its module's hooks."""
+        """Drop the region; a handle like those of its module's hooks."""
         self._kept.discard(self._region)
 
 
 def _attach(stash: weakref.ref[Stash], modules: Sequence[nn.Module]) -> FoundModules | None:
-    """Have the forwards of modules recorded that the program did not name."""
+    """Record the forwards of modules that the program did not name."""
     from ._recompute.region import FoundModules
 
     alive = stash()
@@ -948,7 +948,7 @@ def _attach(stash: weakref.ref[Stash], modules: Sequence[nn.Module]) -> FoundMod
 
 
 def _trim(stash: weakref.ref[Stash]) -> None:
-    """Give back memory that is free, and still the process's. The caller holds the lock."""
+    """Return free memory of the process to the system. The caller holds the lock."""
     alive = stash()
     if alive is not None:
         alive._pool.trim()
@@ -970,11 +970,11 @@ def _levels_of(stash: weakref.ref[Stash]) -> Levels:
     )
 
 
-# What backward is told when a saved tensor cannot be given to it: which one, whose, why, and what to do.
+# Errors of backward when a saved tensor is unavailable: which one, whose, why, and what to do.
 
 
 def _changed(shape: Any, dtype: torch.dtype, module: str, found: int, saved: int) -> InplaceError:
-    """A saved tensor was modified in place, and plain PyTorch would say so too."""
+    """Return the error for a saved tensor that was modified in place; plain PyTorch would raise, too."""
     where = (
         clean(module)
         or "a module that is not known for tensors below min_bytes (min_bytes=0 tells), nor where a budget "
@@ -990,7 +990,7 @@ def _lost(entry: Entry, found: int) -> InplaceError:
 
 
 def _another_process(entry: Entry) -> StashForkedError:
-    """What a forked process's backward is told: the bytes are where the other process reads and writes on."""
+    """Return the error for a forked process's backward: the parent still uses the space of the bytes."""
     name = _named(entry.shape, entry.dtype, clean(entry.block.cleanup.module) or "no module")
     return StashForkedError(
         f"{name} is held below by the process that this one was forked from, which uses that space on: go "
@@ -999,7 +999,7 @@ def _another_process(entry: Entry) -> StashForkedError:
 
 
 def _unreadable(entry: Entry, error: StashIOError) -> StashIOError:
-    """The store could not give back a saved tensor's bytes; of ``error``'s kind and number."""
+    """Return the error for bytes that the store could not read, with ``error``'s type and number."""
     name = _named(entry.shape, entry.dtype, clean(entry.block.cleanup.module) or "no module")
     if isinstance(error, StashCorruptError):
         remedy = (
@@ -1024,7 +1024,7 @@ def _after_fork() -> None:
         stash._forked()
 
 
-if hasattr(os, "register_at_fork"):  # after the stores', which were imported before
+if hasattr(os, "register_at_fork"):  # runs after the stores' hooks: they were imported before
     os.register_at_fork(after_in_child=_after_fork)
 
 leave_untraced(__name__)

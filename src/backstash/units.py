@@ -1,4 +1,4 @@
-"""Sizes: strings such as ``"8GiB"`` to bytes and back. No other module parses them."""
+"""Convert sizes such as ``"8GiB"`` to bytes and back. No other module parses them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _FACTORS = {
     "tib": 2**40,
 }
 _PATTERN = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
-_LEAST_BARE_BYTES = 4096  # below it a bare number is taken for one that lacks its unit
+_LEAST_BARE_BYTES = 4096  # a smaller number without a unit is probably a mistake
 _ALLOWED = 'an int of bytes, or a string with a unit such as "512MiB", "2GB" or "64KiB"'
 
 
@@ -41,7 +41,8 @@ def parse_bytes(value: int | str, *, name: str = "size", also: str = "") -> int:
         also: what the error message says is allowed in addition.
 
     Raises:
-        SizeError: ``value`` is negative, has an unknown unit, or is no size; the message says what is allowed.
+        SizeError: ``value`` is negative, has an unknown unit, or is not a size; the message lists what is
+            allowed.
 
     >>> parse_bytes("64KiB"), parse_bytes("1.5 MB"), parse_bytes("6G"), parse_bytes(4096)
     (65536, 1500000, 6442450944, 4096)
@@ -88,7 +89,7 @@ def with_unit(value: object, *, name: str) -> object:
         name: the argument's name, for the error message.
 
     Raises:
-        SizeError: ``value`` is a number of 1 to 4,095 without a unit, which was hardly meant as bytes.
+        SizeError: ``value`` is a number of 1 to 4,095 without a unit, which probably lacks one.
 
     >>> with_unit("6GiB", name="budget"), with_unit(0, name="keep")
     ('6GiB', 0)
@@ -104,7 +105,7 @@ def with_unit(value: object, *, name: str) -> object:
 
 
 def in_bytes(value: int | str | None) -> int | str | None:
-    """Return a count of bytes with its unit, exactly, for what refuses bare numbers; other values as they are.
+    """Return a count of bytes as a string with its exact unit, which :func:`with_unit` accepts; else ``value``.
 
     >>> in_bytes(1024), in_bytes(0), in_bytes("auto"), in_bytes(None)
     ('1024B', 0, 'auto', None)

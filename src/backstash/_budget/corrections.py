@@ -1,11 +1,11 @@
 """Correct a plan after it has run: measure its first steps, and plan again if the peak differs.
 
 Three steps after the first one are measured. One is enough if all steps save the same and it held far less
-than predicted. backstash plans again if the peak differs by more than a fiftieth of the prediction, or by more
-than a sixteenth of what is saved, if that is less, or if it exceeded the budget. An overshoot is subtracted in
-full, and three quarters of an undershoot are credited, as far as what was held in addition to the blocks in
-place leaves space for more of these. There are at most four corrections, and more only while the budget is
-exceeded and a plan could hold less.
+than predicted. backstash plans again if the peak exceeded the budget, or if it differs from the prediction by
+more than a fiftieth of it or a sixteenth of the saved bytes, whichever is less. An overshoot is subtracted in
+full. Three quarters of an undershoot are credited, as far as there is space for more blocks in
+place, given the memory held in addition to them. There are at most four corrections, and more only while the
+budget is exceeded and a plan could hold less.
 
 If an earlier plan, made with a larger correction, kept the budget, the next one lies between the two, by
 linear interpolation of measured over simulated peaks. If that exceeds the budget too, the earlier correction
@@ -26,15 +26,15 @@ from .record import StepRecord, links_of, typical
 __all__ = ["Corrections"]
 
 _VALIDATED_STEPS = 3
-_MOST_FOLLOWED = 12  # steps that are measured under a plan, where few of them are of its shape
+_MOST_FOLLOWED = 12  # most steps measured under a plan, if few of them have its shape
 _OFF = 0.10  # of the seconds
-_SPARED = 0.02  # of the peak that was predicted
-_SPARED_OF_SAVED = 16  # the part of what is saved, where that is less
-_FAR = 2  # times what is spared of no account
+_SPARED = 0.02  # of the predicted peak: smaller differences are ignored
+_SPARED_OF_SAVED = 16  # or 1/16 of the saved bytes, if that is less
+_FAR = 2  # times the ignored difference
 _CORRECTIONS = 4
 _STEPS_OFF = 3  # in a row
-_COMPUTING_STEPS = 2  # that tell for how long one computes
-_SAMPLED = 8  # samples of a step: with fewer no thread took them
+_COMPUTING_STEPS = 2  # fewest steps that show a new computing time
+_SAMPLED = 8  # samples of a step: with fewer, no sampling thread ran
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,15 +42,16 @@ class _KeptPlan:
     """A plan that kept the budget."""
 
     bias_bytes: int
-    """With which it was made."""
+    """The bias that it was made with."""
     simulated_peak_bytes: int
     measured_peak_bytes: int
     may_go_between: bool = True
-    """No plan was made yet between this one and one that exceeded the budget."""
+    """Whether no plan was made yet between this one and one that exceeded the budget."""
 
     def bias_between(self, simulated_bytes: int, measured_bytes: int, usable: int) -> int:
-        """The bias with which a plan is to hold ``usable`` bytes, on the line from this plan to one that
-        exceeded the budget; this one's, where that was tried or the line tells no less."""
+        """Return the bias for a plan that holds ``usable`` bytes, by interpolation from this plan to one
+        that exceeded the budget. It is at most this plan's bias, and equal to it if interpolation was tried
+        before."""
         if not self.may_go_between:
             return self.bias_bytes
         grown = measured_bytes - self.measured_peak_bytes
@@ -60,35 +61,36 @@ class _KeptPlan:
 
 
 class Corrections:
-    """Of one planner, over all of its plans."""
+    """Learn from measured steps how far the predicted peaks of one planner's plans were off."""
 
     def __init__(self) -> None:
         self.bias_bytes = 0
-        """What is added to each peak that is simulated."""
+        """Bytes added to each simulated peak."""
         self.short_bytes = 0
-        """Of this, what the device did not have of the budget."""
+        """Part of the bias that is due to a device with less memory than the budget."""
         self.beside_bytes: int | None = None
-        """What a plan that held less than was predicted held beside its blocks in place, or a later one more
-        than that. The next one holds as much beside its own; ``None``: as the simulation says."""
-        self._least_bias_bytes: int | None = None  # with less the budget was exceeded
+        """Bytes that a plan that held less than predicted, or a later one, held in addition to its blocks in
+        place; the most of these. The next plan is expected to hold as much in addition to its own. ``None``: as
+        the simulation says."""
+        self._least_bias_bytes: int | None = None  # with a smaller bias the budget was exceeded
         self._kept: _KeptPlan | None = None  # the last plan that kept the budget
-        # Of the plan: the peaks that were predicted and simulated, what its step saves, and whether all of it
-        # stays.
+        # The plan's predicted and simulated peaks, the bytes that its step saves, and whether all blocks are
+        # unmanaged.
         self._predicted_peak_bytes = self._simulated_peak_bytes = self._planned_bytes = 0
-        self._resident_peak_bytes = 0  # of its blocks, those in place
+        self._resident_peak_bytes = 0  # simulated peak of its blocks in place
         self._is_left = False
-        self._saved_bytes = 0  # of the last step that was measured under it
+        self._saved_bytes = 0  # of the last step measured under the plan
         self._figures: list[
             tuple[int, float]
         ] = []  # peaks in bytes, and seconds, of steps like the plan's
-        self._timed: list[float] = []  # seconds of such steps that were not measured block by block
+        self._timed: list[float] = []  # seconds of such steps that were not recorded
         self._followed_steps = 0
-        self._unseen_bytes = 0  # by which a look in one of these saw more than samples did
-        self._least_bytes = 0  # of these, the least peak that was sampled
-        self._followed: list[StepRecord] = []  # these, where they tell how fast bytes move now
-        self._computing: list[
-            float
-        ] = []  # seconds of those like the plan's, without waits and hooks
+        self._unseen_bytes = 0  # by which the guard's readings exceeded the samples
+        self._least_bytes = 0  # the lowest sampled peak of these steps
+        self._followed: list[
+            StepRecord
+        ] = []  # records of these steps, if measured again for their time
+        self._computing: list[float] = []  # computing seconds of those like the plan's step
         self._is_again = False
         self._off_steps = self._wait_steps = 0
         self._replans = 0  # for the peaks of steps of one shape
@@ -104,15 +106,15 @@ class Corrections:
         simulated_peak_bytes: int | None = None,
         resident_peak_bytes: int = 0,
     ) -> None:
-        """A plan is followed from now on.
+        """Follow a plan from now on.
 
         Args:
             predicted_peak_bytes: of its steps.
             saved_bytes: by the step that was planned for.
-            is_left: all is left in place.
-            is_measured: it is the one before, of which another peak is predicted now, and no more.
-            simulated_peak_bytes: without a bias; default: what was predicted less the bias.
-            resident_peak_bytes: of these, the blocks that are in place.
+            is_left: every block stays in place, unmanaged.
+            is_measured: the plan is the same as before, and only its predicted peak changes.
+            simulated_peak_bytes: peak without the bias; default: the predicted peak minus the bias.
+            resident_peak_bytes: the part of the peak that is blocks in place.
         """
         self._resident_peak_bytes = resident_peak_bytes
         if simulated_peak_bytes is None:
@@ -124,7 +126,7 @@ class Corrections:
             self.begin()
 
     def begin(self, *, again: bool = False) -> None:
-        """Steps under a plan begin to be measured; ``again``: since :meth:`is_off` said so."""
+        """Begin to measure steps under a plan; ``again``: because :meth:`is_off` returned true."""
         self._figures.clear()
         self._timed.clear()
         self._followed_steps = self._unseen_bytes = self._least_bytes = 0
@@ -134,30 +136,29 @@ class Corrections:
     def add(
         self, record: StepRecord, budget: int, looked_bytes: int = 0, *, is_alike: bool
     ) -> bool:
-        """One has ended, which saved as much as the one that was planned for (``is_alike``), or not. Whether
-        that is enough.
+        """Add an ended step. Return whether enough steps were measured.
 
-        One that exceeded the budget is. Where all save the same, so is one that held far less than was
-        predicted, if the plan is then made again.
+        One step is enough if it exceeded the budget. If all steps save the same, so is one that held far less
+        than predicted and can be planned again.
 
         Args:
             record: of the step.
             budget: in bytes.
-            looked_bytes: the most that was held whenever the memory was looked at in the step.
-            is_alike: see above.
+            looked_bytes: the most held at the guard's readings of the memory in the step.
+            is_alike: whether the step saved as much as the planned one.
         """
         self._followed_steps += 1
         saved_before, self._saved_bytes = self._saved_bytes, record.saved_bytes
         if self._is_again:
             self._followed.append(record)
-        # Where no thread can be started to sample, looks are all there is. They also see an operation's peak
-        # that no sample does: once, where the process never held as much.
+        # Without a sampling thread there are only the guard's readings. They also show an operation's peak that
+        # no sample shows, but only once: when the process holds more than ever before.
         sampled_bytes, unseen_bytes = record.peak_bytes, self._unseen_bytes
         if len(record.samples) >= _SAMPLED:
             self._unseen_bytes = max(unseen_bytes, looked_bytes - sampled_bytes)
         self._least_bytes = min(self._least_bytes or sampled_bytes, sampled_bytes)
         if self._followed_steps == 1:
-            return False  # it still holds what was moved before
+            return False  # its memory still includes transfers from before
         if sampled_bytes > budget:
             sampled_bytes = record.graph_peak_bytes
         unseen_bytes = self._least_bytes + unseen_bytes if unseen_bytes else 0
@@ -175,29 +176,29 @@ class Corrections:
         return len(self._figures) >= _VALIDATED_STEPS or self._followed_steps >= _MOST_FOLLOWED
 
     def begin_larger(self) -> None:
-        """A plan is made for larger steps than before, whose peaks are corrected as often."""
+        """Allow as many corrections again: a plan is being made for larger steps."""
         self._replans = 0
         self._kept = self.beside_bytes = None
 
     def run_short(self, nbytes: int) -> None:
-        """The device did not have the budget: so many bytes less of it are used, for good."""
+        """Use this many bytes less from now on: the device did not have the whole budget."""
         self.bias_bytes += nbytes
         self.short_bytes += nbytes
         self._least_bias_bytes = self.bias_bytes
         self._kept = self.beside_bytes = None
 
     def forget_followed(self) -> None:
-        """What steps that were measured tell of their time was taken into account, or is of no plan."""
+        """Forget the measured times of steps: they have been used, or belong to no plan."""
         self._followed.clear()
         self._computing.clear()
 
     def exceed(self, peak_bytes: int, seconds: float) -> None:
-        """A step that was not measured block by block exceeded the budget."""
+        """Add a step that was not recorded and exceeded the budget."""
         self._figures = sorted([*self._figures, (peak_bytes, seconds)])[-_MOST_FOLLOWED:]
 
     def time(self, seconds: float) -> bool:
-        """A step like the plan's took so long that was not measured block by block. Whether it is of the few
-        that tell what such steps take: measuring takes its time, too."""
+        """Add the seconds of a step like the plan's that was not recorded. Return whether they are used: only
+        the first few are. (Recording a step takes time, so these are better figures.)"""
         if not self._figures or len(self._timed) >= _VALIDATED_STEPS:
             return False
         self._timed.append(seconds)
@@ -205,7 +206,7 @@ class Corrections:
 
     @property
     def measured(self) -> tuple[int, float] | None:
-        """The highest peak in bytes, and typical seconds; ``None``: no step was like the plan's."""
+        """The highest peak in bytes, and the median seconds; ``None`` if no step was like the plan's."""
         if not self._figures:
             return None
         seconds = self._timed or [each for _, each in self._figures]
@@ -218,27 +219,28 @@ class Corrections:
 
     @property
     def _little(self) -> float:
-        """A peak that is beside the prediction by no more is as predicted."""
+        """Bytes by which a peak may differ from the prediction without a correction."""
         return min(_SPARED * self._predicted_peak_bytes, self._planned_bytes / _SPARED_OF_SAVED)
 
     def correct(self, budget: int, usable: int, *, can_hold_less: bool = True) -> bool:
-        """Take what was measured into account. Whether the plan is to be made again: where the budget was
-        exceeded, unless no plan can hold less, more than a few times; or where the peak was not what was
-        predicted, a few times, unless all is left in place.
+        """Update the bias from what was measured. Return whether to plan again.
 
-        Where the peak was less than predicted, the difference may be of windows that were never full, and is no
-        room for blocks that stay: :attr:`beside_bytes` says what was held beside these.
+        Plan again if the budget was exceeded; after a few times only if a plan can hold less. Plan again, a few
+        times, if the peak differs from the prediction, unless every block is unmanaged.
+
+        If the peak was less than predicted, the difference may be windows that were never full, which is not
+        space for blocks. So :attr:`beside_bytes` records what was held in addition to the blocks in place.
 
         Args:
             budget: in bytes.
-            usable: bytes of it.
-            can_hold_less: the plan does not hold as little as any could.
+            usable: bytes of it that plans use.
+            can_hold_less: whether another plan could hold less.
         """
         assert self.measured is not None
         peak, _ = self.measured
         off, was_kept = peak - self._predicted_peak_bytes, False
-        # What was over is taken off whole, and never given back; of what was spared, three quarters are. More
-        # may have been predicted than was simulated, which is what the bias is of.
+        # Subtract an overshoot in full and for good; credit three quarters of an undershoot. The bias is
+        # relative to the simulated peak, which may be less than predicted.
         bias_bytes = self.bias_bytes + off * 3 // 4
         if off > 0:
             bias_bytes = max(self.bias_bytes + off, peak - self._simulated_peak_bytes)
@@ -249,12 +251,12 @@ class Corrections:
             if not can_hold_less and self._replans >= _CORRECTIONS:
                 return False
             was_kept = self._predicted_peak_bytes != self._simulated_peak_bytes + self.bias_bytes
-            if was_kept:  # what was measured of it was predicted again
+            if was_kept:  # its measured peak was predicted, not simulated + bias
                 off = peak - self._simulated_peak_bytes - self.bias_bytes
                 bias_bytes = self.bias_bytes + max(0, off)
             kept, self._kept = self._kept, None
             if kept is not None and kept.bias_bytes > self.bias_bytes:
-                # What is held grows faster than what is simulated.
+                # The measured peak grows faster than the simulated one.
                 between = kept.bias_between(self._simulated_peak_bytes, peak, usable)
                 bias_bytes = between if between > self.bias_bytes else kept.bias_bytes
                 if bias_bytes < kept.bias_bytes:
@@ -275,13 +277,14 @@ class Corrections:
         return True
 
     def leave_all(self, moved_bytes: int, usable: int, predicted_peak_bytes: int) -> bool:
-        """Whether all is to be left in place: what was measured of a plan leaves room for all that it does not
-        keep, whatever was predicted; and the budget was never exceeded.
+        """Return whether to leave every block in place: given what a plan was measured to hold, all the blocks
+        that it does not keep fit, too, and the budget was never exceeded.
 
         Args:
-            moved_bytes: that the plan does not keep.
-            usable: bytes of the budget.
-            predicted_peak_bytes: where all stays, without a bias; the bias is then what makes it right.
+            moved_bytes: bytes that the plan does not keep.
+            usable: bytes of the budget that plans use.
+            predicted_peak_bytes: the peak with every block in place, without a bias. The bias is set to correct
+                it.
         """
         if self.measured is None or self._least_bias_bytes is not None:
             return False
@@ -292,13 +295,13 @@ class Corrections:
         return True
 
     def as_now(self, trace: Trace, per_moved_byte: float, *, runs_again: bool) -> Trace:
-        """The trace by how fast bytes move now, and for how long a step computes, where steps were measured
-        again and it is not what it was.
+        """Return the trace with the current transfer rates and computing time, if steps were measured again and
+        these have changed.
 
         Args:
-            trace: that is planned for.
-            per_moved_byte: seconds of the computing thread's that it takes; see :class:`Costs`.
-            runs_again: a module of the plan does, so that steps compute for longer than they did.
+            trace: the trace that is planned for.
+            per_moved_byte: seconds of the computing thread; see :class:`Costs`.
+            runs_again: whether the plan recomputes a module, so that steps compute for longer.
         """
         followed, computing = self._followed, typical(self._computing)
         if followed:
@@ -317,9 +320,12 @@ class Corrections:
         return trace
 
     def is_off(self, seconds: float, predicted_seconds: float) -> bool:
-        """A step that is not measured took so long. Whether one is to be measured again: the last few were all
-        off by more than a tenth, and the last time is long enough ago. Off what was predicted; or, where that
-        was measured again or the first steps under this plan took less, off what these took."""
+        """Return whether to measure a step again, given the seconds of a step that was not measured.
+
+        That is so if the last few steps were all off by more than a tenth, and the last time is long enough
+        ago. They are compared with the prediction; or with the first steps under this plan, if those were
+        measured again or took less.
+        """
         if len(self._timed) >= _VALIDATED_STEPS:
             found = typical(self._timed)
             if self._is_again or found < predicted_seconds:

@@ -1,10 +1,12 @@
-"""What a step takes of an accelerator: the memory of its tensors, and the device's own time.
+"""Measure a step on an accelerator: the memory of its tensors, and the device's own time.
 
-The host runs ahead, so its clock says nothing of a step: while one is measured, events of the computing stream
-tell when it came to each save and each use, and when copies began and ended. Memory is the allocator's, which
-counts in the host's order. What was held *between* two events is known from what the allocator has counted
-since: where few tensors were made, all of them may have been alive at once; where many were, samples of a
-thread tell. The allocator's own peak is looked at and never reset, since it is the program's.
+The host runs ahead, so its clock cannot time a step. While a step is measured, events on the computing stream
+record when it reaches each save and use, and when copies begin and end. Memory figures come from the allocator,
+which counts in the host's order.
+
+What was held *between* two events follows from the allocator's counts since the first. If there were few
+allocations, all of them may have been alive at once; if there were many, a thread's samples decide. The meter
+reads the allocator's own peak and never resets it, since it belongs to the program.
 """
 
 from __future__ import annotations
@@ -24,32 +26,32 @@ __all__ = ["DeviceMeter"]
 
 _HEARD = ("save", "use", "free")
 _BOUNDS = ("enter", "leave")  # of a module's forward
-_TICK = 1e-9  # seconds, so that no two events come at once
-_FEW = 16  # allocations between two events, whose bytes may all have been held at once
+_TICK = 1e-9  # seconds, so that no two events have the same time
+_FEW = 16  # up to so many allocations between two events may all have been alive at once
 
 
 @dataclass(frozen=True, slots=True)
 class _Heard:
-    """An event; or where a module's forward began or ended, or a hook, or a copy or a wait of the device's,
-    without ``figures``."""
+    """A save, use or free of a block; or, without ``figures``, a bound of a module's forward, a hook, a copy or
+    a wait."""
 
     told: tuple[Any, ...]
     mark: Any
-    """The point in time on the device."""
+    """Its point in time on the device."""
     until: Any = None
-    """Where a hook, a copy or a wait ended, or the host had looked at the memory."""
+    """End of the hook, copy or wait, or of the host's reading of the memory figures."""
     figures: MemoryFigures | None = None
     ours: int = 0
     host_seconds: float = 0.0
-    """When the host came to it."""
+    """The host's time of the event."""
 
 
 class DeviceMeter(Meter):
-    """Memory of the tensors of one accelerator, and its time.
+    """Measure the tensor memory and the time of one accelerator.
 
     Args:
-        device: that is measured.
-        ours: the bytes of its memory that the stash holds now.
+        device: the accelerator.
+        ours: return the bytes of its memory that the stash holds.
     """
 
     def __init__(self, device: Device, ours: Callable[[], int]) -> None:
@@ -58,19 +60,19 @@ class DeviceMeter(Meter):
         self._heard: deque[_Heard] = deque()
         self._begins: deque[tuple[Any, float]] = deque(
             maxlen=3
-        )  # of the last steps, by both clocks
+        )  # of the last steps, on both clocks
         self._last_peak = self._known_peak = 0
-        self._is_reset = False  # whether the program has had the allocator forget a peak
-        self._highest = 0  # that is known of this step
-        self._origin: MemoryFigures | None = None  # when what was heard so far was forgotten
+        self._is_reset = False  # whether the program has reset the allocator's peak
+        self._highest = 0  # known peak of this step
+        self._origin: MemoryFigures | None = None  # at the last take() or forget()
 
     @property
     def known_peak_bytes(self) -> int:
-        """See :meth:`Meter.known_peak_bytes`: the allocator's peak, where the step raised it."""
+        """See :meth:`Meter.known_peak_bytes`: the allocator's peak, if the step raised it."""
         return self._known_peak
 
     def ever_peak_bytes(self) -> int | None:
-        """See :meth:`Meter.ever_peak_bytes`: the allocator's peak, if it never was less than before."""
+        """See :meth:`Meter.ever_peak_bytes`: the allocator's peak, if it never fell."""
         self._look()
         return None if self._is_reset else self._last_peak
 
@@ -79,8 +81,8 @@ class DeviceMeter(Meter):
         return self._look().held_bytes
 
     def _look(self) -> MemoryFigures:
-        """Where the allocator's peak is another one than before, it is of this step: risen, or since a program
-        that asks for each step's has reset it."""
+        """Read the allocator's figures. A changed peak belongs to this step: it has risen, or the program
+        resets it in each step."""
         figures = self._device.memory()
         if figures.peak_bytes != self._last_peak:
             self._highest = max(self._highest, figures.peak_bytes)
@@ -92,7 +94,7 @@ class DeviceMeter(Meter):
     def begin_step(self) -> float:
         """See :meth:`Meter.begin_step`.
 
-        The host may be ahead: then it is the step before the last, or the time that the host took.
+        If the host is ahead, return the seconds of the step before the last, or the host's time.
         """
         figures = self._look()
         self._known_peak, self._highest = self._highest, figures.held_bytes
@@ -121,8 +123,8 @@ class DeviceMeter(Meter):
         return self._device.time_mark()
 
     def hook_took(self, kind: str, began: Any) -> None:
-        """See :meth:`Meter.hook_took`. A device that the host is ahead of comes to its end at once; another one
-        has nothing to do for as long as the hook takes."""
+        """See :meth:`Meter.hook_took`. If the host is ahead of the device, the marks pass at once; otherwise
+        the device is idle while the hook runs."""
         if began is not None and not self._device.is_capturing():
             told = (kind, 0.0, 0.0, 0, -1)
             self._heard.append(_Heard(told, began, self._device.time_mark()))
@@ -132,7 +134,7 @@ class DeviceMeter(Meter):
 
     def start(self) -> None:
         """See :meth:`Meter.start`."""
-        # Pinned memory keeps the device until it is let go, and what is measured must not keep that memory.
+        # Pinned memory refers to the device until it is freed, and the meter must not keep that memory alive.
         self._device.on_time = functools.partial(_tell, weakref.ref(self))
         super().start()
 
@@ -184,7 +186,7 @@ class DeviceMeter(Meter):
                 continue
             at = max(at + _TICK, seconds(began, each.mark))
             told.append((each.told[0], at, 0.0, *each.told[3:]))
-            looked = max(0.0, seconds(each.mark, each.until))  # the device had nothing to do
+            looked = max(0.0, seconds(each.mark, each.until))  # the device was idle
             told.append(("stall", at, looked, 0, -1))
             looking_seconds += looked
             between = list[Sample]()
@@ -211,10 +213,10 @@ def _tell(of: weakref.ref[DeviceMeter], kind: str, since: Any, until: Any, nbyte
 def _other_between(
     last: MemoryFigures, event: _Heard, ours_before: int, samples: list[Sample]
 ) -> int:
-    """The most memory that is not the stash's between two events.
+    """Return the most memory that is not the stash's between two events.
 
-    What a save is about was its operation's until then. Before a use the stash may have let go of something, or
-    read it, since the event before.
+    Up to a save, the saved tensor counts as its operation's memory. Before a use the stash may have freed or
+    read blocks since the event before.
     """
     now = event.figures
     assert now is not None

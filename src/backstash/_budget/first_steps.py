@@ -1,4 +1,4 @@
-"""The first steps of a stash within a budget: what each moves to be measured, and what they tell."""
+"""The first steps of a stash with a budget: what each moves so that it can be measured, and what they show."""
 
 from __future__ import annotations
 
@@ -12,34 +12,36 @@ from .record import Costs, StepRecord, links_of, typical, typical_costs
 __all__ = ["FirstSteps", "Mode"]
 
 Mode = Literal["fits", "all", "half", "left", "sampled"]
-"""What a step moves: what does not fit in memory, everything, every other block, or nothing, since it is left
-alone; the last one of these has its memory sampled."""
+"""What a step moves: ``"fits"``, what does not fit in memory; ``"all"``, everything; ``"half"``, every other
+block; ``"left"``, nothing (unmanaged); ``"sampled"``, nothing, and its memory is sampled."""
 
-_TO_LEARN = 1  # bytes: the budget by which `backstash plan` asks what any other one would cost
-_ALIKE = 0.02  # how much two steps of one shape may differ in what they save
-_LEFT_ALIKE = 0.125  # likewise where one of them was left alone, whose last saves are not told
-_LEARNT_PAIRS = 3  # of steps that are measured where only what a plan would cost is to be learnt
-# Likewise that are left alone. Memory was given back before the first of them; the one after them is sampled.
+_TO_LEARN = 1  # bytes: the budget with which `backstash plan` measures what any budget would cost
+_ALIKE = 0.02  # two steps of one shape differ by at most this part of their bytes
+_LEFT_ALIKE = 0.125  # likewise if one was unmanaged: its last saves are not reported
+_LEARNT_PAIRS = 3  # pairs of steps measured for `backstash plan`
+# Unmanaged steps for `backstash plan`. Memory is freed before the first; the step after them is sampled.
 _LEFT_STEPS = 4
 
 
 class FirstSteps:
-    """The steps before anything is planned for.
+    """The steps before the first plan.
 
-    The first one keeps what fits, and measures the memory. Where it moved nothing, the second one does the
-    same: the optimizer has its state by then. If everything still fits, no other step is measured. Otherwise a
-    pair comes next: one step that moves everything, and one that moves every other block.
+    The first step keeps what fits, and measures the memory. If it moved nothing, the second one does the same,
+    since by then the optimizer has its state. If everything still fits, no other step is measured. Otherwise a
+    pair follows: one step that moves everything, and one that moves every other block.
 
     On an accelerator, and where there is no tier below, the first step moves or recomputes everything: an
-    operation that finds no memory there ends the program, and what was kept cannot be recomputed later.
+    operation that runs out of memory there ends the program, and a block that was kept cannot be recomputed
+    later.
 
-    Within a budget of one byte, as ``backstash plan`` gives, it is learnt what any budget would cost. Memory is
-    given back all the time in the first pair: it tells what is held beside what is saved. What moving costs is
-    told by two more pairs, which may hold more; and steps that are left alone tell what that takes.
+    With a budget of one byte, which ``backstash plan`` sets, the steps measure what any budget would cost.
+    During the first pair free memory is returned to the system, which shows what a step holds in addition to
+    its saved tensors. Two more pairs, which may hold more, show what moving costs, and unmanaged steps show the
+    time of a step without it.
 
     Args:
         budget: in bytes.
-        copies_aside: whether copies take no time of what computes, as on an accelerator.
+        copies_aside: whether copies take no computing time, as on an accelerator.
         keeps_first: whether the first step keeps what fits.
     """
 
@@ -48,29 +50,31 @@ class FirstSteps:
     ) -> None:
         self._copies_aside = copies_aside
         self.learns = budget == _TO_LEARN
-        """Whether no budget is kept, since it is learnt what any would cost."""
+        """Whether the steps only measure what any budget would cost, and keep none."""
         self.records: list[StepRecord] = []
         self._told_bytes: list[
             int
-        ] = []  # of each: of all storages that it saved, see Planner.count_saved
+        ] = []  # of each record: bytes of all storages that it saved, see Planner.count_saved
         self.left: list[tuple[float, int]] = []
-        """Of each step that was left alone: its seconds, and the bytes of all storages that it saved."""
-        self._sampled: tuple[int, int] | None = None  # of the last one: its peak, and these bytes
+        """Of each unmanaged step: its seconds, and the bytes of all storages that it saved."""
+        self._sampled: tuple[int, int] | None = (
+            None  # of the sampled step: its peak, and these bytes
+        )
         self.keeps_first = keeps_first and not self.learns
         """Whether the first step keeps what fits."""
         self.keeps_larger = self.keeps_first
         """Whether a step that is larger than any before it does, too. Once such a step did not fit, the next
-        one moves everything, since a plan has to know what moving takes."""
+        one moves everything, since a plan has to know what moving costs."""
         self.mode: Mode = "fits" if self.keeps_first else "all"
-        """Of the step under way."""
-        self._is_second = False  # of those with the mode "fits"
+        """Mode of the current step."""
+        self._is_second = False  # whether this is the second step with the mode "fits"
 
     def add(
         self, record: StepRecord | None, seconds: float, told_bytes: int, peak_bytes: int
     ) -> None:
-        """A step has ended, which took ``seconds`` and saved storages of ``told_bytes``.
+        """Add an ended step, which took ``seconds`` and saved storages of ``told_bytes``.
 
-        One that was left alone has no record; ``peak_bytes`` are the most that were sampled in the last one.
+        An unmanaged step has no record; ``peak_bytes`` is the highest sample of a sampled one.
         """
         if record is not None:
             self.records.append(record)
@@ -81,7 +85,7 @@ class FirstSteps:
             self._sampled = peak_bytes, told_bytes
 
     def tries_again(self) -> bool:
-        """Whether the next step keeps what fits, too, since the first one moved nothing."""
+        """Return whether the next step also keeps what fits, because the first one moved nothing."""
         again = self.mode == "fits" and not self._is_second and not self.records[0].moved_bytes
         if again:
             self._is_second = True
@@ -89,20 +93,20 @@ class FirstSteps:
         return again
 
     def forget(self) -> None:
-        """A plan was made from them."""
+        """Forget the records: a plan was made from them, or they are not used."""
         self.records.clear()
         self._told_bytes.clear()
 
     @property
     def may_exceed(self) -> bool:
-        """Whether the next step has windows and may hold more than the budget: what moving costs is learnt."""
+        """Whether the next step has windows and may exceed the budget, to measure what moving costs."""
         return self.learns and len(self.records) > 2
 
     def next_mode(self, spare_bytes: Callable[[], int]) -> Mode | None:
-        """Of the next step, after the first; ``None``: enough are measured.
+        """Return the mode of the next step after the first; ``None``: enough steps were measured.
 
         Args:
-            spare_bytes: what the device has left; a step is left alone where half of it is enough.
+            spare_bytes: return the device's free memory; a step is unmanaged only if half of it suffices.
         """
         done = len(self.records) - 1
         if done < 2 * (_LEARNT_PAIRS if self.learns else 1):
@@ -115,20 +119,20 @@ class FirstSteps:
 
     @property
     def are_enough(self) -> bool:
-        """Whether a plan can be made, if need be from no more than these."""
+        """Whether a plan can be made from these steps alone."""
         return len(self.records) > 2
 
     @property
     def largest(self) -> StepRecord:
-        """The step to plan for: the earliest that saved as much as any, but for the very first."""
+        """The step to plan for: the earliest that saved as much as any, without the first."""
         most = max(each.saved_bytes for each in self.records[1:])
         return next(each for each in self.records[1:] if each.saved_bytes >= most * (1 - _ALIKE))
 
     @property
     def traced(self) -> StepRecord:
-        """The step whose moments are planned with: :attr:`largest`, or where copies run aside, the one like it
-        that computed for the least time. A host that tries what can be recomputed and packed waits for its
-        device, which then has nothing to do."""
+        """The step whose moments the plan uses: :attr:`largest`, or, where copies take no computing time, the
+        similar step with the shortest computing time. A host that tries recomputing and packing waits for its
+        device, which is then idle."""
         if not self._copies_aside:
             return self.largest
         return min(
@@ -143,18 +147,18 @@ class FirstSteps:
         return self.records.index(self.largest) % 2 == 1
 
     def told_bytes(self, record: StepRecord) -> int:
-        """Of all storages that this step saved."""
+        """Return the bytes of all storages that this step saved."""
         return self._told_bytes[self.records.index(record)]
 
     def alike(self) -> Iterable[tuple[StepRecord, StepRecord]]:
-        """The pairs of steps that both saved as much as the largest did."""
+        """Yield the pairs of steps that both saved as much as the largest."""
         most, steps = self.largest.saved_bytes, self.records[1:]
         for pair in zip(steps[::2], steps[1::2], strict=False):
             if all(abs(each.saved_bytes - most) <= _ALIKE * most for each in pair):
                 yield pair
 
     def costs(self) -> tuple[Links, Costs]:
-        """What moving takes, and what else the stash adds, for a step like the largest."""
+        """Return the link rates, and the stash's costs, for a step like the largest."""
         pairs = [*self.alike()] or [(self.largest, self.largest)]
         late = [pair for pair in pairs if pair[0] is not self.records[1]] if self.learns else []
         told = late or pairs
@@ -163,14 +167,14 @@ class FirstSteps:
 
     @property
     def left_seconds(self) -> float | None:
-        """Of a step like the largest that was left alone; ``None``: there was none."""
+        """Seconds of an unmanaged step like the largest; ``None`` if there was none."""
         whole = self.told_bytes(self.largest)
         left = [seconds for seconds, nbytes in self.left[1:] if _is_alike(nbytes, whole)]
         return typical(left) if left else None
 
     @property
     def left_peak_bytes(self) -> int:
-        """The most memory of a step like the largest that was left alone; 0: it is not known."""
+        """Peak memory of an unmanaged step like the largest, in bytes; 0 if unknown."""
         if self._sampled is None:
             return 0
         peak_bytes, nbytes = self._sampled
@@ -178,5 +182,5 @@ class FirstSteps:
 
 
 def _is_alike(left_bytes: int, moved_bytes: int) -> bool:
-    """Whether two steps saved as much, of which one was left alone."""
+    """Whether an unmanaged step saved about as much as another step."""
     return abs(left_bytes - moved_bytes) <= _LEFT_ALIKE * moved_bytes

@@ -1,8 +1,8 @@
-"""What is done with each block of a step, and with each forward of a module that may be recomputed.
+"""Decide for each block of a step, and each forward of a module that may be recomputed, what to do with it.
 
-The plan that is followed says so; until there is one, the step that is measured does. What is saved after the
-last block that a plan lets go of is left alone (:meth:`Follower.may_leave_bytes`). From time to time the memory
-is looked at; a block that is then admitted may have to go.
+The plan decides; before there is one, the mode of the step that is measured does. Blocks after the last one
+that a plan does not keep are unmanaged (:meth:`Follower.may_leave_bytes`). The memory is still read from time
+to time, and a block that is then admitted may have to move.
 """
 
 from __future__ import annotations
@@ -25,25 +25,26 @@ from .shape import StepShape
 
 __all__ = ["Follower"]
 
-_ANCHORS = 4  # blocks that each step begins with, whose uses tell when its backward runs
-_LOOKS = 4  # the part of the memory left that is saved between two looks at it, where all fits
+_ANCHORS = 4  # first blocks of a step, whose uses show when its backward runs
+_LOOKS = 4  # if all fits, the memory is read each time 1/4 of what is left has been saved
 
 
 class Follower:
-    """Follows the plan of one planner, and decides where that has none. Its methods want the stash's lock.
+    """Follow the plan of one planner, and decide where the plan does not. Call its methods with the stash's
+    lock held.
 
     Args:
-        plan: as far as it is made.
+        plan: the plan so far.
         tier: the name of the action that moves a block down; ``None``: nothing can move.
         regions: see :attr:`Planner.regions`.
         limits: of the device.
         guard: of its memory.
-        look_bytes: that are saved between two looks at the memory.
+        look_bytes: bytes saved between two readings of the memory.
         shape: of the step.
         recording: of the step, while it is measured.
-        first_steps: that are measured before there is a plan.
-        begin_larger: called where this step may be larger than the one that was planned for, with the bytes of
-            both at the same place.
+        first_steps: the steps before the first plan.
+        begin_larger: called if this step may be larger than the planned one, with the bytes of both at the same
+            point.
     """
 
     def __init__(
@@ -61,9 +62,9 @@ class Follower:
         begin_larger: Callable[[int, int], None],
     ) -> None:
         self.plan = plan
-        """What is known now."""
+        """The current plan."""
         self.choices: Choices | None = None
-        """Of the plan; ``None``: there is none yet."""
+        """The plan's choices; ``None`` if there is no plan yet."""
         self.has_exceeded = False
         """Whether a step under a plan exceeded the budget."""
         self._tier = tier
@@ -74,13 +75,13 @@ class Follower:
         self._class_of = ClassOf()
         self._look_bytes = look_bytes
         self._unlooked_bytes = 0
-        self._largest_bytes = 0  # of a block in a step that keeps what fits
-        self._asked = 0  # how often it was asked in this step whether more may stay
-        # Forwards of this step that were to be recomputed and are not: what they save is to move.
+        self._largest_bytes = 0  # largest block in a step that keeps what fits
+        self._asked = 0  # calls of may_leave_bytes() in this step
+        # Forwards of this step that the plan recomputes but that are not: what they save has to move.
         self._refused: set[tuple[str, int]] = set()
 
     def begin_step(self) -> None:
-        """Nothing was saved in this step yet."""
+        """Begin a step, in which nothing was saved yet."""
         self._asked = 0
         self._refused.clear()
         self._class_of.begin_step()
@@ -88,12 +89,12 @@ class Follower:
             self.choices.begin_step()
 
     def begin_first(self) -> None:
-        """This step keeps what fits."""
+        """Begin a step that keeps what fits."""
         self._largest_bytes = 0
         self._guard.hold_back(0)
 
     def follow(self, plan: Plan) -> None:
-        """From the next step on; what it says of modules, at once."""
+        """Follow this plan from the next step on; its choices for modules apply at once."""
         self.plan = plan
         self.choices = Choices((each.name, each.choices) for each in plan.classes)
         self._recording.gives_back = False
@@ -111,7 +112,7 @@ class Follower:
             )
 
     def apply_loaded(self) -> None:
-        """A step begins under a loaded plan, which sets the limits."""
+        """Set the limits of a loaded plan at the start of a step."""
         plan = self.plan
         self._limits.set_windows((plan.inflight_bytes, plan.prefetch_bytes))
         self._limits.resident = self._limits.unplanned = plan.resident_bytes
@@ -120,8 +121,8 @@ class Follower:
     # Per block.
 
     def count(self, block: Block) -> None:
-        """A block is being admitted, by the plan or by a policy: see whether the step is larger than any that
-        was planned for."""
+        """Count a block that the plan or a policy admits, and check whether the step is larger than any planned
+        one."""
         is_planned = self.choices is not None and self.plan.state != "loaded"
         larger = self._shape.count(block.nbytes, is_planned=is_planned)
         if larger is not None:
@@ -129,15 +130,15 @@ class Follower:
         self._recording.note_class(block.cleanup.serial, "")
 
     def may_leave_bytes(self, threads: int, *, is_block: bool = True) -> int:
-        """How many bytes may be saved and stay in place before this is asked again; -1: none.
+        """Return how many bytes may be saved without becoming blocks until the next call; -1: none.
 
-        Where everything fits, or all stays that is saved from here on, only the first blocks of a step, and
-        then one for a part of the memory that is left, are admitted as blocks: the rest costs what it costs
+        If everything fits, or all later saves of the step stay in place, only the first tensors of a step are
+        admitted as blocks, and then one for each part of the free memory. The others cost what they cost
         without a stash.
 
         Args:
-            threads: that may each save so much.
-            is_block: whether what was saved last is one.
+            threads: the number of threads that may each save this much.
+            is_block: whether the last save was a block.
         """
         self._asked += is_block
         shape = self._shape
@@ -150,7 +151,7 @@ class Follower:
                 return -1
         nbytes = self._guard.part_of_what_is_left(_LOOKS, threads)
         if nbytes < 0:
-            self._asked = -sys.maxsize  # no more in this step: each block has the memory looked at
+            self._asked = -sys.maxsize  # no more in this step: the memory is read at each block
         return shape.bytes_to_next_look(nbytes)
 
     def fits_unseen(self) -> bool:
@@ -167,7 +168,7 @@ class Follower:
         )
 
     def choose(self, block: Block, tensor: Tensor) -> str:
-        """The tier that a block goes to at once; ``""``: it stays, as far as the limit allows."""
+        """Return the tier that a block moves to at once; ``""`` if it stays, as far as the limit allows."""
         if self._keeps_what_fits and block.nbytes > self._largest_bytes:
             self._largest_bytes = block.nbytes
             self._guard.hold_back(block.nbytes)
@@ -191,7 +192,7 @@ class Follower:
 
     @property
     def recomputes(self) -> bool:
-        """Whether the plan has blocks recomputed, or may have to."""
+        """Whether the plan recomputes blocks, or may have to."""
         if self.choices is None:
             return False
         if self._shape.is_larger or self._shape.expects_larger:
@@ -200,17 +201,19 @@ class Follower:
 
     @property
     def instead(self) -> str:
-        """The tier of a block that was to be recomputed or packed and cannot be; ``""``: it stays."""
+        """The tier for a block that was to be recomputed or packed and cannot be; ``""`` if it stays."""
         return self._tier or ""
 
     # Per forward of a module that may be recomputed.
 
     def begin_forward(self, path: str, inside: Iterable[str]) -> tuple[str, int]:
-        """One begins, of the module at ``path``: its name, and its place among those of that name.
+        """Begin a forward of the module at ``path``. Return its name, and its index among the step's forwards
+        of that name.
 
         Args:
             path: of the module.
-            inside: where no other module calls it, the paths of those in it: they do not begin with its own.
+            inside: if no other module calls it, the paths of its submodules, which do not begin with its own
+                path.
         """
         assert self._regions is not None
         name = name_of(path)
@@ -223,7 +226,7 @@ class Follower:
         return name, index
 
     def way_of(self, name: str, index: int) -> str:
-        """What is done with it, once it is known what it is given."""
+        """Return what to do with the forward, once its inputs are packed."""
         assert self._regions is not None
         if self._shape.is_larger or self.choices is None:
             self._regions.meet(name)
@@ -245,20 +248,20 @@ class Follower:
         matched = self.choices.matched
         choice = self.choices.next(group, of_any_size=self._shape.begins_as_known)
         if choice is not None and self.choices.matched == matched:
-            # Its size is another than the plan's: what the windows were not to hold is no room for blocks.
+            # Its size differs from the plan's: blocks of such sizes do not get the windows' unused space.
             self._limits.lower_resident(max(self._limits.unplanned, self.plan.resident_bytes))
         if choice is None:
             if self._recomputes_unknown:
                 return "recompute"
-            # Nothing is known of when it is needed: the oldest go, with both windows taken to be full.
+            # It is unknown when backward needs it: the oldest blocks move, and both windows count as full.
             self._limits.lower_resident(self._limits.unplanned)
             self._shape.is_unknown = True
             return "keep"
-        # A region that was to be recomputed and is not: what it saves moves.
+        # The plan recomputes its region, but the region does not: move the block.
         return self.instead if choice == REGION else choice
 
     def _must_recompute(self, block: Block) -> bool:
-        """Whether a block that was to stay is more than the limit, and nothing can move to make room."""
+        """Whether a block that was to stay would exceed the limit, and nothing can move to make space."""
         if self._tier is not None or self.choices is None:
             return False
         resident = self._limits.tiers.evictor.resident
@@ -271,8 +274,8 @@ class Follower:
         return self.choices is None and self._first_steps.mode == "fits"
 
     def looks_in_backward(self, nbytes: int) -> bool:
-        """Backward uses so many bytes of a block: in a step that keeps what fits, look at the memory. Returns
-        whether fewer blocks may stay than do."""
+        """Read the memory if this step keeps what fits, when backward uses ``nbytes`` of a block. Return
+        whether more blocks are in place than may be."""
         if not self._keeps_what_fits:
             return False
         self._look_after(nbytes)
@@ -280,8 +283,8 @@ class Follower:
         return resident.limit is not None and resident.nbytes > resident.limit
 
     def _look_after(self, nbytes: int) -> None:
-        """Look at the memory, where enough was saved since the last time. Where it comes near the budget, less
-        stays for the rest of the step."""
+        """Read the memory if enough was saved since the last time. If it comes near the budget, fewer blocks
+        stay for the rest of the step."""
         self._unlooked_bytes -= nbytes
         if self._unlooked_bytes >= 0:
             return
@@ -291,7 +294,7 @@ class Follower:
             self._limits.lower_resident(max(0, self._limits.tiers.evictor.resident.nbytes - over))
 
     def _leaves_alone(self, counted: int) -> bool:
-        """Whether what is saved after so many blocks of this step stays, and nothing is done about it."""
+        """Whether saves after this many blocks of the step stay in place, unmanaged."""
         shape = self._shape
         if self._recording.is_on or shape.is_larger or shape.is_unknown or self._recomputes_unknown:
             return False
@@ -300,14 +303,15 @@ class Follower:
         if self._first_steps.mode in ("left", "sampled"):
             return True
         if self.plan.state == "loaded" and self.choices is not None:
-            if not self.choices.matched:  # else it would not be known whether it is this model's
+            if not self.choices.matched:  # the plan may be for another model
                 return False
         left_after = self.plan.left_after
         return left_after is not None and counted >= left_after
 
     @property
     def _recomputes_unknown(self) -> bool:
-        """Whether what the plan does not know is let go: nothing can move when there is too much of it."""
+        """Whether to recompute blocks that the plan does not know, because nothing could move if they were too
+        many."""
         return self._tier is None and (self.plan.state != "left alone" or self.has_exceeded)
 
 

@@ -2,12 +2,12 @@
 
 Free memory that the process still holds is returned before a measured step, before the first step under a plan
 that begins with more than the plan leaves free, and in backward. There it waits until backward has used a part
-of the budget and the largest growth between two looks could exceed the budget. It takes at most a twentieth of
-the time. Using that memory again costs page faults, and most steps reuse what is free. So one step under each
-plan is tried that begins without returning it (see :meth:`MemoryGuard.must_free_at_start`).
+of the budget and the largest growth between two readings could exceed the budget. It takes at most a twentieth
+of the time. Using that memory again costs page faults, and most steps reuse what is free. So one step under
+each plan is tried that begins without returning it (see :meth:`MemoryGuard.must_free_at_start`).
 
-What the process holds between two steps, after an evaluation for example, belongs to no step, unless it
-exceeds the budget three times in a row.
+What the process holds between two steps, after an evaluation for example, belongs to no step, unless it exceeds
+the budget three times in a row.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ _RELEASE_REST = 20  # times as long as giving memory back took, it is not done a
 _LOOK_BYTES = 1 << 20  # that backward uses between two looks; the least that is saved between two
 _SPARE_PART = 10  # of the budget, that a step which nobody looks at leaves free
 _LATE_STEPS = 3
-_HELD_BACK_PART = 32  # of the most, that a first step leaves free
-_USED_PART = 32  # the part of the most that backward has used before what it freed is given back
+_HELD_BACK_PART = 32  # a first step leaves 1/32 of the most bytes free
+_USED_PART = 32  # backward uses 1/32 of the most bytes before freed memory is returned
 
 
 class MemoryGuard:
-    """Looks at memory for one planner.
+    """Read the memory for one planner, and return free memory to the system.
 
     Args:
         meter: of the device.
-        most: the most bytes that are to be held.
-        budget: the most that may be held, a little more than ``most``.
-        trim: gives back memory that is free and still the process's.
-        tries: whether a step is tried that begins without that: see :meth:`must_free_at_start`.
+        most: the most bytes that should be held.
+        budget: the most bytes that may be held, slightly more than ``most``.
+        trim: return free memory of the process to the system.
+        tries: whether to try a step that begins without that: see :meth:`must_free_at_start`.
     """
 
     def __init__(
@@ -52,64 +52,65 @@ class MemoryGuard:
         self.trim = trim
         self._most_now = most
         self._margin = budget - most
-        self._line = most  # beyond it less is kept; it follows what the process holds
+        self._line = (
+            most  # if more is held, fewer blocks stay; it rises with each excess that was handled
+        )
         self._release_after = 0.0
         self.highest_bytes = 0
-        """The most that was seen since :meth:`take_highest`."""
+        """The most bytes seen since :meth:`take_highest`."""
         self._most_at_start = budget
-        # With as much at its beginning a step keeps ``most`` that gives nothing back; None: none was tried.
+        # A step that begins with up to these bytes and returns nothing keeps `most`; None: not tried yet.
         self._most_kept_free: int | None = None if tries else 0
-        self._start_bytes = 0  # that were held as this step began
-        self._late_steps = 0  # in a row, after which more than the budget was held
+        self._start_bytes = 0  # bytes held as this step began
+        self._late_steps = 0  # in a row, after which the budget was exceeded
         self.keeps_free = False
-        """Whether this step began with more than fits beside what it adds, and nothing was given back."""
+        """Whether this step began with more than the plan leaves free, and nothing was returned to the
+        system."""
         self.is_trying = False
-        """Whether this step is the first of these."""
-        # The first release in a step that keeps what is free waits for none before it.
+        """Whether this step tries that."""
+        # The first release in a step that keeps free memory does not wait for the interval.
         self._is_due = False
-        # In backward: used since the last look, and since memory was given back; what was held at the last
-        # look; and the most that came between two.
+        # In backward: bytes used since the last reading, and since memory was returned; bytes held at the last
+        # reading; and the largest growth between two readings.
         self._unlooked_bytes = self._used_bytes = self._held_before = self._growth = 0
-        self._sampled_growth = 0  # the most that was sampled between two looks, beyond the first
-        self._raised_bytes = (
-            0  # the most since the last look in backward, where the process never held as much
-        )
-        # Of both, the most since all is left in place; None: it is not.
+        self._sampled_growth = 0  # largest sample between two readings, less the first reading
+        self._raised_bytes = 0  # a new peak of the process since the last reading in backward
+        # The larger of both since all blocks are unmanaged; None: they are not.
         self._left_growth: int | None = None
         self._has_plan = False
 
     def plan_for(self, grown_bytes: int, *, is_left: bool = False) -> bool:
-        """Steps hold from now on at most so many bytes more than at their beginning.
+        """Follow a plan whose steps grow by at most this many bytes.
 
         Args:
-            grown_bytes: these.
-            is_left: all stays in place. Then growth that was seen while blocks moved keeps no step from
-                beginning with what is free.
+            grown_bytes: the most that a step holds beyond what it began with.
+            is_left: all blocks stay in place. Then growth that was seen while blocks moved does not keep a step
+                from beginning with free memory.
 
         Returns:
-            Whether more is held now than a step may begin with.
+            Whether the process now holds more than a step may begin with.
         """
         self._has_plan = True
         self._most_at_start = self.most + self._margin - grown_bytes
         if self._most_kept_free:
-            self._most_kept_free = None  # under the plan before
+            self._most_kept_free = None  # it was measured under the previous plan
         self.is_trying = self.keeps_free = self._is_due = False
         self._left_growth = 0 if is_left else None
         return self._meter.now() > self._most_at_start
 
     def must_free_at_start(self, *, always: bool, may_try: bool) -> bool:
-        """Whether memory that is free is given back as a step begins: where the step would exceed the budget if
-        it used none of it again; or ``always``.
+        """Return whether to return free memory to the system as a step begins: if the step would exceed the
+        budget without reusing any of it, or with ``always``.
 
-        To take that memory again takes time, and most steps use again what is free. So one step is tried
-        (``may_try``: this one may be it), which begins with so little that the largest growth between two looks
-        keeps the budget: in it nothing is given back until a look finds more than ``most``, or so much that
-        this growth could exceed the budget. Then none begins so from now on; else :meth:`end_trial` is told
-        what it held, and later ones begin so until one has to give memory back. One that begins with more than
-        is known to keep ``most`` is tried, too.
+        Allocating that memory again takes time, and most steps reuse what is free. So the guard tries one step
+        (``may_try`` allows this one) that begins with so little that the largest growth between two readings
+        keeps the budget. In it nothing is returned until a reading finds more than ``most``, or so much that
+        this growth could exceed the budget. If that happens, no later step begins this way. Otherwise
+        :meth:`end_trial` gets the step's peak, and later steps begin this way until one has to return memory. A
+        step that begins with more than is known to keep ``most`` is tried, too.
         """
         self.is_trying = self.keeps_free = self._is_due = False
-        held = self._start_bytes = self._meter.now()  # which is of no step
+        held = self._start_bytes = self._meter.now()  # this belongs to no step
         if always or held <= self._most_at_start:
             return always
         growth = self._left_growth
@@ -122,8 +123,8 @@ class MemoryGuard:
         return not self.keeps_free
 
     def end_trial(self, peak_bytes: int, *, is_alike: bool) -> None:
-        """A step that was tried has ended, and held so much at most. If that was no more than ``most``, later
-        ones do as it did, where they begin with no more than leaves them as much below it; else none ever does.
+        """End a step that was tried, with its peak. If the peak was at most ``most``, later steps keep free
+        memory, too, if they begin with no more than leaves the same distance to it; otherwise none ever does.
         If the step had another shape than the planned one (``is_alike``), only an excess counts."""
         if peak_bytes > self.most:
             self.fail_trial()
@@ -131,36 +132,37 @@ class MemoryGuard:
             self._most_kept_free = self._start_bytes + self.most - peak_bytes
 
     def fail_trial(self) -> None:
-        """A step that gave nothing back as it began held too much: none does so from now on."""
+        """Stop keeping free memory: a step that did so held too much."""
         self._most_kept_free = 0
 
     @property
     def kept_free_bytes(self) -> int:
-        """With how much more this step began than fits beside all that it adds; 0: memory was given back."""
+        """Bytes held at the start of this step beyond what the plan leaves free; 0 if free memory was
+        returned."""
         return max(0, self._start_bytes - self._most_at_start) if self.keeps_free else 0
 
     def begin_step(self) -> None:
-        """One begins, and the meter knows it: less may have to be kept from now on."""
+        """Begin a step. The meter must have begun it already, since this may lower what is kept."""
         self._line = self._most_now = self.most
         self._used_bytes = self._held_before = self._raised_bytes = 0
-        self._meter.raised_peak_bytes()  # until now it is of no step
+        self._meter.raised_peak_bytes()  # discard what rose before the step
 
     def raise_to(self, nbytes: int) -> None:
-        """In this step ``nbytes`` may be held: it is measured to learn, and no budget is kept."""
+        """Let this step hold ``nbytes``: it is measured to learn costs, and keeps no budget."""
         self._line = self._most_now = nbytes
 
     def hold_back(self, nbytes: int) -> None:
-        """In this step ``nbytes`` and a part of the budget are to stay free: how much operations take beside
-        what they save is not known."""
+        """Leave ``nbytes`` and a part of the budget free in this step, since the memory that operations need in
+        addition to what they save is unknown."""
         self.raise_to(self.most - nbytes - self.most // _HELD_BACK_PART)
 
     @property
     def left_bytes(self) -> int:
-        """What may still be taken; below 0: by how much what is held exceeds the most."""
+        """Bytes that may still be allocated; negative if more than the most is held."""
         return self._most_now - self.held()
 
     def held(self) -> int:
-        """What is held now."""
+        """Return the bytes held now, and record the highest."""
         held = self._meter.now()
         self._look_at_peak()
         self.highest_bytes = max(self.highest_bytes, held)
@@ -173,13 +175,13 @@ class MemoryGuard:
             self.highest_bytes = max(self.highest_bytes, raised)
 
     def part_of_what_is_left(self, parts: int, threads: int) -> int:
-        """So much for each of some threads, until this is asked again; -1: none."""
+        """Return the bytes that each of some threads may allocate until the next call; -1: none."""
         left, threads = self.left_bytes, max(1, threads)
         nbytes = left // (parts * threads)
         if nbytes >= _LOOK_BYTES:
             return nbytes
-        # Plans do not use all of a budget. What is left of that goes little by little, since to look at each of
-        # many small blocks is dear.
+        # Plans do not use all of a budget. Hand out what is left of it in small parts: reading the memory for
+        # each of many small blocks is expensive.
         return _LOOK_BYTES // threads if left + self._margin >= 2 * _LOOK_BYTES else -1
 
     def fits_unseen(self, saved_bytes: int, peak_bytes: int, *, is_known: bool) -> bool:
@@ -201,13 +203,14 @@ class MemoryGuard:
         return held + 2 * growth <= self.most
 
     def take_highest(self) -> int:
-        """The most that was seen since this was asked last, in a step."""
+        """Return the most bytes seen in a step since the last call."""
         highest, self.highest_bytes = self.highest_bytes, 0
         return highest
 
     def late_bytes(self) -> int:
-        """What is held as a step begins, where that exceeded the budget before several steps in a row: what the
-        steps take at their end is then too much. Once it may be of an evaluation between two steps. Else 0."""
+        """Return the bytes held as a step begins if they exceeded the budget before several steps in a row:
+        then the end of a step takes too much. A single time may be an evaluation between two steps. Else return
+        0."""
         held = self._meter.now()
         self._late_steps = self._late_steps + 1 if held > self.most + self._margin else 0
         if self._late_steps < _LATE_STEPS:
@@ -216,11 +219,11 @@ class MemoryGuard:
         return held
 
     def over(self) -> int:
-        """Bytes by which the stash has to keep less for the rest of the step.
+        """Return the bytes by which the stash has to hold less for the rest of the step.
 
-        Each byte of an excess counts once: memory that was freed may stay the process's, and is used again.
+        Each byte of an excess counts once: the process may keep freed memory and reuse it.
         """
-        self._held_before = 0  # what came since then is no growth of a backward's
+        self._held_before = 0  # growth since then is not backward's
         held = self.held()
         if (
             self.keeps_free
@@ -238,25 +241,26 @@ class MemoryGuard:
 
     @property
     def _growth_now(self) -> int:
-        """What may come between two looks. What operations take until they end is in what a plan was made
-        from, so that steps under one hold it: it counts before there is one, and in a step that keeps what is
-        free."""
+        """The largest growth expected between two readings. Memory that operations hold until they end is part
+        of a plan's trace, so steps under a plan include it. It counts before there is a plan, and in a step
+        that keeps free memory."""
         if self.keeps_free and self._left_growth is not None:
             return self._left_growth
         counts = self.keeps_free or not self._has_plan
         return max(self._growth, self._sampled_growth if counts else 0)
 
     def has_room(self, nbytes: int) -> bool:
-        """Whether there may be so many bytes more, once free memory was given back."""
+        """Whether this many bytes more fit, if need be after returning free memory."""
         if self.held() + nbytes <= self._most_now:
             return True
         return self.release() and self.held() + nbytes <= self._most_now
 
     def note_used(self, nbytes: int) -> None:
-        """Backward uses so much of a block, and mostly frees it then: an allocator may keep it for the process.
+        """Count bytes of a block that backward uses, and usually frees then: the allocator may keep them for
+        the process.
 
-        It is given back where as much as ever came between two looks would exceed the budget. Not before: a
-        plan uses nearly all of ``most``, and the next step's forward has to take again what is given back
+        Free memory is returned to the system only if the largest growth between two readings could exceed the
+        budget. A plan uses nearly all of ``most``, and the next forward has to allocate again what is returned
         here.
         """
         self._used_bytes += nbytes
@@ -265,7 +269,7 @@ class MemoryGuard:
             self._look_at_peak()  # this may be the last use of the step
             return
         self._unlooked_bytes, held = 0, self.held()
-        # An operation may hold more until it ends.
+        # An operation may hold more while it runs.
         sampled, self._raised_bytes = max(self._raised_bytes, self._meter.take_highest()), 0
         if self._held_before:
             growth, sampled_growth = held - self._held_before, sampled - self._held_before
@@ -279,8 +283,8 @@ class MemoryGuard:
             self._used_bytes = self._held_before = 0
 
     def release(self) -> bool:
-        """Give free memory back to the system, unless that has taken more than a twentieth of the time so far;
-        the first time in a step that began with what is free, in any case. Returns whether it was done."""
+        """Return free memory to the system, unless that has taken more than a twentieth of the time so far. The
+        first time in a step that began with free memory, do so in any case. Return whether it was done."""
         if self.keeps_free:
             self.fail_trial()
         now = time.perf_counter()

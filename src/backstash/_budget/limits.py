@@ -1,4 +1,4 @@
-"""The limits that a planner sets on one device: what may stay, and what may be on its way."""
+"""The limits that a planner sets on one device: bytes that may stay in place, and the transfer windows."""
 
 from __future__ import annotations
 
@@ -8,44 +8,45 @@ from .._tiers.device_tiers import DeviceTiers
 
 __all__ = ["Limits"]
 
-Windows = tuple[int, int]  # bytes that may be on their way down, and read ahead
+Windows = tuple[int, int]  # most bytes in flight to the tier below, and read ahead
 
 
 class Limits:
-    """Of one device's tiers, from the first step on.
+    """Set and restore the limits of one device's tiers, from the first step on.
 
     Args:
-        given_windows: the windows that the caller set, which stay as they are; ``None``: a planner sets it.
+        given_windows: the windows that the caller set, which do not change; ``None``: a planner sets the
+            window.
     """
 
     def __init__(self, given_windows: tuple[int | None, int | None]) -> None:
         self.given_windows = given_windows
         self.windows: Windows = (0, 0)
-        """As they are now."""
+        """The current windows."""
         self.planned_windows: Windows = (0, 0)
-        """Of the plan that is followed."""
+        """The windows of the plan."""
         self.resident: int | None = None
-        """The bytes that may stay; in a step it may be lowered."""
+        """Most bytes that may stay in place. A step may lower the limit for itself."""
         self.unplanned = 0
-        """The same in a step that saves what the plan does not know."""
+        """The same in a step that saves a block that the plan does not know."""
         self._before: Windows = (0, 0)  # before the first step
         self._bound: DeviceTiers | None = None
 
     @property
     def tiers(self) -> DeviceTiers:
-        """The device's. A step must have begun."""
+        """The device's tiers. A step must have begun."""
         assert self._bound is not None
         return self._bound
 
     def begin_step(
         self, tiers: DeviceTiers, has_room: Callable[[int], bool], ran_out: Callable[..., str]
     ) -> None:
-        """A step begins.
+        """Begin a step on the device's tiers.
 
         Args:
             tiers: of the device.
-            has_room: whether memory for so many bytes is left, asked before it is taken.
-            ran_out: called when the device has run out of memory; returns what reports say of it.
+            has_room: return whether memory for this many bytes is left; called before it is allocated.
+            ran_out: called when the device is out of memory; return a text for reports.
         """
         before, self._bound = self._bound, tiers
         if before is None:
@@ -58,7 +59,7 @@ class Limits:
         tiers.prefetcher.ahead.has_room = tiers.packer.has_room = has_room
 
     def end(self) -> None:
-        """Leave the device as it was before the first step."""
+        """Restore the device's limits from before the first step."""
         tiers = self._bound
         if tiers is not None:
             tiers.evictor.resident.is_planned = False
@@ -67,7 +68,7 @@ class Limits:
             tiers.evictor.inflight.window_bytes, tiers.prefetcher.ahead.window_bytes = self._before
 
     def held_bytes(self) -> int:
-        """Bytes of the device's memory that the stash holds, with those under way."""
+        """Return the bytes of the device's memory that the stash holds, in-flight transfers included."""
         tiers = self._bound
         if tiers is None:
             return 0
@@ -76,7 +77,7 @@ class Limits:
         return held + (tiers.device.unfinished_bytes() if tiers.device is not None else 0)
 
     def set_windows(self, windows: Windows) -> None:
-        """From now on, but for those that are given."""
+        """Set the windows, except those that the caller gave."""
         inflight, prefetch = (
             given if given is not None else chosen
             for given, chosen in zip(self.given_windows, windows, strict=True)
@@ -86,16 +87,16 @@ class Limits:
         self.tiers.prefetcher.ahead.window_bytes = prefetch
 
     def set_resident(self, limit: int | None) -> None:
-        """From now on."""
+        """Set the limit for this and later steps."""
         self.resident = limit
         self.tiers.evictor.resident.set_limit(limit)
 
     def lift_resident(self) -> None:
-        """For the rest of the step, anything may stay."""
+        """Remove the limit for the rest of the step."""
         self.tiers.evictor.resident.set_limit(None)
 
     def lower_resident(self, limit: int) -> None:
-        """For the rest of the step, where it is higher."""
+        """Lower the limit for the rest of the step, if it is higher."""
         resident = self.tiers.evictor.resident
         if resident.limit is None or limit < resident.limit:
             resident.set_limit(limit)

@@ -1,4 +1,4 @@
-"""The planners of a stash, made when a budget or a plan is given to it."""
+"""Make the planners of a stash from its budget or plan."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ def planners_of(
     has_host: bool,
     strict: bool,
 ) -> Callable[[Device | None], Planner | None]:
-    """What makes the planner of a device; ``None`` of the CPU.
+    """Return a function that makes the planner of a device (``None``: the CPU).
 
     Args:
         event_log: of the stash.
         budget: in bytes, as a size, or ``"auto"``.
-        plan: to follow, or its file.
+        plan: the plan to follow, or its file.
         windows: see :class:`Planner`.
-        trim: gives back memory of the process that is free. The caller holds the stash's lock.
-        has_disk: whether tensors of the CPU can move.
-        has_host: whether an accelerator's can.
-        strict: whether a budget that is exceeded is an error.
+        trim: return free memory of the process to the system. Called with the stash's lock held.
+        has_disk: whether CPU tensors can move.
+        has_host: whether an accelerator's tensors can move.
+        strict: whether exceeding the budget is an error.
 
     Raises:
-        UsageError: ``plan`` is neither, or no file of a plan.
-        SizeError: ``budget`` is no size.
+        UsageError: ``plan`` is not a plan or the file of one.
+        SizeError: ``budget`` is not a size.
     """
     if plan is not None and not isinstance(plan, (Plan, str, os.PathLike)):
         raise UsageError(
@@ -60,7 +60,7 @@ def planners_of(
 
     def planner(device: Device | None) -> Planner | None:
         if loaded is not None and (loaded.device == "cpu") != (device is None):
-            return None  # it is for other tensors
+            return None  # the plan is for another device
         common: dict[str, Any] = {"loaded": loaded, "windows": windows, "strict": strict}
         if device is None:
             return Planner(

@@ -1,7 +1,7 @@
-"""What a plan has to do with one forward of a region: whether it is recomputed, and what is recorded of it.
+"""A plan's instructions for one forward of a region: whether it is recomputed, and what is recorded of it.
 
-While steps are measured no region is recomputed: what each saves is held as what anything else saves, so that
-it is known what that costs, and which of it something outside saves, too. A replay is tried, and compared.
+While a step is measured, no region is recomputed. What it saves is held as usual, which shows what that costs
+and which of it is also saved outside the region. A replay is tried and compared.
 """
 
 from __future__ import annotations
@@ -59,10 +59,10 @@ class Planned:
     """One forward of a region, under a planner that decides whether it is recomputed.
 
     Args:
-        region: whose forward it is.
-        planner: of its tensors.
-        tiers: of their device.
-        modules: that run, its own the last.
+        region: the region.
+        planner: of its device.
+        tiers: of its device.
+        modules: the running modules, the region's own last.
     """
 
     def __init__(
@@ -77,11 +77,11 @@ class Planned:
         self._session = region.session
         self._device = tiers.device
         self.forward: Forward | None = None
-        """Where it is recorded, it is not recomputed."""
+        """The record of the forward, or ``None``. A recorded forward is not recomputed."""
         self.may_try = True
-        """Whether a replay may be made now, to be compared."""
+        """Whether the region may replay the forward now, to compare."""
         self._number = -1
-        self._latest = -1  # block, before it began
+        self._latest = -1  # newest block when it began
         self._is_whole = False
         self._discarded: set[int] = set()  # values, where a part of what is saved stays
         with self._session.section.lock, self._session.section:
@@ -91,7 +91,7 @@ class Planned:
             self._stays = self._regions.stays(self.name, self._index)
 
     def begin(self) -> bool:
-        """See :class:`~backstash._recompute.region.Planned`."""
+        """See :class:`~backstash._recompute.region.ForwardPlan`."""
         with self._session.section.lock, self._session.section:
             way = self._planner.follower.way_of(self.name, self._index)
             if way == TRACED:
@@ -102,11 +102,11 @@ class Planned:
             return way != ONCE
 
     def enter(self, inputs: Collection[int], packed: Iterable[object]) -> None:
-        """Its forward begins.
+        """Begin the forward.
 
         Args:
-            inputs: the storages of what it is given, which are held.
-            packed: what it is given, as the stash has packed it.
+            inputs: storages of the inputs, which are held.
+            packed: what the stash packed the inputs as.
         """
         if self.forward is not None:
             for given in packed:
@@ -124,23 +124,23 @@ class Planned:
         return regions
 
     def hook_begins(self) -> Any:
-        """For :meth:`hook_took`."""
+        """Return the start of a hook, for :meth:`hook_took`."""
         return self._planner.region_hook_begins()
 
     def hook_took(self, began: Any) -> None:
-        """What the region did from ``began`` to now is no computing."""
+        """Exclude the time since ``began``, spent in the region's hook, from the step's computing."""
         self._planner.hook_took("region hook", began)
 
     def leave(self, *, in_order: bool) -> None:
-        """Its forward has ended; ``in_order``: and it is known that it can be recomputed."""
+        """End the forward; ``in_order``: it raised no error and can be recomputed."""
         if self.forward is not None:
-            # One with a backward in its middle is in two steps: what its first run took is not known then.
+            # A forward that contains a backward spans two steps, so its time is unknown.
             self._is_whole = self._planner.note_forward("leave", self.forward, self._number)
             self.forward.can_run_again = in_order and self._is_whole
             self._tell_seconds(self.forward)
 
     def stays_at(self, number: int) -> bool:
-        """Whether the save of this number is not let go, since something outside saves the same."""
+        """Whether to hold this save, because something outside the region saves the same storage."""
         return number in self._stays
 
     def note_discarded(self, tensor: Tensor, value: int) -> None:
@@ -154,7 +154,7 @@ class Planned:
                     self._planner.follower.note_discarded(path, tensor, nbytes)
 
     def pack(self, number: int, tensor: Tensor, pack: Callable[[Tensor], object]) -> object:
-        """Hold what is only recorded."""
+        """Hold a tensor of a forward that is only recorded."""
         packed = pack(tensor)
         if self.forward is None:
             return packed
@@ -179,15 +179,15 @@ class Planned:
         return until - since if self._device is None else self._device.seconds_between(since, until)
 
     def pause(self) -> Any:
-        """What is done from now on is no part of a step that is recorded, until :meth:`resume`."""
+        """Exclude what follows from a recorded step, until :meth:`resume`."""
         return self._planner.pause() if self.forward is not None else None
 
     def resume(self, paused: Any) -> float:
-        """See :meth:`pause`; the seconds in between, 0 where no step is recorded."""
+        """End a :meth:`pause`. Return its seconds, or 0 if no step is recorded."""
         return self._planner.resume(paused) if paused is not None else 0.0
 
     def end_trial(self, paused: Any) -> float:
-        """A replay that was to be compared has ended: as :meth:`resume`."""
+        """End a replay that was made to compare: as :meth:`resume`."""
         section = self._session.section
         if paused is None or section.is_nested():
             return self.resume(paused)
@@ -195,7 +195,7 @@ class Planned:
             return self._planner.end_trial(paused)
 
     def was_alike(self) -> None:
-        """What it saved was computed again, and was the same."""
+        """Record that a replay of the forward was bit-equal."""
         if self.forward is not None:
             self.forward.can_run_again = self._is_whole
             self._tell_seconds(self.forward)

@@ -1,22 +1,24 @@
-"""The planner of one device: measures steps, and has them planned; a :class:`Follower` does what the plan says.
+"""The planner of one device: it measures steps and has them planned; a :class:`Follower` carries out the plan.
 
-Step 1 keeps what fits. If that is everything, nothing else is measured. Otherwise step 2 moves everything, and
-tries on every block whether it can be recomputed or packed, and how long that takes; step 3 moves every other
-block, which tells what moving costs beside waiting. Where there is no tier below, what can be recomputed is,
-instead, from step 1 on; on an accelerator step 1 moves everything.
-To learn what any budget would cost, more steps are measured (see `_budget/first_steps.py`).
-Then a plan is made, in a thread, and followed from the next step on. Its first steps are measured, too: where
-the peak is not what was predicted, the plan is made again with the difference added. After three steps that
-take more than a tenth longer or shorter than predicted, steps are measured again; where bytes move at another
-rate than they did, or the step computes for another time, the plan is made again for that.
+Step 1 keeps what fits. If that is everything, no other step is measured. Otherwise step 2 moves everything, and
+tries on every block whether it can be recomputed or packed, and how long that takes. Step 3 moves every other
+block, which shows what moving costs in addition to waiting. Two exceptions: where there is no tier below, what
+can be recomputed is recomputed from step 1 on, instead of moved; and on an accelerator step 1 moves everything.
+To find the cost of any budget, more steps are measured (see `_budget/first_steps.py`).
 
-What is saved after the last block that a plan lets go of is left alone, as all is where everything fits: it is
-no block, and costs what it costs without a stash.
+A thread then makes a plan, and the stash follows it from the next step on. The plan's first steps are measured,
+too; if the peak differs from the prediction, the planner plans again with the difference added. After three
+steps that take over a tenth longer or shorter than predicted, it measures steps again; if the transfer rate or
+the computing time has changed, it plans again.
 
-Steps may have other shapes. A plan is for the largest step so far: of a smaller one that it does not know, the
-oldest blocks go, with as much other memory taken for granted. A larger one moves everything, is measured, and
-planned for. By its first block it is known for one. A step whose first block is as large as the plan's may
-have later ones of other sizes, as a mixture of experts has: they are held as those of the plan's sizes are.
+Saves after the last block that a plan moves or discards are unmanaged: they are not blocks, and cost what they
+cost without a stash. If everything fits, that is true of all saves.
+
+Steps may differ in shape. A plan is for the largest step so far. In a smaller step that the plan does not know,
+the oldest blocks move, and other memory is assumed to be as large as in the planned step. A larger step,
+recognized by its first block, moves everything, is measured, and is planned for. A step whose first block is as
+large as the plan's may have later blocks of other sizes, as with a mixture of experts; the choices for the
+plan's sizes apply to them.
 """
 
 from __future__ import annotations
@@ -61,29 +63,28 @@ from .solving import Beside, Kept, Solving, left_alone
 
 __all__ = ["Planner", "auto_budget", "held_and_spare"]
 
-_GUARD_BYTES = 1 << 20  # saved between two looks at the process's memory
+_GUARD_BYTES = 1 << 20  # bytes saved between two readings of the process's memory
 _LEAST_WINDOW_BYTES = 16 << 20
-_MARGIN = 50  # the part of a budget that it may be exceeded by and nothing is said
-_WARNED_AT = 3  # steps that exceeded it: planning again with what was measured did not help
-_SHORT_PART = (
-    16  # the part of a budget that less is used where the device ran out of memory within it
-)
-_LEAST_BYTES = 16 << 10  # of a block, which itself takes 2 KiB and 0.1 ms of a step
+_MARGIN = 50  # an excess of up to 1/50 of the budget is not reported
+_WARNED_AT = 3  # steps that exceeded the budget, although it was planned again
+_SHORT_PART = 16  # plans use 1/16 of the budget less after the device ran out of memory within it
+_LEAST_BYTES = 16 << 10  # smallest block; a block itself takes 2 KiB and 0.1 ms of a step
 _FREE = Costs()
 
 
 class Planner(Controller):
-    """Has steps measured, and planned for. Its methods want the stash's lock, but for :attr:`plan`.
+    """Measure steps and have them planned. Call its methods with the stash's lock held, except :attr:`plan`.
 
     Args:
         event_log: of the stash.
-        meter: makes what measures the device, from a callable of the bytes that the stash holds there.
+        meter: make the device's meter from a callable that returns the bytes that the stash holds there.
         budget: the most bytes of memory at any moment of a step; ``None`` with a loaded plan.
         loaded: a plan to follow as it is.
         tier: the name of the action that moves a block down.
-        windows: ``inflight`` and ``prefetch`` where the caller gave them, else ``None``.
-        trim: gives back memory that is free and still the process's.
+        windows: ``inflight`` and ``prefetch`` if the caller gave them, else ``None``.
+        trim: return free memory of the process to the system.
         device: an accelerator; ``None`` for the CPU.
+        strict: whether exceeding the budget is an error.
     """
 
     def __init__(
@@ -100,11 +101,11 @@ class Planner(Controller):
         strict: bool = False,
     ) -> None:
         self._strict = strict
-        self._refusal: str | None = None  # what is yet to be raised
+        self._refusal: str | None = None  # message of the error that check() raises
         self.min_bytes = _LEAST_BYTES if loaded is None and budget != 1 else MIN_BYTES
-        """The smallest storage that moves, where the caller does not say. In the first step small ones do, too,
-        and after it where the budget cannot be kept otherwise."""
-        self._smallest_bytes = 0  # the largest budget of which was said that it is the smallest
+        """The smallest storage that moves, if the caller does not say. In the first step smaller ones do, too,
+        and after it if the budget cannot be kept otherwise."""
+        self._smallest_bytes = 0  # the largest budget reported as the smallest possible
         self._tier = tier
         self._limits = Limits(windows)
         self._meter = meter(self._limits.held_bytes)
@@ -114,7 +115,8 @@ class Planner(Controller):
         self._device = device
         self._device_name = device.name if device is not None else "cpu"
         self.regions = Regions() if tier is not None else None
-        """Of the modules that may be recomputed; ``None``: they are whatever the plan is."""
+        """The forwards of modules that may be recomputed; ``None``: such modules are recomputed whatever the
+        plan is."""
         self._recording = StepRecording(
             event_log, self._meter, self.regions, self._guard, gives_back=tier is None
         )
@@ -124,18 +126,18 @@ class Planner(Controller):
             keeps_first=device is None and tier is not None,
         )
         self._steps = 0
-        self._has_failed = False  # this step, as far as is known
+        self._has_failed = False  # whether this step ran out of memory
         self._is_in_backward = False
         self._shape = StepShape(begins_as_known=loaded is not None)
-        self._most_other_bytes = 0  # that a step which was planned for held beside
-        self._bytes_at_start = 0  # of memory, when the step began that was planned for
+        self._most_other_bytes = 0  # largest other memory of any planned step
+        self._bytes_at_start = 0  # held at the start of the planned step
         self._links, self._costs = Links(0.0, 0.0), Costs()
         self._corrections = Corrections()
-        self._anew_bytes = 0  # that were given back before this step
-        self._recording_seconds = 0.0  # of operations, which is in the price of no block yet
+        self._anew_bytes = 0  # returned to the system before this step
+        self._recording_seconds = 0.0  # of recording operations, not yet in any block's price
         self._exceeding = 0  # steps under a plan that exceeded the budget
         self.notes: dict[str, None] = {}
-        self._too_small: str | None = None  # of these, that the budget cannot be kept
+        self._too_small: str | None = None  # the note that the budget cannot be kept
         self._solving = Solving(windows, self.notes)
         self.follower = Follower(
             Plan(self._budget, "measuring", device=self._device_name),
@@ -143,7 +145,7 @@ class Planner(Controller):
             regions=self.regions,
             limits=self._limits,
             guard=self._guard,
-            # An accelerator's allocator takes its time to answer.
+            # Reading an accelerator's allocator is slow.
             look_bytes=max(_GUARD_BYTES, self._budget >> 9 if device is not None else 0),
             shape=self._shape,
             recording=self._recording,
@@ -164,19 +166,19 @@ class Planner(Controller):
 
     @property
     def plan(self) -> Plan:
-        """What is known now. Waits for a plan that is being made."""
+        """The current plan. Waits for one that is being made."""
         self._solving.wait()
         return self.follower.plan
 
     @property
     def trace(self) -> Trace | None:
-        """What the plan was made from."""
+        """The trace that the plan was made from."""
         found = self._solving.found
         return found[0] if found is not None else None
 
     @property
     def matches_nothing(self) -> bool:
-        """Of a loaded plan, after a step: whether nothing that was saved is of its classes."""
+        """Whether a loaded plan knows none of the classes that the program saved, after a step."""
         if (
             self.follower.plan.state != "loaded"
             or self.follower.choices is None
@@ -184,34 +186,35 @@ class Planner(Controller):
         ):
             return False
         regions = [each.name for each in self.follower.plan.regions]
-        if regions and self.regions is not None:  # which may let go of all that is saved
+        if regions and self.regions is not None:  # regions may discard all that is saved
             if self._steps == 2 or self.regions.has_begun(regions):
-                return False  # modules that nobody named are attached to after the first step
+                return False  # unnamed modules are attached to after the first step
         return not self.follower.choices.matched
 
     def close(self) -> None:
-        """Measure no more. Where it was to be learnt what any budget would cost, that is planned for now."""
+        """Stop measuring. If the steps were to measure the cost of any budget, make that plan now."""
         if self._first_steps.learns:
             self.conclude()
         self._recording.end()
 
     def retire(self) -> None:
-        """Measure no more, and leave the device as it was: nobody plans for it from now on."""
+        """Stop measuring, and restore the device: no one plans for it from now on."""
         self._recording.end()
         self._limits.end()
 
     def forked(self) -> None:
-        """In a forked process: the threads that sample and plan are the other's, and so is an accelerator."""
+        """Reset in a forked process: it lacks the threads that sample and plan, and cannot use an
+        accelerator."""
         self._solving.forked()
         self._meter.forked()
         if self._device is not None:
             self._recording.stop()
-        # Else it goes on with the next step here, if there is one: most such processes load data.
+        # On the CPU, measuring continues with the next step here. Most such processes only load data.
 
     # At each step.
 
     def begin_step(self, tiers: DeviceTiers) -> None:
-        """The first block of a step is being admitted to ``tiers``; the step before has ended."""
+        """Begin a step: its first block is being admitted to ``tiers``, and the step before has ended."""
         self._limits.begin_step(tiers, self._guard.has_room, self._ran_out)
         recording, first = self._recording, self._steps == 0
         ended = self._shape.begin_step(is_first=first)
@@ -227,7 +230,9 @@ class Planner(Controller):
             may_try=self.follower.choices is not None and not recording.is_on,
         )
         if self._first_steps.mode == "left":
-            self._meter.resume(self._meter.pause())  # a host that is ahead would tell its own time
+            self._meter.resume(
+                self._meter.pause()
+            )  # wait for the device: a host that is ahead has another time
         elif must_give_back and self._device is None:
             self._give_back()
         seconds = self._meter.begin_step()
@@ -236,7 +241,7 @@ class Planner(Controller):
         if recording.is_on and not self._meter.is_sampling:  # the first step of a forked process
             record = None
             recording.start()
-        if self._has_failed:  # what it would have taken is not known
+        if self._has_failed:  # the memory that it would have taken is unknown
             record, self._has_failed = None, False
         self._steps += 1
         self._is_in_backward = False
@@ -252,9 +257,9 @@ class Planner(Controller):
             self._measure(record, seconds, ended.asked_bytes)
         elif not first:
             highest_bytes = max(highest_bytes, self._meter.known_peak_bytes)
-            # What this step began with is no reason for another plan.
+            # Free memory that this step began with is no reason to plan again.
             highest_bytes = max(min(highest_bytes, self._budget), highest_bytes - kept_free_bytes)
-            if not ended.was_seen:  # it saved more than it was taken for; the next one is looked at
+            if not ended.was_seen:  # it may have saved more than assumed; the next step is checked
                 highest_bytes = min(highest_bytes, self._budget)
             self._count_exceeding(highest_bytes)
             if ended.was_larger:
@@ -263,20 +268,21 @@ class Planner(Controller):
                 by_blocks = record is not None or self.follower.plan.left_after is None
                 is_alike = self._shape.is_alike(ended, by_blocks=by_blocks)
                 if is_left and ended.has_grown:
-                    # Its growth seemed to fit at each look; the last blocks had to go all the same.
+                    # Its growth seemed to fit at each reading, but the last blocks had to move.
                     if not self._fits_grown(ended.asked_bytes, ended.most_asked_bytes):
                         self._shape.ended_larger()
                 found = StepFigures(highest_bytes, seconds)
                 self._watch(record, found, looked_bytes, is_alike=is_alike)
         if self._guard.is_trying:
-            self._guard.is_trying = not recording.is_on  # else it is measured for something else
+            self._guard.is_trying = not recording.is_on  # else it is measured for another purpose
             if self._guard.is_trying:
                 recording.start()
 
     def _give_back(self) -> None:
-        """Have free memory given back as a step begins.
+        """Return free memory to the system as a step begins.
 
-        What is held then is of what came since the last backward, an evaluation perhaps, and of no step.
+        The memory held then comes from after the last backward, for example an evaluation, and belongs to no
+        step.
         """
         paused, before = self._meter.pause(), self._meter.now()
         self._guard.trim()
@@ -284,13 +290,13 @@ class Planner(Controller):
         self._meter.resume(paused)
 
     def _end_kept_free(self, ended: EndedStep) -> None:
-        """A step has ended that gave nothing back as it began: see :meth:`MemoryGuard.must_free_at_start`."""
+        """End a step that began without returning free memory: see :meth:`MemoryGuard.must_free_at_start`."""
         guard = self._guard
         if guard.is_trying:
             peak_bytes = max(guard.highest_bytes, self._meter.sampled_peak_bytes())
             is_alike = self._shape.is_alike(ended, by_blocks=True) and not ended.was_larger
             guard.end_trial(peak_bytes, is_alike=is_alike)
-            if not ended.was_larger:  # else it is planned for
+            if not ended.was_larger:  # a larger step is planned for, from its record
                 self._recording.stop()
         elif guard.highest_bytes > guard.most:
             guard.fail_trial()
@@ -354,13 +360,13 @@ class Planner(Controller):
         differs = 0
         if first.left_peak_bytes:
             beside = first.left_peak_bytes - left_alone(trace)[1].forecast.peak_bytes
-            # More than all that is saved is of something else: an evaluation, perhaps.
+            # More than all saved bytes has another cause, for example an evaluation.
             if 0 < beside <= _saved_by(trace):
                 trace = replace(trace, beside_left_bytes=beside)
-        if not first.learns:  # where some steps may hold more
+        if not first.learns:  # in that case some steps may hold more
             for pair in first.alike():
                 held = [_most_other(self._traced(each, self._links, self._costs)) for each in pair]
-                differs = abs(held[0] - held[1])  # as they will again
+                differs = abs(held[0] - held[1])  # later steps will differ as much
             if self._tier is not None and first.largest_moved_all:
                 tier = self._tier
                 everything = [tier if tier in each.options else "keep" for each in trace.blocks]
@@ -376,8 +382,8 @@ class Planner(Controller):
         peak_bytes: int,
         level: int = 0,
     ) -> None:
-        """Steps with these choices were measured: if they kept the budget, they may be planned again, whatever
-        is predicted of them then."""
+        """Allow the choices of a measured step to be planned again, whatever is predicted of them, if the step
+        kept the budget."""
         short_bytes = self._corrections.short_bytes
         if peak_bytes <= self._budget - short_bytes:
             is_near = peak_bytes > usable_bytes(self._budget) - short_bytes
@@ -387,7 +393,7 @@ class Planner(Controller):
             self._solving.give_up(tuple(choices))
 
     def conclude(self) -> None:
-        """No more steps will come: plan for what was measured, if that is enough."""
+        """Plan for what was measured, if that is enough: no more steps will come."""
         solving = self._solving
         if self.follower.choices is not None:
             return
@@ -417,9 +423,12 @@ class Planner(Controller):
         return trace if capacity is None else trace.moving_at_most(capacity * 19 // 20, tier)
 
     def _begin_larger(self, nbytes: int, known_bytes: int) -> None:
-        """A step may be larger than those that were planned for: it saves ``nbytes`` where they did
-        ``known_bytes``. Then it keeps what fits, as the first step did, or moves all of it. It is measured if
-        that is known at its first block."""
+        """Handle a step that may be larger than the planned one: it saves ``nbytes`` where that one saved
+        ``known_bytes``.
+
+        The step then keeps what fits, as the first step did, or moves everything. It is measured if its first
+        block showed that it is larger.
+        """
         is_left = self.follower.plan.state == "left alone" and not self._shape.expects_larger
         if is_left and self._fits_grown(nbytes, known_bytes):
             return
@@ -435,8 +444,7 @@ class Planner(Controller):
             self._limits.lower_resident(0)
 
     def _fits_grown(self, nbytes: int, known_bytes: int) -> bool:
-        """Whether the step that is left in place would fit if what it adds grew from ``known_bytes`` to
-        ``nbytes``."""
+        """Whether an unmanaged step would still fit if what it adds grew from ``known_bytes`` to ``nbytes``."""
         predicted = self.follower.plan.predicted
         if predicted is None or not known_bytes:
             return False
@@ -444,13 +452,13 @@ class Planner(Controller):
         return self._bytes_at_start + grown <= self._target()
 
     def _plan_for_larger(self, record: StepRecord | None, asked_bytes: int) -> None:
-        """A step has ended that was larger than those that were planned for, or was expected to be."""
+        """Plan for an ended step that was larger than the planned one, or was expected to be."""
         self._recording.stop()
         self._limits.set_resident(self._limits.resident)
         self._limits.set_windows(self._limits.planned_windows)
         if record is None or self._shape.expects_larger or self._solving.is_running:
             return
-        if not self._links.down_rate:  # the very first step fitted, and none was measured after it
+        if not self._links.down_rate:  # the first step fit, so no other was measured
             self._links = links_of([record])
         moved_seconds = self._costs.per_moved_byte * record.moved_bytes
         computing = max(0.0, record.computing_seconds - moved_seconds)
@@ -468,9 +476,7 @@ class Planner(Controller):
         left = left_alone(trace)
         fits = left[2] <= self._target()
         if self._first_steps.keeps_larger and not fits:
-            self._first_steps.keeps_larger = (
-                False  # what moving takes is measured in the next such step
-            )
+            self._first_steps.keeps_larger = False  # the next such step measures what moving costs
             self._shape.await_another()
             return
         self._shape.stop_waiting()
@@ -483,10 +489,10 @@ class Planner(Controller):
             self._solve(trace)
 
     def _look_at_first(self) -> None:
-        """After the first step the memory is known, if not the time."""
+        """Decide after the first step, which shows the memory but not the time."""
         first = self._first_steps.records[0]
         first_trace = self._traced(first, links_of([first]))
-        # The optimizer's state is there from the second step on only.
+        # The optimizer's state exists only from the second step on.
         grown = max(0, _other(self._meter.mark()) - _other(first.samples[0]))
         trace = first_trace.raised(grown)
         left = left_alone(trace)
@@ -506,13 +512,13 @@ class Planner(Controller):
             if large is trace or self._smallest_of(large) <= self._budget:
                 self.min_bytes = MIN_BYTES
             if large is not trace and self.min_bytes == MIN_BYTES:
-                self._first_steps.forget()  # the next step is measured as the first, with fewer blocks
+                self._first_steps.forget()  # measure the next step as the first, with fewer blocks
                 return
         room = max(0, target - _most_other(trace))
         self._limits.set_resident(room)
         if self._tier is not None:
-            # Half of what is left may be on its way, so that the other half stays in the step that is to keep
-            # something; a window below the largest block would hide nothing.
+            # Half of the space is for the windows, so that the other half stays in the step that is to keep
+            # something. A window smaller than the largest block would hide no transfer.
             most = max([room // 4, *(each.nbytes for each in trace.blocks)])
             inflight, prefetch = self._limits.windows
             self._limits.set_windows((min(inflight, most), min(prefetch, most)))
@@ -525,8 +531,8 @@ class Planner(Controller):
             )
 
     def _look_whether_it_fits(self, trace: Trace) -> None:
-        """After the first step that moves everything; where nothing can move, after the second, which tells
-        what can be recomputed and packed."""
+        """Warn if the budget cannot be kept: after the first step that moves everything; if nothing can move,
+        after the second, which shows what can be recomputed and packed."""
         if self._smallest_of(trace) > self._budget:
             self._warn_too_small(
                 f"{self._named} cannot be kept: a step takes more, although everything moves that can; the "
@@ -537,7 +543,8 @@ class Planner(Controller):
         return smallest_budget(trace, allowed=self._allowed(), windows=self._limits.given_windows)
 
     def _warn_too_small(self, note: str) -> None:
-        """In the place of what was said of it before. A step may keep the budget all the same."""
+        """Report that the budget cannot be kept, in place of an earlier report. A step may keep the budget
+        nevertheless."""
         if note not in self.notes:
             self._forget_too_small()
             self._too_small = note
@@ -549,23 +556,23 @@ class Planner(Controller):
             self._too_small = None
 
     def check(self) -> None:
-        """Raise what a step that has ended was found to be, where the caller wants it.
+        """Raise what an ended step was found to be, if the caller wants an error.
 
         Raises:
-            BudgetError: a step exceeded a budget that cannot be kept, or three steps one that can.
+            BudgetError: a step exceeded a budget that cannot be kept, or three steps exceeded one that can.
         """
         if self._refusal is not None:
             refusal, self._refusal = self._refusal, None
             raise BudgetError(refusal)
 
     def _ran_out(self, *, earlier: bool) -> str:
-        """The device ran out of memory, within the budget. Less is held from now on if possible.
+        """Hold less from now on, if possible: the device ran out of memory within the budget.
 
         Args:
-            earlier: not in this step, but in one before it, in backward.
+            earlier: it happened in the backward of an earlier step.
 
         Returns:
-            What is said of it: that a later step may fit, or that none can.
+            A text for reports: that a later step may fit, or that none can.
         """
         step = f"{'a step before ' * earlier}step {self._steps} within {self._named} ran out of device memory"
         windows, limit = self._limits.windows, self._limits.tiers.evictor.resident.limit
@@ -619,7 +626,7 @@ class Planner(Controller):
     def _watch(
         self, record: StepRecord | None, found: StepFigures, looked_bytes: int, *, is_alike: bool
     ) -> None:
-        """A step under the plan has ended; ``is_alike``: it saved as much as the one that was planned for."""
+        """Handle an ended step under the plan; ``is_alike``: it saved as much as the planned one."""
         solving = self._solving
         if solving.found is not None and not solving.is_running and solving.is_new:
             self._adopt()
@@ -638,11 +645,11 @@ class Planner(Controller):
             self._correct()
             return
         if not is_alike:
-            return  # nothing was predicted
+            return  # the prediction is for another step
         if self._corrections.time(found.step_seconds):
             self._note_measured()
         if self.follower.plan.state == "left alone":
-            return  # nothing is faster
+            return  # no plan is faster
         if self._corrections.is_off(found.step_seconds, predicted.step_seconds):
             self._corrections.begin(again=True)
             self._recording.start()
@@ -653,8 +660,8 @@ class Planner(Controller):
             self.follower.plan = _with(self.follower.plan, measured=StepFigures(*measured))
 
     def _note_kept(self) -> None:
-        """Steps under the plan kept the budget. Those that were measured first hold more, since more of them
-        moves."""
+        """Record that steps kept the budget, although the plan was said to be too small: the first measured
+        steps hold more, since they move more."""
         if self.follower.plan.state == "too small":
             self.follower.plan = _with(
                 self.follower.plan, state="planned", smallest_budget_bytes=None
@@ -662,7 +669,7 @@ class Planner(Controller):
             self._forget_too_small()
 
     def _correct(self) -> None:
-        """Tell what was measured; where the peak was not what was predicted, plan again."""
+        """Report what was measured, and plan again if the peak differs from the prediction."""
         measured = self._corrections.measured
         if measured is None:
             self._corrections.forget_followed()
@@ -673,8 +680,8 @@ class Planner(Controller):
         if self._solving.found is None or self._solving.is_running:
             return  # another plan is being made
         is_left = self.follower.plan.state == "left alone"
-        # The same trace: under a plan, memory that an allocator keeps when tensors die would count as
-        # other memory, although the plan's tensors are what it is for.
+        # The same trace as before: under a plan, memory that the allocator caches when the plan's own tensors
+        # die would count as other memory.
         trace, solution, _ = self._solving.found
         blocks = zip(trace.blocks, solution.choices, strict=True)
         moved = sum(block.nbytes for block, name in blocks if name != "keep")
@@ -693,12 +700,14 @@ class Planner(Controller):
             self._links = now.links
             self._solve(now)
             over = measured[0] - self._budget
-            if over > 0 and self._limits.resident is not None:  # this step is not to wait for it
+            if (
+                over > 0 and self._limits.resident is not None
+            ):  # do not wait for the new plan in this step
                 self._limits.lower_resident(max(0, self._limits.resident - over))
 
     @property
     def counts_modules(self) -> bool:
-        """Whether it is counted what each module saves: in the first step that is measured."""
+        """Whether to count what each module saves: in the first measured step."""
         if self.regions is None or self._first_steps.records:
             return False
         plan = self.follower.plan
@@ -707,7 +716,7 @@ class Planner(Controller):
         return self.follower.choices is None
 
     def _seems_to_fit(self) -> bool:
-        """Whether this step's forward, which has ended, held no more than it may, had it kept everything."""
+        """Whether this step's ended forward would have kept the limit if it had kept everything."""
         if self.follower.plan.state == "loaded":
             return False
         limits = self._limits
@@ -715,7 +724,7 @@ class Planner(Controller):
         moved = self._shape.saved_bytes - resident.nbytes
         return self._guard.held() + moved <= self._target()
 
-    # What the core asks: see :class:`Controller`.
+    # Called by the core: see :class:`Controller`.
 
     def count(self, block: Block) -> None:
         """See :meth:`Controller.count`."""
@@ -750,19 +759,20 @@ class Planner(Controller):
     def plan_forward(
         self, region: RecomputedRegion, modules: Sequence[nn.Module], tiers: DeviceTiers
     ) -> Planned | None:
-        """See :meth:`Controller.plan_forward`: ``None`` where nothing can move when less is let go."""
+        """See :meth:`Controller.plan_forward`: ``None`` if nothing can move, so that regions are always
+        recomputed."""
         return Planned(region, self, tiers, modules) if self.regions is not None else None
 
-    # What is told of blocks.
+    # Events of blocks.
 
     def count_saved(self, nbytes: int) -> None:
-        """Storages of so many bytes were saved in this step, each counted as often as it was."""
+        """Add the bytes of storages saved in this step, each counted as often as it was saved."""
         self._shape.count_saved(nbytes)
 
     @property
     def asks_prices(self) -> bool:
-        """Whether it is measured now what recomputing and packing a block take: in the second step, when it is
-        known that not everything fits, and in one that is larger than those before."""
+        """Whether to measure now what recomputing and packing a block cost: in the second step, once not
+        everything fits, and in a step that is larger than those before."""
         if not self._recording.is_on:
             return False
         return self._shape.is_larger or (
@@ -770,51 +780,51 @@ class Planner(Controller):
         )
 
     def may_recompute(self, *, has_ended: bool) -> bool:
-        """Whether something may be recomputed of what is saved now; ``has_ended``: of the step that begins with
-        the next block."""
+        """Whether a tensor that is saved now may be recomputed; ``has_ended``: it is the first of the next
+        step."""
         if self.asks_prices or self.follower.recomputes:
             return True
         measured = self._recording.is_on and self.follower.choices is None
         return has_ended and measured and not self._first_steps.records
 
     def pause(self) -> Any:
-        """What is done until :meth:`_was_priced` or :meth:`resume` is given what this returns is no part of the
-        step."""
+        """Exclude what follows from the step, until :meth:`_was_priced` or :meth:`resume` gets what this
+        returns."""
         return self._meter.pause()
 
     def _was_priced(self, block: Block, paused: Any, found: Mapping[str, Any]) -> None:
-        """Codecs and replays were tried on ``block`` since :meth:`pause`.
+        """Record the prices that codecs and replays had on ``block`` since :meth:`pause`.
 
-        ``found``: what each takes; ``None`` where the block cannot be held so.
+        ``found`` has the price of each way; ``None`` if the block cannot be held that way.
         """
         prices = {name: None if each is None else _option(each) for name, each in found.items()}
         self._meter.resume(paused)
         again = prices.get("recompute")
-        if again is not None:  # what is recomputed has to be recorded
+        if again is not None:  # recomputing requires recording
             seconds, self._recording_seconds = self._recording_seconds, 0.0
             again = replace(again, save_seconds=again.save_seconds + seconds)
             prices = {**prices, "recompute": again}
         self._recording.note_prices(block.cleanup.serial, prices)
 
     def recording_took(self, seconds: float) -> None:
-        """So long operations were recorded since the last block: in a measured step, that is no computing."""
+        """Exclude seconds spent recording operations since the last block from a measured step's computing."""
         if self._device is None and self.asks_prices:
             self._recording_seconds += seconds
             self._meter.resume(time.perf_counter() - seconds)
 
-    # And of forwards of modules that may be recomputed.
+    # Events of forwards of modules that may be recomputed.
 
     def trace_forward(self, name: str, index: int) -> tuple[Forward, int]:
-        """It is recorded, and what its saves are; :meth:`note_forward` needs the number."""
+        """Begin the record of a forward; return it with its number, which :meth:`note_forward` needs."""
         assert self.regions is not None
         return self.regions.record(name, index)
 
     def note_forward(self, kind: str, forward: Forward, number: int) -> bool:
-        """``"enter"`` or ``"leave"``: that one begins or ends now.
+        """Record that a forward begins (``"enter"``) or ends (``"leave"``) now.
 
         Returns:
-            Whether the step in which it began is still the one that is measured: a backward in the middle of a
-            forward begins another.
+            Whether the step in which it began is still being measured: a backward within a forward begins
+                another.
         """
         assert self.regions is not None
         if not self.regions.is_recorded(forward, number):
@@ -823,31 +833,32 @@ class Planner(Controller):
         return True
 
     def region_hook_begins(self) -> Any:
-        """For :meth:`hook_took` of a ``"region hook"``, for which an accelerator may have to wait."""
+        """Return the start of a ``"region hook"`` for :meth:`hook_took`; an accelerator may have to wait for
+        such a hook."""
         return self._meter.hook_begins() if self._device is not None else None
 
     def resume(self, paused: Any) -> float:
-        """What a region was tried by since :meth:`pause` is no part of the step. Returns its seconds."""
+        """Exclude the trial of a region since :meth:`pause` from the step. Return its seconds."""
         return self._meter.resume(paused)
 
     def end_trial(self, paused: Any) -> float:
-        """As :meth:`resume`, of a replay that was compared. What it has freed is given back to the
-        system: later moments of the step would hold it, too, and it would be taken for their own.
+        """Exclude a compared replay from the step, as :meth:`resume` does. Memory that it freed is returned to
+        the system; otherwise it would count as memory of later moments of the step.
 
         Returns:
-            What the replay took; 0: that is not known.
+            Seconds of the replay; 0 if unknown.
         """
         seconds = self._meter.resume(paused)
         if self._device is not None:
-            return 0.0  # the host, which compares, takes longer than the device
+            return 0.0  # the comparison on the host takes longer than the device's work
         given_back_before = self._anew_bytes
         self._give_back()
         self._anew_bytes += given_back_before
         return seconds
 
     def may_try(self, name: str) -> bool:
-        """Whether a forward of this name may run twice now, to be compared: when it is known that not
-        everything fits, and where there is room for what it saves."""
+        """Whether a forward of this name may run twice now, to compare: once not everything fits, and if there
+        is space for what it saves."""
         assert self.regions is not None
         nbytes = self.regions.bytes_of(name)
         if not self.asks_prices or not nbytes:
@@ -857,35 +868,35 @@ class Planner(Controller):
         return self._guard.has_room(nbytes)
 
     def note_used(self, nbytes: int) -> bool:
-        """Backward uses so many bytes of a block. Returns whether fewer blocks may stay than do."""
+        """Record that backward uses ``nbytes`` of a block. Return whether more blocks are in place than may
+        be."""
         if not self._is_in_backward:
             self._is_in_backward = True
             if self.counts_modules and not self._seems_to_fit():
                 self.modules_wanted = True
-        if (
-            self._device is None
-        ):  # an accelerator's allocator keeps what is free, and no tensor's, apart
+        if self._device is None:  # an accelerator's allocator counts cached memory separately
             self._guard.note_used(nbytes)
         return self.follower.looks_in_backward(nbytes)
 
     def saved_again(self, block: Block) -> None:
-        """A block that is held was saved once more."""
+        """Record that a block that is held was saved once more."""
         self._recording.note_saved_again(block.cleanup.serial, self._shape.counted)
 
     def _spare_bytes(self) -> int:
-        """What can still be taken."""
+        """Return the bytes that can still be allocated."""
         return spare_bytes() if self._device is None else self._device.free_bytes()
 
     def hook_begins(self) -> Any:
-        """For :meth:`hook_took`."""
+        """Return the start of a hook, for :meth:`hook_took`."""
         return self._meter.hook_begins()
 
     def hook_took(self, kind: str, began: Any) -> None:
-        """``"pack hook"`` or ``"unpack hook"``, for a block, or ``"region hook"``, from ``began`` to now."""
+        """Record a ``"pack hook"`` or ``"unpack hook"`` for a block, or a ``"region hook"``, from ``began`` to
+        now."""
         if self._recording.is_on and began is not None:
             self._meter.hook_took(kind, began)
 
-    # Making a plan, and following it.
+    # Making and following a plan.
 
     def _allowed(self) -> list[str]:
         below = [self._tier, REGION] if self._tier is not None else []
@@ -895,7 +906,7 @@ class Planner(Controller):
         return usable_bytes(self._budget) - self._corrections.bias_bytes
 
     def _solve(self, trace: Trace, spare_bytes: int = 0) -> None:
-        """Have a plan made that leaves ``spare_bytes`` of the target, if there is one that does."""
+        """Have a plan made that leaves ``spare_bytes`` of the target free, if there is one."""
         self._solving.begin(
             trace,
             self._target(),
@@ -911,7 +922,7 @@ class Planner(Controller):
     def _adopt(self, *, begins_step: bool = True) -> None:
         before, (trace, solution, smallest) = self._solving.taken, self._solving.take()
         found = self.follower.plan.measured
-        is_same = (  # as the one before, which was measured and kept the budget
+        is_same = (  # the same plan as before, which was measured and kept the budget
             found is not None
             and found.peak_bytes <= self._budget
             and before is not None
@@ -925,7 +936,7 @@ class Planner(Controller):
         plan = plan_of(self._budget, trace, solution, smallest, bias_bytes, stays)
         windows = self._limits.given_windows
         plan = _with(plan, device=self._device_name, windows=windows)
-        if plan.state == "too small":  # what was said to be kept is kept: a larger one is, too
+        if plan.state == "too small":  # a reported budget can be kept, and so can any larger one
             self._smallest_bytes = max(self._smallest_bytes, plan.smallest_budget_bytes or 0)
             plan = _with(plan, smallest_budget_bytes=self._smallest_bytes)
         self.follower.follow(_with(plan, measured=found) if is_same else plan)
@@ -973,24 +984,24 @@ class Planner(Controller):
         if not self._first_steps.learns:
             self._first_steps.forget()
         if begins_step and is_left:
-            self._guard.trim()  # what moving needed
+            self._guard.trim()  # free what moving needed
         elif begins_step and holds_too_much and self._device is None:
             self._give_back()
         if is_same:
-            self._correct()  # for the peak that is predicted now
+            self._correct()  # with the new predicted peak
         else:
             self._recording.start()
 
     def _first_windows(self) -> tuple[int, int]:
-        """Before anything is known: an eighth of what the budget leaves for each, 16 to 128 MiB; of a small
-        budget at least a sixteenth."""
+        """Return the windows before anything is measured: each an eighth of what the budget leaves, 16 to 128
+        MiB; with a small budget at least a sixteenth of it."""
         left = max(0, self._budget - self._meter.now())
         least = min(_LEAST_WINDOW_BYTES, self._budget // 16)
         size = min(128 << 20, max(least, left // 8))
         return size, size
 
     def _refuse(self, note: str) -> None:
-        """Tell it, or have :meth:`check` raise it."""
+        """Warn, or with ``strict`` have :meth:`check` raise it."""
         if self._strict:
             self.notes[note], self._refusal = None, note
         else:
@@ -1007,7 +1018,7 @@ def _option(price: Price) -> Option:
 
 
 def _other(sample: Sample) -> int:
-    """Bytes that are not the stash's."""
+    """Return the bytes of a sample that are not the stash's."""
     _, held, ours = sample
     return held - ours
 
@@ -1021,12 +1032,13 @@ def _most_other(trace: Trace) -> int:
 
 
 def auto_budget() -> int:
-    """What this process holds and can still take, less a twentieth."""
+    """Return the bytes that this process holds and can still allocate, less a twentieth."""
     return held_and_spare(ProcessMeter().now(), spare_bytes())
 
 
 def held_and_spare(held_bytes: int, spare_bytes: int) -> int:
-    """The budget that ``"auto"`` means where so many bytes are held and so many more can be taken."""
+    """Return the budget that ``"auto"`` means, given the bytes held and the bytes that can still be
+    allocated."""
     return (held_bytes + spare_bytes) * 19 // 20
 
 
@@ -1034,4 +1046,4 @@ def _with(plan: Plan, **changes: Any) -> Plan:
     return replace(plan, **changes)
 
 
-leave_untraced(__name__)  # with what was imported by it
+leave_untraced(__name__)  # including what this module imports

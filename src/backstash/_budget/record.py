@@ -1,4 +1,4 @@
-"""From what a stash tells of a step, and samples of memory, to the trace of the step."""
+"""Turn a stash's events and memory samples of a step into the step's trace."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ __all__ = ["Costs", "StepRecord"]
 
 _KINDS = ("save", "use", "free")
 _TRANSFERS = ("write", "read")
-_HOOKS = ("pack hook", "unpack hook")  # for a block, from its beginning to its end
+_HOOKS = ("pack hook", "unpack hook")  # each for one block
 _OURS = (*_HOOKS, "region hook")
 _BOUNDS = ("enter", "leave")  # of a forward
-_SLOWEST_RATE = 50e6  # bytes per second that are assumed where nothing was moved
+_SLOWEST_RATE = 50e6  # bytes per second, assumed if nothing was moved
 
 
 @dataclass(slots=True)
@@ -29,25 +29,27 @@ class StepRecord:
     """One recorded step."""
 
     measured: Measured
-    """What the device's meter measured."""
+    """The meter's measurements."""
     groups: dict[int, str] = field(default_factory=dict)
     """The class of each block by its number."""
     offers: dict[int, dict[str, Option]] = field(default_factory=dict)
-    """By the number of a block that was priced: its options beside staying and moving."""
+    """By the number of a priced block: its options other than staying and moving."""
     again: dict[int, int] = field(default_factory=dict)
-    """By the number of a block that was saved more than once: how many blocks the step had the last time."""
+    """By the number of a block that was saved more than once: the number of blocks in the step at its last
+    save."""
     saves: dict[int, int] = field(default_factory=dict)
-    """By the number of a block that was saved more than once: how often."""
+    """By the number of a block that was saved more than once: the number of its saves."""
     forwards: list[Forward] = field(default_factory=list)
-    """Of the modules that may be recomputed; the events ``"enter"`` and ``"leave"`` have their index here."""
+    """Forwards of modules that may be recomputed; the events ``"enter"`` and ``"leave"`` contain their
+    index."""
     stays: Stays = field(default_factory=dict)
     """See :func:`traced_regions`."""
     anew_seconds: float = 0.0
-    """That memory took which had been given back so that the step's could be measured."""
+    """Seconds spent allocating memory that was returned to the system in order to measure the step."""
 
     @property
     def began(self) -> float:
-        """See :class:`Measured`, as of the next three."""
+        """See :class:`Measured`, also for the next three."""
         return self.measured.began
 
     @property
@@ -68,7 +70,7 @@ class StepRecord:
 
     @property
     def unmeasured_seconds(self) -> float:
-        """What it would have taken if it had not been measured."""
+        """Seconds that the step would have taken without being measured."""
         return self.seconds - self.measured.looking_seconds
 
     @property
@@ -77,28 +79,28 @@ class StepRecord:
 
     @property
     def blocks(self) -> int:
-        """How many were saved."""
+        """Number of saved blocks."""
         return sum(event[0] == "save" for event in self.told)
 
     def hook_seconds(self, kind: str) -> float:
-        """What a hook (one of ``_HOOKS``) took for one block, on average, waits left out."""
+        """Return the mean seconds of a hook (one of ``_HOOKS``) per block, without waits."""
         seconds = sum(own for event, own in _own_seconds(self) if event[0] == kind)
         return seconds / max(1, self.blocks)
 
     @property
     def computing_seconds(self) -> float:
-        """Of the step, without waits, outside of the hooks, and without ``anew_seconds``."""
+        """Seconds of the step without waits, hooks and ``anew_seconds``."""
         hooks = sum(own for event, own in _own_seconds(self) if event[0] in _OURS)
         return max(0.0, self.seconds - self.stall_seconds - hooks - self.anew_seconds)
 
     @property
     def saved_bytes(self) -> int:
-        """Of the blocks that were saved."""
+        """Bytes of the saved blocks."""
         return sum(event[3] for event in self.told if event[0] == "save")
 
     @property
     def moved_bytes(self) -> int:
-        """Both ways together."""
+        """Bytes transferred, both directions together."""
         return sum(event[3] for event in self.told if event[0] in _TRANSFERS)
 
     @property
@@ -108,18 +110,20 @@ class StepRecord:
 
     @property
     def graph_peak_bytes(self) -> int:
-        """The same, up to the last use of a block: what an optimizer or an evaluation holds after that is not
-        changed by any plan. Of a device that knows its peak, that one."""
+        """The peak up to the last use of a block: no plan changes what an optimizer or an evaluation holds
+        after that. If the device knows its own peak, that one."""
         known = self.measured.known_peak_bytes
-        # A block that dies is told of when the next call comes, which may be of the next step.
+        # A block's death is reported at the next call, which may be in the next step.
         last = max((event[1] for event in self.told if event[0] == "use"), default=self.ended)
         return known or max((held for at, held, _ in self.samples if at <= last), default=0)
 
 
 def _own_seconds(record: StepRecord) -> Iterator[tuple[tuple[Any, ...], float]]:
-    """Each event of a step, with how long the computing thread waited or was in a hook; of a hook, without
-    waits in it, which are told before its end, and of a region's, without the others. The first hook begins
-    before the step."""
+    """Yield each event of a step with the seconds that the computing thread waited or spent in a hook.
+
+    A hook's seconds exclude the waits in it, which are reported before its end; a region hook's also exclude
+    other hooks in it. The first hook begins before the step.
+    """
     waits: list[tuple[float, float]] = []
     hooks: list[tuple[float, float]] = []
     for event in record.told:
@@ -132,7 +136,7 @@ def _own_seconds(record: StepRecord) -> Iterator[tuple[tuple[Any, ...], float]]:
         elif kind in _OURS:
             inside = waits if kind in _HOOKS else [*waits, *hooks]
             yield event, max(0.0, duration - sum(took for at, took in inside if at >= start))
-            # One before it may be of a region's hook that it is in.
+            # An earlier wait may be in an enclosing region hook.
             waits[:] = [each for each in waits if each[0] < start] if record.forwards else []
             if kind in _HOOKS:
                 hooks.append((start, duration))
@@ -143,11 +147,11 @@ def _own_seconds(record: StepRecord) -> Iterator[tuple[tuple[Any, ...], float]]:
 
 
 def links_of(records: list[StepRecord]) -> Links:
-    """How fast bytes moved: over the time in which at least one transfer of that direction ran."""
+    """Return the transfer rates, over the time in which at least one transfer of that direction ran."""
     rates = []
     for kind in _TRANSFERS:
         busy, moved = 0.0, 0
-        for record in records:  # each has a clock of its own: an accelerator's begins with its step
+        for record in records:  # each has its own clock: an accelerator's starts with the step
             until = -math.inf
             spans = sorted(
                 (event[1], event[1] + event[2], event[3])
@@ -164,34 +168,34 @@ def links_of(records: list[StepRecord]) -> Links:
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """What the stash adds to the computing thread's time, waits left out, in seconds; of blocks, on average."""
+    """Seconds that the stash adds to the computing thread, without waits; figures per block are means."""
 
     per_moved_byte: float = 0.0
-    """Outside of the hooks: for memory that has to be taken anew, and what shares the machine."""
+    """Outside the hooks: for memory that is allocated again, and for what else uses the machine."""
     kept: tuple[float, float] = (0.0, 0.0)
-    """In the hooks, for one block that stays: when it is saved, and when it is used."""
+    """In the hooks, for a block that stays: at its save and at its use."""
     moved: tuple[float, float] = (0.0, 0.0)
-    """In the hooks, for one block that moves: when it is saved, and when it is used."""
+    """In the hooks, for a block that moves: at its save and at its use."""
     computing_seconds: float | None = None
-    """Of a step, without all of this; ``None``: what the record that is looked at has."""
+    """Seconds of a step without all of this; ``None``: as in the record at hand."""
     anew_seconds: float = 0.0
     """See :class:`Trace`."""
     left_seconds: float | None = None
     """See :class:`Trace`."""
     beside_each: float = 0.0
-    """Outside of the hooks, for one block: half when it is saved, and half when it is used."""
+    """Outside the hooks, per block: half at its save and half at its use."""
 
 
 def costs_of(
     full: StepRecord, part: StepRecord, links: Links, *, copies_aside: bool = False
 ) -> Costs:
-    """From two steps that differ in how much they moved, of which the later one (``part``) has less that only
-    a first time takes.
+    """Return the costs from two steps that moved different amounts; ``part``, the later one, has less
+    first-time cost.
 
-    What a byte costs outside of the hooks is their difference, within what is possible: at least nothing, and
-    at most the time that its transfer takes. A change of the machine's speed between them would add to it.
-    Where copies run aside it is nothing. Without it the step computes as long as the shorter of the two did:
-    what the other one took beside is another program's, or the host's, to have memory locked or to ask for it.
+    The cost of a byte outside the hooks is the difference of the steps, but at least 0 and at most the time of
+    its transfer. (A change of the machine's speed between the steps would add to the difference.) It is 0 where
+    copies take no computing time. The computing time is the shorter one of the two steps. The rest of the
+    longer one is due to other programs, or to the host locking or allocating memory.
     """
     moved_bytes = full.moved_bytes
     if not moved_bytes:
@@ -220,10 +224,10 @@ def costs_of(
 def typical_costs(
     pairs: Sequence[tuple[StepRecord, StepRecord]], links: Links, *, copies_aside: bool = False
 ) -> Costs:
-    """The medians of what each pair of steps says by :func:`costs_of`.
+    """Return the medians of what :func:`costs_of` finds for each pair of steps.
 
-    Of computing, where there are several pairs, it is that of what each step says: the shorter of two is less
-    than what steps take.
+    With several pairs, the computing time is the median over all steps: the shorter of two is less than steps
+    usually take.
     """
     found = [costs_of(full, part, links, copies_aside=copies_aside) for full, part in pairs]
     if not any(full.moved_bytes for full, _ in pairs):
@@ -237,17 +241,18 @@ def typical_costs(
         (typical([save for save, _ in way]), typical([use for _, use in way]))
         for way in ([each.kept for each in found], [each.moved for each in found])
     )
-    # In the first of a pair memory may have been given back more often, after what was tried in it.
+    # In the first of a pair, trials may have returned memory to the system more often.
     anew = typical([part.anew_seconds for _, part in pairs])
     return Costs(per_byte, kept, moved, max(0.0, told), anew)
 
 
 def beside_left(costs: Costs, blocks: int, left_seconds: float | None) -> Costs:
-    """The same costs, where a step that was left alone took ``left_seconds``; ``None``: there was none.
+    """Return the same costs, given that an unmanaged step took ``left_seconds``; ``None``: there was none.
 
-    That is what a step computes, so that no plan is predicted to take less. What steps of so many ``blocks``
-    computed for longer is for these, beside the hooks' own time: small tensors were packed, too, and the hooks
-    have emptied caches. A plan that leaves most blocks alone takes less of it.
+    This becomes the computing time of a step, so that no plan is predicted to take less. The longer computing
+    of steps with ``blocks`` blocks is attributed to these, in addition to the hooks' own time: small tensors
+    were packed, too, and the hooks displace data from caches. A plan that leaves most blocks unmanaged has less
+    of it.
     """
     if left_seconds is None:
         return costs
@@ -266,33 +271,35 @@ class _Intervals:
         self._per_moved_byte = per_moved_byte
         self._before, self._waited, self._transferred = record.began, 0.0, 0
         self.computed = 0.0  # up to the last moment
-        # Seconds of the stash's, for which the intervals up to the last moment were too short.
+        # Seconds of the stash that did not fit into the intervals up to the last moment.
         self._owed = 0.0
         self._peak = self._peak_before = 0
 
     def tell(self, own: float, transferred_bytes: int) -> None:
-        """In this interval the computing thread waited or was in a hook for ``own`` seconds, or bytes moved."""
+        """Add seconds of this interval in which the computing thread waited or was in a hook, and bytes that
+        moved."""
         self._waited += own
         self._transferred += transferred_bytes
 
     def look(self, until: float) -> None:
-        """At what was sampled of the memory."""
+        """Read the memory samples up to ``until``."""
         while self._samples and self._samples[0][0] <= until:
             _, held, ours = self._samples.popleft()
             self._peak = max(self._peak, held - ours)
 
     def seconds(self, now: float) -> float:
-        """Of computing from the last moment to ``now``; below 0: what the next intervals owe."""
+        """Return the seconds of computing from the last moment to ``now``; negative if the next intervals owe
+        some."""
         moved = self._per_moved_byte * self._transferred
         return now - self._before - self._waited - moved - self._owed
 
     @property
     def other_bytes(self) -> int:
-        """The most in this interval; where nothing was sampled in it, in the one before."""
+        """The most memory in this interval, in bytes; without samples in it, that of the interval before."""
         return max(0, self._peak or self._peak_before)
 
     def end(self, now: float) -> tuple[float, int]:
-        """A moment comes: the interval's seconds, and the most memory in it."""
+        """End the interval at a moment; return its seconds, and the most memory in it."""
         rest, other_bytes = self.seconds(now), self.other_bytes
         self._owed = max(0.0, -rest)
         self.computed += max(0.0, rest)
@@ -310,17 +317,17 @@ def trace_of(
     runs_ahead: bool = False,
     priced: StepRecord | None = None,
 ) -> Trace:
-    """The trace of a recorded step.
+    """Return the trace of a recorded step.
 
     Args:
         record: of the step.
         links: of the tier below.
-        costs: what the stash adds. What it added in the hooks, and for the bytes that moved, is taken off the
-            interval in which it did, and off the next ones where that is too short; all intervals are scaled to
-            ``computing_seconds``. Options have the costs.
+        costs: what the stash adds. The trace's options contain these costs. The costs of hooks and moved bytes
+            are subtracted from the interval in which they arose, and from the next ones if that is too short;
+            then all intervals are scaled to ``computing_seconds``.
         tier: the name of the option that moves a block.
         runs_ahead: see :class:`Trace`.
-        priced: the step whose blocks have options beside staying and moving; ``None``: this one.
+        priced: the step whose blocks have options other than staying and moving; ``None``: this one.
     """
     offers, intervals = _offers(priced or record), _Intervals(record, costs.per_moved_byte)
     saved = [event[4] for event in record.told if event[0] == "save"]
@@ -364,7 +371,7 @@ def trace_of(
         for forward in record.forwards:
             forward.seconds *= faster
     regions = _alike(traced_regions(record.forwards, record.stays, blocks, index), blocks)
-    regions = tuple(  # what it saves goes through the hooks all the same
+    regions = tuple(  # the hooks still run for what it saves
         replace(
             each,
             save_seconds=each.save_seconds + len(each.members) * costs.beside_each / 2,
@@ -389,14 +396,14 @@ def trace_of(
 def _options(
     nbytes: int, costs: Costs, tier: str, offers: Mapping[str, Option], part: float
 ) -> dict[str, Option]:
-    """The ways to hold a block.
+    """Return the ways to hold a block.
 
     Args:
-        nbytes: of it.
-        costs: of blocks.
+        nbytes: size of the block.
+        costs: per block.
         tier: see :func:`trace_of`.
-        offers: the ways beside staying and moving, without what the hooks take.
-        part: as how many blocks it counts in the hooks, by how often it was saved.
+        offers: the ways other than staying and moving, without the hooks' time.
+        part: weight of the block in the hooks, by how often it was saved; 1 is the mean.
     """
     (kept_save, kept_use), (moved_save, moved_use) = costs.kept, costs.moved
     save, use = (part * each + costs.beside_each / 2 for each in costs.kept)
@@ -420,7 +427,8 @@ def _options(
 def _alike(
     regions: tuple[TracedRegion, ...], blocks: list[TracedBlock]
 ) -> tuple[TracedRegion, ...]:
-    """The same, with typical seconds for those that let go of like blocks."""
+    """Return the regions with the median seconds of all regions of the same name that discard blocks of the
+    same classes."""
     keys = [(each.name, *(blocks[at].group for at in each.members)) for each in regions]
     like: dict[Any, list[TracedRegion]] = {}
     for key, each in zip(keys, regions, strict=True):
@@ -439,9 +447,10 @@ def _alike(
 
 
 def _offers(record: StepRecord) -> dict[str, dict[str, Option]]:
-    """By class, the options that three of four of its blocks have, with typical seconds and the most bytes.
+    """Return, by class, the options that three of four of its blocks have, with median seconds and the most
+    bytes.
 
-    What made the first blocks of a step may not have been recorded; in the next one it is.
+    The operations that made a step's first blocks may not have been recorded; in the next step they are.
     """
     members: dict[str, list[dict[str, Option]]] = {}
     for number, group in record.groups.items():
@@ -466,5 +475,5 @@ def _common(options: list[Option]) -> Option:
 
 
 def typical(values: list[float]) -> float:
-    """The median; 0 of nothing."""
+    """Return the median; 0 for an empty list."""
     return statistics.median(values) if values else 0.0

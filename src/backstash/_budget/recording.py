@@ -1,4 +1,4 @@
-"""The steps that one planner has measured: what is told of them, and of which class each block is."""
+"""The record of a measured step: its events, and the class of each block."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _OF_BLOCKS = ("save", "use", "free")
 
 
 class EventSource(Protocol):
-    """Tells what happens to blocks: see :class:`EventLog`."""
+    """Report what happens to blocks: see :class:`EventLog`."""
 
     def start(self, hear: Callable[[tuple[Any, ...]], None]) -> object: ...
 
@@ -26,13 +26,13 @@ class EventSource(Protocol):
 
 
 class StepRecording:
-    """Of one planner. What is told comes from the stash's event log, while it is on.
+    """Record the steps that one planner measures, from the events of the stash's log.
 
     Args:
         event_log: of the stash.
         meter: of the device.
         regions: see :attr:`Planner.regions`.
-        guard: gives memory back.
+        guard: returns free memory to the system.
         gives_back: see :attr:`gives_back`.
     """
 
@@ -48,14 +48,14 @@ class StepRecording:
         self._event_log, self._meter, self._regions = event_log, meter, regions
         self._guard = guard
         self.gives_back = gives_back
-        """Whether nothing moves: then all that backward frees was in memory, and the allocator keeps it. It is
-        given back every so often, or it would be taken for memory that is not the stash's."""
-        self._freed_bytes = 0  # since then
+        """Whether to return freed memory to the system during backward. It is set where nothing moves: then the
+        allocator keeps all that backward frees, which would count as memory that is not the stash's."""
+        self._freed_bytes = 0  # freed since that was last done
         self.is_on = self._has_ended = False
         self.begin_step()
 
     def start(self) -> None:
-        """Measure from now on; of a step that has begun, the rest. After :meth:`end`, nothing."""
+        """Start measuring; of a step that has begun, measure the rest. Does nothing after :meth:`end`."""
         if self._has_ended:
             return
         self._meter.forget()
@@ -67,37 +67,37 @@ class StepRecording:
         self._meter.start()
 
     def stop(self) -> None:
-        """Measure no more. A second call does nothing."""
+        """Stop measuring. A second call does nothing."""
         if self.is_on:
             self.is_on = False
             self._event_log.stop(self._hear)
         self._meter.stop()
 
     def end(self) -> None:
-        """Measure no more, whatever comes: the stash is closed."""
+        """Stop measuring for good: the stash is closed."""
         self._has_ended = True
         self.stop()
 
     def begin_step(self) -> None:
-        """A step begins, or is measured anew from here on."""
+        """Begin a step, or begin to measure one again from here on."""
         self._groups: dict[int, str] = {}
         self._offers: dict[int, dict[str, Option]] = {}
         self._again: dict[int, int] = {}
         self._saves: dict[int, int] = {}
 
     def note_class(self, serial: int, group: str) -> None:
-        """Of the block of this number; ``""``: it is not known yet."""
+        """Record the class of a block; ``""`` if it is not known yet."""
         if self.is_on:
             self._groups[serial] = group
 
     def note_prices(self, serial: int, prices: Mapping[str, Option | None]) -> None:
-        """What each way of holding the block with this number takes; ``None``: it cannot be held so."""
+        """Record the costs of each way to hold a block; ``None`` if it cannot be held that way."""
         self._offers[serial] = {
             name: option for name, option in prices.items() if option is not None
         }
 
     def note_saved_again(self, serial: int, counted: int) -> None:
-        """The block of this number was saved once more, when the step had ``counted`` of them."""
+        """Record that a block was saved once more, when the step had ``counted`` blocks."""
         if self.is_on:
             self._again[serial] = counted
             self._saves[serial] = self._saves.get(serial, 1) + 1
@@ -105,7 +105,8 @@ class StepRecording:
                 self._regions.saved_again(serial)
 
     def end_step(self, anew_bytes: int) -> StepRecord:
-        """Of the step before, in which up to ``anew_bytes`` had to be taken from the system once more."""
+        """Return the record of the ended step, which had to allocate up to ``anew_bytes`` again from the
+        system."""
         regions = self._regions
         record = StepRecord(
             self._meter.take(),
@@ -123,7 +124,7 @@ class StepRecording:
     def _hear(self, told: tuple[Any, ...]) -> None:
         """See :meth:`EventLog.start`."""
         if told[0] in _OF_BLOCKS and told[4] not in self._groups:
-            return  # of another device, or of a step before
+            return  # of another device, or of an earlier step
         self._meter.hear(told)
         if not self.gives_back:
             return

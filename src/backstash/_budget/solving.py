@@ -1,4 +1,4 @@
-"""A plan in the making: solved for in a thread, while steps go on."""
+"""Solve for a plan in a thread while the program's steps continue."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from .._plan.trace import Trace, TracedBlock
 __all__ = ["Beside", "Kept", "Solved", "Solving", "left_alone"]
 
 Solved = tuple[Trace, Solution, int]
-"""What was planned for, how, and the smallest budget that such a step can keep."""
+"""The trace that was planned for, the solution, and the smallest budget that such a step can keep."""
 
-_LOWERED = 2  # times that less is tried for, where too much would be in place
-_ALIKE = 0.01  # of a step's seconds: what was measured has to take so much less to be planned again
+_LOWERED = 2  # lower targets tried if too many bytes would stay in place
+_ALIKE = 0.01  # step times that differ by a smaller part count as equal
 
 
 def left_alone(trace: Trace) -> Solved:
-    """Everything stays, and nothing is done about it."""
+    """Return the solution in which every block stays in place, unmanaged."""
     plain = simulate(trace, trace.left_alone(), Windows(0, 0))
     kept = ("keep",) * len(trace.blocks)
     solution = Solution(kept, Windows(0, 0), plain, plain.step_seconds, fits=True, left_after=0)
@@ -30,14 +30,14 @@ def left_alone(trace: Trace) -> Solved:
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """Choices that were measured, and kept the budget."""
+    """Choices that a measured step had and that kept the budget."""
 
     blocks: tuple[TracedBlock, ...]
-    """Of the step."""
+    """Blocks of the step."""
     choices: tuple[str, ...]
     windows: Windows
     peak_bytes: int
-    """The highest that was measured of such steps."""
+    """The highest measured peak of such steps, in bytes."""
     is_near: bool
     """Whether that is more of the budget than plans use."""
     level: int = 0
@@ -46,51 +46,51 @@ class Kept:
 
 @dataclass(frozen=True, slots=True)
 class Beside:
-    """What was measured of a plan that held less than was predicted."""
+    """Measured memory of a plan that held less than predicted."""
 
     nbytes: int
-    """That it held beside its blocks in place."""
+    """Bytes that it held in addition to its blocks in place."""
     most_resident_bytes: int
-    """The most bytes of blocks that may be in place beside as much."""
+    """Most bytes of blocks in place that fit in addition to these."""
 
 
 class Solving:
-    """Of one planner: the latest solution, and the one that is made.
+    """The latest solution of one planner, and the solution that is being made.
 
-    What was measured of one plan corrects what is predicted of every choice, of some of them too far. So
-    choices that were measured to keep the budget (:class:`Kept`) are not ruled out by a correction: where they
-    take less time than what is found within the target, or move less in the same, they are the solution; those
-    that came near the budget, where nothing else fits.
+    A correction from one measured plan applies to every predicted peak, and is too large for some choices. So a
+    correction does not rule out choices that were measured to keep the budget (:class:`Kept`). Such choices
+    become the solution if they take less time than what is found within the target, or the same time and move
+    less. Choices that came near the budget are used only if nothing else fits.
 
     Args:
-        windows: of both directions, where they are given; see :func:`solve`.
-        notes: gets a line where no plan could be made; what was followed before is followed on.
+        windows: those that are given, of both directions; see :func:`solve`.
+        notes: gets a line if no plan could be made; the previous plan then stays in force.
     """
 
     def __init__(self, windows: tuple[int | None, int | None], notes: dict[str, None]) -> None:
         self.found: Solved | None = None
-        """The latest; ``None``: there is none yet, or another one is made."""
+        """The latest solution; ``None`` if there is none yet, or another one is being made."""
         self.taken: Solved | None = None
-        """The one that is followed."""
+        """The solution that is being followed."""
         self.has_failed = False
-        """Whether one could not be made; what was followed before is followed on."""
+        """Whether a plan could not be made."""
         self._thread: threading.Thread | None = None
         self._windows = windows
         self._notes = notes
         self._kept: dict[tuple[str, ...], Kept] = {}
 
     def keep(self, kept: Kept) -> None:
-        """Steps with these choices may be planned again."""
+        """Allow these choices to be planned again."""
         self._kept[kept.choices] = kept
 
     def give_up(self, choices: tuple[str, ...]) -> None:
-        """Steps with these choices held more. If they did not before, the process has grown, and nothing is
-        known of the others any more."""
+        """Record that steps with these choices exceeded the budget. If they kept it before, the process has
+        grown, and the other kept choices are no longer reliable."""
         if choices in self._kept:
             self._kept.clear()
 
     def forget_kept(self) -> None:
-        """The device has less than was thought: nothing is known of what it has room for."""
+        """Forget all kept choices: the device has less memory than assumed."""
         self._kept.clear()
 
     def begin(
@@ -102,9 +102,9 @@ class Solving:
         spare_bytes: int = 0,
         beside: Beside | None = None,
     ) -> None:
-        """Begin to solve for ``target`` bytes, ``spare_bytes`` of them left free if they can be.
+        """Begin to solve for ``target`` bytes, leaving ``spare_bytes`` of them free if possible.
 
-        Of ``beside`` it is known what steps hold beside blocks in place; ``None``: it is not.
+        ``beside`` says what steps hold in addition to blocks in place; ``None`` if that is unknown.
         """
         self._kept = {
             choices: each for choices, each in self._kept.items() if each.blocks is trace.blocks
@@ -123,14 +123,14 @@ class Solving:
                     if not is_near or not best.fits:
                         among = [each for each in kept if each.is_near is is_near]
                         best = best_of([best, *_kept_of(planned_for, among, allowed)], _ALIKE)
-                # The bound is that of choices that are predicted to fit; those that were kept may not be.
+                # The bound is for choices that are predicted to fit; kept choices may not be.
                 bound = min(solution.bound_seconds, best.forecast.step_seconds)
                 solution = replace(best, bound_seconds=bound)
                 smallest = solution.forecast.peak_bytes
                 if not solution.fits:
                     smallest = smallest_budget(trace, allowed=allowed, windows=self._windows)
                 self.found = planned_for, solution, smallest
-            except Exception as error:  # the step is worth more than the plan
+            except Exception as error:  # a failed plan must not end the program
                 note = f"no plan could be made ({error!r}): what was done before goes on"
                 self._notes[note] = None
                 self.has_failed, self.found = True, self.taken
@@ -141,7 +141,9 @@ class Solving:
         except RuntimeError:  # no more threads, or the interpreter is ending
             work()
         else:
-            self._thread = thread  # an interrupt before this leaves nobody waiting for it
+            self._thread = (
+                thread  # after an interrupt before this line, wait() does not wait for it
+            )
 
     def _solved(
         self, trace: Trace, target: int, allowed: Sequence[str], beside: Beside | None
@@ -163,28 +165,28 @@ class Solving:
 
     @property
     def is_running(self) -> bool:
-        """Whether one is being made."""
+        """Whether a solution is being made."""
         return self._thread is not None and self._thread.is_alive()
 
     @property
     def is_new(self) -> bool:
-        """Whether :attr:`found` was not taken yet."""
+        """Whether :attr:`found` has not been taken yet."""
         return self.found is not self.taken
 
     def take(self) -> Solved:
-        """The one that was found; it is followed from now on."""
+        """Return the solution that was found, and follow it from now on."""
         assert self.found is not None
         self.taken = self.found
         return self.found
 
     def wait(self) -> None:
-        """Wait until none is being made."""
+        """Wait until no solution is being made."""
         thread = self._thread
         if thread is not None:
             thread.join()
 
     def forked(self) -> None:
-        """In a forked process: the thread is the other one's, and so is what it was making."""
+        """Reset in a forked process, where the thread does not run, so that its solution never comes."""
         self._thread = None
         if self.found is None:
             self.found = self.taken

@@ -1,3 +1,3 @@
-"""Planning: what is measured of a step, a simulation of a step, and the cheapest choices within a budget."""
+"""Plan a step: measure it, simulate it, and find the cheapest choices within a budget."""
 
 __all__: list[str] = []

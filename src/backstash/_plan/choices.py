@@ -1,7 +1,7 @@
-"""Under a plan: which class a saved tensor is of, and what is done with it.
+"""Look up a saved tensor's class, and what the plan does with it.
 
-A class is the module that ran, by its path with ``*`` for numbers, the operation that made the tensor, which
-save of that module it is, and how many bytes it has.
+A class consists of the running module's path, with ``*`` for numbers, the operation that made the tensor, the
+ordinal of the save in that module, and its size.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from .table import REGION
 
 __all__ = ["Choices", "ClassOf"]
 
-_ORDINALS = 64  # saves of one module that are told apart
+_ORDINALS = 64  # later saves of one module share the last ordinal
 
 
 class ClassOf:
@@ -26,17 +26,17 @@ class ClassOf:
         self._names: dict[tuple[str, str], str] = {}
 
     def begin_step(self) -> None:
-        """Nothing was saved in this step yet."""
+        """Begin a step, in which nothing was saved yet."""
         self._ordinals.clear()
 
     def begin_again(self, paths: Iterable[str]) -> None:
-        """What is at these paths runs once more in this step: its saves are numbered from here on."""
+        """Restart the numbering of saves below these paths: the modules there run again in this step."""
         begins = tuple(f"{path}." for path in paths)
         for where in [each for each in self._ordinals if f"{each[0]}.".startswith(begins)]:
             del self._ordinals[where]
 
     def next(self, module: str, operation: str, nbytes: int) -> str:
-        """Of the next block that this module saves, made by this operation."""
+        """Return the class of the next block that this module saves and this operation made."""
         where = module, operation
         name = self._names.get(where)
         if name is None:
@@ -47,20 +47,19 @@ class ClassOf:
 
 
 class Choices:
-    """What a plan does with the blocks of each class, in the order in which they are saved.
+    """The plan's choice for each block of each class, in the order of their saves.
 
     Args:
-        classes: name, and runs of choices with how many blocks each is for. Those of a class that are let go by
-            regions are not chosen for.
+        classes: name, and runs of a choice with the number of blocks it is for. The classes include blocks that
+            recomputed regions discard.
     """
 
     def __init__(self, classes: Iterable[tuple[str, Iterable[tuple[str, int]]]]) -> None:
-        # By the class, and by its name without the size: what is done with each block, and how many of them
-        # this step had so far.
+        # The choice for each block, by class and also by the class's name without the size.
         self._of: dict[str, list[str]] = {}
-        self._partly: set[str] = set()  # those of which regions that are recomputed let go
+        self._partly: set[str] = set()  # classes with blocks that regions discard
         self.recompute = False
-        """Whether any block is recomputed by itself."""
+        """Whether any single block is recomputed."""
         for name, runs in classes:
             anyhow = self._of.setdefault(_without_size(name), [])
             these = self._of[name] = []
@@ -73,18 +72,21 @@ class Choices:
                     anyhow += [choice] * count
         self._met: Counter[str] = Counter()
         self.matched = 0
-        """Blocks of classes that the plan knows, of their size, so far."""
+        """Number of blocks so far whose class, with its size, the plan knows."""
 
     def begin_step(self) -> None:
-        """Nothing was saved in this step yet."""
+        """Begin a step, in which nothing was saved yet."""
         self._met.clear()
 
     def next(self, name: str, *, of_any_size: bool = False) -> str | None:
-        """For the next block of a class; ``"region"``: a region was to let go of it, and does not; ``None``:
-        the plan does not know the class.
+        """Return the choice for the next block of a class.
 
-        ``of_any_size``: then take what is done with a block that differs in nothing but its size, as those of a
-        mixture of experts do at each step: with its place among those of that class.
+        ``"region"``: a region was to discard the block and did not. ``None``: the plan does not know the class.
+
+        Args:
+            name: the class.
+            of_any_size: if the class is unknown, use the choice for the block at the same position in the class
+                that differs only in size. A mixture of experts saves blocks of other sizes in each step.
         """
         anyhow = _without_size(name)
         counted = self._met[anyhow]
@@ -105,5 +107,5 @@ class Choices:
 
 
 def _without_size(name: str) -> str:
-    """The name of a class without its last two words, the number and the unit."""
+    """Return the class's name without its last two words, the number and the unit."""
     return name.rsplit(" ", 2)[0]

@@ -1,4 +1,5 @@
-"""Prices on memory and on the link: choices that are cheapest at them, and a bound of what any choice takes."""
+"""Put prices on memory and on the link: find the cheapest choices at them, and a lower bound for any
+choices."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from .trace import Option
 __all__ = ["Candidate", "by_prices", "earliest", "holding_least"]
 
 _ROUNDS = 120  # of the subgradient method
-_MOMENTS = 6  # at most so many that bind
+_MOMENTS = 6  # most moments that bind
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,12 +23,12 @@ class Candidate:
 
     choices: list[str]
     link_seconds: float
-    """The price of a byte that moves both ways."""
+    """Price of a byte that moves both ways, in seconds."""
 
 
 @dataclass(slots=True)
 class _Turn:
-    """What is cheapest at some prices."""
+    """The cheapest choices at some prices."""
 
     chosen: list[tuple[str, Option]]
     """Of each group."""
@@ -37,11 +38,11 @@ class _Turn:
     used: list[float]
     """Bytes at each moment."""
     moved: float
-    """Bytes."""
+    """Bytes that move."""
 
 
 def _cheapest(table: Table, memory_prices: list[float], per_moved_byte: float) -> _Turn:
-    """The cheapest choice of each group and composite: see the module."""
+    """Return the cheapest choice of each group and composite (see ``solve``)."""
     turn = _Turn([], [], 0.0, [0.0] * len(memory_prices), 0.0)
     prices = []
 
@@ -81,12 +82,12 @@ def _cheapest(table: Table, memory_prices: list[float], per_moved_byte: float) -
 
 
 def by_prices(problem: Problem, windows: Windows, first: int) -> tuple[float, list[Candidate]]:
-    """A lower bound of the step's seconds, and choices at the best prices that were tried."""
+    """Return a lower bound of the step's seconds, and the choices at the best prices tried."""
     trace, links = problem.trace, problem.trace.links
     moments = [first]
-    # Writes have the time up to the last save, and what may then be under way; reads have that from the first
-    # use on. Of several graphs these overlap. What is used while it is being written is not read, but was in
-    # memory all the time, and might as well have been kept.
+    # Writes have the time up to the last save, plus the window; reads have the time from the first use on. With
+    # several graphs these overlap. A block that is used while it is being written is not read back, but it was
+    # in memory all the time, so keeping it costs no more.
     last_save = max(problem.saves.values(), default=0)
     spare_down = sum(moment.seconds for moment in trace.moments[: last_save + 1])
     spare_down += windows.inflight_bytes / links.down_rate
@@ -147,7 +148,7 @@ def by_prices(problem: Problem, windows: Windows, first: int) -> tuple[float, li
 def _assigned(
     problem: Problem, table: Table, names: Sequence[str], again: Sequence[bool]
 ) -> list[str]:
-    """Choices of all blocks from those of each group, and whether each composite is recomputed."""
+    """Return the choices of all blocks, given those of each group and whether each composite is recomputed."""
     choices = [names[group] for group in table.group_of]
     for composite, runs in zip(table.composites, again, strict=True):
         for region in composite.regions if runs else ():
@@ -159,12 +160,12 @@ def _assigned(
 def _shared_out(
     problem: Problem, table: Table, shares: list[Counter[str]], again: list[int]
 ) -> list[str]:
-    """Choices in the proportions that the prices chose while they settled; ``again``: in how many turns each
-    composite was recomputed.
+    """Return choices in the proportions in which the prices chose while they settled; ``again`` counts the
+    turns in which each composite was recomputed.
 
-    Their average tends to the best fractional choice (Shor 1985; Larsson, Patriksson and Stromberg 1999).
-    Within a group the earliest saved move, whose writes have the most time, and the latest stay; the earliest
-    regions are recomputed, which is last in backward.
+    Their average tends to the best fractional choice (Shor 1985; Larsson, Patriksson and Stromberg 1999). In a
+    group, the earliest saved blocks move, since their writes have the most time, and the latest stay. The
+    earliest regions are recomputed, which backward needs last.
     """
     choices = [""] * len(problem.trace.blocks)
     turns = sum(shares[0].values()) if shares else 1
@@ -196,7 +197,7 @@ def _shared_out(
 
 
 def holding_least(problem: Problem, *, again: bool) -> list[str]:
-    """The choices that hold the least bytes of each block; ``again``: with all regions recomputed."""
+    """Return the choices that hold the fewest bytes of each block; ``again``: recompute all regions."""
     return [
         REGION if again and block in problem.region_of else problem.least_resident(block)
         for block in range(len(problem.trace.blocks))
@@ -204,8 +205,11 @@ def holding_least(problem: Problem, *, again: bool) -> list[str]:
 
 
 def earliest(problem: Problem, windows: Windows) -> list[Candidate]:
-    """The fewest that are saved first are let go, by what is cheapest for each byte, so that all after them are
-    left alone; where regions can be recomputed, those that lie there whole do, in a second candidate."""
+    """Return choices that free the fewest of the first saved blocks, so that all later ones are unmanaged.
+
+    Each freed block takes the option that is cheapest per byte. If regions can be recomputed, a second
+    candidate recomputes those that lie wholly among the freed blocks.
+    """
     trace, links = problem.trace, problem.trace.links
     link_seconds = 1 / links.down_rate + 1 / links.up_rate
     cheapest = []
@@ -235,7 +239,7 @@ def earliest(problem: Problem, windows: Windows) -> list[Candidate]:
 
     found = []
     for again in (False, True) if problem.regions else (False,):
-        few, many = 0, len(cheapest)  # this many may do
+        few, many = 0, len(cheapest)  # the answer lies between these
         while few < many:
             middle = (few + many) // 2
             fits = (

@@ -1,7 +1,7 @@
-"""Forwards of named modules in a step: counted, recorded where the step is measured, and which are recomputed.
+"""Count and record the forwards of named modules in a step, and look up which of them the plan recomputes.
 
-A forward is known by the path of its module, with ``*`` for numbers, and by its place among those of that name
-in the step. What it saves is told apart by numbers, too: those that something outside saves again stay.
+A forward is identified by its module's path, with ``*`` for numbers, and by its index among the step's forwards
+of that name. Its saves are numbered, too: a block that is also saved outside the forward is not discarded.
 """
 
 from __future__ import annotations
@@ -18,21 +18,20 @@ from .trace import RegionCut, TracedRegion
 __all__ = ["AGAIN", "ONCE", "TRACED", "Forward", "Regions", "Stays", "name_of", "traced_regions"]
 
 AGAIN = "again"
-"""The forward is recomputed: what it saves is let go."""
+"""Recompute the forward: discard what it saves."""
 ONCE = "once"
-"""What it saves is held as what anything else saves."""
+"""Do not recompute it: hold what it saves as usual."""
 TRACED = "traced"
-"""Likewise, and it is noted what that is."""
+"""Do not recompute it, and record what it saves."""
 
 Stays = Mapping[tuple[str, int], frozenset[int]]
-"""By the name of a forward and its place among those of that name: the numbers of its saves that are not let
-go."""
+"""By a forward's name and index: the numbers of its saves that are not discarded."""
 
 _NUMBER = re.compile(r"\d+")
 
 
 def name_of(path: str) -> str:
-    """What the paths of like modules have in common."""
+    """Return the name that the paths of similar modules share."""
     return _NUMBER.sub("*", path)
 
 
@@ -43,39 +42,39 @@ class Forward:
     name: str
     index: int
     saved: dict[int, int] = field(default_factory=dict)
-    """By the number of a save in it: the block, where this save made it; or one before in it."""
+    """Block by the number of its save: blocks that this forward saved first."""
     again: Counter[int] = field(default_factory=Counter)
-    """How often each of these was saved once more in it."""
+    """How often each of these blocks was saved again in this forward."""
     nbytes: int = 0
     """Bytes of the blocks in ``saved``."""
     small_bytes: int = 0
-    """Of tensors too small to be blocks that recomputing would let go, too."""
+    """Bytes of tensors too small to be blocks that recomputing would free, too."""
     told_seconds: float = 0.0
-    """Seconds that fingerprints of them take."""
+    """Seconds that fingerprints of these tensors take."""
     again_seconds: float = 0.0
-    """What a replay took that was compared; 0: none was in a step that was measured."""
+    """Seconds of a compared replay; 0 if no measured step had one."""
     can_run_again: bool = False
-    """A replay had the same bits."""
+    """Whether a replay was bit-equal."""
     seconds: float = 0.0
-    """What the forward took, without what the stash added."""
+    """Seconds of the forward, without the stash's own."""
     inputs: list[int] = field(default_factory=list)
-    """The numbers of the blocks of what it is given."""
+    """Numbers of the blocks of its inputs."""
     graph: CallGraph | None = None
-    """Its operations, where a replay of it, or of another forward of its module, was timed."""
+    """The operations of this forward, if a replay of it, or of another forward of its module, was timed."""
 
     def add(self, number: int, block: int, nbytes: int, *, is_new: bool) -> None:
-        """A save of it made a block, or was of one that is known."""
+        """Record a save: of a new block, or of one that was saved before."""
         if is_new:
             self.nbytes += nbytes
         elif block in self.saved.values():
             self.again[block] += 1
         else:
-            return  # saved outside before: it is held anyhow
+            return  # saved outside this forward: it is held anyway
         self.saved[number] = block
 
 
 class Regions:
-    """Counts the forwards of named modules, and says of each whether it is recomputed.
+    """Count the forwards of named modules, and decide for each whether it is recomputed.
 
     The caller holds the stash's lock.
     """
@@ -85,7 +84,7 @@ class Regions:
         self._ended_counts: dict[str, int] = {}  # of the step before
         self._paths: set[str] = set()
         self._choices: dict[str, list[bool]] = {}
-        self._known: set[str] = set()  # names that were met while steps were measured
+        self._known: set[str] = set()  # names that occurred in measured steps
         self._stays: dict[tuple[str, int], frozenset[int]] = {}
         self._planned_stays: dict[tuple[str, int], frozenset[int]] = {}
         self._bytes: dict[str, int] = {}
@@ -95,7 +94,7 @@ class Regions:
         self._small: dict[int, tuple[Forward, int] | None] = {}
 
     def begin_step(self) -> None:
-        """None has begun in this step."""
+        """Begin a step: reset its counts."""
         self._ended_counts = dict(self._counts)
         self._counts.clear()
         self._paths.clear()
@@ -103,7 +102,7 @@ class Regions:
 
     @property
     def has_any(self) -> bool:
-        """Whether a forward of one has begun, in this step or in one that was measured."""
+        """Whether a forward of a named module began in this step or in a measured one."""
         return bool(self._known or self._counts)
 
     def has_begun(self, names: Iterable[str]) -> bool:
@@ -111,30 +110,31 @@ class Regions:
         return any(self._counts[name] or self._ended_counts.get(name) for name in names)
 
     def is_repeated(self, path: str) -> bool:
-        """Whether the module at ``path`` has run in this step already; from now on it has."""
+        """Return whether the module at ``path`` already ran in this step, and record that it runs."""
         if path in self._paths:
             return True
         self._paths.add(path)
         return False
 
     def begin(self, name: str) -> int:
-        """One more forward of this name; how many were before it."""
+        """Count a forward of this name, and return how many came before it in the step."""
         index = self._counts[name]
         self._counts[name] = index + 1
         return index
 
     def runs_again(self, name: str, index: int) -> bool:
-        """Under a plan. What the plan does not know, since it was named later, does."""
+        """Whether the plan recomputes this forward. A module that was named after the plan was made is
+        recomputed."""
         choices = self._choices.get(name)
         if choices is None:
             return name not in self._known
         return index < len(choices) and choices[index]
 
     def can_be_followed(self, traced: Iterable[TracedRegion]) -> bool:
-        """Whether all that are to be recomputed and began in the step that has ended can be.
+        """Whether every forward that the plan recomputes and that began in the ended step can be recomputed.
 
         Args:
-            traced: those of it that can.
+            traced: the step's forwards that can be.
         """
         can = {(each.name, each.index) for each in traced}
         return all(
@@ -145,9 +145,8 @@ class Regions:
         )
 
     def stays(self, name: str, index: int) -> frozenset[int]:
-        """The numbers of the saves in it that are held: since something outside saves them again, or by the
-        plan,
-        which recomputes only a part of the forward."""
+        """Return the numbers of the saves in this forward that are held: those that something outside it saves
+        again, and those that a plan holds which recomputes only a part of the forward."""
         key = name, index
         return self._stays.get(key, frozenset()) | self._planned_stays.get(key, frozenset())
 
@@ -157,25 +156,25 @@ class Regions:
         return dict(self._stays)
 
     def bytes_of(self, name: str) -> int:
-        """The most bytes that one of this name saved, as far as was recorded."""
+        """Return the most bytes that a recorded forward of this name saved."""
         return self._bytes.get(name, 0)
 
     def meet(self, name: str) -> None:
-        """A step that is measured has a forward of this name, which may yet be refused."""
+        """Record that a measured step has a forward of this name, which may still be refused."""
         self._known.add(name)
 
     def record(self, name: str, index: int) -> tuple[Forward, int]:
-        """A forward that is to be recorded, and its number among those of the step."""
+        """Return a new record of a forward, and its index among those of the step."""
         forward = Forward(name, index)
         self._forwards.append(forward)
         return forward, len(self._forwards) - 1
 
     def is_recorded(self, forward: Forward, number: int) -> bool:
-        """Whether that is a forward of the step which is recorded now."""
+        """Whether this is a record of the step that is being recorded."""
         return number < len(self._forwards) and self._forwards[number] is forward
 
     def add_small(self, forward: Forward, storage: int, nbytes: int) -> None:
-        """A forward that is recorded has saved a tensor that is too small to be a block."""
+        """Count a tensor that a recorded forward saved and that is too small to be a block."""
         if storage not in self._small:
             forward.small_bytes += nbytes
             self._small[storage] = forward, nbytes
@@ -183,18 +182,18 @@ class Regions:
             self.hold_small(storage)
 
     def hold_small(self, storage: int) -> None:
-        """Something else holds that storage, too, so that letting go of it frees nothing."""
+        """Record that something else holds this storage, so that discarding it frees nothing."""
         known = self._small.get(storage)
         self._small[storage] = None
         if known is not None:
             known[0].small_bytes -= known[1]
 
     def saved_again(self, block: int) -> None:
-        """While a step is recorded: a block that is known was saved once more."""
+        """Count another save of a block, in a step that is being recorded."""
         self._again[block] += 1
 
     def take(self) -> list[Forward]:
-        """The forwards of the step that has ended; what stays in each is known then."""
+        """Return the ended step's forwards, and record which of their saves stay."""
         taken, self._forwards = self._forwards, []
         again, self._again = self._again, Counter()
         for each in taken:
@@ -207,7 +206,7 @@ class Regions:
         return taken
 
     def follow(self, choices: Mapping[str, Sequence[bool]], stays: Stays) -> None:
-        """From now on, run those again of which the plan says so."""
+        """Recompute the forwards that the plan chooses from now on."""
         self._choices = {name: [*each] for name, each in choices.items()}
         self._known.update(choices)
         self._planned_stays = dict(stays)
@@ -219,13 +218,13 @@ def traced_regions(
     blocks: Sequence[Any],
     index: Mapping[int, int],
 ) -> tuple[TracedRegion, ...]:
-    """Of a recorded step's forwards, those that can be recomputed and would free something.
+    """Return the recorded forwards that can be recomputed and would free something.
 
     Args:
         forwards: of the step.
         stays: see :meth:`Regions.stays`.
         blocks: of the trace.
-        index: by a block's number, its index among these.
+        index: block number to its index in ``blocks``.
     """
     found: list[TracedRegion] = []
     forwards = list(forwards)

@@ -1,4 +1,5 @@
-"""Local search: single choices are changed until all fit, undone where there is room, and swapped."""
+"""Local search: change single choices until the peak fits, undo changes where space is left, and swap
+changes."""
 
 from __future__ import annotations
 
@@ -13,10 +14,10 @@ from .trace import Option
 __all__ = ["Search"]
 
 _REPAIRS = 64  # rounds
-_FILLS = 40  # sets of changes that are tried
-_SWAP_REPAIRS = 3  # rounds in which room is made for a change that is undone
-_FIRST_STEP, _LAST_STEP = 16, 1024  # parts of a peak by which it is tried to lower it
-_LOWER_REPAIRS = 8  # rounds for each of these
+_FILLS = 40  # sets of changes tried
+_SWAP_REPAIRS = 3  # rounds that make space for an undone change
+_FIRST_STEP, _LAST_STEP = 16, 1024  # lower() tries steps from 1/16 to 1/1024 of a peak
+_LOWER_REPAIRS = 8  # rounds for each such step
 _MIB = 1 << 20
 _NOTHING = Option(0)
 
@@ -27,31 +28,31 @@ class _Change:
 
     updates: tuple[tuple[int, str], ...]
     seconds: float
-    """That it adds to the step."""
+    """Seconds that it adds to the step."""
     freed: int
-    """Bytes at the moment in question."""
+    """Bytes that it frees at the moment in question."""
     is_whole: bool = False
-    """It is a region's."""
+    """Whether it changes a whole region."""
     moves: bool = False
-    """A block that did not move does."""
+    """Whether it moves a block that did not move before."""
 
     @property
     def place(self) -> tuple[int, str]:
-        """The earliest saved first."""
+        """Sort key: the block that is saved earliest comes first."""
         return self.updates[0]
 
 
 @dataclass(frozen=True, slots=True)
 class Search:
-    """Changes choices for one problem, with such windows.
+    """Change the choices of one problem, with given windows.
 
-    Its methods but :meth:`repair` and :meth:`lower` return what they were given where they find nothing better.
+    All methods except :meth:`repair` and :meth:`lower` return their argument if they find nothing better.
     """
 
     problem: Problem
     windows: Windows
     link_seconds: float
-    """The price of a byte that moves both ways."""
+    """Price of a byte that moves both ways, in seconds."""
 
     def repair(self, start: Sequence[str]) -> Solution:
         """Change single choices until the peak fits."""
@@ -67,17 +68,17 @@ class Search:
         but: Collection[int] = (),
         may_move: bool = True,
     ) -> tuple[list[str], Forecast]:
-        """Choices that fit, or those after so many rounds.
+        """Return choices that fit, or those after this many rounds.
 
-        At the moment of the peak, the change that frees a byte at the least cost; the earliest saved first
-        among equals, since its write has the most time. As many at once as the excess needs.
+        Each round makes the changes that free a byte at the moment of the peak at the least cost, as many as
+        the excess needs. Among equals, the earliest saved block comes first, since its write has the most time.
 
         Args:
             start: choices.
             budget: in bytes.
             rounds: at most.
-            but: blocks that are left as they are.
-            may_move: whether more may move. What is on its way is in memory, where the window is not full.
+            but: blocks whose choices stay.
+            may_move: whether more blocks may move. A block in flight takes memory until the window is full.
         """
         choices, forecast = list(start), self._forecast(start)
         for _ in range(rounds):
@@ -106,8 +107,8 @@ class Search:
         return choices, forecast
 
     def lower(self, start: Sequence[str]) -> Solution:
-        """Choices of as small a peak as is found, whose budget is lowered by steps that double where it can be
-        kept, and halve where not."""
+        """Return choices with as small a peak as the search finds. It lowers the budget in steps, which double
+        where the choices can be repaired to fit, and halve where they cannot."""
         best = Solution(tuple(start), self.windows, self._forecast(start), 0.0, fits=False)
         step = best.forecast.peak_bytes // _FIRST_STEP
         while step >= max(1, best.forecast.peak_bytes // _LAST_STEP):
@@ -120,8 +121,11 @@ class Search:
         return replace(best, fits=self._fits(best.forecast))
 
     def fill(self, start: Solution) -> Solution:
-        """Undo the dearest changes for which there is space: by the seconds that a byte saves, the latest saved
-        first among equals, halving the number tried when the peak or the time rises."""
+        """Undo the most expensive changes for which there is space.
+
+        The order is by seconds saved per byte, the latest saved first among equals. The number tried at once is
+        halved when the peak no longer fits or the time rises.
+        """
         if not start.fits:
             return start
         choices, forecast = list(start.choices), start.forecast
@@ -147,8 +151,8 @@ class Search:
         return replace(start, choices=tuple(choices), forecast=forecast)
 
     def swap(self, start: Solution, tries: int) -> Solution:
-        """Undo a change for which there is no space, and make others in its place that take less: so many
-        times, what saves the most first, and again as long as that shortens the step."""
+        """Undo a change for which there is no space, and make cheaper ones in its place: at most ``tries``
+        times, those that save the most time first, starting over whenever the step gets shorter."""
         choices, forecast = list(start.choices), start.forecast
         undone = self._undone(choices) if start.fits else []
         while undone and tries:
@@ -171,13 +175,13 @@ class Search:
         return replace(start, choices=tuple(choices), forecast=forecast)
 
     def _undone(self, choices: Sequence[str]) -> list[_Change]:
-        """The changes that take less; what saves the most last."""
+        """Return the changes that save time; the one that saves the most comes last."""
         changes = [each for each in self._changes(choices, None) if each.seconds < 0]
         changes.sort(key=lambda each: (each.seconds, each.place), reverse=True)
         return changes
 
     def change_windows(self, start: Solution, given: tuple[int | None, int | None]) -> Solution:
-        """Halve or double one of the windows, unless it is given, as long as that shortens the step."""
+        """Halve or double a window that is not given, as long as that shortens the step."""
         best, tried, turns = start, {start.windows}, start.fits
         while turns:
             turns = False
@@ -210,8 +214,8 @@ class Search:
         return forecast.peak_bytes <= self.problem.budget
 
     def _changes(self, choices: Sequence[str], at: int | None) -> list[_Change]:
-        """All single changes, with what they free in the interval before the moment ``at``; ``None``: what each
-        block holds from its save to its free, as if all were alive at once."""
+        """Return all single changes, with the bytes that each frees in the interval before the moment ``at``.
+        ``None`` counts what each block holds from its save to its use, as if all blocks were alive at once."""
         problem, changes = self.problem, []
         for block, name in enumerate(choices):
             if name == REGION or (at is not None and not problem.is_alive(block, at)):
@@ -230,7 +234,8 @@ class Search:
         return changes
 
     def _changes_of(self, choices: Sequence[str], index: int, at: int | None) -> list[_Change]:
-        """Run a region again; or no longer, with its members in place, or held by what holds the least."""
+        """Return the change that recomputes a region; or the changes that stop recomputing it, with its members
+        in place or held by the option that takes the least memory."""
         problem = self.problem
         region = problem.regions[index]
         seconds = region.save_seconds + region.use_seconds
@@ -238,7 +243,7 @@ class Search:
         returned = -region.small_bytes if at is None else problem.returned_bytes(index, at)
 
         def held(names: Sequence[str]) -> tuple[float, int]:
-            """What such choices of the members take, and hold."""
+            """Return the seconds that these choices of the members add, and the bytes that they hold."""
             options = [
                 problem.option(each, name) for each, name in zip(region.members, names, strict=True)
             ]

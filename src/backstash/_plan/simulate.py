@@ -1,13 +1,16 @@
-"""A simulation of one step by the rules that eviction and readahead follow: its time, and its peak memory.
+"""Simulate one step by the rules of eviction and readahead: its time and its peak memory.
 
-A block that moves is written after its save, in order, with at most ``inflight`` bytes under way: a save that
-finds the window full waits for the oldest write. At each use the next blocks are read in the order of their
-uses, with at most ``prefetch`` bytes held ahead; a block that is used while it is still being written is in
-memory yet, and not read. Where the host runs ahead of the device it sees no write end: nothing is let go before
-the window is full, and what is in it when backward begins is used from where it is, and held to the step's end.
+The stash writes the blocks that move after their saves, in order, with at most ``inflight`` bytes in flight. A
+save that finds the window full waits for the oldest write. At each use, the stash reads the next blocks in the
+order of their uses, with at most ``prefetch`` bytes held ahead. A block that is used while it is being written
+is still in memory and is not read.
 
-A recomputed region has nothing of its members in memory, until backward first uses one of them: then all
-that are not freed are, each until its free. So are the small tensors that it lets go with them.
+Where the host runs ahead of the device, it sees no write end. Then nothing is freed before the window is full,
+and the blocks that are in the window when backward begins are used in place and held until the end of the step.
+
+A recomputed region has none of its members in memory until backward first uses one. Then the replay makes all
+that are not freed yet, and each stays until its free. The small tensors that the region discards with them
+follow the same rule.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ __all__ = ["Forecast", "Windows", "simulate"]
 
 @dataclass(frozen=True, slots=True)
 class Windows:
-    """How many bytes may be on their way down, and on their way back ahead of need."""
+    """Most bytes in flight to the tier below, and most bytes read back ahead of their use."""
 
     inflight_bytes: int
     prefetch_bytes: int
@@ -31,25 +34,25 @@ class Windows:
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """What a step is expected to take."""
+    """The predicted time and memory of a step."""
 
     step_seconds: float
-    """From one step's first save to the next one's."""
+    """Seconds from one step's first save to the next one's."""
     peak_bytes: int
-    """The most memory at any moment of the step."""
+    """Peak memory of the step."""
     stall_seconds: float
-    """Of the step's time, how long the computing thread waits for a transfer."""
+    """Part of the step's time in which the computing thread waits for a transfer."""
     resident_peak_bytes: int
-    """The most bytes of saved tensors in place at once."""
+    """Most bytes of saved tensors in place at once."""
     peak_moment: int
-    """The index of the moment before which the peak comes; the number of moments: after the last."""
+    """Index of the moment before which the peak occurs; the number of moments if it occurs after the last."""
     moved_bytes: int
-    """That go to the tier below, and come back."""
+    """Bytes written to the tier below, and read back."""
 
 
 def _order(trace: Trace, region_of: Mapping[int, int], moved: Collection[int]) -> list[int]:
-    """The blocks that moved, in the order in which backward needs them: what a region is made from, before
-    the first use of a member."""
+    """Return the moved blocks in the order in which backward needs them. A region's inputs come before the
+    first use of a member."""
     if not region_of:
         return [block for block in trace.uses() if block in moved]
     order: dict[int, None] = {}
@@ -66,11 +69,11 @@ def simulate(
     """Run the step with one option for each block.
 
     Args:
-        trace: of the step.
-        choices: the option of each block, in the order of ``trace.blocks``; one that holds nothing for the
-            members of a region that is recomputed.
-        windows: the windows of the two directions.
-        again: the regions that are recomputed, as indices in ``trace.regions``.
+        trace: the step.
+        choices: the option of each block, in the order of ``trace.blocks``; for members of a recomputed region,
+            an option that holds nothing.
+        windows: of the two directions.
+        again: the recomputed regions, as indices in ``trace.regions``.
     """
     links, latency = trace.links, trace.links.latency_seconds
     stalled = down_free = up_free = 0.0
@@ -84,23 +87,23 @@ def simulate(
     writing: deque[tuple[float, int]] = deque()  # (its end, its block), oldest first
     written_at: dict[int, float] = {}
     ready: dict[int, float] = {}
-    in_memory: set[int] = set()  # used while its write was under way
-    made: set[int] = set()  # those that were used
+    in_memory: set[int] = set()  # used while it was being written
+    made: set[int] = set()  # blocks that were used
     next_read = 0
     saves = trace.span("save") if again else {}
     region_of = {block: at for at in again for block in trace.regions[at].members}
     first_member = {trace.regions[at].members[0]: at for at in again}
     last_member = {max(trace.regions[at].members, key=saves.__getitem__): at for at in again}
-    without: set[int] = set()  # regions that have let go of small tensors, and not made them again
-    small = 0  # bytes of these
-    remade: dict[int, int] = {}  # members that are in memory again, and their bytes
+    without: set[int] = set()  # regions whose small tensors are discarded now
+    small = 0  # bytes of these tensors
+    remade: dict[int, int] = {}  # recomputed members, and their bytes
     alive: set[int] = set()  # members
     order = _order(
         trace, region_of, {block for block, each in enumerate(choices) if each.moved_bytes}
     )
 
     def come_back(block: int) -> float:
-        """When a block that moved is in memory again; it is asked for now, if it was not yet."""
+        """Return when a moved block is in memory again; request it now if it was not requested yet."""
         nonlocal up_free, ahead
         if written_at.get(block, 0.0) > clock:
             in_memory.add(block)
@@ -172,7 +175,7 @@ def simulate(
                 inflight += nbytes
                 if (
                     nbytes > windows.inflight_bytes and not trace.runs_ahead
-                ):  # moved within the call, and in memory until that ends
+                ):  # written within the save, and in memory until that ends
                     now = moment.other_bytes + resident + inflight + ahead - small
                     if now > peak:
                         peak, peak_moment = now, at + 1

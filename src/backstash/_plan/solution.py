@@ -1,4 +1,4 @@
-"""A solution: choices for all blocks of a trace, and what they come to by the simulation."""
+"""A solution: a choice for each block of a trace, and the simulated step."""
 
 from __future__ import annotations
 
@@ -9,34 +9,34 @@ from .simulate import Forecast, Windows
 
 __all__ = ["Solution", "best_of", "rank"]
 
-_ALIKE = 1e-3  # of a step's seconds: solutions that differ by less take the same time
+_ALIKE = 1e-3  # step times that differ by a smaller part count as equal
 
 
 @dataclass(frozen=True, slots=True)
 class Solution:
-    """Choices for all blocks of a trace."""
+    """A choice for each block of a trace."""
 
     choices: tuple[str, ...]
-    """The name of each block's option; ``"region"`` for all members of a region that is recomputed."""
+    """The name of each block's option; ``"region"`` for members of a recomputed region."""
     windows: Windows
-    """The windows that go with them."""
+    """The windows that the choices were simulated with."""
     forecast: Forecast
-    """By the simulation."""
+    """The simulated step."""
     bound_seconds: float
-    """No choice of options within the budget makes the step shorter than this, by the same figures."""
+    """A lower bound of the step's seconds for any choices within the budget, by the same figures."""
     fits: bool
-    """Whether the forecast's peak is within the budget."""
+    """Whether the simulated peak is within the budget."""
     left_after: int | None = None
-    """After so many blocks all stay, and are left alone; ``None``: each is looked at."""
+    """After this many blocks all blocks stay, unmanaged; ``None``: the stash manages each block."""
     measured_bytes: int | None = None
     """Of choices that were measured before: their peak, which is predicted again."""
     level: int = 0
     """Which cut of each region is recomputed, see :meth:`Trace.cut_at`."""
     beside_bytes: int = 0
-    """What steps were seen to hold beside blocks in place; 0: it is not known."""
+    """Bytes that measured steps held in addition to the blocks in place; 0 if unknown."""
 
     def predicted_bytes(self, bias_bytes: int) -> int:
-        """The peak, where steps were seen to hold so many bytes more than the simulation says."""
+        """Return the predicted peak, where measured steps exceeded the simulation by this many bytes."""
         if self.measured_bytes is not None:
             return self.measured_bytes
         simulated = self.forecast.peak_bytes + bias_bytes
@@ -45,8 +45,9 @@ class Solution:
 
 
 def best_of(solutions: Sequence[Solution], alike: float = _ALIKE) -> Solution:
-    """Of those that fit, one that takes the least time. Of several that take the same, within such a part of
-    it, the one that moves the least; where none fits, the one of the smallest peak."""
+    """Return the best solution: of those that fit, one of the fastest. Among equally fast ones, within a part
+    ``alike`` of the time, it is the one that moves the fewest bytes. If none fits, it is the one with the
+    smallest peak."""
     best = min(solutions, key=rank)
     if not best.fits:
         return best
@@ -56,6 +57,6 @@ def best_of(solutions: Sequence[Solution], alike: float = _ALIKE) -> Solution:
 
 
 def rank(solution: Solution) -> tuple[bool, float]:
-    """The least is the best: one that fits by its time, another by its peak."""
+    """Return a sort key, best first: solutions that fit by their time, then the others by their peak."""
     forecast = solution.forecast
     return not solution.fits, forecast.step_seconds if solution.fits else forecast.peak_bytes

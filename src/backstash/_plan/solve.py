@@ -1,4 +1,4 @@
-"""Solve: the cheapest choice for each block within a budget, by prices, with a lower bound beside it.
+"""Find the cheapest choice for each block within a budget, by prices, and a lower bound of the time.
 
 The problem, in seconds added to a step::
 
@@ -7,13 +7,13 @@ The problem, in seconds added to a step::
                bytes written / down rate <= computing time up to the last save + window + stall
                bytes read / up rate      <= computing time from the first use on + stall
 
-A price on a resident byte at each moment that binds, and one on a byte of each direction of the link, makes
-the choices independent of each other: every block takes the option that is cheapest at these prices; a region,
-that or to be recomputed as a whole, at the price of what is then in memory in backward. Raising
-the prices where a constraint is violated (a subgradient method) gives a lower bound for any choice (Lagrangian
-duality: Everett 1963, Held and Karp 1971). Choices at good prices are repaired to fit, filled up where space is
-left, and scored in the simulation; in the best two a change is undone and others make room for it, and for the
-first of them other windows are tried.
+The solver puts a price on a resident byte at each moment that binds, and on a byte of each direction of the
+link. Prices make the choices independent of each other. Every block takes the option that is cheapest. A
+region is recomputed if that costs less than its members' options, given the memory they need in backward.
+Raising the prices where a constraint is violated (a subgradient method) gives a lower bound for any choice
+(Lagrangian duality: Everett 1963, Held and Karp 1971). The solver repairs the choices at good prices until they
+fit, fills the space that is left, and simulates them. In the best solutions it then undoes single changes and
+makes others in their place, and for the best it tries other windows.
 """
 
 from __future__ import annotations
@@ -30,14 +30,12 @@ from .trace import Option, Trace
 
 __all__ = ["follow", "smallest_budget", "solve", "solve_with_cuts"]
 
-_FILLED = 12  # of the candidates, the best, which are filled up
-_SWAPPED = (
-    2  # of all that were filled up, the best, in which changes are swapped; more of a short step
-)
-_SWAPS = 40  # that are tried of each
-_SWAPPED_BLOCKS = 8_000  # in all of these, at most
-_CHANGED_BLOCKS = 400  # at most so many, for other windows than those of the ladder to be tried
-_FEW_BLOCKS = 16  # at most so many, for them to be tried with more than the best
+_FILLED = 12  # so many of the best candidates are filled
+_SWAPPED = 2  # so many of the best filled ones have changes swapped; more in a step of few blocks
+_SWAPS = 40  # swaps tried in each
+_SWAPPED_BLOCKS = 8_000  # tries times blocks, at most
+_CHANGED_BLOCKS = 400  # with at most so many blocks, the best solution tries more windows
+_FEW_BLOCKS = 16  # with at most so many blocks, all swapped solutions do
 _MIB = 1 << 20
 
 
@@ -48,16 +46,15 @@ def solve(
     allowed: Sequence[str] | None = None,
     windows: tuple[int | None, int | None] = (None, None),
 ) -> Solution:
-    """The cheapest choices found whose simulated peak is within ``budget`` bytes.
+    """Return the cheapest choices found whose simulated peak is within ``budget`` bytes.
+
+    If nothing fits, return the choices with the smallest peak found, with ``fits=False``.
 
     Args:
-        trace: of the step.
+        trace: the step.
         budget: the most bytes of memory at any moment.
-        allowed: names of the options that may be chosen, ``"region"`` for those that are recomputed as a whole.
-            Default: all.
-        windows: bytes of the windows down and up; ``None``: several are tried.
-
-    Where nothing fits, the choice of the smallest peak, with ``fits=False``.
+        allowed: names of the options that may be chosen; ``"region"`` allows recomputing regions. Default: all.
+        windows: bytes of the windows down and up; ``None``: try several sizes.
     """
     names = _names(trace, allowed)
     everything = Windows(0, 0)
@@ -112,7 +109,7 @@ def solve_with_cuts(
 def _swapped(
     found: Sequence[tuple[Solution, Search]], blocks: int, windows: tuple[int | None, int | None]
 ) -> list[Solution]:
-    """The best of these with changes swapped, and the first of them with other windows."""
+    """Swap changes in the best solutions, and try other windows for the first of them."""
     tries = _SWAPPED_BLOCKS // max(1, blocks)
     swapped: list[Solution] = []
     for one, search in found[: max(_SWAPPED, tries // _SWAPS)]:
@@ -126,8 +123,8 @@ def _swapped(
 def _with_what_is_kept_beside(
     trace: Trace, forecast: Forecast, plain: Forecast, budget: int
 ) -> Forecast:
-    """With what an allocator keeps beside tensors that stay, in proportion to these. It rules out no choice:
-    near the budget it is given back."""
+    """Add the memory that the allocator caches, in proportion to the tensors that stay, up to the budget. It
+    rules out no choice: near the budget the allocator frees it."""
     if not trace.beside_left_bytes:
         return forecast
     of_all = max(1, plain.resident_peak_bytes)
@@ -139,7 +136,7 @@ def _with_what_is_kept_beside(
 def follow(
     trace: Trace, choices: Sequence[str], windows: Windows, *, allowed: Sequence[str]
 ) -> Solution:
-    """What such choices for a step come to; it is not looked at whether they fit into any budget."""
+    """Simulate these choices for a step. The result says ``fits=True`` whatever the peak."""
     problem = Problem(trace, 0, allowed)
     forecast = problem.forecast(choices, windows)
     left_after = problem.left_after(choices)
@@ -152,7 +149,8 @@ def smallest_budget(
     allowed: Sequence[str] | None = None,
     windows: tuple[int | None, int | None] = (None, None),
 ) -> int:
-    """The smallest budget in bytes that :func:`solve` can keep, to about a hundredth; it keeps this one."""
+    """Return the smallest budget in bytes that :func:`solve` can keep, to about a hundredth; it can keep this
+    one."""
     found = _of_smallest_peak(trace, 0, _names(trace, allowed), windows)
     plain = simulate(trace, trace.left_alone(), Windows(0, 0))
     return min(found.forecast.peak_bytes, plain.peak_bytes)
@@ -161,7 +159,8 @@ def smallest_budget(
 def _of_smallest_peak(
     trace: Trace, budget: int, names: Sequence[str], given: tuple[int | None, int | None]
 ) -> Solution:
-    """With the smallest windows; it is lowered from what holds the least, without and with all regions."""
+    """Return the choices with the smallest peak found, with the smallest windows. The search starts from the
+    options that hold the least, with no region recomputed and with all."""
     windows = _windows(trace, given)[0]
     problem = Problem(trace, budget, names, (windows.inflight_bytes, windows.prefetch_bytes))
     search = Search(problem, windows, 1 / trace.links.down_rate + 1 / trace.links.up_rate)
@@ -177,8 +176,8 @@ def _names(trace: Trace, allowed: Sequence[str] | None) -> Sequence[str]:
 
 
 def _left(trace: Trace) -> Trace:
-    """The same step for a bound: it takes nothing to keep a block, as any may be left alone, and what backward
-    does not use takes nothing then."""
+    """Return the step for a lower bound: keeping a block costs nothing, since any block may be unmanaged, and
+    neither does using a block that backward does not use."""
     used = trace.span("use")
     blocks = (
         replace(each, options={**options, "keep": Option(each.nbytes)})
@@ -197,14 +196,14 @@ def _unused(options: Mapping[str, Option]) -> dict[str, Option]:
 
 
 def _windows(trace: Trace, given: tuple[int | None, int | None]) -> list[Windows]:
-    """What windows are tried: the smaller leave more to keep, the larger hide more."""
+    """Return the windows to try: smaller ones leave more memory for blocks, larger ones hide more transfers."""
     of_blocks = sorted(block.nbytes for block in trace.blocks) or [0]
     largest, half, passed = of_blocks[-1], sum(of_blocks) / 2, 0
-    for usual in of_blocks:  # half of what is saved is in blocks of this size or smaller ones
+    for usual in of_blocks:  # half of the bytes are in blocks of at most this size
         passed += usual
         if passed >= half:
             break
-    # MiB, or bytes. In the first, a block that is larger is waited for: it takes no memory on its way.
+    # Pairs of MiB and bytes. With the first, larger blocks are waited for, and take no memory in flight.
     ladder = ((1, 0), (1, usual), (1, largest), (16, 2 * largest), (64, 3 * largest))
     sizes = sorted({max(least * _MIB, nbytes) for least, nbytes in ladder})
     if None not in given:

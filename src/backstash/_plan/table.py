@@ -1,4 +1,5 @@
-"""What no price tells apart: blocks with like options at the same moments, and regions of like parts."""
+"""Group what prices cannot distinguish: blocks with equal options at the same moments, and regions of equal
+parts."""
 
 from __future__ import annotations
 
@@ -12,18 +13,18 @@ from .trace import Option, Trace, TracedRegion
 __all__ = ["REGION", "Composite", "Group", "Problem", "Table", "added_seconds"]
 
 REGION = "region"
-"""The choice of the members of a region that is recomputed."""
+"""The choice of the members of a recomputed region."""
 
 
 @dataclass(slots=True)
 class Problem:
-    """What is to be solved; the arguments are those of :func:`backstash._plan.solve.solve`."""
+    """The problem to solve; the arguments are those of :func:`backstash._plan.solve.solve`."""
 
     trace: Trace
     budget: int
     allowed: Sequence[str]
     reserved_bytes: tuple[int, int] = (0, 0)
-    """Of the budget, in forward and in backward, for what is under way."""
+    """Bytes of the budget for the windows, in forward and in backward."""
     saves: dict[int, int] = field(default_factory=dict)
     frees: dict[int, int] = field(default_factory=dict)
     uses: dict[int, int] = field(default_factory=dict)
@@ -34,14 +35,14 @@ class Problem:
     returns: list[int] = field(default_factory=list)
     """Of each region, the index of the first moment at which one of its members is used."""
     without_small: list[range] = field(default_factory=list)
-    """Of each region that is recomputed, the moments before which its small tensors are not in memory: from the
-    last save of its members to the first use or free of one."""
+    """Of each region, if it is recomputed, the moments before which its small tensors are not in memory: from
+    the last save of its members to the first use or free of one."""
     untouched: list[Option] = field(default_factory=list)
-    """Of each block, that it stays and nothing is done about it."""
+    """Each block's option if it stays, unmanaged."""
     leaves: bool = False
-    """Whether what is saved after the last block that does not stay is left alone."""
+    """Whether blocks saved after the last block that does not stay are unmanaged."""
     ends: list[int] = field(default_factory=list)
-    """Of each block, after how many blocks it is not saved again."""
+    """Of each block, the number of blocks after which it is not saved again."""
 
     def __post_init__(self) -> None:
         moments = self.trace.moments
@@ -50,10 +51,10 @@ class Problem:
         self.first_use = min(uses.values(), default=len(moments))
         self.untouched = self.trace.left_alone()
         blocks = range(len(self.untouched))
-        # One that is saved again after n blocks is looked at only if that is not left alone after n.
+        # The stash sees a block's save after n blocks only if it still manages saves then.
         again = (each.saved_until + 1 if each.saved_until else 0 for each in self.trace.blocks)
         self.ends = [max(at + 1, end) for at, end in enumerate(again)]
-        # Where nothing can move, each block that stays is looked at: it may have to be recomputed.
+        # If nothing can move, the stash manages every block: it may have to recompute any.
         self.leaves = any(each.moved_bytes for at in blocks for _, each in self.options(at))
         if REGION in self.allowed:
             self.regions = self.trace.regions
@@ -68,7 +69,7 @@ class Problem:
             )
 
     def options(self, block: int) -> list[tuple[str, Option]]:
-        """Those that may be chosen, but for the region's."""
+        """Return the options that may be chosen for a block, other than its region's."""
         known = self.trace.blocks[block].options
         return [(name, known[name]) for name in self.allowed if name in known]
 
@@ -77,17 +78,18 @@ class Problem:
         return self.saves[block] < at <= self.frees.get(block, len(self.trace.moments))
 
     def held_bytes(self, block: int, option: Option, at: int | None) -> int:
-        """Of a block that is held so, what is in memory in the interval before this moment; ``None``: before
-        its use. From its use to its free what has moved is back, and what was packed or computed again is
-        there.
+        """Return the bytes that a block held by this option has in memory in the interval before this moment.
+
+        ``None``: before its use. From its use to its free, a moved block is back in memory, and so is what was
+        unpacked or recomputed.
         """
         if at is None or at <= self.uses.get(block, len(self.trace.moments)):
             return option.resident_bytes
         return option.resident_bytes + option.made_bytes + option.moved_bytes
 
     def returned_bytes(self, region: int, at: int) -> int:
-        """Of a region that is recomputed, what is in memory in the interval before this moment: below 0, where
-        small tensors are not that are otherwise."""
+        """Return the bytes that a recomputed region has in memory in the interval before this moment. They are
+        negative while its small tensors are discarded."""
         if at in self.without_small[region]:
             return -self.regions[region].small_bytes
         if at <= self.returns[region]:
@@ -96,25 +98,26 @@ class Problem:
         return sum(blocks[each].nbytes for each in members if self.is_alive(each, at))
 
     def capacity(self, at: int) -> int:
-        """Bytes that may be resident in the interval before this moment."""
+        """Return the bytes that may be resident in the interval before this moment."""
         moments = self.trace.moments
         other = moments[at].other_bytes if at < len(moments) else self.trace.tail_other_bytes
         return self.budget - other - self.reserved_bytes[at > self.first_use]
 
     def option(self, block: int, name: str) -> Option:
-        """What a choice is; a region's has its costs itself."""
+        """Return the option that a name stands for; a region's is empty, since the region has its own costs."""
         return _NOTHING if name == REGION else self.trace.blocks[block].options[name]
 
     def left_after(self, choices: Sequence[str]) -> int | None:
-        """How many blocks a step has up to the last one that does not stay, and up to where such a one is saved
-        for the last time: what comes after them need not be looked at. ``None``: all are to be."""
+        """Return the number of blocks after which the stash need not manage saves: those up to the last block
+        that does not stay, and up to the last save of such a block. ``None``: it has to manage all."""
         if not self.leaves:
             return None
         ends = (self.ends[at] for at, name in enumerate(choices) if name != "keep")
         return max(ends, default=0)
 
     def taken(self, choices: Sequence[str]) -> list[Option]:
-        """What these choices are, where all after the last that does not stay are left alone."""
+        """Return the options that these names stand for; all after the last that does not stay are
+        unmanaged."""
         last = self.left_after(choices)
         if last is None:
             last = len(choices)
@@ -122,16 +125,16 @@ class Problem:
         return held + self.untouched[last:]
 
     def running_again(self, choices: Sequence[str]) -> list[int]:
-        """The regions that do."""
+        """Return the regions that these choices recompute."""
         return [at for at, each in enumerate(self.regions) if choices[each.members[0]] == REGION]
 
     def least_resident(self, block: int) -> str:
-        """The option that holds the least bytes of it."""
+        """Return the name of the option that holds the fewest bytes of the block."""
         options = self.options(block)
         return min(options, key=lambda each: (each[1].resident_bytes, each[1].moved_bytes))[0]
 
     def forecast(self, choices: Sequence[str], windows: Windows) -> Forecast:
-        """What they come to, by the simulation."""
+        """Simulate the step with these choices."""
         return simulate(self.trace, self.taken(choices), windows, self.running_again(choices))
 
 
@@ -139,7 +142,8 @@ _NOTHING = Option(0)
 
 
 def added_seconds(now: Option, then: Option, link_seconds: float) -> float:
-    """That the other option adds, with the link's at their price; a hidden transfer is nearly free."""
+    """Return the seconds that the option ``then`` adds compared with ``now``, with transfers at the link's
+    price. A hidden transfer is nearly free."""
     per_byte = max(link_seconds, 1e-13)
     return (
         then.save_seconds
@@ -152,29 +156,29 @@ def added_seconds(now: Option, then: Option, link_seconds: float) -> float:
 
 @dataclass(slots=True)
 class Group:
-    """Blocks that no price tells apart."""
+    """Blocks that no price distinguishes."""
 
     options: list[tuple[str, Option]]
     at: tuple[int, ...]
-    """At which moments they are alive, as indices."""
+    """The moments at which they are alive, as indices."""
     count: int = 0
-    """How many, members of regions left out."""
+    """Number of these blocks, without members of regions."""
 
 
 @dataclass(slots=True)
 class Composite:
-    """Regions that no price tells apart: each is recomputed, or every member has a choice of its own."""
+    """Regions that no price distinguishes. Each is recomputed, or every member has a choice of its own."""
 
     seconds: float
     returned: tuple[int, ...]
     """Bytes that are in memory again at each moment."""
     parts: tuple[tuple[int, int], ...]
-    """The groups of its members, and how many are of each."""
+    """The groups of its members, and the number of members in each."""
     regions: list[int] = field(default_factory=list)
 
 
 class Table:
-    """Groups and composites of a problem at some moments."""
+    """The groups and composites of a problem at some moments."""
 
     def __init__(self, problem: Problem, moments: Sequence[int]) -> None:
         found: dict[tuple[tuple[tuple[str, Option], ...], tuple[int, ...]], int] = {}

@@ -1,6 +1,6 @@
-"""A trace: what one training step saved, used and freed, when, and what memory it held besides.
+"""A trace: which blocks one training step saved, used and freed, when, and what other memory it held.
 
-A trace holds no tensors and no addresses: it can be written to a file, and planned for on another machine.
+A trace contains no tensors and no addresses, so it can be written to a file and planned for on another machine.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ _FORMAT = 1
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One way of holding a block: what it costs, and what it occupies."""
+    """One way of holding a block: its costs and its memory."""
 
     resident_bytes: int
     """Bytes in place from the save to the free."""
     save_seconds: float = 0.0
-    """What it adds to the computing thread's time when the block is saved."""
+    """Seconds that it adds to the computing thread when the block is saved."""
     use_seconds: float = 0.0
-    """What it adds when backward uses the block."""
+    """Seconds that it adds when backward uses the block."""
     moved_bytes: int = 0
-    """Bytes written down after the save and read back before the use; 0: the link is not needed."""
+    """Bytes written after the save and read back before the use; 0 if it needs no transfer."""
     made_bytes: int = 0
-    """Bytes that are computed again at the first use, and in memory until the free."""
+    """Bytes recomputed or unpacked at the first use, and in memory until the free."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,27 +40,28 @@ class TracedBlock:
     """One block of the step."""
 
     group: str
-    """Its class: the module's path with ``*`` for numbers, the shape, and which save of that module it is."""
+    """Its class: the module's path with ``*`` for numbers, the operation, the ordinal of the save, and the
+    size."""
     nbytes: int
     """Its size in bytes."""
     options: Mapping[str, Option]
-    """The ways it can be held, by the action's name: ``"keep"`` is always one."""
+    """The ways to hold it, by the action's name; always includes ``"keep"``."""
     saved_until: int = 0
-    """Of one that is saved more than once: how many blocks the step has the last time."""
+    """If it is saved more than once: the number of blocks in the step at its last save; else 0."""
 
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """Something that happened to a block, and what lies between it and the moment before."""
+    """A save, use or free of a block, and what happened since the moment before."""
 
     kind: Literal["save", "use", "free"]
-    """``"use"``: its first use."""
+    """``"use"`` is the block's first use."""
     block: int
     """Which block, as its index in ``Trace.blocks``."""
     seconds: float
-    """Of computing since the moment before, without waits of the stash's."""
+    """Seconds of computing since the moment before, without the stash's waits."""
     other_bytes: int
-    """The most memory since the moment before that is not the stash's."""
+    """Peak memory since the moment before that is not the stash's, in bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,40 +73,41 @@ class RegionCut:
     stays: tuple[int, ...]
     """The numbers of the call's saves that are held."""
     part: float
-    """Of the seconds of a replay of the whole call."""
+    """The seconds of its replay, as a fraction of those of the whole call's."""
     inputs: tuple[int, ...]
     """As :attr:`TracedRegion.inputs`."""
 
 
 @dataclass(frozen=True, slots=True)
 class TracedRegion:
-    """One forward of a module that can be recomputed in backward, instead of what it saves being held."""
+    """One forward of a module that can be recomputed in backward, instead of holding what it saves."""
 
     name: str
     """The module's path with ``*`` for numbers."""
     members: tuple[int, ...]
-    """The blocks that are let go then, as indices in ``Trace.blocks``: what nothing else saves."""
+    """The blocks discarded then, as indices in ``Trace.blocks``: those that nothing else saves."""
     save_seconds: float = 0.0
-    """What noting their bytes adds when they are saved."""
+    """Seconds that fingerprints of them add when they are saved."""
     use_seconds: float = 0.0
-    """What the replay adds at the first use of one of them."""
+    """Seconds that the replay adds at the first use of a member."""
     beside_bytes: int = 0
-    """Made again beside them, and freed when the replay has ended."""
+    """Bytes that the replay computes in addition to the members, and frees when it has ended."""
     index: int = 0
-    """Its place among the forwards of this name in the step, from 0."""
+    """Its index among the step's forwards of this name, from 0."""
     small_bytes: int = 0
-    """Of tensors that are no blocks, and that are let go and made again with them."""
+    """Bytes of tensors that are too small to be blocks and are discarded and recomputed with the members."""
     inputs: tuple[int, ...] = ()
-    """The blocks that it is made from, as indices in ``Trace.blocks``; those that moved come back first."""
+    """The blocks of its inputs, as indices in ``Trace.blocks``; those that moved are read back before the
+    replay."""
     cuts: tuple[RegionCut, ...] = ()
-    """What else may be recomputed of it, from the least that is held on; see :mod:`backstash._plan.cuts`."""
+    """The parts of it that can be recomputed instead, the one that holds the least first; see
+    :mod:`backstash._plan.cuts`."""
     stays: tuple[int, ...] = ()
-    """Of the cut that this is, see :meth:`cut_at`: the numbers of the saves that are held."""
+    """The numbers of the saves that are held, if only a part is recomputed; see :meth:`cut_at`."""
 
     def cut_at(self, level: int) -> TracedRegion:
-        """The same call where only the part of a cut is recomputed, from 1, the last one if there are fewer; 0:
-        the
-        whole."""
+        """Return this call with only a part of it recomputed: that of the cut ``level`` - 1, or the last one. 0:
+        all of it."""
         if not level or not self.cuts:
             return self
         cut = self.cuts[min(level, len(self.cuts)) - 1]
@@ -121,7 +123,7 @@ class TracedRegion:
 
 @dataclass(frozen=True, slots=True)
 class Links:
-    """How fast bytes move to the tier below and back, in bytes per second, with what each transfer takes."""
+    """Transfer rates to and from the tier below, in bytes per second, and the latency of each transfer."""
 
     down_rate: float
     up_rate: float
@@ -130,49 +132,50 @@ class Links:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """One step."""
+    """The record of one step."""
 
     blocks: tuple[TracedBlock, ...]
     moments: tuple[Moment, ...]
     links: Links
     tail_seconds: float = 0.0
-    """Of computing after the last moment: the optimizer's, and what else belongs to the step."""
+    """Seconds of computing after the last moment, such as the optimizer's."""
     tail_other_bytes: int = 0
-    """The most memory after the last moment that is not the stash's."""
+    """Peak memory after the last moment that is not the stash's, in bytes."""
     runs_ahead: bool = False
-    """Whether what asks for memory is ahead of what computes, as a host of its accelerator: then a block on its
-    way down is in memory until the window is full."""
+    """Whether the thread that allocates memory runs ahead of the device, as with an accelerator: then a block
+    that is being written stays in memory until the window is full."""
     regions: tuple[TracedRegion, ...] = ()
-    """What can be recomputed as a whole; no block is a member of two."""
+    """The forwards that can be recomputed; no block is a member of two."""
     anew_seconds: float = 0.0
-    """Of a step that does not leave everything in place: memory is given back before it, and taken again."""
+    """Seconds that a step takes in addition if not every block stays in place: memory is freed before it and
+    allocated again."""
     left_seconds: float | None = None
-    """Of a step that did leave everything in place; ``None``: it takes as long as computing."""
+    """Seconds of a step in which every block stays in place; ``None``: as many as its computing takes."""
     beside_left_bytes: int = 0
-    """What a step that leaves everything in place was seen to hold beside what the moments and the blocks say:
-    an allocator keeps it, and gives it back when it is told to."""
+    """Bytes that a step in which every block stays in place held beyond the moments and blocks: the allocator
+    caches them, and frees them on request."""
 
     @property
     def compute_seconds(self) -> float:
-        """The step's time if nothing was moved."""
+        """Seconds of the step if no block was moved."""
         return sum(moment.seconds for moment in self.moments) + self.tail_seconds
 
     def beside_seconds(self, *, all_stay: bool) -> float:
-        """What a step takes beside what the moments and the options say."""
+        """Return the seconds of a step that the moments and options do not include."""
         if not all_stay:
             return self.anew_seconds
         return 0.0 if self.left_seconds is None else self.left_seconds - self.compute_seconds
 
     def left_alone(self) -> list[Option]:
-        """Of each block, what it takes where all of them stay: nothing is done about any then."""
+        """Return each block's option if all blocks stay in place (unmanaged), which costs no time."""
         return [Option(block.nbytes) for block in self.blocks]
 
     def span(self, kind: str) -> dict[int, int]:
-        """For each block the index of its moment of this kind."""
+        """Return each block's moment of this kind, as an index."""
         return {moment.block: at for at, moment in enumerate(self.moments) if moment.kind == kind}
 
     def raised(self, nbytes: int) -> Trace:
-        """The same step in a process that holds so many bytes more."""
+        """Return the same step in a process that holds this many bytes more."""
         moments = tuple(
             replace(each, other_bytes=each.other_bytes + nbytes) for each in self.moments
         )
@@ -180,17 +183,18 @@ class Trace:
 
     @property
     def levels(self) -> int:
-        """How many cuts the region has that has most."""
+        """The largest number of cuts of a region."""
         return max((len(each.cuts) for each in self.regions), default=0)
 
     def cut_at(self, level: int) -> Trace:
-        """The same step where of each region only a part can be recomputed: see :meth:`TracedRegion.cut_at`."""
+        """Return the same step with a part of each region recomputed: see :meth:`TracedRegion.cut_at`."""
         if not level:
             return self
         return replace(self, regions=tuple(each.cut_at(level) for each in self.regions))
 
     def computing(self, seconds: float) -> Trace:
-        """The same step where computing takes so long. What options and replays take was timed itself."""
+        """Return the same step with this many seconds of computing. Options and replays keep their own measured
+        times."""
         scale = seconds / self.compute_seconds
         return replace(
             self,
@@ -199,7 +203,8 @@ class Trace:
         )
 
     def moving_at_most(self, nbytes: int, name: str) -> Trace:
-        """The same step where the tier of this ``name`` can hold so many bytes: what is saved first may go."""
+        """Return the same step where the tier called ``name`` holds at most this many bytes; blocks saved first
+        take them."""
         left, blocks = nbytes, []
         for block in self.blocks:
             options = dict(block.options)
@@ -212,7 +217,7 @@ class Trace:
         return replace(self, blocks=tuple(blocks))
 
     def keeping_below(self, nbytes: int) -> Trace:
-        """The same step where smaller blocks stay in place; this one where there are none."""
+        """Return the same step where blocks smaller than this stay in place; this trace if there are none."""
         if all(each.nbytes >= nbytes for each in self.blocks):
             return self
         blocks = (
@@ -222,7 +227,7 @@ class Trace:
         return replace(self, blocks=tuple(blocks))
 
     def check(self) -> None:
-        """Raise ``ValueError`` where a step cannot be like that, as one that a file describes may not be."""
+        """Raise ``ValueError`` if no step can have this trace, for example one that was read from a file."""
         if self.span("save").keys() != set(range(len(self.blocks))):
             raise ValueError("each block is saved once")
         if any(each.block not in range(len(self.blocks)) for each in self.moments):
@@ -253,12 +258,12 @@ class Trace:
             raise ValueError("a region of blocks that there are not")
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values, for a JSON file."""
+        """Return plain values for a JSON file."""
         return {"format": _FORMAT, **asdict(self)}
 
     @classmethod
     def from_dict(cls, values: Any) -> Trace:
-        """The trace that :meth:`as_dict` described.
+        """Return the trace that :meth:`as_dict` described.
 
         Raises:
             UsageError: the values are not those of a trace.
@@ -309,10 +314,10 @@ class Trace:
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> Trace:
-        """The trace in a file that holds what :meth:`as_dict` gives, as JSON.
+        """Return the trace in a JSON file of what :meth:`as_dict` returns.
 
         Raises:
-            UsageError: the file cannot be read, or is no trace of a step.
+            UsageError: the file cannot be read, or is not a trace.
         """
         try:
             with open(path, encoding="utf-8") as file:
@@ -325,7 +330,7 @@ class Trace:
             ) from error
 
     def uses(self) -> Iterator[int]:
-        """The blocks in the order in which backward first uses them."""
+        """Yield the blocks in the order in which backward first uses them."""
         return (moment.block for moment in self.moments if moment.kind == "use")
 
 

@@ -1,3 +1,3 @@
-"""Recomputing: what a module saves is let go, and computed again by replaying its operations."""
+"""Recompute saved tensors: discard what a module saves and replay its operations in backward."""
 
 __all__: list[str] = []

@@ -1,7 +1,7 @@
-"""Recomputing one block: the operations that lead to it from what is held anyway, and that are called again.
+"""Recompute single blocks: replay the operations that lead to a block from values that are held anyway.
 
 A :class:`Replay` is a part of a tape. Its *operands* are entries of other blocks, of which the recomputed block
-owns copies; tensors that autograd holds as they are, as parameters; and copies of small ones.
+owns copies; tensors that autograd holds unpacked, such as parameters; and copies of small tensors.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ from .tape import (
 __all__ = ["MOST_OPERATIONS", "NOT_HELD", "InPlace", "Replay", "Slice", "slice_of"]
 
 MOST_OPERATIONS = 16
-"""How many operations one after another a block may be away from what was saved before it."""
+"""The longest chain of operations from the blocks saved before it to a recomputed block."""
 MOST_BLOCKS = 4
-"""How many blocks one after another may be recomputed: backward may need all of them at once."""
+"""The longest chain of recomputed blocks: backward may need all of them at once."""
 _TOO_MANY = "it would be the {}th recomputed one after another, of at most {}"
 NOT_HELD = "what it is computed from is not held"
 _MOST_COPIED_BYTES = 256 * 2**10  # for one replay ahead of need
 
 
 class InPlace:
-    """An operand in memory of the program's, which may take it away and give it back, as FSDP does.
+    """An operand in the program's own memory, which the program may free and restore, as FSDP does.
 
     Args:
-        owner: a tensor that has the memory: a parameter, or an alias of what autograd holds as it is.
-        place: of the operand in the memory that this has when it is asked for.
+        owner: the tensor with that memory: a parameter, or an alias of a tensor that autograd holds unpacked.
+        place: the operand's place in the memory that ``owner`` has when the operand is read.
     """
 
     __slots__ = ("_end", "_owner", "_place", "dtype", "shape")
@@ -61,21 +61,21 @@ class InPlace:
         self._end = extent_bytes(meta)[1] + place[3] * self.dtype.itemsize
 
     def value(self) -> Tensor | None:
-        """It now; ``None``: its memory is not there."""
+        """Return the operand, or ``None`` if its memory is freed."""
         storage = self._owner.untyped_storage()
         if self._end > storage.nbytes():
             return None
         return view_of(storage, self._owner.device, self._place)
 
     def data_ptr(self) -> int:
-        """The address of its first element."""
+        """Return the address of the first element."""
         begin: int = self._owner.untyped_storage().data_ptr()
         offset: int = self._place[3]
         skipped = offset * int(self.dtype.itemsize)
         return begin + skipped
 
     def stride(self) -> tuple[int, ...]:
-        """That of the operand."""
+        """Return the operand's strides."""
         return tuple(self._place[2])
 
 
@@ -84,13 +84,13 @@ class _NotHeldError(Exception):
 
 
 class Slice:
-    """The operations that lead to one tensor, for which nothing of their tape is needed.
+    """The operations that compute one tensor, copied so that they need nothing of their tape.
 
     Args:
-        state: that they make.
-        place: of the tensor.
-        give: makes an operand of a state that is held, and the place in it; of an :class:`Outside`; or returns
-            ``None``, where that is to be computed, too.
+        state: the state that they compute.
+        place: the tensor's place in it.
+        give: return the held operand at a place in a state, or the one for an :class:`Outside`; ``None`` if it
+            has to be computed, too.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class Slice:
         self._give = give
         self._seeds: dict[
             int, int
-        ] = {}  # by a state's number: the operand that an operation writes
+        ] = {}  # state number to the index of the operand that an operation writes
         self._ops: list[Op] = []
         todo, seen = [state.maker], set()
         while todo:
@@ -121,7 +121,7 @@ class Slice:
         del self._give
 
     def _copy_of(self, op: Op) -> tuple[Op, list[Op | None]]:
-        """``op`` with what it is given in place of what is held, and the operations that it needs."""
+        """Return ``op`` with held values replaced by operands, and the operations that it needs."""
         new, before = Op(op.func, op.index), list[Op | None]()
         new.is_grad_enabled, new.settings, new.made = op.is_grad_enabled, op.settings, op.made
         places = (each.argument for each in op.made)
@@ -152,7 +152,7 @@ class Slice:
             else:
                 before.append(value.state.maker)
         made = copy.copy(value)
-        del made.state  # with all that led to it
+        del made.state  # which refers to the operations before it
         new.reads.append(made)
         return made
 
@@ -164,7 +164,7 @@ class Slice:
         return len(self.operands) - 1
 
     def run(self, given: Sequence[Tensor]) -> Tensor:
-        """The tensor, from the value of each operand."""
+        """Compute the tensor from the value of each operand."""
         values = Values({self._number: [self._place]}, _no_outside)
         values.given = given
         for number, at in self._seeds.items():
@@ -174,7 +174,7 @@ class Slice:
 
 
 _FLAT: Place = ()
-"""All of a memory, as a tensor of one dimension."""
+"""All of a memory, as a one-dimensional tensor."""
 
 
 def _no_outside(outside: Outside) -> Tensor:
@@ -199,7 +199,7 @@ def slice_of(
     tensor: Tensor,
     give: Callable[[State | None, Place, Outside | None], object | None],
 ) -> tuple[Slice | None, str]:
-    """The operations that lead to ``tensor``; or ``None``, and why it cannot be computed again."""
+    """Return the operations that compute ``tensor``; or ``None`` and the reason why it cannot be recomputed."""
     state = tape.state_of(tensor)
     if state is None:
         return None, UNSEEN
@@ -212,16 +212,16 @@ def slice_of(
 
 
 class Replay:
-    """Operations that are called again to make one block.
+    """The operations that recompute one block.
 
     Args:
-        part: of a tape.
-        made: what it makes, which fills its storage.
-        state: that it makes.
+        part: the operations, taken from a tape.
+        made: the tensor that they compute, which fills its storage.
+        state: the state that they compute.
     """
 
     sources: tuple[Tensor | None, ...] = ()
-    """The memory that each operand was saved from, where that is alive: to be compared with once."""
+    """The tensor that each operand was saved from, while it is alive; used for one comparison."""
 
     def __init__(self, part: Slice, made: Tensor, state: State) -> None:
         self._slice = part
@@ -232,12 +232,13 @@ class Replay:
         self.depth: int = 1 + max(map(_depth_of, self.operands), default=0)
 
     def result(self, values: Sequence[Tensor]) -> Tensor:
-        """Compute it again, from the value of each operand: all elements, as they lie in memory."""
+        """Recompute the block from its operands' values; return all elements in memory order."""
         result = self._slice.run(values)
         return result.as_strided((result.numel(),), (1,))
 
     def key(self, block: Block) -> tuple[Any, ...]:
-        """What decides the bits of the result beside the operands': alike for two replays of one class."""
+        """Return what decides the result's bits, other than the operands' bits: equal for replays of one
+        class."""
         return (
             block.cleanup.module,
             block.saves.number,
@@ -249,11 +250,13 @@ class Replay:
         )
 
     def reason_against(self, block: Block) -> str:
-        """Why ``block``, which is complete and in place, cannot be recomputed; ``""``: it can."""
+        """Return why ``block``, which is complete and in place, cannot be recomputed; ``""`` if it can."""
         source = block.storage_version
         if block.is_copy or source.is_parted:
             return "only a part of its storage was saved"
-        if self._state.is_over:  # as running statistics are, by the operation that saves them
+        if (
+            self._state.is_over
+        ):  # running statistics: the operation that saves them also writes them
             return "it was changed since it was saved"
         for operand in self.operands:
             if type(operand) is not Entry:
@@ -271,7 +274,7 @@ class Replay:
         return ""
 
     def given(self) -> list[Tensor] | None:
-        """The values of all operands, where they are in place."""
+        """Return the values of all operands if all are in place, else ``None``."""
         found = []
         for at, operand in enumerate(self.operands):
             value = operand
@@ -286,14 +289,15 @@ class Replay:
         return self.values(found)
 
     def values(self, operands: Sequence[Any]) -> list[Tensor] | None:
-        """``operands`` without their graphs; ``None`` where the memory of one is not there."""
+        """Return ``operands`` detached, or ``None`` if the memory of one is freed."""
         with without_function_modes(), without_dispatch():
             found = [each.value() if type(each) is InPlace else each for each in operands]
             there = [each.detach() for each in found if each is not None]
         return there if len(there) == len(found) else None
 
     def derivation(self, block: Block, fingerprint: Any) -> Derivation:
-        """What makes ``block``, whose bytes have this fingerprint. It owns entries of its own."""
+        """Return the derivation that recomputes ``block``, whose bytes have this fingerprint, from entries of
+        its own."""
         owned = (_owned(each) if type(each) is Entry else each for each in self.operands)
         return _Recomputation(self, block.dtype, tuple(owned), fingerprint)
 
@@ -302,13 +306,13 @@ class Replay:
 
 
 class _Recomputation(Derivation):
-    """The bytes are what ``replay`` computes again.
+    """Derive a block's bytes by calling ``replay`` again.
 
     Args:
-        replay: that was bit-equal once.
-        dtype: of what it makes.
-        operands: its own entries, and tensors in place.
-        fingerprint: of the bytes that were let go.
+        replay: a replay whose result was once compared bit for bit.
+        dtype: type of the result.
+        operands: entries that this object owns, and tensors in place.
+        fingerprint: of the discarded bytes.
     """
 
     __slots__ = ("_operands", "_replay", "dtype", "fingerprint", "threads")
@@ -329,13 +333,13 @@ class _Recomputation(Derivation):
         return tuple(each for each in self._operands if type(each) is Entry)
 
     def given(self, unpack: Callable[[Any], Tensor]) -> list[Tensor] | None:
-        """See :meth:`Derivation.given`; ``None``: an operand in place has no memory any more."""
+        """See :meth:`Derivation.given`; ``None`` if an operand in place has lost its memory."""
         return self._replay.values(
             [unpack(each) if type(each) is Entry else each for each in self._operands]
         )
 
     def given_ahead(self, unpack: Callable[[Any], Tensor]) -> list[Tensor]:
-        """See :meth:`Derivation.given_ahead`. What the program holds is copied: it may take its memory away
+        """See :meth:`Derivation.given_ahead`. Copies the operands in place: the program may free their memory
         (``resize_``), as FSDP does."""
         given = self.given(unpack)
         if given is None:
@@ -348,7 +352,7 @@ class _Recomputation(Derivation):
         return given
 
     def make(self, given: Any, out: Tensor) -> None:
-        """See :meth:`Derivation.make`; zeros, whose fingerprint tells, where nothing is given."""
+        """See :meth:`Derivation.make`. Without operands it writes zeros, which fail the fingerprint check."""
         if given is None:
             out.zero_()
         else:

@@ -1,4 +1,4 @@
-"""What the program declares to be computed from its arguments alone."""
+"""Declare operations whose results follow from their arguments alone."""
 
 from __future__ import annotations
 

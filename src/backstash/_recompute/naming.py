@@ -1,8 +1,9 @@
-"""Which modules' forwards a budget may have recomputed where the program names none.
+"""Choose which modules a budget may recompute where the program names none.
 
-In the first step it is counted what each module saves. If not everything fits, the largest modules that save at
-most an eighth of the step are treated as if they had been given to :meth:`~backstash.Stash.recompute`: backward
-then holds what one call of them saves, beside what is held of the others.
+The first step counts the bytes that each module saves. If not everything fits, the stash treats the largest
+modules that save at most an eighth of the step as if they had been given to :meth:`~backstash.Stash.recompute`.
+In backward, one call's saved tensors then exist at a time, in addition to what the stash holds for the other
+calls.
 """
 
 from __future__ import annotations
@@ -18,22 +19,22 @@ from .._torch.modules import compiled_around, is_compiled
 
 __all__ = ["Naming", "largest_modules"]
 
-_PART = 8  # of the step's bytes, that one call saves at most
-_MOST_PART = 2  # likewise, where the modules in it save little of what it does
-_COVERED = 0.75  # of a module's bytes, that those in it must save for them to be taken in its place
+_PART = 8  # one call saves at most 1/8 of the step's bytes
+_MOST_PART = 2  # or 1/2, if its submodules save little of that
+_COVERED = 0.75  # the submodules replace a module if they save at least this share of its bytes
 
 
 class Removable(Protocol):
-    """Of hooks."""
+    """A handle of registered hooks."""
 
     def remove(self) -> None: ...
 
 
 class Naming:
-    """Of one stash.
+    """Choose and attach the modules that one stash recomputes without being asked to.
 
     Args:
-        attach: has the forwards of some modules recorded, until what it returns is removed.
+        attach: start recording the forwards of the given modules; removing the returned handle stops it.
     """
 
     def __init__(self, attach: Callable[[Sequence[nn.Module]], Removable | None]) -> None:
@@ -43,19 +44,19 @@ class Naming:
         self._handle: Removable | None = None
 
     def saw(self, modules: Sequence[nn.Module], path: str, nbytes: int) -> None:
-        """A block was saved in the first step.
+        """Count a block that was saved in the first step.
 
         Args:
-            modules: that run, outermost first.
-            path: of the last one in the first.
-            nbytes: of the block.
+            modules: the running modules, outermost first.
+            path: path of the innermost module within the outermost.
+            nbytes: size of the block.
         """
         if modules:
             root = modules[0]
             self._roots.setdefault(id(root), (weakref.ref(root), Counter()))[1][path] += nbytes
 
     def begin(self) -> None:
-        """Not everything fits: choose modules and attach to them; after :meth:`end`, to the same ones."""
+        """Attach to the chosen modules, choosing them at the first call. Called when not everything fits."""
         if self._modules is None:
             total = sum(sum(saved.values()) for _, saved in self._roots.values())
             roots = [(root(), saved) for root, saved in self._roots.values()]
@@ -71,21 +72,22 @@ class Naming:
             self._handle = self._attach(alive) if alive else None
 
     def end(self) -> None:
-        """Nothing is recomputed by modules: take the hooks off."""
+        """Remove the hooks: no module is recomputed."""
         handle, self._handle = self._handle, None
         if handle is not None:
             handle.remove()
 
 
 def largest_modules(root: nn.Module, saved: Mapping[str, int], total: int) -> list[nn.Module]:
-    """The largest modules in ``root`` that save at most an eighth of ``total`` each.
+    """Return the largest modules in ``root`` that save at most an eighth of ``total`` each.
 
-    One that saves more is taken only where most of that is not saved by modules in it, but by its own forward.
+    A module that saves up to half is returned, too, if its own forward, and not its submodules, saves much of
+    it.
 
     Args:
         root: the outermost module.
         saved: bytes by the path of the innermost module that saved them.
-        total: bytes of the step.
+        total: bytes that the step saves.
     """
     within: Counter[str] = Counter()
     for path, nbytes in saved.items():
@@ -117,5 +119,5 @@ def _pick(
 
 
 def _is_called(module: nn.Module) -> bool:
-    """Whether it has a forward of its own: a ``ModuleList`` has none."""
+    """Whether the module has a forward of its own; a ``ModuleList`` has none."""
     return type(module).forward is not nn.Module.forward

@@ -1,9 +1,9 @@
-"""Which tape records what a thread computes in a context of its stash, and what that can compute again.
+"""Begin and end the tape that records a thread's operations inside a context of its stash.
 
-A tape is on only where something may be recomputed: the stash's policy answers so, or its plan does, or a step
-is measured. It begins with a context, or with the first save of a step inside one, whose own operation it does
-not see. It ends with the context, when the outermost module's forward returns in which something was saved, or
-when backward begins to use what was saved.
+A tape records only where a block may be recomputed: the stash's policy has asked for it, its plan does, or the
+stash is measuring a step. A tape begins when a context is entered, or with the first save of a step inside a
+context; it misses the operation that made this save. It ends with the context, when the outermost module in
+which something was saved returns, or when backward first uses a saved tensor.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from .tape import UNSEEN, Leaver, Outside, Place, State, Tape, copied, is_small
 __all__ = ["Recorder"]
 
 _FIRST_CONTEXTS = 2
-"""In so many contexts a policy is listened to before it is taken to recompute nothing."""
+"""After this many contexts without a request to recompute, tapes are no longer begun for a policy."""
 
 
 class Recorder:
-    """Of one stash.
+    """The tapes of one stash, and the replays that they allow.
 
     Args:
-        session: of the stash.
-        asks: whether a policy is asked, which may answer so.
-        attach: see :class:`Naming`; ``None``: no module is recomputed but those that are named.
+        session: the stash's session.
+        asks: whether the stash has a policy, which may ask to recompute a block.
+        attach: see :class:`Naming`; ``None``: only modules that the program names are recomputed.
     """
 
     def __init__(
@@ -53,11 +53,11 @@ class Recorder:
     ) -> None:
         self._session = session
         self.only_modules = False
-        """Whether modules were named, so that a plan is to have nothing else recomputed."""
+        """Whether the program named modules, so that a plan recomputes nothing else."""
         self._naming: Naming | None = None if attach is None else Naming(attach)
         self._asks = asks
         self._contexts = 0
-        self._marked = -1  # the step of the last tape that ends with a module's call
+        self._marked = -1  # step of the last tape that ends when a module returns
         self._has_asked = False
 
     def _is_wanted(self) -> bool:
@@ -74,7 +74,7 @@ class Recorder:
             self._naming.saw(modules, path, nbytes)
 
     def set_modules(self, *, on: bool) -> None:
-        """Whether the forwards of modules that nobody named may be recomputed, as a plan has it."""
+        """Start or stop recomputing modules that the program did not name, as the plan requires."""
         naming = self._naming
         if naming is None or self.only_modules:
             return
@@ -84,23 +84,23 @@ class Recorder:
             naming.end()
 
     def entered(self, thread_state: ThreadState, frame: FrameType | None) -> None:
-        """This thread enters a context of the stash; ``frame``: of a module's call."""
+        """Begin a tape if needed: this thread enters a context, or with ``frame`` a module's call."""
         self._drop_stale(thread_state)
         if thread_state.tape is None and self._is_wanted():
             self._begin(thread_state, frame)
 
     def left(self, thread_state: ThreadState) -> None:
-        """This thread has left one."""
+        """End the tape if this thread has left its outermost context."""
         tape = thread_state.tape
         if not thread_state.scopes and tape is not None and tape.is_of_context:
             self._contexts += 1
             self.end(thread_state)
 
     def saves(self, thread_state: ThreadState) -> Tape | None:
-        """A tensor is about to be saved: the tape that is on. A step has one of its own."""
+        """Return the tape for a tensor that is about to be saved. Each step gets a tape of its own."""
         tape: Tape | None = thread_state.tape
         if tape is not None and not tape.is_of_context:
-            return tape  # of a module's forward, in which it is off while this runs
+            return tape  # of a module's forward; it is paused while this runs
         is_old = tape is not None and tape.number != self._session.predictor.next_pass
         if tape is not None and (is_old or not tape.is_recording):
             self.end(thread_state)
@@ -110,7 +110,7 @@ class Recorder:
                 self._begin(thread_state, thread_state.scopes[0].frame)
         tape = thread_state.tape
         if tape is not None and tape.frame is None and not tape.is_marked:
-            # Backward mostly comes when the model has returned, and no mode may be active then.
+            # Backward usually runs after the model returns, and no mode may be active then.
             tape.is_marked = mark_outermost_call(functools.partial(Leaver, tape))
             if tape.is_marked:
                 self._marked = tape.number
@@ -118,7 +118,7 @@ class Recorder:
 
     def _begin(self, thread_state: ThreadState, frame: FrameType | None) -> None:
         if count_dispatch_modes():
-            return  # a mode of the program's may change what operations compute
+            return  # the program's mode may change what operations compute
         tape = thread_state.tape = Tape(most=MOST_OPERATIONS)
         tape.number, tape.frame = self._session.predictor.next_pass, frame
         tape.enter()
@@ -129,7 +129,7 @@ class Recorder:
             self.end(thread_state)
 
     def end(self, thread_state: ThreadState) -> None:
-        """Record no more of what this thread computes."""
+        """Stop recording what this thread computes."""
         tape, thread_state.tape = thread_state.tape, None
         if tape is not None:
             tape.leave()
@@ -138,13 +138,13 @@ class Recorder:
     def replay_of(
         self, tensor: Tensor, thread_state: ThreadState, *, unsaved: bool = True
     ) -> tuple[Replay | None, str]:
-        """How the storage of ``tensor`` can be computed again; or ``None``, and why it cannot.
+        """Return the replay that computes the storage of ``tensor``; or ``None`` and the reason why none can.
 
         Args:
-            tensor: that autograd saves.
+            tensor: the tensor that autograd saves.
             thread_state: of this thread.
-            unsaved: whether a parameter may be relied on that no operation saved. Plain PyTorch does not mind
-                where it is changed before backward.
+            unsaved: whether a replay may read a parameter that no operation saved. Plain PyTorch raises no
+                error where such a parameter is changed before backward.
         """
         self._has_asked = self._has_asked or self._asks
         tape: Tape | None = thread_state.tape
@@ -168,7 +168,7 @@ class Recorder:
 
 
 class _Operands:
-    """Gives the operands of a replay, where they are held anyway, or small enough to be copied."""
+    """Return an operand of a replay if something else holds it or it is small enough to copy."""
 
     def __init__(self, *, unsaved: bool) -> None:
         self._unsaved = unsaved
@@ -181,7 +181,7 @@ class _Operands:
         if type(saved) is Block:
             return Entry.at(saved, state.device, place)
         if state.is_over:
-            saved = None  # its memory has other bytes now
+            saved = None  # its memory was overwritten
         if outside is not None and outside.is_lost:
             outside = None
         leaf = outside.leaf() if outside is not None and outside.leaf is not None else None
@@ -193,7 +193,7 @@ class _Operands:
             return held
         small = held.value()
         if outside is not None and small is not None and is_small(small):
-            if outside.packed is None:  # a buffer, say, which may be written where it is
+            if outside.packed is None:  # a buffer, say, which may be written in place
                 outside.packed = copied(small)
             copy: Tensor = outside.packed[0]
             return copy
@@ -209,7 +209,7 @@ def _flat(storage: Any, state: State) -> Tensor:
 
 
 def _fills(made: Tensor) -> bool:
-    """Whether every byte of its storage is an element's, once."""
+    """Whether the elements of ``made`` fill its storage without gaps or overlap."""
     if reason_to_stay(made) or made.storage_offset():
         return False
     if made.nbytes != made.untyped_storage().nbytes():

@@ -1,12 +1,12 @@
-"""Regions: what a module's forward saves is let go, and the operations that made it are replayed in backward.
+"""Regions: modules whose saved tensors are discarded and recomputed in backward by replaying their operations.
 
-A tape records the operations while the module runs (see ``tape``). Of what autograd saves meanwhile, everything
-that the tape can replay is let go; what cannot be replayed is treated as any other saved tensor. What a replay
-needs is held as entries of the stash, so budgets hold for it.
+A tape records the operations while the module runs (see ``tape``). Autograd's saved tensors that the tape can
+replay are discarded; the stash treats the others as usual. What a replay needs is held as entries of the stash,
+so it counts toward budgets.
 
-Nothing is taken on faith. The first time that a result of certain operations, on tensors of certain shapes, is
-let go, it is computed again when the forward ends and compared bit for bit. Later on, some bytes of each tensor
-have a fingerprint, and what is computed again must have the same one.
+Every kind of result is checked. When a result of certain operations on certain shapes is first to be discarded,
+the region recomputes it at the end of the forward and compares it bit for bit. Later, the region records a
+fingerprint of some bytes of each discarded tensor, and the recomputed tensor must have the same one.
 """
 
 from __future__ import annotations
@@ -59,33 +59,33 @@ and what the call saved: the number of the save, and the value's."""
 
 
 class ForwardPlan(Protocol):
-    """What a controller has to do with one forward: whether it is recomputed, and what is recorded of it."""
+    """A controller's instructions for one forward: whether to recompute it, and what to record."""
 
     forward: Any
-    """Where it is recorded, it is not recomputed."""
+    """The record of the forward, or ``None``. A recorded forward is not recomputed."""
     may_try: bool
-    """Whether a replay may be made now, to be compared."""
+    """Whether the region may replay the forward now, to compare."""
 
     def begin(self) -> bool:
-        """Whether it is recorded, or recomputed; else what it saves is held as what anything else saves."""
+        """Return whether the forward is recorded or recomputed; if not, its saved tensors are held as usual."""
 
     def enter(self, inputs: list[int], packed: list[object]) -> None:
-        """It begins: with the storages that it is given, and what the stash has made of these."""
+        """Begin the forward, given its inputs' storages and what the stash packed them as."""
 
     def leave(self, *, in_order: bool) -> None:
-        """It has ended; ``in_order``: and it is known that it can be recomputed."""
+        """End the forward; ``in_order``: it raised no error and can be recomputed."""
 
     def stays_at(self, number: int) -> bool:
-        """Whether the save of this number is not let go, since something outside saves the same."""
+        """Whether to hold this save, because something outside the region saves the same storage."""
 
     def pack(self, number: int, tensor: Tensor, pack: Callable[[Tensor], object]) -> object:
-        """Hold what is only recorded."""
+        """Hold a tensor of a forward that is only recorded."""
 
     def hook_begins(self) -> Any:
-        """For :meth:`hook_took`."""
+        """Return the start of a hook, for :meth:`hook_took`."""
 
     def hook_took(self, began: Any) -> None:
-        """What the region did from ``began`` to now is no computing."""
+        """Exclude the time since ``began``, spent in the region's hook, from the step's computing."""
 
     def mark(self) -> Any:
         """A point in time of the device that computes."""
@@ -97,25 +97,26 @@ class ForwardPlan(Protocol):
         """A save was discarded of the value of this number, in a forward of which a part stays."""
 
     def pause(self) -> Any:
-        """What is done until :meth:`end_trial` is given what this returns is no part of the step."""
+        """Exclude what follows from the step's measurement until :meth:`end_trial`, which gets what this
+        returns."""
 
     def end_trial(self, paused: Any) -> float:
-        """A replay that was to be compared has ended. Returns its seconds; 0: they are not known."""
+        """End a replay that was made to compare. Return its seconds, or 0 if they are unknown."""
 
     def was_alike(self) -> None:
-        """What it saved was computed again, and was the same."""
+        """Record that a replay of the forward was bit-equal."""
 
 
 class Call:
-    """One forward of a region: the pack hook while it runs, and what computes again what it let go.
+    """One forward of a region: its pack hook, and the recomputation of what it discarded.
 
     Args:
-        region: whose forward it is.
-        modules: that run, its own the last.
+        region: the region.
+        modules: the running modules, the region's own last.
         thread_state: of the thread.
         frame: of the module's call.
-        inputs: what it was given, packed; held as long as it may be needed.
-        planned: what a plan wants of it; ``None``: there is none.
+        inputs: the packed inputs, held as long as they may be needed.
+        planned: the plan's instructions; ``None`` without a plan.
     """
 
     def __init__(
@@ -138,7 +139,7 @@ class Call:
         self._count = 0
         self._held: list[weakref.ref[Held]] = []
         self._discarded_bytes = 0
-        self._counted: set[tuple[int, Place]] = set()  # what is in these
+        self._counted: set[tuple[int, Place]] = set()  # states and places in _discarded_bytes
         self._saved: set[tuple[int, int]] = (
             set()
         )  # storages at versions, of a module that was found
@@ -155,23 +156,23 @@ class Call:
         self._lock = os.getpid(), threading.RLock()
         self.tape: Tape | None = Tape()
         self._thread_state = thread_state
-        self._outer: Tape | None = None  # the context's, which it stands in for
+        self._outer: Tape | None = None  # the context's tape, which this one replaces meanwhile
 
-    # The forward.
+    # Forward.
 
     def begin(self, outer: Tape | None) -> None:
-        """Record it; ``outer``: the tape of the context, which sees nothing of it."""
+        """Start recording; ``outer`` is the context's tape, which does not see this forward."""
         assert self.tape is not None
         self.tape.frame = self.frame
         self._outer, self._thread_state.tape = outer, self.tape
         self.tape.enter()
 
     def steps_aside(self) -> None:
-        """A transform of ``torch.func`` runs without hooks."""
+        """Record that a transform of ``torch.func`` runs without hooks."""
         self.region.admission.stepped_aside()
 
     def __call__(self, tensor: Tensor) -> object:
-        """The pack hook while the module runs."""
+        """Pack a tensor that autograd saves while the module runs."""
         tape, planned = self.tape, self._planned
         assert tape is not None
         if self.region.is_found:
@@ -192,12 +193,12 @@ class Call:
     def _save(self, tensor: Tensor, tape: Tape) -> object:
         number, self._count = self._count, self._count + 1
         if type(tensor) is not Tensor or reason_to_stay(tensor) or task_or_none() != self._task:
-            # A backward in the middle of the forward, whose graph is kept, saves what was handed out to it.
+            # A backward within the forward that retains its graph saves the tensors it unpacked.
             return self._pack(tensor)
         state = tape.state_of(tensor)
         if state is None or _is_workspace(tensor):
             return self._pack(tensor)
-        if state.reason and tensor.requires_grad:  # what may be filled yet is looked at later
+        if state.reason and tensor.requires_grad:  # one that may still be filled is checked later
             return self._refuse(tensor, state.reason)
         if not self.region.admission.may_discard(tensor):
             return self._pack(tensor)
@@ -208,7 +209,7 @@ class Call:
             return packed
         held = Held(self, state, place_of(tensor), tensor)
         if not tensor.requires_grad:
-            # An operation may save what it is yet to fill: it is looked at when the operation has ended.
+            # An operation may save a tensor before it fills it: check it when the operation has ended.
             held.packed = tensor.detach(), tensor._version
             self._unfilled.append((held, tensor, number))
             tape.recorded = self._note_filled
@@ -216,7 +217,7 @@ class Call:
         return self._handled(held, tensor, number, tape)
 
     def _handled(self, held: Held, tensor: Tensor, number: int, tape: Tape) -> object:
-        """``held``, or what the stash made of a tensor that cannot be let go."""
+        """Return ``held``, or the packed tensor if it cannot be discarded."""
         planned = self._planned
         if held.state is None:
             reason = UNSEEN
@@ -229,7 +230,7 @@ class Call:
         return self._refuse(tensor, reason) if reason else held
 
     def _trace(self, held: Held, tensor: Tensor, number: int, planned: ForwardPlan) -> object:
-        """Hold what is only recorded."""
+        """Hold a tensor of a forward that is only recorded."""
         tape = self.tape
         assert tape is not None
         reason = tape.want(held.state, self._hold, self._relies_on)
@@ -245,24 +246,26 @@ class Call:
         return packed
 
     def _relies_on(self, operand: Tensor) -> bool:
-        """Whether the program cannot change it before backward without an error in plain PyTorch, too. Who
-        names a module promises not to."""
+        """Whether a replay may read ``operand`` without a copy. In a module that the program named it may: who
+        names a module promises not to change it. Otherwise plain PyTorch must raise an error, too, if the
+        program changes it before backward."""
         if not self.region.is_found:
             return True
         return (storage_identity(operand.untyped_storage()), operand._version) in self._saved
 
     def _refuse(self, tensor: Tensor, reason: str) -> object:
-        if reason != UNSEEN:  # mostly what the module was given
+        if reason != UNSEEN:  # which is usually an input of the module
             self.region.count(reason, tensor.nbytes)
         return self._hold(tensor, reason.endswith(RANDOM))
 
     def _hold(self, tensor: Tensor, is_random: bool) -> object:
-        # On the simulated accelerator a packed one was written again before its copy had ended: not there.
+        # Not on the simulated accelerator: there the tensor was overwritten before its copy had ended.
         packs = is_random and tensor.device.type == "cpu"
         return self._pack_smaller(tensor) if packs else self._pack(tensor)
 
     def _discard(self, held: Held, tensor: Tensor, tape: Tape) -> str:
-        """Let go of it, or hold it until it was compared. Why it cannot be let go; ``""``: it can."""
+        """Discard the tensor, or hold it until it has been compared. Return why it cannot be discarded, or
+        ``""``."""
         region, state = self.region, held.state
         reason = region.refused.get(state.key, "") or tape.want(state, self._hold, self._relies_on)
         if reason:
@@ -285,7 +288,7 @@ class Call:
             self._discarded_bytes += held.nbytes
 
     def _note_filled(self) -> None:
-        """The operation that saved these has ended."""
+        """Look up the states of these tensors: the operation that saved them has ended."""
         tape, (unfilled, self._unfilled) = self.tape, (self._unfilled, [])
         assert tape is not None
         for held, tensor, _ in unfilled:
@@ -293,17 +296,17 @@ class Call:
         self._filled += unfilled
 
     def _settle(self, tape: Tape) -> None:
-        """Let go of what was filled since it was saved."""
+        """Discard the tensors that were filled after they were saved."""
         filled, self._filled = self._filled, []
         for held, tensor, number in filled:
             if held.packed[1] != tensor._version:
-                continue  # changed since, which is an error in plain PyTorch, too
+                continue  # changed in place, which is an error in plain PyTorch, too
             packed = self._handled(held, tensor, number, tape)
             if packed is not held:
                 held.packed = packed
 
     def end(self, *, in_order: bool) -> None:
-        """The forward has ended; ``in_order``: without an error."""
+        """End the forward; ``in_order``: it raised no error."""
         tape = self.tape
         assert tape is not None
         tape.leave()
@@ -342,14 +345,14 @@ class Call:
     def _compare(self, unknown: list[tuple[Held, Tensor, int]], timed: Timed | None) -> str:
         """Compute it again, and let go of what is the same. Why some is not; ``""``: all is."""
         region = self.region
-        # What was changed since is an error in plain PyTorch, too, if backward uses it.
+        # Skip tensors changed in place: using them in backward is an error in plain PyTorch, too.
         same = [each for each in unknown if each[1]._version == each[2]]
         try:
             targets = [(held.state, held.place) for held, _, _ in same]
             values = replay(targets, region.unpack, timed)
         except InplaceError:
-            raise  # something is not what plain PyTorch's is
-        except Exception as error:  # a kernel's
+            raise  # a value differs from plain PyTorch's
+        except Exception as error:  # raised by a kernel
             values, reason = [], f"computed again, {type(error).__name__}: {error}"
         else:
             reason = ""
@@ -379,11 +382,11 @@ class Call:
         return clean(module_path(self._modules))
 
     def value(self, held: Held, thread_state: ThreadState) -> Any:
-        """What the stash made of ``held``, or the tensor computed again, with its version."""
+        """Return what the stash packed ``held`` as, or the recomputed tensor with its version."""
         if held.packed is not None:
             return held.packed
         if self.region.session.section.is_nested():
-            # In the middle of another call: nothing is waited for, and nothing shared changes.
+            # This call interrupts another one: do not wait, and do not change shared state.
             return self._compute([held])[0]
         with self._own_lock():
             task = task_or_none()
@@ -426,7 +429,7 @@ class Call:
 
 
 class _Drop:
-    """At the end of a backward: what was computed again for it, and not used."""
+    """Free, at the end of a backward, the tensors that it recomputed and did not use."""
 
     def __init__(self, held: list[weakref.ref[Held]]) -> None:
         self._held = held
@@ -468,13 +471,13 @@ def _are_same(one: Tensor, other: Tensor) -> bool:
 
 
 def _is_workspace(tensor: Tensor) -> bool:
-    """Whether it may be a library's (oneDNN's LSTM has one), of which nobody writes every byte."""
+    """Whether it may be a library's workspace (oneDNN's LSTM has one), not every byte of which is written."""
     is_bytes = tensor.dtype is torch.uint8 and tensor.dim() == 1
     return is_bytes and tensor.nbytes == tensor.untyped_storage().nbytes()
 
 
 def _device_used(module: nn.Module, args: tuple[Any, ...]) -> torch.device:
-    """That of its first parameter, or where it has none, of its first argument."""
+    """Return the device of the first parameter; without parameters, of the first argument."""
     for each in (*itertools.islice(module.parameters(), 1), *args):
         if isinstance(each, Tensor):
             return each.device
@@ -482,10 +485,10 @@ def _device_used(module: nn.Module, args: tuple[Any, ...]) -> torch.device:
 
 
 class Once:
-    """The pack hook of a region that runs once: the stash's.
+    """The pack hook of a region that is not recomputed in this call: it packs with the stash's hook.
 
-    What it is given is packed as if it were recomputed, so that it is of the same class, and is held while it
-    runs.
+    The region's inputs are packed as if the region were recomputed, so that they are of the same class, and are
+    held while it runs.
     """
 
     __slots__ = ("_admission", "_inputs", "_pack")
@@ -502,14 +505,15 @@ class Once:
         return self._pack(tensor)
 
     def steps_aside(self) -> None:
-        """A transform of ``torch.func`` runs without hooks."""
+        """Record that a transform of ``torch.func`` runs without hooks."""
         self._admission.stepped_aside()
 
 
 class _RegionHook(Hook):
-    """Before or after the forward of a region; an object, as :class:`Hook` is.
+    """A hook before or after the forward of a region; an object, as :class:`Hook` is.
 
-    The region lives as long as its stash, or a graph that it let go of. Afterwards the hook does nothing.
+    A region lives as long as its stash, or as a graph with tensors that the region discarded. After that the
+    hook does nothing.
     """
 
     def __init__(self, region: Region, act: Callable[..., None]) -> None:
@@ -525,21 +529,22 @@ class _RegionHook(Hook):
 
 
 class Region:
-    """A module whose forward's saved tensors are computed again in backward instead of being held.
+    """A module whose saved tensors are recomputed in backward instead of being held.
 
     Args:
-        module: that gets two hooks.
-        session: of the stash.
-        admission: of the stash.
-        thread_state: gives that of this thread.
-        enter: pushes a pack hook for a frame.
-        leave: pops it.
-        unpack: of the stash.
-        known: the keys of the states that were compared, of all regions of the stash.
-        refused: likewise of those that were not the same, and why.
+        module: the module, which gets two hooks.
+        session: the stash's session.
+        admission: the stash's admission.
+        thread_state: return the state of this thread.
+        enter: push a pack hook for a frame.
+        leave: pop it.
+        unpack: the stash's unpack hook.
+        known: keys of the states that compared equal, in all regions of the stash.
+        refused: keys of the states that did not, and why.
         verify: see :class:`~backstash.Stash`.
-        is_found: whether nobody named the module: then it gets no hooks (see :class:`FoundModules`), and what
-            plain PyTorch does not save is not relied on.
+        is_found: whether the stash chose the module and the program did not name it. Such a module gets no
+            hooks (see :class:`FoundModules`), and its replays do not rely on tensors that plain PyTorch does
+            not save.
     """
 
     def __init__(
@@ -580,13 +585,13 @@ class Region:
             )
 
     def count(self, reason: str, nbytes: int) -> None:
-        """So many bytes are not recomputed."""
+        """Count bytes that are not recomputed, with the reason."""
         with self.session.lock:
             self.admission.count_left(_REFUSED + reason, nbytes)
 
     def sample(self, tensor: Tensor, at: int = -1) -> tuple[int, object] | None:
-        """A fingerprint of some bytes of a tensor of the CPU, and where: elsewhere each time, or ``at``; with
-        ``verify="always"`` of all."""
+        """Return a fingerprint of some bytes of a CPU tensor, and their offset. The offset changes with each
+        call unless ``at`` gives it; ``verify="always"`` covers all bytes."""
         if tensor.device.type != "cpu" or self._verify == "first":
             return None
         low, high = extent_bytes(tensor)
@@ -594,7 +599,7 @@ class Region:
             if high - low == tensor.nbytes:
                 return 0, fingerprint(tensor.untyped_storage(), low, tensor.nbytes)
             return 0, fingerprint(dense(raw_alias(tensor)).untyped_storage())
-        if high - low != tensor.nbytes:  # others' bytes are between its own
+        if high - low != tensor.nbytes:  # its elements are not contiguous
             return self._sample_of_parts(tensor, at)
         if at < 0:
             self._samples += 1
@@ -619,7 +624,7 @@ class Region:
         thread_state = self._thread_state()
         if not torch.is_grad_enabled():
             return
-        newest_scope(thread_state)  # clears those that an interrupt has left
+        newest_scope(thread_state)  # removes scopes that an interrupt left behind
         if self.is_found and not thread_state.scopes:
             return  # outside of every context
         inside = any(
@@ -627,7 +632,7 @@ class Region:
         )
         if inside or self.session.section.is_nested():
             return
-        began = self.session.region_hook_begins()  # a step may begin here, which takes its time
+        began = self.session.region_hook_begins()  # a step may begin here, which takes time
         running = running_modules(frame)
         planned = self._planned(running, _device_used(module, args))
         outer = thread_state.tape
@@ -647,7 +652,7 @@ class Region:
                 each for each in leaves if type(each) is Tensor and storage_of(each) is not None
             ]
             packed = [pack(each) for each in inputs]
-            if thread_state.tape is not outer:  # which began with these
+            if thread_state.tape is not outer:  # packing the inputs began a tape
                 outer = thread_state.tape
                 if outer is not None:
                     outer.leave()
@@ -663,7 +668,8 @@ class Region:
         call.begin(outer)
 
     def _planned(self, modules: list[nn.Module], device: torch.device) -> ForwardPlan | None:
-        """``None``: nobody decides for ``device``, and all is recomputed."""
+        """Return the plan's instructions; ``None`` if no plan covers ``device``, so that everything is
+        recomputed."""
         tiers = self.session.tiers_of(device)
         if isinstance(tiers, str):
             return None
@@ -674,7 +680,7 @@ class Region:
         return planned
 
     def end(self, frame: FrameType | None, module: nn.Module, args: Any, output: Any) -> None:
-        """After its forward: see ``register_forward_hook``."""
+        """End the call after its forward: see ``register_forward_hook``."""
         leave_stale_tapes()
         scope = newest_scope(self._thread_state())
         if scope is None or scope.frame is not frame:
@@ -686,17 +692,18 @@ class Region:
             call.end(in_order=output is not None)
 
 
-_ending: set[FoundModules] = set()  # of which a forward may run yet
+_ending: set[FoundModules] = set()  # removed, but a forward of theirs may still run
 
 
 class FoundModules:
-    """Begins and ends the forwards of modules that nobody named.
+    """Begin and end the forwards of modules that the program did not name.
 
-    They get no hooks of their own: a module with hooks takes other ways in PyTorch (an encoder layer in
-    evaluation), and is pickled and scripted with them. Two hooks of all modules ask whether it is one of these.
+    These modules get no hooks of their own: PyTorch runs a module with hooks differently (an encoder layer in
+    evaluation), and pickles and scripts its hooks with it. Instead, two global module hooks check whether a
+    module is one of these.
 
     Args:
-        regions: of each module.
+        regions: the modules with their regions.
     """
 
     def __init__(self, regions: list[tuple[nn.Module, Region]]) -> None:
@@ -709,7 +716,7 @@ class FoundModules:
         weakref.finalize(self, _remove_all, (self._begins, self._ends)).atexit = False
 
     def remove(self) -> None:
-        """Begin none any more. Those that have begun still end."""
+        """Begin no more forwards. Those that have begun still end."""
         self._is_removed = True
         self._begins.remove()
         _ending.add(self)
@@ -741,7 +748,7 @@ class FoundModules:
 
 
 class _FoundHook(Hook):
-    """One of the two hooks. The modules live as long as their stash."""
+    """One of the two global hooks. It does nothing once its stash is gone."""
 
     def __init__(self, found: FoundModules, act: Callable[..., None]) -> None:
         super().__init__(act)
@@ -761,14 +768,14 @@ def _remove_all(handles: Iterable[RemovableHandle]) -> None:
 
 
 def _put_back(thread_state: ThreadState, tape: Tape | None) -> None:
-    """The tape of the context is the thread's again."""
+    """Make ``tape``, the context's, the thread's tape again."""
     thread_state.tape = tape
     if tape is not None and tape.is_recording:
         tape.enter()
 
 
 def _reason_against() -> str:
-    """Why nothing can be recorded now; ``""``: it can."""
+    """Return why nothing can be recorded now, or ``""``."""
     pair = current_pair()
     if pair is not None and is_of_checkpoint(own_pack(pair)):
         return "torch.utils.checkpoint is around it, and runs it again itself"
@@ -782,7 +789,7 @@ def _reason_against() -> str:
 
 
 def leave_stale_tapes() -> None:
-    """Take off the tapes of forwards that ended without a hook, as by an interrupt."""
+    """Pop the tapes of forwards that ended without a hook, for example after an interrupt."""
     while type(tape := innermost_mode()) is Tape and tape.frame is not None:
         if is_running(tape.frame):
             return
@@ -790,4 +797,4 @@ def leave_stale_tapes() -> None:
         tape.end()
 
 
-leave_untraced(__name__)  # with what was imported by it
+leave_untraced(__name__)  # including what this module imports

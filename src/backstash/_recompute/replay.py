@@ -1,7 +1,7 @@
-"""Computing again what was let go: a part of a tape, in one pass, each value freed after its last use.
+"""Replay a part of a tape in one pass, freeing each value after its last use.
 
-A replay writes no memory but what it allocates. What its operations write in place is a value that it has made
-itself; running statistics get memory of their own, which is dropped.
+A replay writes only to memory that it allocates. Its in-place operations write to values that the replay itself
+computed. Running statistics are updated in temporary memory, which is then discarded.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def run(ops: list[Op], values: Values, timed: Timed | None = None) -> None:
 
 
 def _leading_to(states: Iterable[State]) -> list[Op]:
-    """The operations that make ``states``, in order."""
+    """Return the operations that compute ``states``, in order."""
     todo, seen = list(states), set()
     while todo:
         op = todo.pop().maker
@@ -108,7 +108,7 @@ def _leading_to(states: Iterable[State]) -> list[Op]:
 
 
 def _runs(ops: Iterable[Op]) -> Iterator[tuple[Settings, list[Op]]]:
-    """The operations, in order, those under the same settings together."""
+    """Yield the operations in order, grouped by consecutive equal settings."""
     some: list[Op] = []
     for op in ops:
         if some and some[0].settings is not op.settings:
@@ -120,7 +120,7 @@ def _runs(ops: Iterable[Op]) -> Iterator[tuple[Settings, list[Op]]]:
 
 
 class Given:
-    """An operand that a replay is given, by its place among them."""
+    """An operand that the caller passes to a replay, identified by its index."""
 
     __slots__ = ("index",)
 
@@ -129,11 +129,11 @@ class Given:
 
 
 class Values:
-    """Those of a replay that are alive.
+    """The live values of a replay.
 
     Args:
-        places: by a state's number: where in its memory what is wanted lies.
-        unpack: gives what was held.
+        places: for each state's number, the places in its memory that the caller wants.
+        unpack: return the tensor of an operand that no replay computes.
     """
 
     def __init__(self, places: dict[int, list[Place]], unpack: Callable[[Outside], Tensor]) -> None:
@@ -141,20 +141,20 @@ class Values:
         self._unpack = unpack
         self.given: Sequence[Tensor] = ()
         self.storages: dict[int, torch.UntypedStorage] = {}
-        """By a state's number."""
+        """Storages by the number of their state."""
         self.held: dict[int, Tensor] = {}
-        """What was unpacked, by the identity of its :class:`Outside`."""
+        """Unpacked tensors by the ``id`` of their :class:`Outside`."""
         self.found: dict[tuple[int, Place], Tensor] = {}
-        """What is wanted."""
+        """The wanted values."""
 
     def run(self, op: Op) -> None:
-        """Call an operation again."""
+        """Call an operation again and record what it computes."""
         for each in op.made:
             if each.argument is None:
                 continue
             before = argument_of(op.args, op.kwargs, each.argument)
             number = before.number
-            for place in self._places.get(number, ()):  # it was asked for, and is written now
+            for place in self._places.get(number, ()):  # a wanted value is about to be overwritten
                 self.found[number, place] = snapshot(self.found[number, place])
         args = [self._value(each) for each in op.args]
         kwargs = {name: self._value(each) for name, each in op.kwargs.items()}
@@ -187,7 +187,7 @@ class Values:
 
 
 def _unpacked(outside: Outside, unpack: Callable[[Any], Tensor]) -> Tensor:
-    if outside.tensor is not None:  # the forward has not ended
+    if outside.tensor is not None:  # the forward is still running
         return outside.tensor.detach()
     value = unpack(outside.packed).detach()
     if outside.told is not None and told(value) != outside.told:
@@ -199,7 +199,7 @@ def _unpacked(outside: Outside, unpack: Callable[[Any], Tensor]) -> Tensor:
 
 
 def view_of(storage: torch.UntypedStorage, device: torch.device, place: Place) -> Tensor:
-    """A tensor at ``place`` in a memory."""
+    """Return a tensor at ``place`` in ``storage``."""
     dtype, shape, stride, offset, conj, neg = place
     view = torch.empty(0, dtype=dtype, device=device).set_(storage, offset, shape, stride)
     return toggle_bits(view, conj=conj, neg=neg) if conj or neg else view
@@ -207,7 +207,7 @@ def view_of(storage: torch.UntypedStorage, device: torch.device, place: Place) -
 
 @contextmanager
 def _alone() -> Iterator[None]:
-    """Without what stands between a call and its kernel: modes, autocast, gradients."""
+    """Disable what PyTorch puts between a call and its kernel: modes, autocast, autograd."""
     with ExitStack() as stack:
         stack.enter_context(without_function_modes())
         stack.enter_context(without_dispatch_modes())

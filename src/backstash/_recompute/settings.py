@@ -1,7 +1,7 @@
-"""The settings by which PyTorch chooses a kernel: noted for each operation, and put there for its replay.
+"""Record the global settings by which PyTorch chooses a kernel, and restore them for a replay.
 
-The number of threads is one of them: how elements are divided among threads decides which of them vector code
-computes, and in which order they are added.
+The number of threads is one of them. How the elements are divided among threads decides which of them
+vectorized code computes, and in which order they are added.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Settings = tuple[Any, ...]
 
 _lock = (
     threading.RLock()
-)  # they are the process's; a signal's handler may go backward in the middle of a replay
+)  # the settings are global; reentrant, since a signal handler may run backward during a replay
 _is_changed = False
 
 
@@ -33,7 +33,7 @@ def _cudnn(setting: tuple[bool, ...]) -> None:
 
 
 def now(*, on_accelerator: bool = False) -> Settings:
-    """Those that are in force; for an operation of the CPU, those that it depends on."""
+    """Return the current settings; for an operation on the CPU, only those that it depends on."""
     found = (
         torch.get_num_threads(),
         torch.get_default_dtype(),
@@ -81,7 +81,7 @@ _SET: tuple[Any, ...] = (
 
 @contextmanager
 def put(settings: Settings) -> Iterator[None]:
-    """While it is entered, ``settings`` are in force; then what was before. One thread at a time."""
+    """Apply ``settings`` inside the context and restore the previous ones after it. One thread at a time."""
     global _is_changed
     before = now(on_accelerator=len(settings) > 5)
     if before == settings and not _is_changed:

@@ -1,19 +1,19 @@
-"""The tape: the operations that PyTorch ran in a forward, so that a part of them can be called again.
+"""The tape: a record of the operations of a forward, from which a part can be replayed.
 
-A dispatch mode sees each operation below autograd, with its real arguments, after autocast, and after composite
-operations were taken apart. The tape notes those that can be replayed. Nothing of the program's is run for it,
-then or later, so nothing that the program does beside computing is done twice.
+A dispatch mode sees each operation below autograd: with its actual arguments, after autocast, and after
+composite operations were decomposed. The tape records those that can be replayed. It never runs the program's
+own code, so side effects of the program do not happen twice.
 
-Memory is known by its storage, and forgotten when that dies, which a weak reference tells. A *state* is what
-its bytes are between two writes. A write in place makes a new state from the one before. Views need no
-operation of their own: an operand is a state, and where the operand lies in its memory.
+The tape identifies memory by its storage and forgets a storage when it dies (a weak reference's callback). A
+*state* is the bytes of a storage between two writes; an in-place write makes a new state from the old one.
+Views need no operation: an operand is a state and its place in that memory.
 
-What a state is made from and cannot be replayed itself is *outside*: a parameter, the input of a module, random
-numbers, what a kernel of the program's has written. A tape refers to its tensor while it records, and has it
-held once something that is let go needs it. The tape refers to no intermediate result.
+An operand that no replay can compute is *outside*: a parameter, a module's input, random numbers, the output of
+one of the program's own kernels. A tape refers to such a tensor while it records, and has the stash hold it
+once a discarded tensor needs it. It refers to no intermediate result.
 
-The idea of replaying what a dispatch mode saw is that of this project. To let go of results and compute them
-again operation by operation, chosen while a program runs, is that of DTR (Kirisame et al., ICLR 2021).
+Replaying what a dispatch mode recorded is this project's idea. Discarding results and recomputing them
+operation by operation, chosen while the program runs, comes from DTR (Kirisame et al., ICLR 2021).
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ __all__ = [
 ]
 
 Place = tuple[Any, ...]
-"""Where a tensor lies in its memory: its type, shape, stride, offset, and its conj and neg bits."""
+"""A tensor's place in its memory: dtype, shape, stride, offset, and its conj and neg bits."""
 
 _UNSAVED = "it follows from a tensor that PyTorch does not save, and lets programs change"
 _CHANGED = "its input was changed in place"
@@ -91,12 +91,12 @@ _OTHERWISE = "it is computed in another way while operations are recorded"
 _OTHER_STREAM = "it was made on another stream"
 _ANY_ORDER = "{} may add in another order each time"
 _MOST_COPIED_BYTES = 64 << 10
-_LOOKED_EVERY = 32  # operations
+_LOOKED_EVERY = 32  # operations between two checks that the forward still runs
 TOO_FAR = "it is {} operations away from what is held, more than {}"
 
 
 def place_of(tensor: Tensor) -> Place:
-    """Where ``tensor`` lies in its memory."""
+    """Return the place of ``tensor`` in its memory."""
     return (
         tensor.dtype,
         tuple(tensor.shape),
@@ -133,22 +133,23 @@ class State:
     ) -> None:
         self.device = device
         self.maker = maker
-        """The operation that gave it these bytes; ``None``: one that was not seen."""
+        """The operation that wrote these bytes; ``None`` if the tape did not see it."""
         self.number = number
-        """Among all that the tape's operations made."""
+        """Its number among the states that the tape's operations made."""
         self.reason = reason
-        """Why it cannot be replayed; ``""``: it can."""
+        """Why it cannot be replayed; ``""`` if it can."""
         self.key = key
-        """What the operations that lead to it are, and the shapes of what they are given."""
+        """A hash of the operations that lead to it and of their operands' shapes."""
         self.outside: MutableMapping[Place, Outside] | None = None
-        """The operands that are held, if it comes to that. Those of a context refer to this."""
+        """The held operands with these bytes, if there are any. On a context's tape, they refer to this
+        state."""
         self.is_over = False
-        """Whether its memory was written since."""
+        """Whether its memory has been overwritten."""
         self.depth = 0
-        """How many operations one after another it is away from what is held."""
+        """The longest chain of operations from held values to it."""
         self.saved: Any = None
-        """A weak reference to what holds these bytes, once something does: the block of a stash, or the
-        storage, where autograd holds a tensor as it is."""
+        """A weak reference to what holds these bytes, once something does: a block of the stash, or the storage
+        if autograd holds the tensor unpacked."""
 
 
 class Memory:
@@ -158,18 +159,18 @@ class Memory:
 
     def __init__(self, ref: weakref.ref[torch.UntypedStorage], state: State, version: int) -> None:
         self.ref = ref
-        """Of the storage, which takes this from the tape when it dies. PyTorch keeps a storage's object in
-        Python as long as the storage. A weak reference in C++ would keep what describes the storage, which
-        glibc has put among large pieces of memory."""
+        """The storage, weakly; its death removes this object from the tape. PyTorch keeps a storage's Python
+        object as long as the storage. A weak reference in C++ would keep the storage's description alive, which
+        glibc has placed among large pieces of memory."""
         self.state = state
         self.version = version
-        """Of the tensor that was seen first."""
+        """Version of the tensor that the tape saw first."""
         self.writes = 0
-        """That were seen since."""
+        """Number of writes that the tape has seen since."""
 
 
 class Outside:
-    """An operand that no replay makes."""
+    """An operand that no replay computes."""
 
     __slots__ = (
         "__weakref__",
@@ -188,27 +189,27 @@ class Outside:
         self, tensor: Tensor, place: Place, state: State | None, *, is_random: bool = False
     ) -> None:
         self.state = state
-        """On the tape of a context: that it is; ``None``: its memory cannot be told apart."""
+        """On a context's tape, its state; ``None``: the tape cannot identify its memory."""
         self.kind = place, str(tensor.device)
-        """For the key of what is made from it."""
+        """Its place and device, for the keys of states computed from it."""
         self.told: Any = None
-        """The fingerprint of its bytes, where the program may have them elsewhere, as NumPy's."""
+        """Fingerprint of its bytes, if the program may share them, as with NumPy."""
         self.is_random = is_random
-        """Whether it has random numbers, which mostly pack well: a dropout's noise has two values."""
+        """Whether it holds random numbers, which usually pack well: a dropout mask has two values."""
         self.tensor: Tensor | None = tensor
-        """While the tape records, and its memory is not written."""
+        """The tensor, while the tape records and its memory is not overwritten."""
         self.leaf: weakref.ref[Tensor] | None = None
-        """On the tape of a context: the parameter that it is or is a view of, in place of ``tensor``."""
+        """On a context's tape: the parameter that it is, or is a view of, in place of ``tensor``."""
         self.kept: weakref.ref[torch.UntypedStorage] | None = None
-        """Likewise, of another tensor that is small: its memory."""
+        """On a context's tape, for another small tensor: its storage."""
         self.packed: Any = None
-        """What the stash has made of it, once something needs it."""
+        """What the stash packed it as, once a discarded tensor needs it."""
         self.is_lost = False
-        """Whether its memory was written before anything did."""
+        """Whether its memory was overwritten before it was packed."""
 
 
 class Made:
-    """An operand that a replay makes."""
+    """An operand that a replay computes."""
 
     __slots__ = ("device", "number", "place", "state")
 
@@ -220,7 +221,7 @@ class Made:
 
 
 class Scratch:
-    """An operand that an operation only writes, and that is not the tape's: running statistics."""
+    """An operand that an operation only writes and that the tape does not own: running statistics."""
 
     __slots__ = ("device", "place")
 
@@ -230,29 +231,29 @@ class Scratch:
 
 
 class Product(NamedTuple):
-    """A state that an operation makes. It does not refer to the state, which refers to the operation."""
+    """A state that an operation makes, without a reference to it: the state refers to the operation."""
 
     number: int
-    """The state's."""
+    """Number of the state."""
     result: int
-    """Which of the operation's results has the memory."""
+    """Index of the result with this memory."""
     argument: int | str | None
-    """Or which of its arguments, by place or name, where it writes there."""
+    """Index or name of the argument with this memory, if the operation writes to it in place."""
 
 
 class _WriteOp(NamedTuple):
-    """What an operation is about to do to a memory."""
+    """A write to a memory that an operation is about to do."""
 
     place: int | str
-    """The argument."""
+    """Index or name of the argument."""
     tensor: Tensor
     memory: Memory
     nbytes: int
-    """Of the storage."""
+    """Size of the storage."""
     fills: bool
-    """Whether each byte of it gets another value, and none is read."""
+    """Whether it overwrites every byte and reads none."""
     is_statistic: bool
-    """Whether it is none of the tape's, and no schema says that it is written."""
+    """Whether it is a running statistic: not the tape's memory, and written without its schema saying so."""
 
 
 class Op:
@@ -274,31 +275,31 @@ class Op:
     def __init__(self, func: Any, index: int) -> None:
         self.func = func
         self.args: list[Any] = []
-        """With operands in place of tensors."""
+        """Its arguments, with operands in place of tensors."""
         self.kwargs: dict[str, Any] = {}
         self.index = index
-        """On the tape."""
+        """Its index on the tape."""
         self.settings: Settings = ()
         self.is_grad_enabled = torch.is_grad_enabled()
-        """Some kernels ask, oneDNN's LSTM for one."""
+        """Some kernels depend on it, such as oneDNN's LSTM."""
         self.reads: list[Made] = []
-        """Its operands that a replay makes."""
+        """Its operands that a replay computes."""
         self.before: list[Outside] = []
-        """Those that are held."""
+        """Its operands that are held."""
         self.made: list[Product] = []
         self.is_wanted = False
-        """Whether its operands are held, and those of what it needs."""
+        """Whether its operands are held, and those of the operations before it."""
 
 
 class Tape(SilentMode):
-    """Records between :meth:`enter` and :meth:`leave`.
+    """Record operations between :meth:`enter` and :meth:`leave`.
 
     Args:
-        recomputable: asked of the class of each ``torch.autograd.Function`` whose forward runs: whether what it
-            computes may be replayed.
-        most: how many operations a state may be away from what is held. Then it holds no tensor but those that
-            the program keeps anyway, and what takes long is not replayed: products of matrices, convolutions
-            and the like. ``None``: any number.
+        recomputable: given the class of a ``torch.autograd.Function`` whose forward runs, return whether its
+            operations may be replayed.
+        most: the longest chain of operations from a held value to a state. If it is given, the tape holds only
+            tensors that the program holds anyway, and does not replay slow operations such as matrix products
+            and convolutions. ``None``: no limit.
     """
 
     def __init__(
@@ -320,25 +321,25 @@ class Tape(SilentMode):
         self._seconds = self._called_seconds = 0.0
         self.is_recording = True
         self.number = -1
-        """Of the step that it is for, where it is a context's."""
+        """Number of its step, on a context's tape."""
         self.is_marked = False
-        """Whether it ends with the outermost module call that runs."""
+        """Whether it ends when the outermost running module returns."""
         self.frame: FrameType | None = None
-        """Of the module call that it covers."""
+        """Frame of the module call that it records."""
         self.recorded: Callable[[], None] | None = None
         """Called once, after the next operation."""
 
     def enter(self) -> None:
-        """Record what this thread computes."""
+        """Start recording what this thread computes."""
         push_mode(self)
 
     def leave(self) -> None:
-        """Record it no more, whatever modes were entered since and are active yet."""
+        """Stop recording, even if other modes were entered since and are still active."""
         take_off(self)
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Nothing is recorded, and where it is the innermost mode it is not there at all."""
+        """Pause recording inside the context; if this is the innermost mode, also pop it."""
         is_innermost, was_recording = innermost_mode() is self, self.is_recording
         self.is_recording = False
         if is_innermost:
@@ -351,7 +352,7 @@ class Tape(SilentMode):
             self.is_recording = was_recording
 
     def end(self) -> None:
-        """Record no more. What is not needed is let go.
+        """Stop recording, and free what is not needed.
 
         Raises:
             UsageError: see :meth:`ModeBits.look`.
@@ -360,7 +361,7 @@ class Tape(SilentMode):
         self._bits.look()
 
     def stop(self) -> None:
-        """As :meth:`end`, without an error."""
+        """Stop recording as :meth:`end` does, without raising."""
         self.is_recording = False
         self.recorded = None
         for each in self._outside:
@@ -371,8 +372,8 @@ class Tape(SilentMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """See ``TorchDispatchMode``."""
         kwargs = kwargs or {}
-        # In a backward, perhaps on another thread, it may not be taken off yet. What is computed in a context
-        # without a graph is no operand but where it is saved: a write to what was seen tells a version.
+        # In a backward, perhaps on another thread, the tape may still be active. A context's tape skips what is
+        # computed without a graph: only saved tensors matter, and version counters show writes to known memory.
         is_off = not self.is_recording or task_or_none() != self._task
         if is_off or (self._most is not None and not torch.is_grad_enabled()):
             return self._pass(func, args, kwargs)
@@ -390,17 +391,17 @@ class Tape(SilentMode):
             return self._bits.saw(func, args, kwargs, result, depth=3)
 
     def take_seconds(self) -> float:
-        """What recording took since this was asked last, without the operations themselves."""
+        """Return the seconds spent recording since the last call, without the operations themselves."""
         seconds, self._seconds = self._seconds, 0.0
         return seconds
 
-    # What is seen.
+    # Recording.
 
     def _note(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         if self._bits.is_asked:
             self._bits.look()
         if not self._count % _LOOKED_EVERY and self.frame and not is_running(self.frame):
-            self.end()  # the forward was left by an interrupt
+            self.end()  # an interrupt ended the forward
         operation = operation_of(func)
         if operation.is_view or not self.is_recording:
             return self._call(func, operation, args, kwargs)
@@ -416,12 +417,12 @@ class Tape(SilentMode):
 
     @property
     def is_of_context(self) -> bool:
-        """Whether it is of a whole context, and not of one module's forward."""
+        """Whether it records a whole context, and not one module's forward."""
         return self._most is not None
 
     def _call(self, func: Any, operation: Operation, args: Any, kwargs: Any) -> Any:
         began = time.perf_counter()
-        # No kernel that computes element by element conjugates what it has made of real numbers.
+        # No elementwise kernel returns a lazy conjugate of real numbers.
         if operation.is_product or has_complex(args):
             with with_lazy_bits():
                 result = func(*args, **kwargs)
@@ -489,7 +490,7 @@ class Tape(SilentMode):
     def _writes_of(
         self, operation: Operation, args: Any, kwargs: Any, reason: str, *, in_training: bool
     ) -> tuple[list[_WriteOp], str]:
-        """What it is about to write, and why what it makes cannot be replayed."""
+        """Return the writes that an operation is about to do, and why its results cannot be replayed."""
         places = (*operation.writes, *STATISTICS) if in_training else operation.writes
         found: list[_WriteOp] = []
         for place in places:
@@ -522,7 +523,7 @@ class Tape(SilentMode):
         return found, reason
 
     def _begin_write(self, write: _WriteOp) -> None:
-        """What is held for a replay, and is about to be written, is copied."""
+        """Before a write, copy what a replay needs of the memory."""
         write.memory.writes += 1
         write.memory.state.is_over = True
         outside = write.memory.state.outside
@@ -541,7 +542,7 @@ class Tape(SilentMode):
                 continue
             identity = storage_identity(storage)
             if identity in self._memories:
-                continue  # of an argument, or of a result before this one
+                continue  # memory of an argument or of an earlier result
             why = reason or (ALLOCATES if operation.is_allocation else "")
             state = self._made(op, tensor.device, why, hash((key, at)), result=at)
             self._know(storage, identity, state, 0)
@@ -557,7 +558,7 @@ class Tape(SilentMode):
         argument: int | str | None = None,
     ) -> State:
         if reason and reason != ALLOCATES:
-            return State(device, reason)  # which keeps nothing of the operation
+            return State(device, reason)  # without a reference to the operation
         number, self._states = self._states, self._states + 1
         op.made.append(Product(number, result, argument))
         state = State(device, reason, key, op, number)
@@ -565,7 +566,7 @@ class Tape(SilentMode):
         return state
 
     def _reason_of(self, operation: Operation, args: Any, result: Any) -> str:
-        """Why what was computed cannot be replayed, as far as its schema does not tell."""
+        """Return why the results cannot be replayed, for reasons that the operation's schema does not show."""
         first = next(tensors_of(result), None)
         if first is None:
             first = next((each for each in args if isinstance(each, Tensor)), None)
@@ -583,11 +584,11 @@ class Tape(SilentMode):
     def _settings_now(self, *, on_accelerator: bool) -> Settings:
         found = now(on_accelerator=on_accelerator)
         if found != self._settings:
-            self._settings = found  # one object for as long as they are the same
+            self._settings = found  # one shared object while they are equal
         return self._settings
 
     def _may_replay_here(self) -> bool:
-        """Without gradients: whether no ``autograd.Function`` runs, whose kernels may not all be seen."""
+        """Without gradients: whether no ``autograd.Function`` runs that may call kernels unseen."""
         frame: FrameType | None = sys._getframe(4)
         while frame is not None:
             if frame.f_code is _APPLY:
@@ -598,7 +599,7 @@ class Tape(SilentMode):
         return True
 
     def _forget(self, operation: Operation, args: Any, kwargs: Any) -> None:
-        """A subclass computes: what it writes inside is not seen."""
+        """Forget what is known: a tensor subclass writes memory that the tape cannot see."""
         if operation.writes and self._most is not None:
             self.stop()
         elif operation.writes:
@@ -610,7 +611,7 @@ class Tape(SilentMode):
     # Operands.
 
     def _memory(self, tensor: Tensor) -> Memory | None:
-        """That of ``tensor``, known from now on; ``None``: it has none that can be told apart."""
+        """Return and record the memory of ``tensor``; ``None`` if it has none that can be identified."""
         storage = storage_of(tensor)
         if storage is None or tensor.layout is not torch.strided or tensor.is_nested:
             return None
@@ -620,7 +621,7 @@ class Tape(SilentMode):
         if memory is None:
             memory = self._know(storage, identity, _outside(tensor), version)
         elif version > memory.version + memory.writes:
-            # It was written, and not by what was seen.
+            # Something that the tape did not see wrote to it.
             memory.state, memory.version = _outside(tensor), version - memory.writes
         return memory
 
@@ -675,10 +676,10 @@ class Tape(SilentMode):
         op.before.append(outside)
         return outside
 
-    # What is asked.
+    # Queries.
 
     def note_packed(self, tensor: Tensor, packed: object) -> None:
-        """The stash has saved ``tensor``, as ``packed``: from now on others can be computed from that."""
+        """Record that the stash saved ``tensor`` as ``packed``: replays can now start from it."""
         if type(packed) is not Entry:
             if type(packed) is not WrapperEntry:
                 self._note_saved(tensor, None)
@@ -690,7 +691,8 @@ class Tape(SilentMode):
             self._note_saved(tensor, block)
 
     def _note_saved(self, tensor: Tensor, block: Any) -> None:
-        """The stash holds ``tensor``: as ``block``, which is all of its memory, or as it is (``None``)."""
+        """Record that ``block`` holds all of the tensor's memory, or, with ``None``, that autograd holds it
+        unpacked."""
         memory = self._memory(tensor)
         if memory is None or memory.state.reason == ALLOCATES:
             return
@@ -701,7 +703,7 @@ class Tape(SilentMode):
         elif state.saved is None:
             state.saved = weakref.ref(tensor.untyped_storage())
         if self._most is not None:
-            state.maker = None  # from now on it is given, and what led to it is not needed
+            state.maker = None  # it is held from now on: the operations before it are not needed
 
     def take_as_given(self, tensor: Tensor) -> None:
         """The stash holds ``tensor``, and will: what is computed from it is replayed from that, and not from
@@ -712,7 +714,7 @@ class Tape(SilentMode):
             memory.state = State(tensor.device, UNSEEN, hash((memory.state.key, "given")))
 
     def state_of(self, tensor: Tensor) -> State | None:
-        """The state of its memory now; ``None``: it was not seen."""
+        """Return the current state of the tensor's memory; ``None`` if the tape did not see it."""
         storage = storage_of(tensor)
         memory = self._memories.get(storage_identity(storage)) if storage is not None else None
         if memory is None:
@@ -727,15 +729,15 @@ class Tape(SilentMode):
         pack: Callable[[Tensor, bool], object],
         relies_on: Callable[[Tensor], bool] = lambda tensor: True,
     ) -> str:
-        """Have held what a replay of ``state`` needs.
+        """Hold what a replay of ``state`` needs.
 
         Args:
-            state: that is to be let go.
-            pack: holds a tensor in the stash, and is told whether it has random numbers.
-            relies_on: whether an operand that is not copied may be relied on to stay as it is.
+            state: the state to be discarded.
+            pack: hold a tensor in the stash; its second argument is whether the tensor holds random numbers.
+            relies_on: whether a replay may read an operand without a copy, since it will not change.
 
         Returns:
-            Why it cannot be let go; ``""``: it can.
+            Why it cannot be discarded; ``""`` if it can.
         """
         if state.reason:
             return state.reason
@@ -746,7 +748,7 @@ class Tape(SilentMode):
         copies: set[Outside] = set()
         for each in outside:
             if each.packed is None and (tensor := each.tensor) is not None and not each.is_random:
-                # A buffer may be written before backward, which is no error where it is not saved.
+                # The program may write a buffer before backward; that is no error if autograd did not save it.
                 if is_small(tensor):
                     copies.add(each)
                 elif not relies_on(tensor):
@@ -764,14 +766,18 @@ class Tape(SilentMode):
 
 
 class Leaver:
-    """Takes a tape off when its owner drops it: a module call that returns, or the engine, which drops what was
-    to be called at the end of a backward when it has put back the modes of the thread that called it."""
+    """Pop a tape when this object's owner drops it.
+
+    The owner is a module call, which drops it when it returns, or the engine, which drops its callbacks at the
+    end of a backward after restoring the modes of the calling thread.
+    """
 
     def __init__(self, tape: Tape) -> None:
         self._tape = tape
 
     def __call__(self, *_: object) -> None:
-        """See :func:`queue_callback`: the modes are the engine's yet. Nor is a module call traced by it."""
+        """Do nothing: see :func:`queue_callback`. The engine's modes are still active, and a module call is not
+        traced."""
 
     def __del__(self) -> None:
         self._tape.stop()
@@ -779,11 +785,10 @@ class Leaver:
 
 
 def leave_for_backward() -> None:
-    """A node of the graph is about to compute, perhaps inside a context that records: no tape is active while
-    it does, and that of the context ends.
+    """Deactivate all tapes while a node of the graph computes, and end a context's tape.
 
-    Some formulas of backward are others where a dispatch mode is active. The engine puts the modes of the
-    thread that called it back for each node, and when it has ended.
+    Some backward formulas differ while a dispatch mode is active. The engine restores the modes of the calling
+    thread for each node, and at the end.
     """
     if not in_backward():
         return
@@ -798,7 +803,7 @@ _APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-de
 
 
 def _wanted(state: State) -> Iterator[Op]:
-    """The operations that lead to ``state``, but for those whose operands are held."""
+    """Yield the operations that lead to ``state``, except those whose operands are held."""
     todo, seen = [state], set()
     while todo:
         op = todo.pop().maker
@@ -820,13 +825,13 @@ def _outside(tensor: Tensor) -> State:
 
 
 def leaf_of(tensor: Tensor) -> Tensor | None:
-    """The leaf that requires a gradient, a parameter mostly, that it is or is a view of."""
+    """Return the leaf that ``tensor`` is or is a view of, if it requires a gradient (usually a parameter)."""
     leaf = tensor if tensor._base is None else tensor._base
     return leaf if leaf.is_leaf and leaf.requires_grad else None
 
 
 def is_small(tensor: Tensor, *, also_trained: bool = False) -> bool:
-    """Whether it is copied rather than held, so that it may be written."""
+    """Whether a replay copies the tensor instead of holding it, so that the program may write to it."""
     is_plain = type(tensor) in (Tensor, torch.nn.Parameter)
     if not is_plain or (tensor.requires_grad and not also_trained) or reason_to_stay(tensor):
         return False
@@ -834,7 +839,7 @@ def is_small(tensor: Tensor, *, also_trained: bool = False) -> bool:
 
 
 def told(tensor: Tensor) -> Any:
-    """The fingerprint of data that the program has put in: a tensor of the CPU that needs no gradient."""
+    """Return a fingerprint of data from the program: a CPU tensor that requires no gradient."""
     if type(tensor) is not Tensor or tensor.requires_grad or tensor.device.type != "cpu":
         return None
     return (
@@ -855,12 +860,12 @@ def copied(tensor: Tensor) -> tuple[Tensor, int]:
 def _version(tensor: Tensor) -> int:
     try:
         return tensor._version
-    except RuntimeError:  # an inference tensor has none
+    except RuntimeError:  # an inference tensor has no version
         return 0
 
 
 def _signature(value: Any) -> Any:
-    """What decides which kernel runs, but for the bytes that it is given."""
+    """Return what decides which kernel runs, other than the data."""
     kind = type(value)
     if kind is Made:
         return value.state.key, value.place

@@ -1,7 +1,6 @@
 """The command line: ``backstash run``, ``summary``, ``profile``, ``plan``, ``doctor`` and ``bench``.
 
-Each command is a module that is imported when it is asked for, so that ``--help`` does not wait
-for torch.
+Each command is a module that is imported only when it runs, so that ``--help`` does not wait for torch.
 """
 
 from __future__ import annotations
@@ -55,9 +54,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the arguments after the program's name; ``None`` takes them from ``sys.argv``.
 
     Returns:
-        0, or the command's own status; 2 after one line on stderr for arguments that cannot be
-        used. ``backstash run``, ``profile`` and ``plan`` do not return: the process is replaced by the
-        interpreter that runs the script.
+        0, or the command's own status; 2 after one line on stderr for arguments that cannot be used.
+        ``backstash run``, ``profile`` and ``plan`` do not return: they replace the process by the interpreter
+        that runs the script.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     command = arguments[0] if arguments else "--help"
@@ -79,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 @contextmanager
 def _without_numpy() -> Iterator[None]:
-    """Torch warns where NumPy is not installed; no command uses it."""
+    """Ignore torch's warning that NumPy is not installed: no command uses NumPy."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Failed to initialize NumPy", UserWarning)
         yield
@@ -99,7 +98,7 @@ def _call(command: str, arguments: list[str]) -> int:
 
 
 def _unknown(arguments: list[str]) -> str:
-    """What is wrong with a first word that is no command, and what to type instead."""
+    """Return what is wrong with a first word that is not a command, and what to type instead."""
     import os
     import shlex
 

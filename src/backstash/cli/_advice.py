@@ -1,4 +1,4 @@
-"""Facts of a run for the advice that follows from them, and the line of code with the same options."""
+"""Collect the facts of a run for the advice on it, and write the line of code with the same options."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ __all__ = ["advice", "next_step", "stash_line"]
 
 
 def advice(figures: dict[str, Any]) -> tuple[Advice, ...]:
-    """What to change after a run, the most useful first.
+    """Return what to change after a run, most useful first.
 
     Args:
-        figures: the run's, as its JSON has them; ``settings`` are the options of ``backstash run``.
+        figures: the run's figures, as in its JSON; ``settings`` are the options of ``backstash run``.
     """
     stats, settings, plan = figures["stats"], figures["settings"], figures.get("plan") or {}
     waited, seconds = stats["stall_seconds"], figures["seconds"]
@@ -42,13 +42,13 @@ def advice(figures: dict[str, Any]) -> tuple[Advice, ...]:
 
 
 def next_step(figures: dict[str, Any]) -> str:
-    """What to do next, in one line of a summary."""
+    """Return what to do next, as one line of a summary."""
     first = advice(figures)[0]
     return f"{first.text} {first.code}".rstrip()
 
 
 def stash_line(settings: dict[str, Any]) -> str:
-    """The ``Stash(...)`` line with the budgets in ``settings``."""
+    """Return the ``Stash(...)`` line with the budgets in ``settings``."""
     words = []
     budget, plan = settings.get("budget"), settings.get("plan")
     if plan is not None:

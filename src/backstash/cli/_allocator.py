@@ -1,16 +1,16 @@
-"""Which memory allocator a training process should have, and which variables select it.
+"""Choose a memory allocator for a training process, and the variables that select it.
 
-A stash frees a tensor as soon as its bytes are on disk. Whether the process becomes smaller then
-depends on the allocator. glibc keeps freed blocks below its growing threshold in its heap, in
-pieces; when it returns them to the system, every page has to be faulted in again at the next step.
-An allocator that keeps whole pages by size and reuses them does neither; so does glibc with other
-settings, which it takes at any time. Most allocators cost a small program more memory than a stash can
-save it (see `docs/explanation/memory.md`); tcmalloc does not. So `auto` takes tcmalloc where it is
-installed, and else keeps the one that is there: the stash sets glibc once it has moved much
-(:mod:`backstash._runtime.trim`).
+A stash frees a tensor as soon as its bytes are on disk. Whether the process becomes smaller then depends on the
+allocator. glibc keeps freed blocks below its growing threshold in its heap, in pieces. When it returns them to
+the system, the next step has to fault in every page again. An allocator that keeps whole pages by size and
+reuses them does neither. With other settings, which can be changed at any time, glibc does neither either.
 
-Another allocator is chosen by environment variables before a process starts. Nothing here changes the
-process it runs in.
+Most allocators cost a small program more memory than a stash can save it (see `docs/explanation/memory.md`);
+tcmalloc does not. So `auto` takes tcmalloc if it is installed. Otherwise it keeps the process's allocator, and
+the stash changes glibc's settings once it has moved much (:mod:`backstash._runtime.trim`).
+
+Environment variables select another allocator before a process starts. This module does not change the process
+that it runs in.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ _FILES = {
     "mimalloc": ("libmimalloc.so.3", "libmimalloc.so.2", "libmimalloc.so"),
     "tbb": ("libtbbmalloc_proxy.so.2", "libtbbmalloc_proxy.so"),
 }
-# What lies beside a library and has to be preloaded before it, where the loader would not find it by itself.
+# A library in the same directory that has to be preloaded first, because the loader might not find it.
 _BESIDE = {"tbb": "libtbbmalloc.so.2"}
 CHOICES = ("auto", "glibc", *_FILES, "none")
-_FROM_PYPI = "pip install tbb"  # which has wheels for Linux on x86-64 alone
+_FROM_PYPI = "pip install tbb"  # it has wheels only for Linux on x86-64
 _FROM_THE_SYSTEM = (
     "apt install libtcmalloc-minimal4, dnf install gperftools-libs, conda install gperftools"
 )
@@ -50,8 +50,8 @@ INSTALL_HINT = (
 )
 
 _HUGE_TENSORS = {"THP_MEM_ALLOC_ENABLE": "1"}  # torch: huge pages for tensors of 2 MiB or more
-# One heap in huge pages for tensors of any size, which free() never shrinks: what is freed is used again.
-# The stash itself gives back, with malloc_trim, what forward let go.
+# One heap in huge pages for tensors of any size, which free() never shrinks, so that freed memory is reused.
+# The stash itself returns the memory that forward freed, with malloc_trim.
 _GLIBC = {
     "MALLOC_MMAP_MAX_": "0",
     "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
@@ -75,17 +75,17 @@ class Allocator:
     """A choice of allocator."""
 
     kind: str
-    """``own`` (as it is, set up where much is moved), ``glibc`` (tuned from the start), ``tcmalloc``,
-    ``jemalloc``, ``mimalloc``, ``tbb``, or ``none`` (left as it is)."""
+    """``own`` (the process's, its settings changed once much is moved), ``glibc`` (tuned from the start),
+    ``tcmalloc``, ``jemalloc``, ``mimalloc``, ``tbb``, or ``none`` (unchanged)."""
     reason: str
-    """Why it was chosen, in words."""
+    """Why it was chosen, as text."""
     library: str = ""
-    """The file that is preloaded; empty for ``glibc`` and ``none``."""
+    """The preloaded file; empty for ``own``, ``glibc`` and ``none``."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """The environment variables that select it; set them before the process starts."""
 
     def as_dict(self) -> dict[str, object]:
-        """The fields as plain values, for JSON."""
+        """Return the fields as plain values, for JSON."""
         return asdict(self)
 
     def __str__(self) -> str:
@@ -99,10 +99,10 @@ def choose(
     """Choose an allocator for a process that has not started yet.
 
     Args:
-        asked: one of :data:`CHOICES`; ``auto`` takes tcmalloc where it is installed, and else keeps the
+        asked: one of :data:`CHOICES`; ``auto`` takes tcmalloc if it is installed, and otherwise keeps the
             process's own.
         environ: the environment that the process would have.
-        installed: from kind to file, as :func:`find` returns it.
+        installed: kind to file, as :func:`find` returns it.
         libc: the C library's name; ``None`` asks the system.
 
     Raises:
@@ -152,7 +152,7 @@ def _missing(asked: str, installed: Mapping[str, str]) -> str:
 
 
 def preloaded(environ: Mapping[str, str]) -> str:
-    """The kind of allocator that ``LD_PRELOAD`` in ``environ`` already names; ``""`` for none."""
+    """Return the kind of allocator that ``LD_PRELOAD`` in ``environ`` already names; ``""`` for none."""
     files = environ.get("LD_PRELOAD", "").replace(":", " ").split()
     return next(
         (kind for kind in _FILES for file in files if _mark(kind) in f"/{os.path.basename(file)}"),
@@ -161,7 +161,7 @@ def preloaded(environ: Mapping[str, str]) -> str:
 
 
 def _mark(kind: str) -> str:
-    """What the path of a library of ``kind`` has in it, whatever the version."""
+    """Return the part of a library's path that identifies its kind, whatever the version."""
     return "/libtbbmalloc_proxy" if kind == "tbb" else f"/lib{kind}"
 
 
@@ -174,13 +174,13 @@ def is_loaded(kind: str, maps: Path = Path("/proc/self/maps")) -> bool:
 
 
 def find(directories: Iterable[str] | None = None) -> dict[str, str]:
-    """The allocators that a process of this interpreter can preload, from kind to file.
+    """Return the allocators that a process of this interpreter can preload, kind to file.
 
     Args:
-        directories: where to look, in order; ``None``: the interpreter's own library directory (where
-            conda puts them), where pip puts tbb's, what ``ldconfig`` knows, and the usual system
-            directories. One whose path has a space or a colon is passed over: ``LD_PRELOAD`` is a list
-            that is separated by these.
+        directories: where to look, in order; ``None``: the interpreter's own library directory (where conda
+            puts them), where pip puts tbb's, what ``ldconfig`` lists, and the usual system directories. A
+            directory whose path contains a space or a colon is skipped: these separate the entries of
+            ``LD_PRELOAD``.
     """
     where = list(_directories() if directories is None else directories)
     mine = _elf_kind(sys.executable)
@@ -217,7 +217,8 @@ def _directories() -> list[str]:
 
 
 def _beside_site_packages() -> list[str]:
-    """Where pip put tbb's libraries: in PREFIX/lib for PREFIX/lib/pythonX/site-packages, else in TARGET/lib."""
+    """Return where pip put tbb's libraries: PREFIX/lib for PREFIX/lib/pythonX/site-packages, else
+    TARGET/lib."""
     return [
         os.path.normpath(os.path.join(entry, *to_lib))
         for entry in sys.path
@@ -240,7 +241,7 @@ def _cached_by_the_loader() -> list[str]:
 
 
 def _elf_kind(path: str) -> bytes:
-    """Word size, byte order and machine of an ELF file; a library's must equal those of its process."""
+    """Return word size, byte order and machine of an ELF file; a library's must equal its process's."""
     with open(path, "rb") as file:
         header = file.read(20)
     return header[4:6] + header[18:20] if header[:4] == b"\x7fELF" else b""

@@ -1,6 +1,6 @@
-"""How the commands read their arguments: each is checked at once, and a mistake is one line.
+"""Read and check the commands' arguments. A mistake is reported in one line.
 
-The line says what was wrong, what is allowed, and what to type next.
+The line says what is wrong, what is allowed, and what to type next.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Parser(argparse.ArgumentParser):
         )
 
     def error(self, message: str) -> NoReturn:
-        """Print ``message`` as one line on stderr, with a command to type next, and leave with status 2."""
+        """Print ``message`` as one line on stderr, with a command to type next, and exit with status 2."""
         if lacks := re.fullmatch(r"argument (--[\w-]+): expected one argument", message):
             metavar = str(self._option_string_actions[lacks[1]].metavar)
             example = f"`{lacks[1]} {_EXAMPLE_OF.get(metavar, metavar)}`"
@@ -73,7 +73,7 @@ class Parser(argparse.ArgumentParser):
         raise SystemExit(2)
 
     def read(self, arguments: Sequence[str]) -> argparse.Namespace:
-        """Parse ``arguments``; an option that is not known is answered with those that are."""
+        """Parse ``arguments``; the error for an unknown option lists the known ones."""
         options, unknown = self.parse_known_args(list(arguments))
         if unknown:
             names = self.options()
@@ -83,15 +83,15 @@ class Parser(argparse.ArgumentParser):
         return options
 
     def actions(self) -> list[argparse.Action]:
-        """All options and positional arguments, in order."""
+        """Return all options and positional arguments, in order."""
         return self._actions
 
     def positionals(self) -> list[argparse.Action]:
-        """The arguments that follow no option."""
+        """Return the positional arguments."""
         return [action for action in self._actions if not action.option_strings]
 
     def options(self) -> list[str]:
-        """The long names of all options."""
+        """Return the long names of all options."""
         names = [name for action in self._actions for name in action.option_strings]
         return [name for name in names if name.startswith("--")]
 
@@ -102,7 +102,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def alike(word: str, known: Sequence[str]) -> str:
-    """The one of ``known`` that is most like a misspelt ``word``; empty where none is.
+    """Return the one of ``known`` that is most like a misspelt ``word``; ``""`` if none is.
 
     >>> alike("rnu", ["run", "plan"]), alike("train", ["run", "plan"])
     ('run', '')
@@ -111,7 +111,7 @@ def alike(word: str, known: Sequence[str]) -> str:
 
 
 def without_accelerator(host: int | str | None) -> str:
-    """The error of a ``--host`` where nothing is below it and PyTorch has no accelerator."""
+    """Return the error for ``--host`` if nothing is below it and PyTorch has no accelerator."""
     value = "unlimited" if host is None else host if isinstance(host, str) else format_bytes(host)
     return (
         f"--host {value.replace(' ', '')} is for the tensors of an accelerator, and this PyTorch was built "
@@ -120,7 +120,7 @@ def without_accelerator(host: int | str | None) -> str:
 
 
 def size(text: str) -> int:
-    """An option's value in bytes: ``"512MiB"``."""
+    """Return an option's value, such as ``"512MiB"``, in bytes."""
     try:
         return parse_bytes(text)
     except SizeError as error:
@@ -128,7 +128,7 @@ def size(text: str) -> int:
 
 
 def memory(text: str) -> int:
-    """Like :func:`size`, for what a process may hold: a bare number of a few bytes is a unit forgotten."""
+    """Like :func:`size`, for the memory of a process: a small number without a unit is an error."""
     nbytes = size(text)
     if text.isdigit() and nbytes < 1 << 20:
         raise argparse.ArgumentTypeError(f"{text} is {nbytes} bytes; with a unit: `{text}GiB`")
@@ -146,7 +146,7 @@ def limit(text: str) -> int | None:
 
 
 def directory(text: str) -> str:
-    """An option's value as the path of a directory that exists and can be written."""
+    """Return an option's value as the path of a directory that exists and can be written to."""
     path = os.path.abspath(os.path.expanduser(text))
     if not text or not os.path.isdir(path):
         make = "" if os.path.exists(path) else f"; `mkdir -p {shlex.quote(text)}` makes it"
@@ -161,7 +161,7 @@ def directory(text: str) -> str:
 
 
 def new_file(text: str) -> str:
-    """An option's value as the path of a file that can be written."""
+    """Return an option's value as the path of a file that can be written."""
     path = os.path.abspath(os.path.expanduser(text))
     folder = os.path.dirname(path)
     if os.path.isdir(path) or not os.path.isdir(folder):
@@ -173,10 +173,11 @@ def new_file(text: str) -> str:
 
 
 def by_rank(parse: Callable[[str], _Value]) -> Callable[[str], _Value]:
-    """A parser of one value for all ranks, or of ``0:4GiB,1-3:2GiB``, of which this process's is read.
+    """Return a parser of one value for all ranks, or of ``0:4GiB,1-3:2GiB``, from which it takes this
+    process's.
 
     Args:
-        parse: of one value.
+        parse: parse one value.
     """
 
     def read(text: str) -> _Value:
@@ -203,7 +204,7 @@ def by_rank(parse: Callable[[str], _Value]) -> Callable[[str], _Value]:
 
 
 def words(allowed: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
-    """A parser of comma-separated words, each one of ``allowed``."""
+    """Return a parser of comma-separated words, each one of ``allowed``."""
 
     def parse(text: str) -> tuple[str, ...]:
         chosen = tuple(word.strip() for word in text.split(",") if word.strip())
@@ -216,7 +217,7 @@ def words(allowed: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
 
 
 def recompute_option(parser: Parser) -> None:
-    """``--recompute PATTERN``, any number of times."""
+    """Add the option ``--recompute PATTERN``, which may be repeated."""
     parser.add_argument(
         "--recompute",
         metavar="PATTERN",

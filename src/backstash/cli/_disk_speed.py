@@ -1,4 +1,4 @@
-"""How fast a directory's disk is, measured with the store that a stash would use."""
+"""Measure how fast a directory's disk is, with the store that a stash would use."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["DiskSpeed", "has_unnamed_files", "measure"]
 
 _SLOT_BYTES = 16 << 20
 _HUGE_PAGE_BYTES = 2 << 20
-_MOST_SECONDS = 6.0  # of one pass: a slow disk is measured on fewer bytes
+_MOST_SECONDS = 6.0  # for one pass: a slow disk is measured on fewer bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,35 +26,35 @@ class DiskSpeed:
     """One directory's measured speed."""
 
     nbytes: int
-    """How many bytes each figure was measured on."""
+    """Number of bytes that each figure was measured on."""
     first_write_bytes_per_second: float
-    """Writing to space that the file system has only just allocated."""
+    """Rate of writing to space that the file system has only just allocated."""
     write_bytes_per_second: float
-    """Writing over bytes that were written before, as every step after the first does."""
+    """Rate of overwriting bytes, as every step after the first does."""
     read_bytes_per_second: float
-    """Reading back, past the page cache where direct I/O works."""
+    """Rate of reading back, bypassing the page cache if direct I/O works."""
     direct: bool
     """Whether direct I/O works."""
     unnamed: bool
-    """Whether the file system can make files without a name."""
+    """Whether the file system can create files without a name."""
     notes: tuple[str, ...]
-    """What the store fell back to, with the reason."""
+    """The store's fallbacks, with reasons."""
 
     def as_dict(self) -> dict[str, object]:
-        """The fields as plain values, for JSON."""
+        """Return the fields as plain values, for JSON."""
         return asdict(self)
 
 
 def measure(directory: str, nbytes: int, say: Callable[[str], None]) -> DiskSpeed:
-    """Write, write over and read back up to ``nbytes`` in ``directory``; nothing is left there.
+    """Write, overwrite and read back up to ``nbytes`` in ``directory``, and leave nothing there.
 
     Args:
         directory: an existing, writable directory.
-        nbytes: write at most so many bytes, and 16 MiB at least.
-        say: called with a line of progress, again and again.
+        nbytes: most bytes to write; at least 16 MiB are written.
+        say: called repeatedly with a line of progress.
 
     Raises:
-        StashIOError: no file can be made in the directory, or it is full.
+        StashIOError: no file can be created in the directory, or it is full.
     """
     disk = Disk(directory)
     try:
@@ -71,7 +71,7 @@ def measure(directory: str, nbytes: int, say: Callable[[str], None]) -> DiskSpee
 
 
 def has_unnamed_files(directory: str) -> bool:
-    """Whether ``directory``'s file system can make files that never have a name."""
+    """Whether ``directory``'s file system can create files that never have a name."""
     try:
         os.close(os.open(directory, os.O_RDWR | os.O_TMPFILE, 0o600))
     except (OSError, AttributeError):
@@ -81,7 +81,8 @@ def has_unnamed_files(directory: str) -> bool:
 
 @contextmanager
 def _random_bytes(nbytes: int) -> Iterator[int]:
-    """The address of ``nbytes`` of random bytes, which no disk can compress, in huge pages where possible."""
+    """Yield the address of ``nbytes`` of random bytes, which a disk cannot compress, in huge pages if
+    possible."""
     memory = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         try:
@@ -101,11 +102,11 @@ def _timed(
     what: str,
     say: Callable[[str], None],
 ) -> tuple[list[Slot], float]:
-    """Move the slots until the time is up; return those that were moved, and bytes per second."""
+    """Move the slots until the time is up; return the moved ones, and bytes per second."""
     started = time.perf_counter()
     done: list[Slot] = []
     for at in range(0, len(slots), threads):
-        # All threads share one source and target: what is measured is the disk, not the bytes.
+        # All threads share one source and target: the disk is measured, not the contents.
         part = slots[at : at + threads]
         _at_once([functools.partial(move, slot, address) for slot in part])
         done += part
@@ -116,9 +117,9 @@ def _timed(
 
 
 def _at_once(calls: Sequence[Callable[[], None]]) -> None:
-    """Make each call on a thread of its own; raise the error of one that failed.
+    """Make each call in a thread of its own; raise the error of one that failed.
 
-    A pool of ``concurrent.futures`` takes nothing once the interpreter has begun to end.
+    ``concurrent.futures`` accepts no work once the interpreter has begun to end.
     """
     errors: list[BaseException] = []
 

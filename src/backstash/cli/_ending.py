@@ -25,13 +25,13 @@ def tell(
     figures: dict[str, Any],
     page: Callable[[], dict[str, Any]] | None,
 ) -> None:
-    """Write this process's files and print its summary, as far as the plan says.
+    """Write this process's files and print its summary, as the plan says.
 
     Args:
         plan: the options of ``backstash run``.
-        job: of this process.
-        figures: of this process, as its JSON has them.
-        page: returns this process's page, for :func:`backstash.report.render_page`; ``None``: none is wanted.
+        job: this process's.
+        figures: this process's figures, as in its JSON.
+        page: return this process's page, for :func:`backstash.report.render_page`; ``None``: no page.
     """
     if plan["json"] is not None:
         write("json", job.file(plan["json"]), lambda: json.dumps(figures, indent=2) + "\n")
@@ -44,10 +44,10 @@ def tell(
 
 
 def _summary(plan: dict[str, Any], job: Job, figures: dict[str, Any]) -> str:
-    """The text for stderr: of all ranks of this machine where their files are there, else of this one.
+    """Return the text for stderr: for all ranks of this machine if their files exist, else for this one.
 
-    A rank looks when it has written its own file, and waits for nobody. So the last one finds all files, and
-    two that end at the same moment may both find them.
+    A rank checks once it has written its own file, without waiting for others. So the last one finds all files,
+    and two that end at the same moment may both find them.
     """
     own = summary(figures, plan["compare"], job.label, verbose=plan["verbose"])
     if job.processes == 1:
@@ -64,7 +64,7 @@ def _summary(plan: dict[str, Any], job: Job, figures: dict[str, Any]) -> str:
 
 
 def write(option: str, path: str, text: Callable[[], str]) -> None:
-    """Write ``text()`` to ``path``; where that cannot be, a line names ``option``."""
+    """Write ``text()`` to ``path``; if that fails, print a line that names ``option``."""
     try:
         with open(path, "w", encoding="utf-8") as file:
             file.write(text())
@@ -76,8 +76,8 @@ def write(option: str, path: str, text: Callable[[], str]) -> None:
 def undisturbed() -> Iterator[None]:
     """Ignore one SIGINT, and one SIGTERM that the script handles, while the summary is made.
 
-    Launchers send them to ranks that are ending already, and a handler that raises would end the summary in its
-    middle. A second signal of a kind is handled as before.
+    Launchers send them to ranks that are already ending, and a handler that raises would interrupt the summary.
+    A second signal of the same kind is handled as before.
     """
     handlers: dict[int, Any] = {}
 
@@ -87,7 +87,7 @@ def undisturbed() -> Iterator[None]:
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGINT, signal.SIGTERM):
             handler = signal.getsignal(number)
-            if callable(handler):  # neither the system's nor ignored
+            if callable(handler):  # neither the default nor ignored
                 handlers[number] = handler
                 signal.signal(number, ignore_once)
     try:

@@ -1,4 +1,4 @@
-"""The steps of ``backstash plan --fake``: what a script's tensors would take, without their memory."""
+"""Run the steps of ``backstash plan --fake``: find what a script's tensors would take, without their memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ._say import say
 
 __all__ = ["FakeSession"]
 
-_STEPS = 2  # the optimizer's state is there from the second on
+_STEPS = 2  # the optimizer's state exists from the second step on
 
 
 class FakeSession:
@@ -41,10 +41,10 @@ class FakeSession:
             raise SystemExit(0)  # ends the script after its step, as sys.exit() would
 
     def end(self, outcome: str) -> None:
-        """Print the table on stdout; write the files that were asked for.
+        """Print the table on stdout, and write the files that were asked for.
 
         Args:
-            outcome: how the script has ended; it is only named.
+            outcome: how the script ended; it is only mentioned.
         """
         self._marks.remove()
         self._run.__exit__(None, None, None)

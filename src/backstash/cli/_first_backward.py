@@ -1,4 +1,4 @@
-"""Draws the graph of a script's first backward when it begins, before anything in the graph is freed."""
+"""Draw the graph of a script's first backward when it begins, before anything in the graph is freed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["FirstBackward"]
 
 
 class FirstBackward:
-    """Replaces ``torch.autograd.backward`` until its first call, which draws the graph.
+    """Replace ``torch.autograd.backward`` until its first call, which draws the graph.
 
     ``Tensor.backward`` calls that function too. The graph of a script that only calls ``torch.autograd.grad``
     is not drawn.
@@ -22,7 +22,7 @@ class FirstBackward:
 
     def __init__(self) -> None:
         self.svg = ""
-        """The picture; empty until the first backward, and where it could not be drawn."""
+        """The picture; empty until the first backward, and if it could not be drawn."""
         self.note = "no graph: torch.autograd.backward was not called"
         """Why there is no picture."""
         self._own: Any = torch.autograd.backward
@@ -34,20 +34,18 @@ class FirstBackward:
         try:
             self.svg = draw(tensors, _largest_module()).to_svg()
             self.note = ""
-        except (
-            Exception
-        ) as error:  # the script's own job goes on, and its own errors come from backward
+        except Exception as error:  # the script continues; its own errors come from backward
             self.note = f"no graph: {type(error).__name__}: {error}"
         return self._own(tensors, *args, **kwargs)
 
     def remove(self) -> None:
-        """Put torch's own back. A second call does nothing."""
+        """Restore torch's own function. A second call does nothing."""
         if torch.autograd.backward is self._stand_in:
             torch.autograd.backward = self._own
 
 
 def _largest_module() -> nn.Module | None:
-    """The outermost module with the most parameters, whose parameter names the drawing uses."""
+    """Return the outermost module with the most parameters, whose parameter names the drawing uses."""
     modules = [each for each in gc.get_objects() if issubclass(type(each), nn.Module)]
     inner = {id(child) for module in modules for child in module.children()}
     outer = [module for module in modules if id(module) not in inner]

@@ -1,17 +1,16 @@
-"""Runs a script as the interpreter itself would, with a stash around it.
+"""Run a script as the interpreter itself would, with a stash around it.
 
-`backstash run` starts this file by its path, in a fresh interpreter whose allocator and
-environment it has chosen, with a plan in one environment variable. What happens here must not be
-seen by the script: it finds `sys.argv`, `sys.path`, `__main__`, the environment and the command
-line as plain Python gives them.
+`backstash run` starts this file by its path, in a fresh interpreter with the chosen allocator and environment,
+and passes a plan in one environment variable. The script must not notice: it finds `sys.argv`, `sys.path`,
+`__main__`, the environment and the command line as in plain Python.
 
-torch is not imported here: a script may set `OMP_NUM_THREADS` and the like before it imports
-torch, and that has to work. The stash is entered when the script's own import of torch has ended,
-and left when the threads that the script waits for have ended, too.
+This file does not import torch, because a script may set `OMP_NUM_THREADS` and similar variables before it
+imports torch. The stash is entered when the script's own import of torch has ended, and left when the threads
+that the script waits for have ended, too.
 
-The file's name is one that Python's warnings pass over: a frame whose file has `importlib` and
-`_bootstrap` in its name is counted by no `stacklevel`. So a warning that points beyond the script
-names `sys:1`, as in plain Python, and not this file.
+Python's warnings skip a frame whose file name contains `importlib` and `_bootstrap` when they count
+`stacklevel`. Hence this file's name: a warning that points beyond the script names `sys:1`, as in plain Python,
+and not this file.
 """
 
 from __future__ import annotations
@@ -33,18 +32,16 @@ from typing import Any, NoReturn
 __all__: list[str] = []
 
 _PLAN_VARIABLE = "BACKSTASH_RUN"
-_BESIDE = (
-    "backstash_beside"  # what backstash is called where `backstash` is a package of the script's
-)
+_BESIDE = "backstash_beside"  # our package's name if the script has its own package `backstash`
 
 
 class _NotRunnable(Exception):
-    """There is no script to run; the message says what there is instead."""
+    """There is no script to run; the message names what was found instead."""
 
 
 @contextmanager
 def _no_word_of_numpy() -> Iterator[None]:
-    """Torch warns at its import where NumPy is not installed. Filters that it or the script sets stay."""
+    """Ignore the warning of torch's import that NumPy is not installed. Filters of torch or the script stay."""
     warnings.filterwarnings("ignore", "Failed to initialize NumPy", UserWarning)
     ours = warnings.filters[0]
     try:
@@ -55,10 +52,10 @@ def _no_word_of_numpy() -> Iterator[None]:
 
 
 class _TorchImport(MetaPathFinder):
-    """A finder that calls ``now`` right after torch has been imported, and then ``then``, each once.
+    """A finder that calls ``now`` right after the import of torch, and then ``then``, each once.
 
-    A script may import a part of backstash first, which imports torch. ``then`` is called after both imports
-    have ended, since it imports backstash itself. ``importlib.util.find_spec("torch")`` alone calls nothing.
+    A script may first import a part of backstash, which imports torch. ``then`` is called after both imports
+    have ended, since it imports backstash itself. ``importlib.util.find_spec("torch")`` alone calls neither.
     """
 
     def __init__(self, now: Callable[[], None], then: Callable[[], None]) -> None:
@@ -80,7 +77,7 @@ class _TorchImport(MetaPathFinder):
         execute = loader.exec_module
 
         def exec_module(module: types.ModuleType) -> None:
-            vars(loader).pop("exec_module", None)  # another finder may have asked us twice
+            vars(loader).pop("exec_module", None)  # another finder may have called us twice
             self._under_way += 1
             try:
                 with _no_word_of_numpy():
@@ -97,7 +94,7 @@ class _TorchImport(MetaPathFinder):
 
 
 class _Run:
-    """One script's run: its plan, and the stash once there is one."""
+    """One run of a script: its plan, and the stash once it exists."""
 
     def __init__(self, plan: dict[str, Any]) -> None:
         self._plan = plan
@@ -108,12 +105,12 @@ class _Run:
         self._refused = False
 
     def let_torch_read(self) -> None:
-        """Show torch the settings that it reads at its first allocation, and then no more."""
+        """Show torch the settings that it reads at its first allocation, and then hide them."""
         with _variables(self._plan["read_later"]):
             sys.modules["torch"].empty(1)
 
     def begin(self) -> None:
-        """Enter the stash. Called when torch has just been imported."""
+        """Enter the stash, right after the import of torch."""
         module, _, name = self._plan["session"].partition(".")
         errors, session = self._part("errors"), getattr(self._part(f"cli.{module}"), name)
         try:
@@ -123,13 +120,14 @@ class _Run:
             self.refuse(f"backstash {self._plan['name']}: {error}")
 
     def refuse(self, text: str) -> NoReturn:
-        """End with status 2 after ``text`` and without a summary: it is not the script that ended."""
+        """Exit with status 2 after ``text`` and without a summary: the script itself did not end."""
         self._refused = True
         self._say(text)
         raise SystemExit(2) from None
 
     def failed(self, error: BaseException) -> None:
-        """The script's main module has ended by ``error``. Threads that it waits for may go on."""
+        """Record that ``error`` ended the script's main module. Threads that the script waits for may still
+        run."""
         if self._session is not None:
             self._outcome = self._part("cli._summary").outcome(error)
 
@@ -142,7 +140,7 @@ class _Run:
         if self._session is not None:
             try:
                 self._session.end(self._outcome)
-            except Exception as problem:  # how the script ended must not depend on the summary
+            except Exception as problem:  # the summary must not change how the script ends
                 self._say(f"backstash: no summary: {problem!r}")
         elif not self._plan["quiet"]:
             self._say("backstash: the script did not import torch, nothing was held")
@@ -156,10 +154,10 @@ class _Run:
 
 
 def _import_own(root: str) -> str:
-    """Import this file's package, and return the name that it has.
+    """Import this file's package, and return its name.
 
-    That is not ``backstash`` where the script would find another package of that name, or none: then it
-    still does.
+    The name is not ``backstash`` if the script would find another package of that name, or none: then it still
+    does.
     """
     own = os.path.join(root, "backstash", "__init__.py")
     try:
@@ -182,7 +180,7 @@ def _main() -> None:
     plan["arguments"] = sys.argv[1:]
     sys.orig_argv[:] = [*plan["started"], *sys.argv[1:]]
     run = _Run(plan)
-    atexit.register(run.end)  # the first to be registered is the last to be called
+    atexit.register(run.end)  # registered first, so called last
     sys.meta_path.insert(0, _TorchImport(run.let_torch_read, run.begin))
     try:
         code, main = _prepare(plan["target"], plan["is_module"])
@@ -192,14 +190,14 @@ def _main() -> None:
         run.refuse(f"backstash: {problem}")
     except BaseException as error:
         run.failed(error)
-        if not isinstance(error, SystemExit):  # of which the interpreter prints no traceback
+        if not isinstance(error, SystemExit):  # the interpreter prints no traceback for SystemExit
             _hide_own_frames()
         raise
 
 
 @contextmanager
 def _variables(values: Mapping[str, str]) -> Iterator[None]:
-    """Environment variables that are there for a moment, as no process that the script starts sees them."""
+    """Set environment variables for a moment, so that processes that the script starts do not see them."""
     before = {name: os.environ.get(name) for name in values}
     _set(values)
     try:
@@ -217,7 +215,7 @@ def _set(variables: Mapping[str, str | None]) -> None:
 
 
 def _hide_own_frames() -> None:
-    """Let the interpreter print the traceback of what the script has raised as if it had run it itself."""
+    """Make the interpreter print the script's traceback as if it had run the script itself."""
     hook = getattr(sys, "excepthook", sys.__excepthook__)
 
     def show(
@@ -279,7 +277,7 @@ def _module(name: str) -> tuple[types.CodeType, types.ModuleType]:
 
 
 def _find(name: str) -> ModuleSpec | None:
-    if name == "__main__":  # of the directory or archive that is first on the path, not this file
+    if name == "__main__":  # the one in the first directory or archive of the path, not this file
         return PathFinder.find_spec(name, sys.path[:1])
     try:
         return importlib.util.find_spec(name)
@@ -305,7 +303,5 @@ def _main_module(spec: ModuleSpec | None, loader: Any, path: str | None) -> type
 
 
 if __name__ == "__main__":
-    _keep = sys.modules[
-        "__main__"
-    ]  # its globals serve this file after the script has taken the name
+    _keep = sys.modules["__main__"]  # keeps this file's globals after the script takes the name
     _main()

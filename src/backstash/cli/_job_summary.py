@@ -1,4 +1,4 @@
-"""The summary of a job: its ranks side by side, from the figures that each has written."""
+"""Summarize a job: its ranks side by side, from the figures that each has written."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from ._verdict import GOOD_ENDS, largest
 
 __all__ = ["job_summary", "slowest"]
 
-_SAME_PACE = 0.02  # of a step: ranks that wait for one another in each step differ by less
+_SAME_PACE = 0.02  # of a step's time: ranks that wait for one another in each step differ by less
 _COLUMNS = ("rank", "peak", "moved", "came back", "waited", "steps", "a step", "ended")
 _LEFT_ALIGNED = ("peak", "ended")
 
 
 def job_summary(found: dict[int, dict[str, Any]], *, verbose: bool = False) -> str:
-    """The lines, without a newline at the end.
+    """Return the lines, without a newline at the end.
 
-    Where a rank failed, what is not about that is left out: it would hide a traceback.
+    If a rank failed, only lines about that are included: others would hide its traceback.
 
     Args:
-        found: by rank, the figures as the JSON of ``backstash run`` has them.
+        found: by rank, the figures as in the JSON of ``backstash run``.
         verbose: add what stayed in place, the allocator, and all notes. Default ``False``.
     """
     first = next(iter(found.values()))
@@ -49,7 +49,7 @@ def _failed(found: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
 
 
 def _facts(found: dict[int, dict[str, Any]], processes: int) -> list[str]:
-    """The first lines: which ranks these are, who failed, whose peak is the largest, who is the slowest."""
+    """Return the first lines: the ranks, which ones failed, whose peak is the largest, which is the slowest."""
     here = f"ranks {numbers(found)} of {processes}"
     if failed := _failed(found):
         how = [
@@ -70,7 +70,7 @@ def _peaks(found: dict[int, dict[str, Any]]) -> str:
 
 
 def slowest(found: dict[int, dict[str, Any]]) -> int:
-    """The rank whose steps take longest; where they take the same, the one that waited longest for a stash."""
+    """Return the rank with the longest steps; if they are equal, the one that waited longest for a stash."""
     paces = {rank: figures["steps"]["median_seconds"] for rank, figures in found.items()}
     timed = {rank: pace for rank, pace in paces.items() if pace is not None}
     if timed and max(timed.values()) - min(timed.values()) > _SAME_PACE * max(timed.values()):
@@ -127,7 +127,7 @@ def _row(rank: int, figures: dict[str, Any]) -> list[str]:
 def _by_ranks(
     found: dict[int, dict[str, Any]], lines_of: Callable[[dict[str, Any]], list[str]]
 ) -> list[str]:
-    """Each different line once, with the ranks that have it where not all do."""
+    """Return each different line once, with the ranks that have it unless all do."""
     ranks_of: dict[str, list[int]] = defaultdict(list)
     for rank, figures in found.items():
         for line in lines_of(figures):

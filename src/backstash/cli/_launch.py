@@ -1,7 +1,7 @@
 """Start the interpreter that runs a script, with a plan of what to do around it.
 
-The plan goes in one variable of the environment, which holds 128 KiB at most: so the script's own
-arguments are not in it, but on the command line alone.
+One environment variable holds the plan, with at most 128 KiB. So the script's own arguments are not in it, but
+only on the command line.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["check", "interpreter_options", "replace_process", "split"]
 _SCRIPT = Path(__file__).with_name("_importlib_bootstrap.py")
 _PLAN_VARIABLE = "BACKSTASH_RUN"
 _PYTHON = r"python[\d.]*t?|pypy[\d.]*|ipython"
-# What starts a script by itself, and the order in which both can be used; {} is `backstash run`.
+# Programs that start a script themselves, and how to combine them with backstash; {} is `backstash run`.
 _IN_FRONT = {
     r"torchrun|torch\.distributed\.(run|launch)": "torchrun ... -m {} ... SCRIPT",
     r"accelerate|accelerate\.commands\.launch": "accelerate launch ... -m {} ... SCRIPT",
@@ -59,12 +59,13 @@ def split(parser: Parser, arguments: list[str]) -> tuple[list[str], bool, list[s
 
 
 def _is_module_in_one_word(parser: Parser, word: str) -> bool:
-    """``-mMODULE``, as the interpreter takes it; not ``-malloc``, an option that lacks a dash."""
+    """Whether ``word`` is ``-mMODULE``, as the interpreter accepts it, and not ``-malloc``, an option that
+    lacks a dash."""
     return fullmatch(r"-m[^\W\d][\w.]*", word) is not None and f"-{word}" not in parser.options()
 
 
 def check(parser: Parser, is_module: bool, rest: list[str]) -> None:
-    """Refuse what is no script and no module, with a word about what was perhaps meant."""
+    """Refuse a target that is not a script or module, and suggest what was perhaps meant."""
     if not rest:
         what = f"{parser.prog} {'-m package.train' if is_module else 'train.py'}"
         parser.error(f"no script given, as in `{what}`; allowed: {parser.usage}")
@@ -94,7 +95,7 @@ def check(parser: Parser, is_module: bool, rest: list[str]) -> None:
 
 
 def _meant(parser: Parser, target: str) -> str:
-    """The command with a script that is there and has nearly this name, or a name of it with ``.py``."""
+    """Return a suggestion: the command with an existing script of nearly this name, with or without ``.py``."""
     folder = os.path.dirname(target)
     try:
         there = [name for name in os.listdir(folder or ".") if name.endswith(".py")]
@@ -109,7 +110,7 @@ def _begins_like_a_program(path: str) -> bool:
     try:
         with open(path, "rb") as file:
             return file.read(4) == b"\x7fELF"
-    except OSError:  # the interpreter will say it in its own words
+    except OSError:  # the interpreter will report it
         return False
 
 
@@ -120,16 +121,16 @@ def replace_process(
 
     Args:
         plan: plain values; ``arguments`` are added to them later. ``target`` and ``is_module`` say what to
-            run. ``session`` names the module beside this one, and its class that is made from the plan once
-            torch has been imported. ``restore`` are the variables that the script finds, ``None`` for none;
-            ``read_later`` those that torch and the stash find for the moment in which they read them.
+            run. ``session`` names a module of this package and its class, which gets the plan once torch has
+            been imported. ``restore`` are the variables that the script finds, ``None`` for an unset one;
+            ``read_later`` are those that exist only while torch and the stash read them.
         arguments: the script's own arguments.
         variables: added to the environment.
     """
     for stream in (sys.stdout, sys.stderr):
         if (
             stream is not None
-        ):  # it is not there, or nobody reads it: no reason not to run the script
+        ):  # a stream may be missing, or a pipe that no one reads: run the script anyway
             with suppress(OSError, ValueError):
                 stream.flush()
     options = interpreter_options(sys.orig_argv[1:])
@@ -145,9 +146,9 @@ def replace_process(
 
 
 def interpreter_options(arguments: Sequence[str]) -> list[str]:
-    """The options of ``python`` itself, among the arguments that the interpreter was started with.
+    """Return the options of ``python`` itself, from the arguments that the interpreter was started with.
 
-    Without ``-x``, which would skip a line of the file that is run instead of the script.
+    They exclude ``-x``, which would skip a line of our own file, which runs instead of the script.
 
     >>> interpreter_options(["-um", "backstash", "run", "-v"])
     ['-u']
@@ -171,6 +172,6 @@ def interpreter_options(arguments: Sequence[str]) -> list[str]:
 
 
 def _read(letters: str) -> tuple[str, str, str]:
-    """Of one argument: its flags; the letter that takes a value, if one does; what of that value is there."""
+    """Split one argument: its flags; the letter that takes a value, if any; the part of that value in it."""
     at = next((at for at, letter in enumerate(letters) if letter in "cmWX"), len(letters))
     return letters[:at].replace("x", ""), letters[at : at + 1], letters[at + 1 :]

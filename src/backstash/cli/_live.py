@@ -1,4 +1,4 @@
-"""The live line of ``backstash run``: bytes per tier, waits and step time, while a script trains.
+"""Draw the live line of ``backstash run``: bytes per tier, waits and step time, while a script trains.
 
 For each tier the line shows the most bytes in the last ten readings, which are five seconds. The latest reading
 alone would flicker, since it depends on whether forward or backward runs.
@@ -42,7 +42,7 @@ class Live:
 
     Args:
         stash: the stash whose ``stats()`` are shown.
-        moments: when each step ended, as :class:`backstash.report.StepMarks` has them.
+        moments: when each step ended, from :class:`backstash.report.StepMarks`.
     """
 
     def __init__(self, stash: Any, moments: Sequence[tuple[float, str]]) -> None:
@@ -57,7 +57,7 @@ class Live:
 
     @staticmethod
     def suits() -> bool:
-        """Whether stderr is a terminal that can clear a line, and can be shared with the script."""
+        """Whether stderr is a terminal that can clear a line and that the script and the line can share."""
         stream = sys.stderr
         if not _is_terminal(stream) or os.environ.get("TERM", "dumb") == "dumb":
             return False
@@ -78,7 +78,7 @@ class Live:
             stats = self._stash.stats()
             now = (stats.saves, stats.read_bytes, stats.blocks, len(self._moments))
             if now == self._last or not stats.saves:
-                continue  # the script waits, or asks: the terminal is its own
+                continue  # the script waits or asks for input: leave the terminal to it
             self._last = now
             looks.append(stats)
             parts = live_parts(looks, list(self._moments[-_RECENT_STEPS - 1 :]), len(self._moments))
@@ -88,19 +88,19 @@ class Live:
 def _is_terminal(stream: Any) -> bool:
     try:
         return bool(stream.isatty())
-    except (AttributeError, ValueError):  # there is none, it is the script's own, or it is closed
+    except (AttributeError, ValueError):  # no stream, one of the script's own, or a closed one
         return False
 
 
 def live_parts(
     looks: Sequence[Any], recent: Sequence[tuple[float, str]], steps: int
 ) -> list[tuple[str, str]]:
-    """The names and values of the line; a tier's value is the most bytes that it held in ``looks``.
+    """Return the names and values of the line; a tier's value is the most bytes that it held in ``looks``.
 
     Args:
-        looks: the stash's ``stats()`` of the last seconds, the newest last.
+        looks: the stash's ``stats()`` of the last seconds, newest last.
         recent: when the last steps ended.
-        steps: how many steps have ended in all.
+        steps: total number of ended steps.
     """
     parts = []
     if steps:
@@ -117,7 +117,7 @@ def live_parts(
 
 
 def live_text(parts: Sequence[tuple[str, str]], columns: int) -> str:
-    """The line, in colour where rich is installed; parts that do not fit into ``columns`` are left out."""
+    """Return the line, in colour if rich is installed; parts that do not fit into ``columns`` are omitted."""
     shown = list(parts)
     for name in _FIRST_TO_GO:
         if len(_plain(shown)) < columns:

@@ -1,4 +1,4 @@
-"""Facts about this machine: processor, memory, file systems, versions. Its host name is not among them."""
+"""Collect facts about this machine: processor, memory, huge pages, versions. The host name is not included."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Machine:
     processor: str
     """The processor's model name."""
     cores: int
-    """How many processors this process may use."""
+    """Number of processors that this process may use."""
     memory_bytes: int
     """Bytes of physical memory."""
     available_bytes: int
@@ -29,14 +29,14 @@ class Machine:
     swap_bytes: int
     """Bytes of swap space."""
     huge_pages: str
-    """Transparent huge pages: ``always``, ``madvise`` or ``never``; empty where there are none."""
+    """Transparent huge pages: ``always``, ``madvise`` or ``never``; empty if there are none."""
     kernel: str
     """The operating system and its release."""
     libc: str
     """The C library and its version."""
 
     def as_dict(self) -> dict[str, object]:
-        """The fields as plain values, for JSON."""
+        """Return the fields as plain values, for JSON."""
         return asdict(self)
 
 
@@ -58,7 +58,7 @@ def machine() -> Machine:
 
 
 def versions() -> dict[str, str]:
-    """Versions of backstash, torch and python."""
+    """Return the versions of backstash, torch and python."""
     return {
         "backstash": __version__,
         "torch": _version("torch"),
@@ -67,10 +67,10 @@ def versions() -> dict[str, str]:
 
 
 def is_torch_of_cpu_alone() -> bool:
-    """Whether the installed torch can have no accelerator, without importing it.
+    """Whether the installed torch cannot have an accelerator, without importing it.
 
-    ``False`` where that is not certain: a build whose version does not say ``+cpu``, or a package that adds a
-    device when torch is imported.
+    ``False`` if that is uncertain: the version does not say ``+cpu``, or a package adds a device when torch is
+    imported.
     """
     return _version("torch").endswith("+cpu") and not metadata.entry_points(group="torch.backends")
 

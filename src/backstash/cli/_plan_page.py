@@ -1,4 +1,4 @@
-"""The plan on the page of a run: what was done with each class, and what was predicted beside what came."""
+"""Show the plan on the page of a run: the choices for each class, and predicted and measured figures."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _FIGURES = {
 
 
 def plan_section(plan: dict[str, Any]) -> dict[str, Any]:
-    """The ``plan`` that :func:`backstash.report.render_page` takes, from ``Plan.as_dict()``."""
+    """Return the ``plan`` section for :func:`backstash.report.render_page`, from ``Plan.as_dict()``."""
     sums = moved_by_choice(plan["classes"])
     return {
         "note": " ".join([_state(plan), *_difference(plan)]),
@@ -85,7 +85,7 @@ def plan_section(plan: dict[str, Any]) -> dict[str, Any]:
 
 
 def moved_by_choice(classes: Any) -> dict[str, int]:
-    """Of the saved bytes of a step, how many each choice has; ``classes`` as ``Plan.as_dict()`` has them."""
+    """Return how many of a step's saved bytes each choice has; ``classes`` is from ``Plan.as_dict()``."""
     sums = dict.fromkeys(_KEYS, 0)
     for each in classes:
         for choice, count in each["choices"]:
@@ -94,7 +94,7 @@ def moved_by_choice(classes: Any) -> dict[str, int]:
 
 
 def choices_in_words(choices: Any) -> str:
-    """``"8 on disk, 4 kept"``."""
+    """Return choices as text: ``"8 on disk, 4 kept"``."""
     return ", ".join(f"{count} {_WORDS[choice]}" for choice, count in choices)
 
 
@@ -117,7 +117,7 @@ def _state(plan: dict[str, Any]) -> str:
 
 
 def _difference(plan: dict[str, Any]) -> list[str]:
-    """What was measured beside the prediction and the budget, in a sentence."""
+    """Return a sentence that compares the measured figures with the prediction and the budget."""
     predicted, measured = plan["predicted"], plan["measured"]
     if measured is None:
         return [] if predicted is None else ["No step under the plan was measured."]

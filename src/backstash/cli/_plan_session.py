@@ -1,4 +1,4 @@
-"""The measured steps of ``backstash plan``, from the script's import of torch until the plan is made."""
+"""Run the measured steps of ``backstash plan``, from the script's import of torch until the plan is made."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class PlanSession:
     def __init__(self, plan: dict[str, Any]) -> None:
         self._plan = plan
         self._command = " ".join([plan["command"], shlex.join(plan["arguments"])]).rstrip()
-        # No step fits in one byte: all are measured, with everything moved that can move, or half of it.
+        # No step fits in one byte, so all steps are measured, moving everything that can move or half of it.
         warnings.filterwarnings("ignore", "budget=1 B cannot be kept", StashWarning)
         again = recompute_of(plan["recompute"])
         self._stash = Stash(budget=1, disk=plan["disk"], name="backstash plan", recompute=again)
@@ -40,15 +40,15 @@ class PlanSession:
             raise SystemExit(0)  # ends the script after its step, as sys.exit() would
 
     def _planned(self) -> Plan | None:
-        """The plan, when it has been made."""
+        """Return the plan once it has been made."""
         plan = self._stash.plan
         return plan if plan is not None and plan.trace is not None else None
 
     def end(self, outcome: str) -> None:
-        """Print the table on stdout; write the files that were asked for.
+        """Print the table on stdout, and write the files that were asked for.
 
         Args:
-            outcome: how the script has ended; it is only named.
+            outcome: how the script ended; it is only mentioned.
         """
         self._marks.remove()
         self._recomputed.remove()

@@ -1,4 +1,4 @@
-"""What ``backstash plan`` prints and writes: a line for each budget."""
+"""Print and write the results of ``backstash plan``: a line for each budget."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from ._say import say
 __all__ = ["budgets_of", "figures_of", "plan_for_trace", "table", "write"]
 
 _SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)  # between the smallest budget and everything in place
-_UNIT_BYTES = 16 << 20  # budgets that nobody gave are multiples of it
+_UNIT_BYTES = 16 << 20  # budgets that the user did not give are multiples of this
 
 
 def plan_for_trace(path: str, budgets: Sequence[int] | None, json_path: str | None) -> None:
     """Plan for the measured step in a file, and print the table.
 
     Args:
-        path: of the file that ``backstash plan --trace`` wrote.
+        path: a file that ``backstash plan --trace`` wrote.
         budgets: in bytes; ``None``: five, between the smallest that can be kept and everything in place.
-        json_path: where the plans are written, too; ``None``: nowhere.
+        json_path: a file to which the plans are also written; ``None``: none.
 
     Raises:
-        UsageError: the file cannot be read, or is no trace of a step.
+        UsageError: the file cannot be read, or is not a trace of a step.
     """
     command = shlex.join(["backstash", "plan", "--trace", path])
     least = Plan.from_trace(path, 1)
@@ -40,7 +40,7 @@ def plan_for_trace(path: str, budgets: Sequence[int] | None, json_path: str | No
 
 
 def figures_of(command: str, plans: Sequence[Plan]) -> dict[str, Any]:
-    """What ``--json`` writes."""
+    """Return the values that ``--json`` writes."""
     return {
         "command": command,
         "plans": [plan.as_dict() for plan in plans],
@@ -50,7 +50,7 @@ def figures_of(command: str, plans: Sequence[Plan]) -> dict[str, Any]:
 
 
 def write(option: str, path: str, values: dict[str, Any]) -> None:
-    """Write ``values`` as JSON; where that fails, a line on stderr names the ``option`` that asked for it."""
+    """Write ``values`` as JSON; if that fails, print a line on stderr that names the ``option``."""
     try:
         with open(path, "w", encoding="utf-8") as file:
             json.dump(values, file, indent=1)
@@ -60,7 +60,7 @@ def write(option: str, path: str, values: dict[str, Any]) -> None:
 
 
 def budgets_of(plan: Plan) -> list[int]:
-    """Round budgets from the smallest that can be kept to what everything in place takes."""
+    """Return round budgets from the smallest that can be kept to the one for everything in place."""
     least = plan.smallest_budget_bytes or plan.budget_bytes
     most = budget_for(plan.plain.peak_bytes) if plan.plain is not None else least
     least = min(least, most)
@@ -69,7 +69,7 @@ def budgets_of(plan: Plan) -> list[int]:
 
 
 def table(command: str, plans: list[Plan], least: Plan) -> str:
-    """A line for each budget, and the smallest that can be kept, which ``least`` has."""
+    """Return a line for each budget, and the smallest that can be kept, from ``least``."""
     lines = [
         command,
         f"{'budget':>10} {'peak':>10} {'step':>9} {'bound':>9} {'stays':>10} {'moves':>10} "

@@ -1,4 +1,4 @@
-"""Reports of what a script's steps save, from its import of torch to its end or to the last step asked for."""
+"""Report what a script's steps save, from its import of torch to its end or to the last step asked for."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class _ProfiledStep:
     report: SavedReport
     """What the step saved."""
     seconds: float
-    """How long the step took, recording included."""
+    """Seconds of the step, recording included."""
 
 
 class ProfileSession:
@@ -68,10 +68,10 @@ class ProfileSession:
             raise SystemExit(0)  # ends the script after its last step, as sys.exit() would
 
     def end(self, outcome: str) -> None:
-        """Print the report and the budgets on stdout; write the files that the plan asks for.
+        """Print the report and the budgets on stdout, and write the files that the plan asks for.
 
         Args:
-            outcome: how the script has ended; it is only named in the report.
+            outcome: how the script ended; it is only mentioned in the report.
         """
         self._marks.remove()
         try:
@@ -93,7 +93,7 @@ class ProfileSession:
             self._write("--json", lambda path: _dump(figures, path))
 
     def _choose(self, outcome: str) -> tuple[SavedReport | None, str]:
-        """The report to show, and its title; or ``None``, and why there is no report."""
+        """Return the report to show, and its title; or ``None``, and why there is no report."""
         ended = "" if self._had_enough else f"; the script ended first: {outcome}"
         if ended and outcome == "finished":
             ended = "; the script had no more"
@@ -129,7 +129,7 @@ class ProfileSession:
             except (
                 StashError,
                 RuntimeError,
-            ) as problem:  # no thread, where the interpreter is ending
+            ) as problem:  # RuntimeError: no thread can start while the interpreter ends
                 self._notes.append(f"the disk was not measured: {problem}")
                 return None
 
@@ -168,13 +168,13 @@ class ProfileSession:
 
 
 def costs_of(report: SavedReport, disk: str, speed: DiskSpeed | None) -> tuple[Cost, ...]:
-    """The report's budgets, each with the seconds that the disk needs for its bytes at ``speed``."""
+    """Return the report's budgets, each with the seconds that the disk needs for its bytes at ``speed``."""
     found = []
     for budget in report.budgets(disk):
         write = read = None
         if (
             speed is not None and "host=" not in budget.code
-        ):  # the link to a device was not measured
+        ):  # the transfer rate of a device was not measured
             write = budget.moved_bytes / speed.write_bytes_per_second
             read = budget.moved_bytes / speed.read_bytes_per_second
         found.append(

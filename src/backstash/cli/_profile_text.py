@@ -1,4 +1,4 @@
-"""The output of ``backstash profile``: by rich, on a terminal and where it is installed, or plain text."""
+"""Print the output of ``backstash profile``: with rich, on a terminal if it is installed, or as plain text."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ _HEAD = ("kept", "moves down", "in memory", "disk writes", "disk reads", "")
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What one ``keep`` budget would cost in each step."""
+    """The cost of one ``keep`` budget in each step."""
 
     name: str
-    """The share that would be kept, in words."""
+    """The share that would be kept, as text."""
     keep_bytes: int
     """The budget, in bytes."""
     moved_bytes: int
-    """Bytes that would be moved out of memory, and as many back."""
+    """Bytes that would move out of memory, and as many back."""
     memory_bytes: int
-    """Peak bytes of saved tensors in memory, with those that are being moved out of it."""
+    """Peak bytes of saved tensors in memory, including in-flight transfers."""
     write_seconds: float | None
-    """Seconds that the disk alone needs to write ``moved_bytes``; ``None`` where it was not measured."""
+    """Seconds that the disk alone needs to write ``moved_bytes``; ``None`` if not measured."""
     read_seconds: float | None
-    """Seconds that the disk alone needs to read them; ``None`` where it was not measured."""
+    """Seconds that the disk alone needs to read them; ``None`` if not measured."""
     code: str
-    """The ``Stash(...)`` line to paste; ``""`` where everything would be kept, without a stash."""
+    """The ``Stash(...)`` line to paste; ``""`` if everything would be kept, without a stash."""
 
 
 def show(
@@ -80,7 +80,7 @@ def _costs(costs: Sequence[Cost], disk: str, speed: DiskSpeed | None) -> list[st
     widths = [max(map(len, column)) for column in zip(_HEAD, *body, strict=True)]
     lines = ["what keep= would cost instead:", _line(_HEAD, widths)]
     lines += [_line(cells, widths) for cells in body]
-    # Seconds that are not measured are of host memory, where no disk is used.
+    # Only transfers to host memory, which use no disk, have no measured seconds.
     if speed is None or not any(cost.write_seconds for cost in costs):
         return lines
     rates = f"{_rate(speed.write_bytes_per_second)} and reads {_rate(speed.read_bytes_per_second)}"
@@ -93,7 +93,7 @@ def _costs(costs: Sequence[Cost], disk: str, speed: DiskSpeed | None) -> list[st
 
 
 def _one_number(costs: Sequence[Cost], disk: str, script: str) -> list[str]:
-    """How to give a budget in one number, where one would save memory."""
+    """Return how to give a budget as one number, if a budget would save memory."""
     everything = costs[0]
     saves = any(cost.memory_bytes < everything.memory_bytes for cost in costs)
     if not everything.keep_bytes or not saves:

@@ -1,4 +1,4 @@
-"""One line on a terminal that says what a long command is doing."""
+"""Show what a long command is doing, in one line on a terminal."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ _CLEAR_LINE = "\r\x1b[K"
 
 
 class ProgressLine:
-    """Shows the latest message on a terminal, over the one before; prints nothing elsewhere.
+    """Show the latest message on a terminal, over the one before; print nothing elsewhere.
 
     Args:
-        stream: what to write to; ``None``: stderr.
-        lines: print each message as a line of its own where the stream is not a terminal.
+        stream: the stream to write to; ``None``: stderr.
+        lines: print each message as a line of its own if the stream is not a terminal.
     """
 
     def __init__(self, stream: TextIO | None = None, *, lines: bool = False) -> None:

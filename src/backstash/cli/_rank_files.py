@@ -1,4 +1,4 @@
-"""The files that ``backstash run --json`` writes: one for each rank of a job."""
+"""Read the files that ``backstash run --json`` writes: one for each rank of a job."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def read(path: str) -> dict[str, Any]:
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: it holds something else.
+        ValueError: it has other contents.
     """
     content = Path(path).read_bytes()
     try:
         found = json.loads(content)
-    except ValueError:  # no JSON, or no text
+    except ValueError:  # not JSON, or not text
         found = None
     if not isinstance(found, dict) or not found.keys() >= _KEYS:
         raise ValueError("is not the figures of a run")
@@ -44,14 +44,16 @@ def read(path: str) -> dict[str, Any]:
 
 
 def of_this_machine(path: str, job: Job, own: dict[str, Any]) -> dict[int, dict[str, Any]]:
-    """Return by rank the figures that ranks of this machine have written in this run.
+    """Return, by rank, the figures that ranks of this machine have written in this run.
 
     Args:
         path: the file of ``--json``, without a rank in its name.
-        job: of this process.
-        own: its figures.
+        job: this process's.
+        own: this process's figures.
     """
-    first = job.rank - job.local_rank  # as torchrun and mpirun number them; else some are not found
+    first = (
+        job.rank - job.local_rank
+    )  # torchrun's and mpirun's numbering; with others, some are missed
     found = {}
     for rank in range(first, first + job.local_processes):
         with suppress(OSError, ValueError):
@@ -62,7 +64,7 @@ def of_this_machine(path: str, job: Job, own: dict[str, Any]) -> dict[int, dict[
 
 
 def ran_together(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Whether two processes ran at the same time: where a rank wrote no file, an earlier run's may lie."""
+    """Whether two processes ran at the same time: if a rank wrote no file, an earlier run's may still exist."""
     return all(
         a["ended_unix_seconds"] - a["seconds"] <= b["ended_unix_seconds"]
         for a, b in ((one, other), (other, one))
@@ -70,7 +72,7 @@ def ran_together(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 
 def pattern(path: str) -> str:
-    """Return the shell's pattern for the files of all ranks.
+    """Return a shell pattern for the files of all ranks.
 
     >>> pattern("my runs/run.json")
     "'my runs/run'.rank*.json"

@@ -1,4 +1,4 @@
-"""The modules that ``--recompute`` names: found in the script's model when it first runs."""
+"""Find the modules that ``--recompute`` names, when the script's model first runs."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from ..errors import UsageError
 __all__ = ["RecomputedModules", "matching", "recompute_of"]
 
 _OFF = "off"
-_WRAPPER = "module"  # what DistributedDataParallel puts before a path
+_WRAPPER = "module"  # DistributedDataParallel's prefix of a path
 
 
 class RecomputedModules:
-    """Gives the modules whose path matches to ``Stash.recompute``, before the first forward of their model.
+    """Pass the modules whose path matches to ``Stash.recompute``, before the first forward of their model.
 
-    A path is that from the outermost module that runs. Until a model has such modules each forward is looked
-    at; then the hook that does so is gone, since a module with another's hook is not run again.
+    Paths start at the outermost running module. A global hook checks each forward until a model has such
+    modules, and is then removed.
 
     Args:
         stash: of the run.
-        patterns: as a shell has them; ``*`` stands for dots, too. None: nothing is looked at.
+        patterns: shell patterns; ``*`` also matches dots. Without patterns, nothing is checked.
     """
 
     def __init__(self, stash: Stash, patterns: Sequence[str]) -> None:
@@ -51,14 +51,14 @@ class RecomputedModules:
             self._stash.recompute(*found.values())
 
     def remove(self) -> None:
-        """Look no more. A second call does nothing."""
+        """Stop looking. A second call does nothing."""
         if self._handle is not None:
             self._handle.remove()
             self._handle = None
 
     @property
     def note(self) -> str:
-        """That nothing was found; or ``""``."""
+        """A note that nothing was found; or ``""``."""
         if self.found or not self._patterns:
             return ""
         named = ", ".join(map(repr, self._patterns))
@@ -69,7 +69,7 @@ class RecomputedModules:
 
 
 def recompute_of(patterns: Sequence[str]) -> Literal["auto", False]:
-    """What a stash is to be given as ``recompute``."""
+    """Return the stash's argument ``recompute``."""
     if _OFF not in patterns:
         return "auto"
     if len(patterns) > 1:
@@ -78,7 +78,8 @@ def recompute_of(patterns: Sequence[str]) -> Literal["auto", False]:
 
 
 def matching(root: nn.Module, patterns: Sequence[str]) -> Iterator[tuple[str, nn.Module]]:
-    """Path and module of those inside ``root`` whose path matches; none that is inside another of them."""
+    """Yield path and module of those inside ``root`` whose path matches, without modules inside another
+    match."""
     inside = ""
     for path, module in root.named_modules():
         if inside and path.startswith(inside):

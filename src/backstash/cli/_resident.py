@@ -1,4 +1,4 @@
-"""The process's resident memory, as the operating system counts it."""
+"""Read the process's resident memory from the operating system."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ _RESET_PEAK = "5"  # proc(5), /proc/pid/clear_refs: "reset the peak resident set
 
 
 def resident_bytes(status: Path = Path("/proc/self/status")) -> int:
-    """Bytes that are resident now; 0 where the system does not count them."""
+    """Return the bytes that are resident now; 0 if the system does not count them."""
     return _field(status, "VmRSS")
 
 
 def resident_peak_bytes(status: Path = Path("/proc/self/status")) -> int:
-    """The most bytes that were resident since the start, or since :func:`reset_resident_peak`."""
+    """Return the most bytes that were resident since the start, or since :func:`reset_resident_peak`."""
     peak = _field(status, "VmHWM")
     if peak:
         return peak
@@ -26,7 +26,7 @@ def resident_peak_bytes(status: Path = Path("/proc/self/status")) -> int:
 
 
 def reset_resident_peak(clear_refs: Path = Path("/proc/self/clear_refs")) -> bool:
-    """Restart the peak at the bytes that are resident now. Returns False where the system cannot."""
+    """Reset the peak to the bytes that are resident now. Return False if the system cannot."""
     try:
         clear_refs.write_text(_RESET_PEAK)
     except OSError:

@@ -1,4 +1,4 @@
-"""The page of a run, from the figures in its JSON and the timeline of its first steps."""
+"""Make the page of a run from the figures in its JSON and the timeline of its first steps."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ __all__ = ["run_page"]
 def run_page(
     figures: dict[str, Any], line: Timeline, other: dict[str, Any] | None
 ) -> dict[str, Any]:
-    """The page as plain values, for :func:`backstash.report.render_page`.
+    """Return the page as plain values, for :func:`backstash.report.render_page`.
 
     Args:
-        figures: the run's, as its JSON has them.
+        figures: the run's figures, as in its JSON.
         line: the timeline of its first steps.
         other: the figures of another run of the same script, to compare with.
     """
@@ -46,7 +46,7 @@ def _title(script: list[str]) -> str:
 
 
 def _rank(job: dict[str, int]) -> dict[str, str]:
-    """Which process of a job the page is of, where there are several."""
+    """Return which process of a job the page shows, if there are several."""
     if job["processes"] == 1:
         return {}
     return {"subtitle": f"Rank {job['rank']} of a job of {job['processes']} processes"}
@@ -99,7 +99,7 @@ def _facts(
 
 
 def _made_again(line: Timeline, recorded: str) -> list[dict[str, Any]]:
-    """What packing and recomputing took in backward, where there was any."""
+    """Return facts on packing and recomputing in backward, if there was any."""
     recomputed, unpacked = line.recomputed_blocks, line.unpacked_blocks
     if not recomputed and not unpacked:
         return []
@@ -116,7 +116,7 @@ def _devices(peaks: dict[str, int], others: dict[str, int]) -> list[dict[str, An
 
 
 def _compared(figures: dict[str, Any], other: dict[str, Any] | None) -> list[dict[str, Any]]:
-    """The peak and the step time of another run; without one, how to make it."""
+    """Return the peak and the step time of another run; without one, how to make it."""
     how = _how(figures)
     if other is None:
         note = "the same script, everything in memory"

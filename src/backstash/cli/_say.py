@@ -1,4 +1,4 @@
-"""Lines on stderr that may come when the script has closed it, or nobody reads it any more."""
+"""Write lines to stderr, even if the script has closed it or no one reads it any more."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ __all__ = ["say"]
 
 
 def say(text: str) -> None:
-    """Write ``text`` and a newline to ``sys.stderr``, or nothing where that cannot be written to.
+    """Write ``text`` and a newline to ``sys.stderr``, or nothing if that fails.
 
-    How the script ends must not depend on it. So nothing is left in a buffer that the interpreter would
-    fail to write at its end, and no signal comes of a pipe that nobody reads. A stream that the script has
-    put in the place of its own gets the text by its ``write``.
+    How the script ends must not depend on this. So no text stays in a buffer that the interpreter would fail to
+    write at its end, and a closed pipe raises no signal. If the script has replaced ``sys.stderr``, the text
+    goes to the ``write`` of its stream.
     """
     stream = sys.stderr
     with suppress(Exception):
@@ -33,7 +33,7 @@ def say(text: str) -> None:
 
 @contextmanager
 def _no_signal_of_a_pipe() -> Iterator[None]:
-    """Python ignores SIGPIPE, but a script may have given it its default, which ends the process."""
+    """Block SIGPIPE: Python ignores it, but a script may have restored its default, which ends the process."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGPIPE})
     try:
         yield

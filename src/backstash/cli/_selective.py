@@ -1,4 +1,5 @@
-"""A script's own selective checkpoints: what they keep stays in place, as it does without ``backstash run``."""
+"""Handle a script's own selective checkpoints: what they keep stays in place, as it does without ``backstash
+run``."""
 
 from __future__ import annotations
 
@@ -15,16 +16,18 @@ _RESPECT = "respect_saved_tensors_hooks"  # from torch 2.14 on
 
 
 class SelectiveCheckpoints:
-    """Answers for the script what PyTorch 2.14 warns of and later ones refuse, until :meth:`remove`.
+    """Answer, for the script, a question that PyTorch 2.14 warns about and later versions require, until
+    :meth:`remove`.
 
-    Where hooks are around a call of ``torch.utils.checkpoint.checkpoint`` with a ``context_fn``, PyTorch wants
-    to be told whether what that keeps is theirs. The script knows of no hooks, so that it says nothing: it is
-    told no, which is what happens without hooks. Before 2.14 it is so by itself, and nothing is replaced.
+    If hooks are active around a call of ``torch.utils.checkpoint.checkpoint`` with a ``context_fn``, PyTorch
+    wants to know whether the hooks get the tensors that the checkpoint keeps. The script does not know of the
+    hooks and so does not say. This class answers no, which gives the behaviour without hooks. Before 2.14 that
+    is the default, and nothing is replaced.
     """
 
     def __init__(self) -> None:
         self.calls = 0
-        """How many calls were answered for."""
+        """Number of calls that were answered."""
         self._own: Any = _stock.checkpoint
         self._stand_in: Any = None
         if _RESPECT in inspect.signature(self._own).parameters:
@@ -40,7 +43,7 @@ class SelectiveCheckpoints:
 
     @property
     def note(self) -> str:
-        """What was answered, for the summary; ``""``: nothing."""
+        """What was answered, for the summary; ``""`` for nothing."""
         if not self.calls:
             return ""
         return (
@@ -49,6 +52,6 @@ class SelectiveCheckpoints:
         )
 
     def remove(self) -> None:
-        """Put torch's own back. A second call does nothing."""
+        """Restore torch's own function. A second call does nothing."""
         if self._stand_in is not None and _stock.checkpoint is self._stand_in:
             _stock.checkpoint = self._own

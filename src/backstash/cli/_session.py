@@ -65,7 +65,7 @@ class RunSession:
 
     def __init__(self, plan: dict[str, Any]) -> None:
         if plan["disk"] is None and plan["keep"] is not None and plan["budget"] is None:
-            # As the package was built: asking for devices now could do what the script would do otherwise.
+            # This asks how torch was built. Querying devices now could change what the script does later.
             if torch.accelerator.current_accelerator() is None:
                 raise UsageError(without_accelerator(plan["host"]))
         self._plan = plan
@@ -104,7 +104,7 @@ class RunSession:
             from ..report import timeline
 
             self._line = timeline(self._stash.record(limit=_RECORDED_EVENTS), steps=self._marks)
-            from ._first_backward import FirstBackward  # which loads what draws the graph
+            from ._first_backward import FirstBackward  # imported late: it loads the drawing code
 
             self._graph = FirstBackward()
         # One line for all processes that share the terminal.
@@ -121,25 +121,23 @@ class RunSession:
             self._line.remove()
 
     def end(self, outcome: str) -> None:
-        """Leave the stash; print the summary on stderr and write the JSON, as far as the plan says.
+        """Leave the stash, print the summary on stderr and write the JSON, as the plan says.
 
         Args:
-            outcome: how the script has ended; it is only named in the figures.
+            outcome: how the script ended; it only appears in the figures.
         """
         try:
             with undisturbed(), self._ending:
                 if not self._ended:
                     self._ended = True
-                    with suppress(
-                        StashError
-                    ):  # the script has left contexts of its own in another order
+                    with suppress(StashError):  # the script left its own contexts in another order
                         self._stash.__exit__(None, None, None)
                     self._tell(outcome)
-        finally:  # until here SIGTERM waits: a launcher sends it to the ranks that end because another has died
+        finally:  # SIGTERM waits until here: a launcher sends it to ranks that end because another died
             self._before_termination.remove()
 
     def _terminated(self) -> None:
-        """SIGTERM is about to end the process: tell what there is, while the other threads go on."""
+        """Report before SIGTERM ends the process, while the other threads continue."""
         with self._ending:
             if not self._ended:
                 self._ended = True
@@ -177,7 +175,7 @@ class RunSession:
         tell(self._plan, self._job, figures, page)
 
     def _figures(self, outcome: str, seconds: float) -> dict[str, Any]:
-        """What the JSON of this process has."""
+        """Return the values of this process's JSON."""
         return {
             "command": " ".join([self._plan["command"], shlex.join(self._arguments)]).rstrip(),
             "outcome": outcome,
@@ -208,14 +206,14 @@ class RunSession:
 
 
 def _steps(marks: StepMarks) -> dict[str, Any]:
-    """How many steps there were, and the median time from the end of one to the end of the next."""
+    """Return the number of steps, and the median time from the end of one to the end of the next."""
     seconds = [after - before for (before, _), (after, _) in pairwise(marks.moments)]
     median = statistics.median(seconds) if seconds else None
     return {"count": len(marks.moments), "median_seconds": median}
 
 
 def _device_peaks() -> dict[str, int]:
-    """Peak bytes of tensors on each accelerator that was used and whose allocator counts them."""
+    """Return the peak bytes of tensors on each accelerator that was used and whose allocator counts them."""
     kind = torch.accelerator.current_accelerator()
     if kind is None:
         return {}

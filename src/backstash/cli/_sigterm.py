@@ -1,13 +1,14 @@
-"""What is to be done before SIGTERM, by which schedulers end a job, ends the process.
+"""Call a function before SIGTERM, by which schedulers end a job, ends the process.
 
-By default the signal ends a process at once. A handler of Python's own would be seen by the script
-(``signal.getsignal``; some trainers then leave out theirs), and would wait until the main thread has
-computed what it computes. So the handler is ``faulthandler``'s: written in C, it runs at once, writes to
-a pipe that a thread reads, and is none of those that Python shows. A handler that the script sets
-replaces it: then the end is the script's own.
+By default the signal ends a process at once. The script would see a Python handler (``signal.getsignal``; some
+trainers then do not install theirs), and such a handler would wait until the main thread finishes its current
+operation. So this module uses ``faulthandler``'s handler. It is written in C, runs at once, writes to a pipe
+that a thread reads, and is invisible to ``signal.getsignal``. A handler that the script sets replaces it; then
+the script decides how it ends.
 
-It writes nothing on a thread that Python does not know yet. While the main thread starts another it holds its
-signals back, and the system may give the signal to that one: then it is lost, and the next one is answered.
+The handler writes nothing on a thread that Python does not know yet. While the main thread starts another
+thread, it blocks its signals, and the system may deliver the signal to the new thread. Then the signal is lost,
+and the next one works.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ from collections.abc import Callable
 
 __all__ = ["BeforeTermination"]
 
-_MOST_SECONDS = 5.0  # schedulers send SIGKILL after ten or more
+_MOST_SECONDS = 5.0  # schedulers send SIGKILL after ten seconds or more
 
 
 class BeforeTermination:
-    """Calls ``then`` when SIGTERM comes and would end the process, which it does after that.
+    """Call ``then`` when SIGTERM would end the process, and then let it end, until :meth:`remove`.
 
-    Until :meth:`remove`. Where the script has a handler, ignores the signal, or is a forked process,
-    nothing is called. ``then`` is called on a thread that ``threading`` does not list, and has five seconds.
+    ``then`` is not called if the script has a handler or ignores the signal, or in a forked process. It is
+    called on a thread that ``threading`` does not list, and has five seconds.
     """
 
     def __init__(self, then: Callable[[], None]) -> None:
@@ -44,12 +45,12 @@ class BeforeTermination:
         reading, self._writing = map(_above_the_standard_ones, os.pipe())
         os.set_blocking(self._writing, False)
         _thread.start_new_thread(self._wait, (reading,))
-        # A signal to a child that has not yet let go of the handler would be taken for one to this process.
+        # Otherwise a signal to a child that still has the handler would look like one to this process.
         os.register_at_fork(before=self._fork, after_in_parent=self._forked)
         self._listen()
 
     def remove(self) -> None:
-        """Call nothing any more. A second call does nothing."""
+        """Stop. A second call does nothing."""
         with self._lock:
             writing, self._writing = self._writing, None
         if writing is not None:
@@ -61,7 +62,7 @@ class BeforeTermination:
             faulthandler.register(signal.SIGTERM, file=self._writing, all_threads=False)
 
     def _fork(self) -> None:
-        if os.getpid() != self._pid:  # whose lock may have been held by a thread that is not here
+        if os.getpid() != self._pid:  # in a fork, a thread that is gone may hold the lock
             return
         with self._lock:
             self._forking += 1
@@ -91,7 +92,7 @@ def _would_end_the_process() -> bool:
 
 
 def _let_go() -> None:
-    """Give the signal its default again, unless the script has set a handler."""
+    """Restore the signal's default, unless the script has set a handler."""
     if _would_end_the_process():
         faulthandler.unregister(signal.SIGTERM)
 
@@ -103,7 +104,7 @@ def _end_after(seconds: float) -> None:
 
 
 def _above_the_standard_ones(fd: int) -> int:
-    """The same file by a descriptor above 2: what is closed there, a program may write to all the same."""
+    """Return the same file with a descriptor above 2: programs may write to 0 to 2 even after closing them."""
     own = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 3)
     os.close(fd)
     return own

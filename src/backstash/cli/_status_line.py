@@ -1,10 +1,10 @@
-"""A line at the bottom of a terminal that a script writes to as well.
+"""Show a line at the bottom of a terminal that a script also writes to.
 
-The script's own output comes first. Whatever the script writes clears the line. The line is drawn again only
+The script's own output has priority. Any output of the script clears the line. The line is drawn again only
 when the script's last output ended with a newline, so that it never overwrites a progress bar or half a line.
-To know this, ``write`` and ``flush`` of the terminal's streams are wrapped while the line is shown. Output of a
-program that the script starts is not seen, and may appear beside the line. ``input()`` begins with a flush of a
-stream that nothing was written to: after such a flush the next call does not draw the line, only the one after.
+To see that, this module wraps ``write`` and ``flush`` of the terminal's streams meanwhile. It does not
+see the output of programs that the script starts, which may appear next to the line. ``input()`` begins with a
+flush without output: after such a flush, the next call does not draw the line, and the one after does.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ _CLEAR = "\r\x1b[K"
 
 
 class StatusLine:
-    """Shows one line of text on ``stream``, until :meth:`remove`.
+    """Show one line of text on ``stream``, until :meth:`remove`.
 
     Args:
         stream: a terminal.
-        shared: all streams that go to the same terminal, ``stream`` among them.
+        shared: all streams of the same terminal, including ``stream``.
     """
 
     def __init__(self, stream: TextIO, shared: Sequence[TextIO]) -> None:
@@ -33,7 +33,7 @@ class StatusLine:
         self._pid = os.getpid()
         self._shown = False
         self._free = True  # the script's last output ended a line
-        self._asked = False  # the script may be about to ask something
+        self._asked = False  # the script may be about to ask for input
         self._shared: list[tuple[Any, Any, Any]] = []
         for each in dict.fromkeys(shared):
             self._share(each)

@@ -1,4 +1,4 @@
-"""The summary that ``backstash run`` prints at the end, from the same figures as its JSON."""
+"""Write the summary that ``backstash run`` prints at the end, from the same figures as its JSON."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ class ResidentMemory:
     start_bytes: int
     """Resident bytes after torch was imported, before anything was held."""
     peak_bytes: int
-    """The operating system's figure for the peak of the whole process."""
+    """The operating system's peak for the whole process."""
 
     @property
     def over_start_bytes(self) -> int:
-        """Peak less start: at most what the script's own work added."""
+        """Peak minus start: at most what the script's own work added."""
         return max(0, self.peak_bytes - self.start_bytes)
 
     def as_dict(self) -> dict[str, int]:
-        """The fields as plain values, for JSON."""
+        """Return the fields as plain values, for JSON."""
         return {**asdict(self), "over_start_bytes": self.over_start_bytes}
 
 
 def outcome(error: BaseException | None) -> str:
-    """How a script ended: ``finished``, ``exit 3``, ``SIGINT`` or the name of what it raised."""
+    """Return how a script ended: ``finished``, ``exit 3``, ``SIGINT`` or the name of the exception."""
     if error is None:
         return "finished"
     if isinstance(error, SystemExit):
@@ -52,13 +52,13 @@ def summary(
     *,
     verbose: bool = False,
 ) -> str:
-    """The figures of a run as lines of text, without a newline at the end; one line, where that says it all.
+    """Return the figures of a run as lines of text, without a newline at the end.
 
-    Three lines: the peak and the budget; a step and its waiting; what to do next. What a user has to know
-    besides follows as notes.
+    There are three lines: the peak and the budget; a step and its waiting; what to do next. Notes follow if the
+    user has to know more. If one line is enough, only that is returned.
 
     Args:
-        figures: as the JSON of ``backstash run`` has them.
+        figures: as in the JSON of ``backstash run``.
         other: the figures of another run, to compare with.
         label: put in front of each line.
         verbose: add all other figures. Default ``False``.
@@ -67,13 +67,13 @@ def summary(
     stats = figures["stats"]
     told = figures["notes"] if stats["written_bytes"] else _without_scratch(figures["notes"])
     notes = [f"note: {each}" for each in [*told, *stats["notes"]]]
-    if alone:  # where the script failed, a note may say whether to run it again
+    if alone:  # if the script failed, a note may say whether to run it again
         lines = [alone, *(notes if figures["outcome"] not in GOOD_ENDS else ())]
     else:
         first = verdict(figures, other)
         if figures["outcome"] not in ("finished", "exit 0"):
             first = f"ended by {figures['outcome']}; {first}"
-        notes = [  # that the lines above do not say
+        notes = [  # those that the lines do not repeat
             note
             for note in notes
             if note.removeprefix("note: ") not in first and "smallest that" not in note
@@ -84,14 +84,14 @@ def summary(
 
 
 def _without_scratch(notes: list[str]) -> list[str]:
-    """Which directory was chosen matters only where something went there."""
+    """Remove the note on the chosen directory: it matters only if something moved there."""
     return [note for note in notes if not note.startswith("what moves goes to ")]
 
 
 def _details(
     figures: dict[str, Any], stats: dict[str, Any], other: dict[str, Any] | None
 ) -> list[str]:
-    """Of the whole run."""
+    """Return the figures of the whole run."""
     return [
         *_planned(figures.get("plan")),
         _moved(stats),
@@ -107,7 +107,7 @@ def _details(
 
 
 def _planned(plan: dict[str, Any] | None) -> list[str]:
-    """One line: the budget, what was done about it, and whether that came true."""
+    """Return one line: the budget, what was done about it, and whether the prediction was right."""
     if plan is None:
         return []
     budget, measured, predicted = (
@@ -147,7 +147,7 @@ def _moved(stats: dict[str, Any]) -> str:
 
 
 def _let_go(stats: dict[str, Any]) -> list[str]:
-    """What was computed again, and what was packed, where there was any."""
+    """Return lines on what was recomputed and what was packed, if anything was."""
     again, packed = stats["recomputed_bytes"], stats["packed_bytes"]
     lines = []
     if again:
@@ -183,7 +183,7 @@ def _waits(stats: dict[str, Any]) -> str:
 
 
 def left_lines(left: dict[str, Any]) -> list[str]:
-    """What stayed in place, and why: a line for each reason, the most bytes first."""
+    """Return a line for each reason why tensors stayed in place, most bytes first."""
     by_size = sorted(left.items(), key=lambda item: -item[1]["nbytes"])
     return [
         f"stayed     {_how_much(record)}: {_in_words_of_the_command_line(reason)}"
@@ -192,7 +192,7 @@ def left_lines(left: dict[str, Any]) -> list[str]:
 
 
 def _how_much(record: dict[str, int]) -> str:
-    if not record["nbytes"]:  # not known
+    if not record["nbytes"]:  # unknown
         return f"{record['count']} times"
     return f"{format_bytes(record['nbytes'])} in {record['count']} saves"
 
@@ -233,6 +233,6 @@ def _memory(resident: dict[str, int], seconds: float, ended: str) -> str:
 
 
 def allocator_line(allocator: dict[str, Any]) -> str:
-    """Which allocator the process had, and why."""
+    """Return which allocator the process had, and why."""
     where = f" ({allocator['library']})" if allocator["library"] else ""
     return f"allocator  {allocator['kind']}{where}: {allocator['reason']}"

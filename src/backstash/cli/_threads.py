@@ -1,4 +1,4 @@
-"""Enters a stash in the threads that a script starts, such as the replicas of ``nn.DataParallel``."""
+"""Enter a stash in the threads that a script starts, such as the replicas of ``nn.DataParallel``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["Threads"]
 
 
 class Threads:
-    """Makes each thread that starts from now on run within ``stash``, until :meth:`remove`."""
+    """Make each thread that starts from now on run within ``stash``, until :meth:`remove`."""
 
     def __init__(self, stash: Stash) -> None:
         self._before = before = threading.Thread.start
@@ -38,10 +38,10 @@ class Threads:
 
 
 def _hold(stash: Stash, thread: threading.Thread) -> Callable[[], None]:
-    """Have ``thread.run`` run within ``stash``; return what undoes that.
+    """Make ``thread.run`` run within ``stash``; return a function that undoes that.
 
-    It is undone as soon as the thread runs: what stands in for ``run`` would be part of a cycle, and the
-    thread alive until the collector comes.
+    It is undone as soon as the thread runs. Otherwise the replacement of ``run`` would be part of a reference
+    cycle, and the thread would stay alive until garbage collection.
     """
     attributes, run = vars(thread), thread.run
     own = {name: attributes[name] for name in ("run",) if name in attributes}
@@ -64,7 +64,7 @@ def _hold(stash: Stash, thread: threading.Thread) -> Callable[[], None]:
 
 
 def _hide_own_frames() -> None:
-    """Leave frames of this file out of the traceback that ``threading`` prints next."""
+    """Remove frames of this file from the traceback that ``threading`` prints next."""
     hook = threading.excepthook
 
     def show(args: threading.ExceptHookArgs) -> None:

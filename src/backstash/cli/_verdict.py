@@ -1,4 +1,4 @@
-"""Whether it was worth it: the first line of a summary, and at times the only one."""
+"""Write the first lines of a summary: whether the run was worth it. Sometimes this is the only line."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from ..units import format_bytes
 
 __all__ = ["CHILDREN", "GOOD_ENDS", "largest", "only_line", "step_line", "verdict"]
 
-_WORTH_MOVING = 0.05  # of the peak: less is within what two runs of one script differ by
+_WORTH_MOVING = 0.05  # of the peak: two runs of one script may differ by as much
 GOOD_ENDS = ("finished", "exit 0", "SIGTERM")
-"""How a script ends where nothing failed; the last is no error of the script's."""
+"""Outcomes of a script that did not fail; SIGTERM is not an error of the script."""
 CHILDREN = (
     "processes that the script starts are not held; if they do the training, put the launcher in front: "
     "torchrun ... -m backstash run ... SCRIPT"
 )
-"""What there is to say about processes that the script starts."""
+"""The note about processes that the script starts."""
 
 
 def only_line(figures: dict[str, Any]) -> str:
-    """What is said instead of a summary where that would hide a traceback, or say nothing; else ``""``."""
+    """Return the only line of a summary if more lines would hide a traceback or add nothing; else ``""``."""
     stats, outcome = figures["stats"], figures["outcome"]
     peak = format_bytes(figures["resident"]["peak_bytes"])
     if outcome not in GOOD_ENDS:
@@ -31,19 +31,19 @@ def only_line(figures: dict[str, Any]) -> str:
     if stats["eligible_bytes"] or stats["notes"] or figures["notes"]:
         return ""
     if any(not each["nbytes"] or each["nbytes"] > 1 << 20 for each in stats["left"].values()):
-        return ""  # there is something to say about what stayed
+        return ""  # the summary has something to say about tensors that stayed
     return verdict(figures, None)
 
 
 def verdict(figures: dict[str, Any], other: dict[str, Any] | None) -> str:
-    """The first line: the measured peak, and the budget or what was moved for it.
+    """Return the first line: the measured peak, and the budget or what was moved.
 
-    What the peak would have been without backstash is said only in comparison with another run. A plan's figure
-    for it is called an estimate.
+    Only a comparison with another run says what the peak is without backstash. A plan's figure for that is
+    called an estimate.
 
     Args:
-        figures: as the JSON of ``backstash run`` has them.
-        other: the figures of another run; then those are what it is compared with.
+        figures: as in the JSON of ``backstash run``.
+        other: the figures of another run, to compare with.
     """
     stats = figures["stats"]
     where, peak = largest(figures)
@@ -79,14 +79,14 @@ def _why_nothing(figures: dict[str, Any]) -> str:
 
 
 def _plain(plan: dict[str, Any]) -> str:
-    """What a plan knows of a step with everything in place."""
+    """Return a plan's estimate for a step with everything in place."""
     if plan["plain"] is None or plan["state"] in ("measuring", "left alone"):
         return ""
     return f"; everything in place takes an estimated {format_bytes(plan['plain']['peak_bytes'])}"
 
 
 def _beside_budget(plan: dict[str, Any], peak: int) -> str:
-    """Whether the budget was kept: by the whole run, and else by the steps under the plan."""
+    """Return whether the whole run kept the budget; if not, whether the steps under the plan did."""
     budget, measured = format_bytes(plan["budget_bytes"]), plan["measured"]
     if plan["state"] == "measuring":
         kept = "within" if peak <= plan["budget_bytes"] else "over"
@@ -107,8 +107,8 @@ def _beside_budget(plan: dict[str, Any], peak: int) -> str:
 
 
 def largest(figures: dict[str, Any]) -> tuple[str, int]:
-    """Where memory is what matters, and the most bytes there: on an accelerator that was planned for, or whose
-    tensors were moved."""
+    """Return which memory matters and its peak in bytes: an accelerator's if it was planned for or its tensors
+    moved, else the process's."""
     devices, plan = figures["devices"], figures.get("plan") or {}
     if plan.get("device") in devices:
         return f" on {plan['device']}", devices[plan["device"]]
@@ -119,12 +119,12 @@ def largest(figures: dict[str, Any]) -> tuple[str, int]:
 
 
 def _of_first(moved_bytes: int) -> str:
-    """What the first steps, which are measured, moved before a plan left everything in place."""
+    """Return the bytes that the first, measured steps moved before a plan left everything in place."""
     return f" but for {format_bytes(moved_bytes)} in the first steps" if moved_bytes else ""
 
 
 def step_line(figures: dict[str, Any]) -> str:
-    """The second line: what a step took, how much of it was waiting, and what it moved."""
+    """Return the second line: the time of a step, how much of it was waiting, and what it moved."""
     stats, steps = figures["stats"], figures["steps"]
     count = steps["count"] if steps["median_seconds"] else 0
     waited = stats["stall_seconds"] / (count or 1)

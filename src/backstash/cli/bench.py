@@ -1,6 +1,6 @@
-"""``backstash bench``: step time and memory beside the alternatives, measured here and now.
+"""``backstash bench``: measure step time and memory, compared with the alternatives, on this machine.
 
-What it runs lies in ``benchmarks/bench`` of the repository; an installed package does not have it.
+The benchmarks are in ``benchmarks/bench`` of the repository; an installed package does not include them.
 """
 
 from __future__ import annotations

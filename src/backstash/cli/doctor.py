@@ -114,7 +114,7 @@ def _accelerator() -> str:
 
 
 def start(facts: dict[str, Any]) -> tuple[Advice, Advice]:
-    """The line of code and the command that suit the machine.
+    """Return the line of code and the command that suit the machine.
 
     Args:
         facts: the figures that ``backstash doctor --json`` prints.
@@ -143,7 +143,7 @@ def _round_size(nbytes: int) -> str:
 
 
 def remarks(facts: dict[str, Any]) -> list[str]:
-    """What limits the figures that ``backstash doctor --json`` prints, and what would help."""
+    """Return what limits the figures that ``backstash doctor --json`` prints, and what would help."""
     disk = facts["disk"]
     slowest = min(disk["write_bytes_per_second"], disk["read_bytes_per_second"])
     found = advise(

@@ -45,7 +45,7 @@ def main(arguments: Sequence[str]) -> int:
     """Check the arguments, then replace this process by the interpreter that runs the script.
 
     Returns:
-        2 after one line on stderr, when the arguments cannot be used. Otherwise it does not return.
+        2 after one line on stderr if the arguments cannot be used. Otherwise it does not return.
     """
     parser = _parser()
     own, is_module, rest = split(parser, list(arguments))

@@ -33,11 +33,11 @@ from ._say import say
 
 __all__ = ["main"]
 
-# torch reads it at its first allocation. The script and the processes that it starts find it as it was before,
-# at all times.
+# torch reads it at its first allocation. The script and the processes that it starts always see the value from
+# before.
 _READ_LATER = ("THP_MEM_ALLOC_ENABLE",)
 _NOT_GIVEN = object()
-# Options that hardly any script has, and that are often written after it.
+# Options that hardly any script has, and that users often write after it.
 _OFTEN_MISPLACED = (
     "--budget",
     "--keep",
@@ -99,7 +99,7 @@ def main(arguments: Sequence[str]) -> int:
     """Check the arguments, then replace this process by the interpreter that runs the script.
 
     Returns:
-        2 after one line on stderr, when the arguments cannot be used. Otherwise it does not return.
+        2 after one line on stderr if the arguments cannot be used. Otherwise it does not return.
     """
     parser = _parser()
     own, is_module, rest = split(parser, list(arguments))
@@ -118,7 +118,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _note_misplaced(own: list[str], is_module: bool, rest: list[str]) -> None:
-    """Warn about options of ours that came after SCRIPT, and print the command that was meant."""
+    """Warn about options of ours that came after SCRIPT, and print the intended command."""
     moved, script, at = [], rest[:1], 1
     while at < len(rest):
         end = at + 1
@@ -253,7 +253,7 @@ def _budget(text: str) -> int | str:
 
 
 def _figures(text: str) -> dict[str, Any]:
-    """The figures to compare with, from the JSON of another run."""
+    """Return the figures to compare with, from the JSON of another run."""
     try:
         found = json.loads(_own_file(os.path.expanduser(text)).read_text(encoding="utf-8"))
         return {
@@ -271,13 +271,13 @@ def _figures(text: str) -> dict[str, Any]:
 
 
 def _own_file(path: str) -> Path:
-    """Of a file that each rank of an earlier job wrote, this rank's; else the file itself."""
+    """Return this rank's file if each rank of an earlier job wrote one; else the file itself."""
     own = Path(Job.now().file(path))
     return own if own.is_file() else Path(path)
 
 
 def _check(parser: Parser, options: argparse.Namespace) -> None:
-    """Refuse budgets that could not hold: those of tiers that are not there, or have nothing below them."""
+    """Refuse budgets that could not hold: those of missing tiers, or without a tier below."""
     options.scratch = None
     _check_planned(parser, options)
     options.leaves_small = options.keep is _NOT_GIVEN
@@ -293,13 +293,13 @@ def _check(parser: Parser, options: argparse.Namespace) -> None:
             "--host SIZE, for example --host 24GiB or --host auto"
         )
     host_alone = options.host is not None and options.disk is None and options.keep is not None
-    if host_alone and is_torch_of_cpu_alone():  # otherwise the session asks torch, once it is there
+    if host_alone and is_torch_of_cpu_alone():  # otherwise the session asks torch after its import
         parser.error(without_accelerator(options.host))
     options.host = "auto" if options.host is None else options.host
 
 
 def _check_planned(parser: Parser, options: argparse.Namespace) -> None:
-    """With a budget, or without any: where what moves goes to."""
+    """Check budgets and plans, and choose a directory for what moves if there is none."""
     given = [f"--{name}" for name in ("budget", "plan") if getattr(options, name) is not None]
     if options.keep is not _NOT_GIVEN:  # None is `unlimited`
         given.append("--keep")

@@ -1,4 +1,4 @@
-"""``backstash summary``: the ranks of a job side by side, from the files that each has written."""
+"""``backstash summary``: show the ranks of a job side by side, from the files that each has written."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _read(parser: Parser, files: list[str]) -> dict[int, dict[str, Any]]:
-    """By rank, in order, the figures in ``files``, which have to be of one job."""
+    """Return, by rank and in order, the figures in ``files``, which must be from one job."""
     if not files:
         parser.error("no file given; for example `backstash summary run.rank*.json`")
     found: dict[int, dict[str, Any]] = {}
@@ -84,7 +84,7 @@ def _read(parser: Parser, files: list[str]) -> dict[int, dict[str, Any]]:
 
 
 def _notes(found: dict[int, dict[str, Any]]) -> list[str]:
-    """Which ranks have no file, and whose file seems to be of another run."""
+    """Return which ranks have no file, and whose file seems to be from another run."""
     notes = []
     processes = next(iter(found.values()))["job"]["processes"]
     if missing := [rank for rank in range(processes) if rank not in found]:

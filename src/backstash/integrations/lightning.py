@@ -1,6 +1,6 @@
-"""A stash in a ``Trainer`` of PyTorch Lightning.
+"""Use a stash in a ``Trainer`` of PyTorch Lightning.
 
-With Lightning Fabric the loop is the caller's own, and nothing is needed: ``with stash:`` around forward.
+Lightning Fabric needs no callback: write ``with stash:`` around forward in your own loop.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ _CONTEXT = "train_step_context"
 
 
 class StashCallback(Callback):
-    """Runs each ``training_step`` under a stash, and logs the stash's figures.
+    """Run each ``training_step`` under a stash, and log the stash's figures.
 
-    It wraps the ``train_step_context`` of the trainer's precision plugin for as long as ``fit`` runs, so it
-    works with any precision. With automatic optimization backward runs outside; with manual optimization
-    inside, which changes no gradient. Figures go to the loggers by ``log_dict``, as
-    ``stash.stats().as_dict(prefix="stash/")`` names them, every ``log_every_n_steps`` steps, in a job of
-    several processes those of the process that logs.
+    The callback wraps the ``train_step_context`` of the trainer's precision plugin while ``fit`` runs, so it
+    works with any precision. With automatic optimization, backward runs outside the stash; with manual
+    optimization, inside it. Gradients are the same. Every ``log_every_n_steps`` steps, ``log_dict`` sends the
+    figures of ``stash.stats().as_dict(prefix="stash/")`` to the loggers. In a job of several processes these
+    are the figures of the process that logs.
 
     Args:
-        stash: it stays the caller's to close.
+        stash: the stash, which the caller closes.
 
     Raises:
         ImportError: lightning is not installed.
@@ -70,14 +70,14 @@ class StashCallback(Callback):
             pl_module.log_dict(self._stash.stats().as_dict(prefix="stash/"))
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
-        """Put the plugin's own context back."""
+        """Restore the plugin's own context."""
         self._restore()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """The same, where training ends by an error or Ctrl-C."""
+        """Restore the plugin's own context after an error or Ctrl-C."""
         self._restore()
 
     def _restore(self) -> None:
         if self._plugin is not None:
-            delattr(self._plugin, _CONTEXT)  # what stood below it is the class's
+            delattr(self._plugin, _CONTEXT)  # this uncovers the class's own
             self._plugin = None

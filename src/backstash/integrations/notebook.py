@@ -1,7 +1,7 @@
 """Cell magics for IPython and Jupyter: ``%load_ext backstash``.
 
-``%%stash --keep 1GiB --disk /scratch``    what the cell saves for backward is held by a stash
-``%%saved_report [MODEL]``                 what the cell saves, by module
+``%%stash --keep 1GiB --disk /scratch``    run the cell under a stash
+``%%saved_report [MODEL]``                 report what the cell saves, by module
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ __all__ = ["Magics"]
 
 
 class Magics:
-    """The cell magics of one shell. Nothing of IPython's is imported: the shell brings it.
+    """The cell magics of one shell. This class imports nothing of IPython: it gets the shell.
 
     Args:
-        shell: IPython's, as ``load_ipython_extension`` gets it.
+        shell: IPython's shell, as passed to ``load_ipython_extension``.
     """
 
     def __init__(self, shell: Any) -> None:
         self.shell = shell
 
     def register(self) -> None:
-        """Make the magics known to the shell; again is fine."""
+        """Register the magics with the shell; it may be called again."""
         for magic in (self.stash, self.saved_report):
             self.shell.register_magic_function(magic, "cell", magic.__name__)
 
     def stash(self, line: str, cell: str) -> Stash:
-        """Run the cell under a stash, and return that, which shows its figures.
+        """Run the cell under a stash, and return the stash, which shows its figures.
 
         ``%%stash [--keep SIZE] [--host SIZE] [--disk DIR] [--budget SIZE] [--name NAME]``
 
-        The options are those of ``Stash``; ``--disk`` is the system's directory for temporary files by
-        default. The stash is also the variable NAME, ``stash`` by default. A graph that the cell leaves may
-        go backward in a later cell.
+        The options are those of ``Stash``. By default ``--disk`` is the system's directory for temporary files.
+        The stash is also assigned to the variable NAME, by default ``stash``. A later cell may run backward
+        through a graph of this cell.
         """
         given = vars(_OPTIONS.parse_args(shlex.split(line)))
         name = given.pop("name")
@@ -59,7 +59,7 @@ class Magics:
     def saved_report(self, line: str, cell: str) -> SavedReport:
         """Run the cell, and return the report of what it saved for backward.
 
-        ``%%saved_report [MODEL]``: MODEL is a variable, or another expression, whose modules give the names.
+        ``%%saved_report [MODEL]``: MODEL is a variable or another expression; its modules are named by path.
         """
         model = self.shell.ev(line) if line.strip() else None
         if model is not None and not isinstance(model, nn.Module):

@@ -1,8 +1,8 @@
-"""A stash in a ``Trainer`` of Hugging Face's transformers, and so in those of TRL, and with models of PEFT.
+"""Use a stash in a ``Trainer`` of Hugging Face's transformers, and so in those of TRL, and with PEFT models.
 
-:func:`prepare_trainer` enters the stash where the trainer computes a loss: what the loss saves outside the
-model's forward (label smoothing, ``compute_loss_func``) is held too, and backward runs outside. Where one can
-only pass callbacks, :class:`StashCallback` holds what the model's forward saves.
+:func:`prepare_trainer` enters the stash while the trainer computes a loss. So the stash also holds what the
+loss saves outside the model's forward (label smoothing, ``compute_loss_func``), and backward runs outside it.
+If you can only pass callbacks, :class:`StashCallback` holds what the model's forward saves.
 """
 
 from __future__ import annotations
@@ -41,28 +41,28 @@ _CHECKPOINTING = (
 
 
 def prepare_trainer(trainer: _T, stash: Stash) -> _T:
-    """Have ``trainer`` compute its losses under ``stash``, and log the stash's figures with its own.
+    """Compute the losses of ``trainer`` under ``stash``, and log the stash's figures with the trainer's own.
 
     In each training step ``compute_loss`` runs under the stash, and backward after it. Evaluation and
-    prediction do not. ``trainer.log`` gets the figures of ``stash.stats().as_dict(prefix="stash/")``, in a
-    job of several processes those of the process that logs. With ``nn.DataParallel`` the replicas are held
-    too. An out-of-memory error passes as it is, so ``auto_find_batch_size`` works.
+    prediction run without it. ``trainer.log`` gets the figures of ``stash.stats().as_dict(prefix="stash/")``;
+    in a job of several processes, those of the process that logs. With ``nn.DataParallel`` the stash also
+    holds what the replicas save. An out-of-memory error passes unchanged, so ``auto_find_batch_size`` works.
 
     Args:
-        trainer: a ``transformers.Trainer``, or of a class made from it (``trl.SFTTrainer``). It is changed,
+        trainer: a ``transformers.Trainer``, or an instance of a subclass (``trl.SFTTrainer``). It is changed,
             not copied. A second call with the same stash does nothing.
-        stash: it stays the caller's to close.
+        stash: the stash, which the caller closes.
 
     Returns:
         ``trainer``.
 
     Raises:
-        UsageError: another stash was given before; or the trainer asks activation checkpointing to offload,
-            here or, where only the model knows, in the first step. The trainer is unchanged.
+        UsageError: the trainer has another stash, or its activation checkpointing offloads tensors. If only the
+            model is set to offload, the first step raises it. The trainer is unchanged.
 
     Warns:
-        StashWarning: TRL's ``activation_offloading`` is on: the stash is inside it and takes everything, so
-            it does nothing.
+        StashWarning: TRL's ``activation_offloading`` is on. It offloads nothing, because the stash is inside it
+            and takes every saved tensor.
 
     >>> trainer = prepare_trainer(Trainer(model, arguments), Stash(disk="/scratch"))  # doctest: +SKIP
     >>> trainer.train()  # doctest: +SKIP
@@ -89,7 +89,8 @@ def prepare_trainer(trainer: _T, stash: Stash) -> _T:
 
 
 class _LossContext:
-    """Takes the place of ``compute_loss_context_manager``: the trainer's own, and the stash inside it."""
+    """A replacement for ``compute_loss_context_manager``: the trainer's own context, with the stash inside
+    it."""
 
     def __init__(self, trainer: Any, stash: Stash) -> None:
         self.stash = stash
@@ -106,7 +107,7 @@ class _LossContext:
                     _refuse_offloading(self._trainer.model)
                     self.was_entered = True
                 if self._trainer.args.n_gpu > 1:
-                    # Replicas run in threads, which have hooks of their own.
+                    # Replicas run in threads, and hooks are per thread.
                     contexts.enter_context(self.stash.attach(self._trainer.model))
                 contexts.enter_context(self.stash)
             yield
@@ -122,11 +123,11 @@ def _log_with(own: Callable[..., Any], context: _LossContext) -> Callable[..., A
                 StashWarning,
                 stacklevel=2,
             )
-            context.was_entered = True  # said once
+            context.was_entered = True  # warn once
         figures = context.stash.stats().as_dict(prefix=_PREFIX)
         all_logs = {**logs, **figures}
         result = own(all_logs, *args, **kwargs)
-        # What a trainer adds to the caller's dictionary, it finds there.
+        # The trainer expects its own additions in the caller's dictionary.
         logs.update((name, value) for name, value in all_logs.items() if name not in figures)
         return result
 
@@ -134,7 +135,7 @@ def _log_with(own: Callable[..., Any], context: _LossContext) -> Callable[..., A
 
 
 def _offloads(arguments: Any) -> bool:
-    """Whether a trainer's arguments ask activation checkpointing to move what it saves."""
+    """Whether a trainer's arguments tell activation checkpointing to offload what it saves."""
     for name, options_name in _CHECKPOINTING:
         options = getattr(arguments, options_name, None)
         if getattr(arguments, name, False) and (options or {}).get("offload"):
@@ -143,7 +144,7 @@ def _offloads(arguments: Any) -> bool:
 
 
 def _refuse_offloading(model: torch.nn.Module) -> None:
-    """Raise where a model was itself told to offload: its checkpoint function then enters ``save_on_cpu``."""
+    """Raise if the model itself is set to offload: its checkpoint function then enters ``save_on_cpu``."""
     for module in model.modules():
         function = getattr(module, "_gradient_checkpointing_func", None)
         code = getattr(getattr(function, "func", function), "__code__", None)
@@ -152,18 +153,18 @@ def _refuse_offloading(model: torch.nn.Module) -> None:
 
 
 class StashCallback(TrainerCallback):
-    """Hold what the model's forward saves while a ``Trainer`` trains, where only callbacks can be passed.
+    """Hold what the model's forward saves while a ``Trainer`` trains, if you can only pass callbacks.
 
     It does less than :func:`prepare_trainer`. It does not hold what the loss saves outside the model's forward
     (label smoothing, ``compute_loss_func``, most trainers of TRL), and the stash's figures do not reach
     reporters that were called before it.
 
-    The stash is taken off the model at the end of training, and on errors too where the callback was given to
-    the trainer's constructor. Given by ``add_callback``, an error leaves it on until ``remove()`` or the next
-    training.
+    The callback detaches the stash from the model at the end of training. If the callback was passed to the
+    trainer's constructor, it does so after an error, too. If it was added by ``add_callback``, the stash stays
+    attached after an error, until ``remove()`` or the next training.
 
     Args:
-        stash: it stays the caller's to close.
+        stash: the stash, which the caller closes.
 
     Raises:
         ImportError: transformers is not installed.
@@ -180,13 +181,13 @@ class StashCallback(TrainerCallback):
         self._attachment: Any = None
 
     def remove(self) -> None:
-        """Take the stash off the model; a second call does nothing."""
+        """Detach the stash from the model; a second call does nothing."""
         if self._attachment is not None:
             self._attachment.remove()
             self._attachment = None
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Have the trainer that is being made call :meth:`remove` however its training ends."""
+        """Make the trainer that is being constructed call :meth:`remove` however its training ends."""
         frame = sys._getframe(1)
         while frame is not None and not hasattr(
             frame.f_locals.get("self"), "compute_loss_context_manager"
@@ -206,7 +207,7 @@ class StashCallback(TrainerCallback):
         self._attachment = self._stash.attach(model)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Take it off."""
+        """Detach the stash."""
         self.remove()
 
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -1,4 +1,4 @@
-"""The processes that a launcher started, and which of them this one is."""
+"""The processes that a launcher started, and the rank of this one."""
 
 from ._by_rank import ByRank, of_this_rank, this_rank
 from ._job import Job, numbers

@@ -31,10 +31,10 @@ def this_rank() -> int | None:
 
 
 def of_this_rank(value: Any, name: str) -> Any:
-    """Return ``value``, or what it has for this process if it is a mapping or a function of ranks.
+    """Return ``value``, or this process's value if it is a mapping or a function of ranks.
 
     Args:
-        value: as it is for all ranks; a mapping whose keys are ranks; or a function of a rank.
+        value: the same value for all ranks; a mapping from ranks to values; or a function of a rank.
         name: the argument's name, for the error message.
 
     Raises:

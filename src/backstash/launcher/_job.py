@@ -1,4 +1,4 @@
-"""The ranks of this process, if a launcher started several: launchers set them in the environment."""
+"""The ranks of this process, which launchers set in the environment."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from pathlib import Path
 
 __all__ = ["Job", "numbers", "rank_of_launcher"]
 
-# Variables with the process's number among all and on this machine, how many processes there are, and how many
-# on this machine. The ranks are those of the first launcher that sets the first three, and the last number that
-# of the first that sets all four: a launcher further down may have started one above it, as Slurm `torchrun`.
+# Variables for the rank, the local rank, the number of processes, and the number on this machine. The first
+# three come from the first launcher that sets them; the fourth from the first that sets all four. A launcher
+# further down may have started one above it, for example Slurm `torchrun`.
 _LAUNCHERS = (
     ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),  # torchrun, accelerate
     ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE"),  # deepspeed
@@ -23,7 +23,7 @@ _LAUNCHERS = (
         "OMPI_COMM_WORLD_LOCAL_SIZE",
     ),
     ("PMI_RANK", "MPI_LOCALRANKID", "PMI_SIZE", "MPI_LOCALNRANKS"),  # Hydra: MPICH, Intel MPI
-    (  # srun; a batch script is no step
+    (  # srun, but not a batch script
         "SLURM_PROCID",
         "SLURM_LOCALID",
         "SLURM_STEP_NUM_TASKS",
@@ -34,24 +34,24 @@ _LAUNCHERS = (
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One process of a job, by the ranks that its launcher gave it.
+    """One process of a job, with the ranks from its launcher.
 
     >>> Job(rank=3, local_rank=1, processes=4, local_processes=2).file("out.json")
     'out.rank3.json'
     """
 
     rank: int = 0
-    """Its number among all processes of the job, from 0 on."""
+    """Its rank among all processes of the job, from 0."""
     local_rank: int = 0
-    """Its number among the processes on this machine, from 0 on."""
+    """Its rank among the processes on this machine, from 0."""
     processes: int = 1
-    """How many processes the job has."""
+    """Number of processes of the job."""
     local_processes: int = 1
-    """How many of them are on this machine."""
+    """Number of processes of the job on this machine."""
 
     @classmethod
     def now(cls) -> Job:
-        """Return the job as the environment gives it now; without a launcher, a job of one process."""
+        """Return the job that the environment describes; without a launcher, a job of one process."""
         ranks = _told() or [0, 0, 1]
         here = next(filter(None, map(_numbers, _LAUNCHERS)), [1])[-1]
         rank, local_rank, processes = ranks
@@ -59,15 +59,15 @@ class Job:
 
     @property
     def label(self) -> str:
-        """What the lines that this process prints begin with: ``"backstash"`` or ``"backstash rank 3"``."""
+        """The start of the lines that this process prints: ``"backstash"`` or ``"backstash rank 3"``."""
         return "backstash" if self.processes == 1 else f"backstash rank {self.rank}"
 
     def file(self, path: str, rank: int | None = None) -> str:
-        """Return the path of one process's own file: ``path`` itself where the job is one process.
+        """Return the path of one process's own file; in a job of one process, ``path`` itself.
 
         Args:
-            path: of the whole job's file.
-            rank: of the process. Default: this one.
+            path: the path for the whole job.
+            rank: the process. Default: this one.
         """
         if self.processes == 1:
             return path
@@ -77,7 +77,7 @@ class Job:
 
 
 def rank_of_launcher() -> int | None:
-    """The number that a launcher gave this process, also where it is the only one; ``None``: there is none."""
+    """Return the rank from the launcher, even in a job of one process; ``None`` without a launcher."""
     told = _told()
     return told[0] if told is not None else None
 
@@ -102,13 +102,14 @@ def numbers(ranks: Iterable[int]) -> str:
 
 
 def _numbers(names: tuple[str, ...]) -> list[int] | None:
-    """The numbers in the variables ``names``; ``None`` if one of them is missing or no number."""
+    """Return the numbers in the variables ``names``; ``None`` if one is missing or not a number."""
     numbers = [number for name in names if (number := _number(name)) is not None]
     return numbers if len(numbers) == len(names) else None
 
 
 def _number(name: str) -> int | None:
-    """The number in the variable ``name``, if it is one. Slurm lists those of all machines: ``4(x2),1``."""
+    """Return the number in the variable ``name``, if it is one. Slurm lists those of all machines:
+    ``4(x2),1``."""
     counts: list[int] = []
     for each in os.environ.get(name, "").split(","):
         found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", each)

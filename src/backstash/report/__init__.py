@@ -1,8 +1,7 @@
 """Reports on saved tensors: what backward holds, which module saved it, and where it is stored.
 
-A report is a table, a picture of the graph, a timeline, or an HTML page. This package imports nothing of the
-stash: it reads packed objects and events by their attributes. Its names are loaded when they are first asked
-for.
+A report is a table, a picture of the graph, a timeline, or an HTML page. This package does not import the
+stash: it reads packed objects and events by their attributes. Its names are loaded on first use.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The limits of a page: long tables are cut and long curves thinned, and the page says so.
+"""Keep a page within limits: cut long tables and thin out long curves; the page says so.
 
-The limits keep the file below about 10 MB and the browser fast. The rows that are cut are added up in one row,
-so that sums stay right. Of each interval of a curve, the moments of most bytes in memory and of most bytes
-below it stay, and the last moment, so that peaks stay right.
+The limits keep the file below about 10 MB and the browser fast. One row adds up the rows that are cut, so sums
+stay right. Of each interval of a curve, the moments with the most bytes in memory and with the most bytes below
+it stay, and the last moment, so peaks stay right.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ _POINTS = 2_400
 _MOVES = 60_000
 _LISTED = 200
 _NAME = 300
-_CHANGES = ("memory", "down", "packed", "recomputed")  # by module
+_CHANGES = ("memory", "down", "packed", "recomputed")  # of one module
 _SUMMED = ("bytes", "count", "seconds", "share")
 
 
 def bounded(report: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of ``report`` with its tables, curves and lists cut to the limits, and notes that say so."""
+    """Return a copy of ``report`` with tables, curves and lists cut to the limits, and notes that say so."""
     cut = {key: value for key, value in report.items() if value}
     notes = list(cut.get("notes", ()))
     if "curve" in cut:
@@ -119,7 +119,8 @@ def _short(value: Any) -> Any:
 def _gathered(
     lives: Mapping[str, Any], seconds: Sequence[float], notes: list[str]
 ) -> dict[str, Any]:
-    """Moves added up by path and point of the curve; if they are too many, deep paths by their parents."""
+    """Add up moves by path and point of the curve; if there are too many, merge deep paths into their
+    parents."""
     points = [max(0, bisect_right(seconds, each) - 1) for each in lives["seconds"]]
     paths = [_short(path) for path in lives["paths"]]
     depth = max((path.count(".") for path in paths), default=0) + 1
@@ -144,7 +145,7 @@ def _gathered(
 def _sums_of(
     paths: Sequence[str], points: Sequence[int], lives: Mapping[str, Any], depth: int
 ) -> dict[tuple[str, int], list[int]]:
-    """Changes of bytes in each of ``_CHANGES``, by path down to ``depth`` and by point."""
+    """Return the changes of bytes in each of ``_CHANGES``, by path cut to ``depth`` names and by point."""
     none = [0] * len(paths)
     changes = [lives.get(name, none) for name in _CHANGES]
     sums: dict[tuple[str, int], list[int]] = {}

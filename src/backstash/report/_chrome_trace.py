@@ -1,4 +1,4 @@
-"""A timeline as a Chrome trace: JSON that Perfetto and ``chrome://tracing`` open."""
+"""Write a timeline as a Chrome trace: JSON that Perfetto and ``chrome://tracing`` open."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ._timeline_snapshot import TimelineSnapshot
 
 __all__ = ["write_chrome_trace"]
 
-_STEPS, _PHASES, _THREADS = 1, 2, 3  # track numbers; those of threads follow
+_STEPS, _PHASES, _THREADS = 1, 2, 3  # track numbers; threads have 3 and up
 _WORDS = {
     "write": "write",
     "read": "read",
@@ -50,7 +50,7 @@ def _microseconds(seconds: float) -> float:
 
 
 def _numbers(line: TimelineSnapshot) -> dict[int, int]:
-    """The track of each thread, numbered in the order in which threads first appear."""
+    """Return each thread's track number, in the order in which threads first appear."""
     return {
         thread: _THREADS + at
         for at, thread in enumerate(dict.fromkeys(event.thread for event in line.events))
@@ -58,7 +58,7 @@ def _numbers(line: TimelineSnapshot) -> dict[int, int]:
 
 
 def _tracks(line: TimelineSnapshot, pid: int) -> Iterator[dict[str, Any]]:
-    """The names of the process and of its tracks."""
+    """Yield the names of the process and of its tracks."""
     names = {_STEPS: "steps", _PHASES: "forward and backward"}
     known = {thread.ident: thread.name for thread in threading.enumerate()}
     computing = {

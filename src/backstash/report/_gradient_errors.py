@@ -1,4 +1,4 @@
-"""``gradient_errors``: how far the gradients under a lossy codec are from the exact ones, on one's own step."""
+"""``gradient_errors``: measure how far gradients under a lossy codec are from the exact ones."""
 
 from __future__ import annotations
 
@@ -27,19 +27,20 @@ class GradientError:
     """The L2 norm of the difference, divided by the norm of the exact gradient. 0 if both are zero, infinite if
     only the exact one is."""
     cosine: float
-    """Of the angle between both: 1 where they point the same way, and where both are zero; NaN where one is."""
+    """Cosine of the angle between the two gradients: 1 if they point the same way or both are zero, NaN if one
+    is zero."""
     norm: float
     """The L2 norm of the exact gradient."""
 
 
 @dataclass(frozen=True, slots=True)
 class GradientErrors:
-    """What :func:`gradient_errors` found; ``str()`` is a table."""
+    """The result of :func:`gradient_errors`; ``str()`` is a table."""
 
     rows: tuple[GradientError, ...]
-    """A row for each parameter that has a gradient, the one with the largest error first."""
+    """A row for each parameter with a gradient, largest error first."""
     loss_is_equal: bool
-    """Whether both losses have the same bits: a codec changes nothing in forward."""
+    """Whether both losses have the same bits. They should: a codec changes nothing in forward."""
 
     @property
     def is_exact(self) -> bool:
@@ -72,13 +73,13 @@ def gradient_errors(
 ) -> GradientErrors:
     """Run a step twice, once plainly and once ``under`` a stash, and compare the gradients of each parameter.
 
-    For judging a lossy codec (:class:`backstash.codecs.BFloat16`, ``Float8``, ``Int8``) by what it does to a
+    Use it to judge a lossy codec (:class:`backstash.codecs.BFloat16`, ``Float8``, ``Int8``) by its effect on a
     program's own gradients. Afterwards the gradients, the buffers and PyTorch's random number states are as
-    before; random numbers of Python or NumPy are the step's own to repeat.
+    before. If the step uses random numbers of Python or NumPy, it has to seed them itself.
 
     Args:
-        step: computes the loss, a tensor of one element, from ``module``. It does not call ``backward``.
-        module: whose parameters are compared.
+        step: compute the loss, a tensor of one element, from ``module``, without calling ``backward``.
+        module: the module whose parameters are compared.
         under: a stash, or another context in which the step's forward and backward run the second time.
 
     Raises:
@@ -115,7 +116,7 @@ def _gradients(
     named: list[tuple[str, nn.Parameter]],
     under: AbstractContextManager[Any],
 ) -> tuple[Tensor, list[Tensor | None]]:
-    """The loss and the gradients of one run, after which all else is as before it."""
+    """Return the loss and the gradients of one run, and restore everything else."""
     buffers = [(each, each.detach().clone()) for each in module.buffers()]
     with _random_states(module):
         for _, parameter in named:
@@ -137,7 +138,7 @@ def _gradients(
 
 
 def _random_states(module: nn.Module) -> ExitStack:
-    """The states of PyTorch's generators are as before when this context ends."""
+    """Return a context that restores the states of PyTorch's generators when it ends."""
     devices: dict[str, set[int]] = {}
     for parameter in module.parameters():
         if parameter.device.type not in ("cpu", "meta"):
@@ -162,7 +163,7 @@ def _compared(name: str, exact: Tensor | None, other: Tensor | None) -> Gradient
 
 
 def _numbers(gradient: Tensor | None, like: Tensor | None) -> Tensor:
-    """A gradient's elements in double precision; zeros where there is none."""
+    """Return a gradient's elements in double precision; zeros if there is none."""
     if gradient is None:
         assert like is not None
         return torch.zeros_like(like.detach(), dtype=torch.float64).flatten()

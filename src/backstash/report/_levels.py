@@ -10,16 +10,16 @@ from ..places import PLACES
 
 __all__ = ["BELOW", "TIERS", "Level", "Phase", "Step", "levels_of", "phases_of", "steps_of"]
 
-_HELD = ("keep", "inflight", "ahead", "host", "disk")  # with each event
-_NOT_HELD = ("packed", "recomputed")  # follow from which blocks are alive
+_HELD = ("keep", "inflight", "ahead", "host", "disk")  # in each event
+_NOT_HELD = ("packed", "recomputed")  # computed from the blocks that are alive
 TIERS = {f"{key}_bytes": PLACES[key].label for key in (*_HELD, *_NOT_HELD)} | {
-    "packed_bytes": "freed by packing"  # what was packed, less what it was packed to
+    "packed_bytes": "freed by packing"  # bytes before packing, less bytes after
 }
-"""The words for the places of saved bytes by the name of their field, from the tensors' own memory down. The
-last two are nowhere: what was freed by packing, and what was let go, to be computed again."""
+"""The labels of the places of saved bytes by field name, from the tensors' own memory down. The last two are
+not stored anywhere: bytes freed by packing, and bytes discarded to be recomputed."""
 
 BELOW = tuple(f"{key}_bytes" for key in (*_HELD, *_NOT_HELD) if PLACES[key].is_below)
-"""Of these, the ones that are not in the tensors' own memory."""
+"""The fields whose bytes are not in the tensors' own memory."""
 
 _FIELDS = tuple(f"{key}_bytes" for key in _HELD)
 
@@ -29,22 +29,22 @@ class Level:
     """The bytes in each tier at one moment."""
 
     seconds: float
-    """The moment, by ``time.perf_counter()``."""
+    """The time, by ``time.perf_counter()``."""
     keep_bytes: int
     """Bytes in place."""
     inflight_bytes: int
-    """Bytes that are being written, whose memory is not released yet."""
+    """Bytes that are being written, whose memory is not freed yet."""
     ahead_bytes: int
-    """Bytes that were read back, and are held until backward uses them."""
+    """Bytes that were read back and are held until backward uses them."""
     host_bytes: int
     """Bytes of an accelerator's tensors in host memory."""
     disk_bytes: int
     """Bytes on disk."""
     packed_bytes: int = 0
-    """Bytes that packing freed: what was packed, less what it was packed to, which is in one of the places
-    above. Of blocks that were packed during the recording."""
+    """Bytes freed by packing, of blocks packed during the recording: their size before packing, less the packed
+    size, which is in one of the places above."""
     recomputed_bytes: int = 0
-    """Bytes that were let go, to be computed again, during the recording."""
+    """Bytes discarded during the recording, to be recomputed."""
 
     @property
     def memory_bytes(self) -> int:
@@ -73,17 +73,18 @@ class Step:
     begin_seconds: float
     """The end of the step before, or the beginning of the recording."""
     end_seconds: float
-    """When the optimizer had stepped, or ``mark`` was called."""
+    """When the optimizer had stepped or ``mark`` was called."""
     peak_bytes: int
-    """The most bytes that the stash held in the memory of the tensors' own device."""
+    """Most bytes that the stash held in the memory of the tensors' own device."""
     stall_seconds: float
-    """How long computing threads waited for the stash; two threads that wait at the same time count twice."""
+    """Seconds that computing threads waited for the stash; two threads that wait at the same time count
+    twice."""
     down_bytes: int
-    """Bytes whose memory was released after they were written to a lower tier."""
+    """Bytes whose memory was freed after they were written to a lower tier."""
     read_bytes: int
     """Bytes that were read back."""
     made_again_seconds: float = 0.0
-    """How long bytes were unpacked and computed again, reads and waits excepted."""
+    """Seconds of unpacking and recomputing, without reads and waits."""
 
     @property
     def seconds(self) -> float:
@@ -92,7 +93,7 @@ class Step:
 
 
 def levels_of(events: Sequence[Any]) -> tuple[Level, ...]:
-    """The bytes in each tier after each of ``events`` that changed them."""
+    """Return the bytes in each tier after each event that changed them."""
     found: list[Level] = []
     last: tuple[int, ...] = ()
     freed = _Freed()
@@ -105,7 +106,7 @@ def levels_of(events: Sequence[Any]) -> tuple[Level, ...]:
 
 
 class _Freed:
-    """The bytes that packing freed, and those that were let go, of the blocks that are alive."""
+    """The bytes that packing freed and the bytes discarded, of the blocks that are alive."""
 
     def __init__(self) -> None:
         self._saved: dict[int, int] = {}
@@ -114,7 +115,7 @@ class _Freed:
         self._sums = (0, 0)
 
     def after(self, event: Any) -> tuple[int, int]:
-        """What they are once ``event`` has happened."""
+        """Return the two figures after ``event``."""
         kind, block = event.kind, event.block
         if kind == "save":
             self._saved[block] = event.nbytes
@@ -134,7 +135,7 @@ class _Freed:
 
 
 def phases_of(events: Sequence[Any]) -> tuple[Phase, ...]:
-    """Forward and backward phases. Saves while backward runs are part of backward."""
+    """Return forward and backward phases. Saves while backward runs are part of backward."""
     turns: list[tuple[float, str]] = []
     for event in events:
         name = {"save": "forward", "use": "backward"}.get(event.kind)
@@ -152,7 +153,7 @@ def phases_of(events: Sequence[Any]) -> tuple[Phase, ...]:
 def steps_of(
     moments: Sequence[tuple[float, str]], began: float, events: Sequence[Any]
 ) -> tuple[Step, ...]:
-    """The steps that end at ``moments``, in order; an event belongs to the step in which it ended."""
+    """Return the steps that end at ``moments``, in order; an event belongs to the step in which it ended."""
     found = []
     at = 0
     for end, label in moments:

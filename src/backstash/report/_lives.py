@@ -17,26 +17,28 @@ class ModuleUse:
     """What one module's own operations saved, in the whole recording."""
 
     path: str
-    """The module's path, or ``"(no module known)"``. ``"(in backward) "`` precedes the path of what was saved
-    while backward ran, as by a recomputation; that path begins at the recomputed part, not at the model."""
+    """The module's path, or ``"(no module known)"``. If tensors were saved while backward ran, for example by a
+    recomputation, ``"(in backward) "`` precedes the path, which begins at the recomputed part, not at the
+    model."""
     blocks: int
-    """How many blocks were saved."""
+    """Number of saved blocks."""
     saved_bytes: int
     """Bytes of the blocks."""
     down_bytes: int
-    """Bytes of the blocks whose memory was released after they were written to a lower tier."""
+    """Bytes of the blocks whose memory was freed after they were written to a lower tier."""
     uses: int
-    """How often backward used one of the blocks."""
+    """Number of times that backward used one of the blocks."""
     stall_seconds: float
-    """How long backward waited for the blocks. Waits of forward are for room and belong to no module."""
+    """Seconds that backward waited for the blocks. Forward waits for free space, and its waits belong to no
+    module."""
     packed_bytes: int = 0
-    """Bytes of the blocks that were packed, as they were."""
+    """Bytes of the packed blocks, before packing."""
     payload_bytes: int = 0
-    """What those were packed to."""
+    """Bytes of these blocks after packing."""
     recomputed_bytes: int = 0
-    """Bytes of the blocks that were let go, to be computed again."""
+    """Bytes of the blocks that were discarded, to be recomputed."""
     made_again_seconds: float = 0.0
-    """How long the blocks were unpacked and computed again, reads and waits excepted."""
+    """Seconds of unpacking and recomputing the blocks, without reads and waits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,17 +46,17 @@ class Move:
     """A change of where the bytes of one block are."""
 
     seconds: float
-    """When it changed, by ``time.perf_counter()``."""
+    """The time of the change, by ``time.perf_counter()``."""
     path: str
     """The path of the module that saved the block."""
     memory_bytes: int
-    """The change of bytes in the memory of the tensors' own device."""
+    """Change of the bytes in the memory of the tensors' own device."""
     down_bytes: int
-    """The change of bytes that are in a lower tier only."""
+    """Change of the bytes that are only in a lower tier."""
     packed_bytes: int = 0
-    """The change of bytes that packing freed."""
+    """Change of the bytes freed by packing."""
     recomputed_bytes: int = 0
-    """The change of bytes that were let go, to be computed again."""
+    """Change of the bytes discarded, to be recomputed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,14 +64,14 @@ class Lives:
     """Where the blocks of a recording were, and sums over them."""
 
     modules: tuple[ModuleUse, ...]
-    """Sums by module, the module that saved most first."""
+    """Sums by module, most saved bytes first."""
     moves: tuple[Move, ...]
-    """All changes, in the order of time."""
+    """All changes, in order of time."""
     paths: dict[int, str]
     """The path of the module that saved each block, by the block's number."""
     peak_bytes: int
-    """The most bytes that were saved and not yet freed at the same time, on whichever tier: without a stash,
-    all of them would have been in memory. Copies that were read back are not counted again."""
+    """Most bytes that were saved and not yet freed at the same time, on any tier: without a stash, all of them
+    would have been in memory. Copies that were read back do not count again."""
     recomputed_bytes: int
     """Bytes saved while backward ran."""
 
@@ -78,13 +80,13 @@ class _Block:
     __slots__ = ("down", "dropped", "lost", "nbytes", "path", "saved_bytes")
 
     def __init__(self, path: str, nbytes: int) -> None:
-        self.path, self.nbytes = path, nbytes  # smaller when it is packed
+        self.path, self.nbytes = path, nbytes  # nbytes shrinks when it is packed
         self.saved_bytes = nbytes
         self.down = self.dropped = self.lost = False
 
 
 def lives_of(events: Iterable[Any]) -> Lives:
-    """Follow each block that was saved during the recording; blocks saved before it are left out."""
+    """Follow each block that was saved during the recording; ignore blocks saved before."""
     alive: dict[int, _Block] = {}
     paths: dict[int, str] = {}
     uses: dict[str, list[Any]] = {}
@@ -137,7 +139,7 @@ def _path_of(event: Any) -> str:
 
 
 def _move(event: Any, block: _Block) -> Move | None:
-    """How ``event`` changes where the bytes of ``block`` are; ``None`` if it does not."""
+    """Return how ``event`` changes where the bytes of ``block`` are; ``None`` if it does not."""
     nbytes, path, at = block.nbytes, block.path, event.seconds
     if event.kind == "land" and not block.down:
         block.down = True

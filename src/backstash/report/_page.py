@@ -1,4 +1,4 @@
-"""A report as one HTML file, which needs no network, no library and no server."""
+"""Render a report as one HTML file that needs no network, no library and no server."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ._bounds import bounded
 __all__ = ["render_page"]
 
 _SCRIPTS = ("format.js", "chart.js", "table.js", "page.js")
-# What could end the element that holds the data, or break a line of JavaScript.
+# Characters that could end the element with the data, or break a line of JavaScript.
 _ESCAPES = str.maketrans(
     {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "\u2029": "\\u2029"}
 )
@@ -24,36 +24,36 @@ _ESCAPES = str.maketrans(
 def render_page(report: Mapping[str, Any]) -> str:
     """Render ``report``, a mapping of plain values, as the text of one self-contained HTML file.
 
-    Every name and number is embedded as JSON and shown as text, never as markup. The page's policy allows no
-    script but its own and no request. To keep the file below about 10 MB, long tables are cut and long curves
-    thinned, and the page says so.
+    Every name and number is embedded as JSON and shown as text, never as markup. The page's policy allows only
+    its own script, and no requests. To keep the file below about 10 MB, long tables are cut and long curves
+    thinned out, and the page says so.
 
     Args:
-        report: ``title``, and any of the following; leave out what is not known:
+        report: ``title``, and any of the following; leave out unknown values:
 
             - ``subtitle``: a line under the title; ``command``: a command line, with a button to copy it;
               ``made``: where and when the report was made.
             - ``facts``: the headline, a list of ``{"label", "value", "unit", "note", "how"}``. ``unit`` is
               ``"bytes"``, ``"seconds"``, ``"ratio"``, ``"share"`` (1.0 is all), ``"count"`` or ``"text"``.
               A ``value`` of ``None`` shows "not measured", and ``how`` is a command that measures it.
-            - ``split``: where the bytes are, ``{"label", "parts": [{"name", "bytes", "key"}]}``; ``key`` is
+            - ``split``: where the bytes are: ``{"label", "parts": [{"name", "bytes", "key"}]}``; ``key`` is
               one of :data:`backstash.places.PLACES`.
-            - ``curve``: the bytes held over time, ``{"seconds": [...], "tiers": [{"key", "name", "below",
-              "bytes": [...]}], "marks": [{"label", "begin", "end"}], "phases": [...]}``: ``bytes`` has
+            - ``curve``: the bytes held over time: ``{"seconds": [...], "tiers": [{"key", "name", "below",
+              "bytes": [...]}], "marks": [{"label", "begin", "end"}], "phases": [...]}``. ``bytes`` has
               a value for each of ``seconds``; a tier that is ``below`` is drawn under the line.
             - ``modules``: ``{"columns": [{"label", "unit"}], "rows": [[path, ...], ...], "note"}``; the first
               column is a module's path; rows are sorted by the second, which has bars. With ``"lives"``, from
               :meth:`Timeline.sections`, a row filters the curve.
             - ``plan``: ``{"note", "figures": {"columns", "rows"}, "parts": [...], "classes": {"columns",
-              "rows"}}``: what was planned beside what came, where the plan puts the bytes (as in ``split``),
-              and what it does with each class.
-            - ``stalls``: ``[{"seconds", "duration", "module", "what"}]``, the longest first.
+              "rows"}}``: the predicted and the measured figures, where the plan puts the bytes (as in
+              ``split``), and what it does with each class.
+            - ``stalls``: ``[{"seconds", "duration", "module", "what"}]``, longest first.
             - ``advice``: ``[{"text", "code"}]``, with a button to copy ``code``; ``notes``: sentences.
             - ``graph``: SVG text, shown as an image, so that no script in it can run.
 
     Raises:
         ValueError: a number in the report is not finite.
-        TypeError: a value in the report is not a plain one.
+        TypeError: a value in the report is not a plain value.
 
     >>> page = render_page({"title": "<b>train.py</b>", "facts": [
     ...     {"label": "Peak", "value": 1 << 30, "unit": "bytes"}]})
@@ -77,7 +77,7 @@ def render_page(report: Mapping[str, Any]) -> str:
 
 
 def _data(report: Mapping[str, Any]) -> dict[str, Any]:
-    """``report`` within the limits of a page, its picture as an address."""
+    """Return ``report`` within the limits of a page, with its picture as a data URL."""
     data = bounded(report)
     graph = data.pop("graph", None)
     if graph:
@@ -86,7 +86,7 @@ def _data(report: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _colors() -> str:
-    """The rules of the style sheet that colour places."""
+    """Return the style sheet's rules that colour places."""
     light = "".join(f"--{key}:{place.light};" for key, place in PLACES.items())
     dark = "".join(f"--{key}:{place.dark};" for key, place in PLACES.items())
     rules = [

@@ -1,4 +1,4 @@
-"""Where training steps end: when an optimizer has stepped, or when the user calls ``mark``."""
+"""Find where training steps end: when an optimizer has stepped, or when the user calls ``mark``."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ __all__ = ["StepMarks"]
 class StepMarks:
     """The moments at which training steps end, each with a label, until :meth:`remove`.
 
-    If several optimizers step (one for each network, or one for each parameter), steps end at those of the
-    optimizer that is the first to step.
+    If there are several optimizers (one for each network, or one for each parameter), a step ends whenever the
+    optimizer that stepped first steps again.
 
     Args:
-        optimizers: whether optimizers end steps; :meth:`mark` does either way. Default ``True``.
+        optimizers: whether optimizers end steps; :meth:`mark` always does. Default ``True``.
         then: a function that is called after the end of each step. Default ``None``.
 
     >>> import torch
@@ -53,7 +53,7 @@ class StepMarks:
             self._then()
 
     def heard(self, optimizer: Any) -> None:
-        """End a step, if ``optimizer``, which has stepped, is the one that was the first to step."""
+        """End a step if ``optimizer``, which has stepped, is the one that stepped first."""
         if self._leader is None or self._leader() is None:
             self._leader = weakref.ref(optimizer)
         if self._leader() is optimizer:
@@ -66,7 +66,7 @@ class StepMarks:
             self._handle = None
 
 
-@not_compiled  # a compiled step would warn of the clock
+@not_compiled  # compiling it would warn about the clock
 def _hear(marks: weakref.ref[StepMarks], optimizer: Any, args: Any, kwargs: Any) -> None:
     alive = marks()
     if alive is not None:

@@ -27,11 +27,11 @@ def timeline(source: Any, *, steps: StepMarks | None = None) -> Timeline:
     Args:
         source: a stash; or the recording that its ``record()`` returned, which may have ended; or any object
             with ``events``.
-        steps: marks of where training steps end, which stay the caller's to remove. Default ``None``: a step
-            ends when an optimizer has stepped (if there are several, the one seen first) and at ``mark()``.
+        steps: marks of where training steps end, which the caller removes. Default ``None``: a step ends when
+            an optimizer has stepped (if there are several, the one seen first) and at ``mark()``.
 
     Recording takes a few hundred bytes of memory for each event; ``benchmarks/recording_overhead.py`` measures
-    its time. While ``torch.profiler`` runs, its trace shows stalls and moves too, with or without a timeline.
+    its time. While ``torch.profiler`` runs, its trace shows stalls and moves, too, with or without a timeline.
 
     Raises:
         UsageError: ``source`` has no ``record()`` and no ``events``.
@@ -55,7 +55,8 @@ def timeline(source: Any, *, steps: StepMarks | None = None) -> Timeline:
 
 
 class Timeline:
-    """The handle that :func:`timeline` returns; it can be read while it records, and faster after its end."""
+    """The handle that :func:`timeline` returns. It can be read during the recording, and faster after its
+    end."""
 
     def __init__(self, recording: Any, marks: StepMarks, *, owns_marks: bool) -> None:
         self._recording = recording
@@ -94,12 +95,12 @@ class Timeline:
 
     @property
     def events(self) -> tuple[Any, ...]:
-        """All events, in the order in which they ended; times are those of ``time.perf_counter()``."""
+        """All events, in the order of their ends; times are those of ``time.perf_counter()``."""
         return self._read.events
 
     @property
     def levels(self) -> tuple[Level, ...]:
-        """The bytes in each tier, after every change of them."""
+        """The bytes in each tier after every change."""
         return self._read.levels
 
     @property
@@ -114,12 +115,12 @@ class Timeline:
 
     @property
     def modules(self) -> tuple[ModuleUse, ...]:
-        """What the operations of each module saved, the module that saved most first."""
+        """What the operations of each module saved, most bytes first."""
         return self._read.modules
 
     @property
     def lives(self) -> Lives:
-        """Where the bytes of each block were over time, and sums by module."""
+        """Where the bytes of each block were over time, with sums by module."""
         return self._read.lives
 
     @property
@@ -129,47 +130,47 @@ class Timeline:
 
     @property
     def began_seconds(self) -> float:
-        """When the timeline began, or its first event if that is earlier; of ``time.perf_counter()``."""
+        """When the timeline began, or its first event if that is earlier, by ``time.perf_counter()``."""
         return self._read.began_seconds
 
     @property
     def memory_peak_bytes(self) -> int:
-        """The most bytes that the stash held in the memory of the tensors' own device."""
+        """Most bytes that the stash held in the memory of the tensors' own device."""
         return self._read.memory_peak_bytes
 
     @property
     def saved_peak_bytes(self) -> int:
-        """The most bytes that were saved and not yet freed at the same time, on whichever tier."""
+        """Most bytes that were saved and not yet freed at the same time, on any tier."""
         return self._read.saved_peak_bytes
 
     @property
     def reads_ahead(self) -> int:
-        """How many reads the stash began before backward needed them."""
+        """Number of reads that the stash began before backward needed them."""
         return self._read.reads_ahead
 
     @property
     def reads_on_demand(self) -> int:
-        """How many reads began only when backward needed them."""
+        """Number of reads that began only when backward needed them."""
         return self._read.reads_on_demand
 
     @property
     def recomputed_blocks(self) -> int:
-        """How often backward had a block computed again."""
+        """Number of times that backward recomputed a block."""
         return self._read.made_again("recomputed")
 
     @property
     def unpacked_blocks(self) -> int:
-        """How often backward had a block decoded from what it was packed to."""
+        """Number of times that backward unpacked a block."""
         return self._read.made_again("packed")
 
     @property
     def made_again_seconds(self) -> float:
-        """How long both took, reads and waits excepted."""
+        """Seconds of recomputing and unpacking, without reads and waits."""
         return self._read.made_again_seconds
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Sentences on what is not known."""
+        """Sentences on what is unknown."""
         return self._read.notes
 
     @property
@@ -184,7 +185,7 @@ class Timeline:
     def _at_present(self) -> TimelineSnapshot:
         return TimelineSnapshot(self._recording, tuple(self._marks.moments), self._began)
 
-    # What is made of it.
+    # Output.
 
     def to_chrome_trace(self, path: str | os.PathLike[str]) -> None:
         """Write a Chrome trace to ``path``: JSON that Perfetto and ``chrome://tracing`` open.
@@ -196,7 +197,7 @@ class Timeline:
         write_chrome_trace(self._read, path)
 
     def sections(self) -> dict[str, Any]:
-        """The ``curve``, ``modules``, ``stalls`` and ``notes`` that :func:`render_page` takes."""
+        """Return the ``curve``, ``modules``, ``stalls`` and ``notes`` for :func:`render_page`."""
         return sections_of(self._read)
 
     def to_html(

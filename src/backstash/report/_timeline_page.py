@@ -1,4 +1,4 @@
-"""A timeline as sections of a page: its curve, its modules, its stalls and its notes."""
+"""Render a timeline as sections of a page: curve, modules, stalls and notes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LEAST_STALL_SECONDS = 1e-3
 
 
 def facts_of(line: TimelineSnapshot) -> list[dict[str, Any]]:
-    """The headline of a page that shows only the timeline."""
+    """Return the headline of a page that shows only the timeline."""
     waited = sum(event.duration_seconds for event in line.stalls)
     return [
         _fact("Saved at once, at most", line.saved_peak_bytes, "bytes", "wherever it was"),
@@ -38,7 +38,7 @@ def facts_of(line: TimelineSnapshot) -> list[dict[str, Any]]:
 
 
 def _made_again(line: TimelineSnapshot) -> list[dict[str, Any]]:
-    """What packing and recomputing took in backward, where there was any."""
+    """Return facts on packing and recomputing in backward, if there was any."""
     recomputed, unpacked = line.made_again("recomputed"), line.made_again("packed")
     if not recomputed and not unpacked:
         return []
@@ -51,7 +51,7 @@ def _fact(label: str, value: Any, unit: str, note: str) -> dict[str, Any]:
 
 
 def sections_of(line: TimelineSnapshot) -> dict[str, Any]:
-    """``curve``, ``modules``, ``stalls`` and ``notes`` for :func:`render_page`."""
+    """Return ``curve``, ``modules``, ``stalls`` and ``notes`` for :func:`render_page`."""
     began = line.began_seconds
     stalls = _stalls(line, began)
     quiet = ["No wait was as long as 1 ms."] if line.stalls and not stalls else []

@@ -1,4 +1,4 @@
-"""A recording at one moment, and what follows from it: the record that a timeline's renderers get."""
+"""A recording at one moment, with derived figures: the record that a timeline's renderers get."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ __all__ = ["TimelineSnapshot"]
 
 @dataclass(frozen=True, eq=False)
 class TimelineSnapshot:
-    """What a :class:`~backstash.report.Timeline` hands to its renderers.
+    """The input of the renderers of a :class:`~backstash.report.Timeline`.
 
-    Its properties are those of ``Timeline`` with the same names. Each is computed when it is first read, and
-    kept; the events too, because a recording makes an object for each event whenever it is asked for them.
+    Its properties have the names and meanings of those of ``Timeline``. Each is computed at its first read and
+    cached, and so are the events, because a recording creates an object for each event at every read.
     """
 
     recording: Any
-    """An object with ``events``; it may have ``full`` too."""
+    """An object with ``events``, and optionally ``full``."""
     moments: tuple[tuple[float, str], ...]
-    """The end of each step, as ``time.perf_counter()`` gives it, and the step's label."""
+    """The end of each step, by ``time.perf_counter()``, and the step's label."""
     began: float
-    """When the timeline was made, likewise."""
+    """When the timeline was made, by ``time.perf_counter()``."""
 
     @cached_property
     def events(self) -> tuple[Any, ...]:
@@ -89,7 +89,7 @@ class TimelineSnapshot:
         return sum(event.kind == "read" and event.cause == "demand" for event in self.events)
 
     def made_again(self, cause: str) -> int:
-        """How often bytes were made again: ``"packed"``, from what they were packed to; ``"recomputed"``."""
+        """Return how often bytes were recomputed (``"recomputed"``) or unpacked (``"packed"``)."""
         return sum(event.kind == "decode" and event.cause == cause for event in self.events)
 
     @property
@@ -102,7 +102,7 @@ class TimelineSnapshot:
 
 
 def _notes(line: TimelineSnapshot) -> list[str]:
-    """Sentences on what is not known."""
+    """Return sentences on what is unknown."""
     found = []
     if not line.events:
         found.append("Nothing was recorded: no tensor that may move was saved meanwhile.")

@@ -1,4 +1,4 @@
-"""A timeline as a table in plain text."""
+"""Render a timeline as a table in plain text."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _LONGEST = 10
 
 
 def table(line: TimelineSnapshot) -> str:
-    """The first steps, and the modules that saved most, a line each."""
+    """Return lines for the first steps and for the modules that saved most."""
     size = format_bytes
     lines = [
         f"timeline: {len(line.events):,} events; saved at once at most {size(line.saved_peak_bytes)}, "
@@ -44,7 +44,7 @@ def table(line: TimelineSnapshot) -> str:
 
 
 def _let_go(use: ModuleUse) -> str:
-    """What of it was packed, and what let go; nothing, where all of it was only held."""
+    """Return how much of a module's saved bytes was packed or recomputed; ``""`` if none."""
     parts = []
     if use.packed_bytes:
         parts.append(

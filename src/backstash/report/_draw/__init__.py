@@ -1,17 +1,17 @@
 """The autograd graph as a picture.
 
-A drawing is made in steps, each a file that knows nothing of those after it:
+A drawing is made in steps, each in a file that does not depend on the files after it:
 
 ====================================  =====================================================================
-``_records``, ``_text``               what a drawing consists of, and its words
+``_records``, ``_text``               the records of a drawing, and its texts
 ``_held``, ``_facts``                 the graph, read once into plain facts
-``_tree``, ``_repeats``               runs of nodes: by module, repeated, folded to what can be read
-``_drafts``                           boxes and frames, each knowing which nodes and leaves it stands for
-``_tensors``                          what is written in boxes of saved tensors, and below them
+``_tree``, ``_repeats``               runs of nodes: by module, repeated, folded until readable
+``_drafts``                           boxes and frames, with the nodes and leaves that each stands for
+``_tensors``                          the rows of saved tensors in boxes, and the notes
 ``_assemble``                         the records of a drawing
-``_boxes``                            what is written in each box, and how large that makes it
-``_layers``, ``_layout``              where boxes, frames and edges go
-``_colors``                           which colours, and what they stand for
+``_boxes``                            the text in each box, and the size of the box
+``_layers``, ``_layout``              the positions of boxes, frames and edges
+``_colors``                           the colours and the legend
 ``_dot``, ``_svg``                    the drawing as DOT; as SVG and HTML
 ``_drawing``                          ``draw`` and :class:`Drawing`
 ====================================  =====================================================================

@@ -1,4 +1,4 @@
-"""From drafts to the records of a drawing: boxes, edges between them, and frames around them."""
+"""Turn drafts into the records of a drawing: boxes, edges between them, and frames around them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MOST_OUTPUTS = 4
 def assemble(
     facts: Facts, drafts: Drafts, *, show_saved: bool, by_dtype: bool
 ) -> tuple[list[DrawnNode], list[DrawnEdge], list[DrawnGroup]]:
-    """The boxes (operations, then leaves, then outputs), the edges, and the frames with their boxes."""
+    """Return the boxes (operations, then leaves, then outputs), the edges, and the frames with their boxes."""
     leaf_boxes, inside = place_leaves(facts, drafts)
     same = same_memory(facts)
     nodes = []
@@ -85,11 +85,11 @@ def _node(box: Draft, facts: Facts, leaves: list[Leaf]) -> DrawnNode:
 
 
 def _counted(ops: list[OpFacts], runs: int) -> str:
-    """The commonest kinds of ``ops`` with their counts, kinds that save something first."""
+    """Return the commonest kinds of ``ops`` with their counts; kinds that save something come first."""
     counts = Counter(op.name for op in ops)
     saving = {op.name for op in ops if op.held}
     if any(count % runs for count in counts.values()):
-        runs = 1  # else all runs are alike, and the counts are of one
+        runs = 1  # otherwise all runs are equal, and the counts are for one run
     kinds = sorted(counts, key=lambda name: (name not in saving, -counts[name]))
     parts = []
     for name in kinds[:3]:
@@ -129,7 +129,7 @@ def _leaf_node(box: LeafBox, facts: Facts, path: str) -> DrawnNode:
 def _outputs(
     facts: Facts, drafts: Drafts, box_of_leaf: dict[int, int]
 ) -> dict[int, list[tuple[int, Root]]]:
-    """For each box, the outputs that it made, with their numbers among all outputs."""
+    """Return, for each box, the outputs that it made, with their numbers among all outputs."""
     found: dict[int, list[tuple[int, Root]]] = {}
     for index, root in enumerate(facts.roots):
         if root.op is not None:
@@ -150,7 +150,7 @@ def _output_node(several: list[tuple[int, Root]], of: int) -> DrawnNode:
 
 
 def _common_group(groups: list[int | None], records: list[DrawnGroup]) -> int | None:
-    """The innermost frame that has all of ``groups`` in it."""
+    """Return the innermost frame that contains all of ``groups``."""
     common: list[int] | None = None
     for group in groups:
         chain = _chain(group, records)
@@ -162,7 +162,7 @@ def _common_group(groups: list[int | None], records: list[DrawnGroup]) -> int | 
 
 
 def _chain(group: int | None, records: list[DrawnGroup]) -> list[int]:
-    """A frame and those around it, the outermost first."""
+    """Return a frame and those around it, outermost first."""
     found = []
     while group is not None:
         found.append(group)
@@ -171,7 +171,7 @@ def _chain(group: int | None, records: list[DrawnGroup]) -> list[int]:
 
 
 def _path_of(group: int | None, records: list[DrawnGroup]) -> str:
-    """The module path of the innermost frame that has one."""
+    """Return the module path of the innermost frame that has one."""
     for each in reversed(_chain(group, records)):
         if records[each].module:
             return records[each].module
@@ -193,7 +193,7 @@ class _Edge:
 
 
 class _Edges:
-    """The edges between boxes: those of the graph, merged, without those between copies of a repeat."""
+    """The edges between boxes: the graph's, merged, without those between copies of a repeat."""
 
     def __init__(self, facts: Facts, drafts: Drafts) -> None:
         self._drafts = drafts
@@ -233,7 +233,7 @@ class _Edges:
         return drafts.copies_of[source][:common] == drafts.copies_of[target][:common]
 
     def drawn(self) -> list[DrawnEdge]:
-        """The records of all edges, in the order of their ends."""
+        """Return the records of all edges, sorted by their ends."""
         return [self._record(*ends, edge) for ends, edge in sorted(self._edges.items())]
 
     def _record(self, source: int, target: int, edge: _Edge) -> DrawnEdge:

@@ -1,4 +1,4 @@
-"""The text in each box, its position, and the size of the box."""
+"""Measure the text in each box, its position, and the size of the box."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ._text import bytes_of, cells, joined_shape, places_of, shortened
 
 __all__ = ["SMALL_PX", "Band", "BoxText", "Text", "measure", "text_width"]
 
-_COLUMN = 0.61  # of a monospaced font, in em: the widest of the common ones has 0.602
+_COLUMN = 0.61  # width of a monospaced character in em; the widest common font has 0.602
 _LABEL_PX = 12.5
 SMALL_PX = 10.5
 _PAD = 10.0
@@ -24,13 +24,13 @@ _MOST_PLACE = 34
 
 
 def text_width(text: str, px: float) -> float:
-    """How wide ``text`` is at most, in pixels, in a monospaced font of this size."""
+    """Return the most pixels that ``text`` takes in a monospaced font of this size."""
     return cells(text) * px * _COLUMN
 
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """A piece of text: where it begins (or ends, where it is aligned to the right), from the box's corner."""
+    """A piece of text, with its start (or its end, if aligned to the right) relative to the box's corner."""
 
     x: float
     baseline: float
@@ -69,8 +69,8 @@ def measure(node: DrawnNode, *, frame_path: str, show_dtype: bool) -> BoxText:
 
     Args:
         node: the box.
-        frame_path: the module of the frame that it is in: what the frame says is not said again.
-        show_dtype: write every element type; else those that are not float32.
+        frame_path: the module of the frame around the box; the box does not repeat it.
+        show_dtype: write every element type; otherwise only those that are not float32.
     """
     found = BoxText()
     times = f"{node.repeats:,} x " if node.repeats > 1 else ""
@@ -104,7 +104,7 @@ def _size(shape: tuple[str, ...] | None, dtype: str, show_dtype: bool) -> str:
 
 
 def _stacked(found: BoxText, label: str, details: list[str]) -> None:
-    """The label, and each detail on a line below it."""
+    """Write the label, and each detail on a line below it."""
     found.texts.append(Text(_PAD, 17.0, label, "label"))
     width = text_width(label, _LABEL_PX)
     found.height = 25.0
@@ -116,7 +116,7 @@ def _stacked(found: BoxText, label: str, details: list[str]) -> None:
 
 
 def _beside(found: BoxText, label: str, size: str, details: list[str]) -> None:
-    """The label with the size at the right end of its line; details below."""
+    """Write the label with the size at the right end of its line, and details below."""
     _stacked(found, label, details)
     if size:
         needed = text_width(label, _LABEL_PX) + text_width(size, SMALL_PX) + 2 * _GAP

@@ -1,4 +1,4 @@
-"""The colours of boxes and saved tensors, the legend that explains them, and the style sheet."""
+"""Choose the colours of boxes and saved tensors, and make the legend and the style sheet."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _KINDS = {
 }
 _LINE = 20.0
 SHADES = 5
-"""How many shades there are for bytes."""
+"""Number of shades for bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class Share:
     style: str
     """The class of its colour."""
     part: float
-    """How much of the chip: 1.0 is all of it."""
+    """Its share of the chip, from 0 to 1."""
 
 
 class Colors:
@@ -71,13 +71,13 @@ class Colors:
         return ".".join(node.module.split(".")[: self._length]) if node.module else ""
 
     def box(self, node: DrawnNode) -> str:
-        """The class of a box beside its kind; ``""`` where only the kind counts."""
+        """Return the class of a box in addition to its kind; ``""`` if only the kind counts."""
         if self._by == "module" and node.kind in ("operation", "module"):
             return self._category(self._module_of(node))
         return ""
 
     def chip(self, tensor: DrawnTensor) -> list[Share]:
-        """The parts of a saved tensor's chip."""
+        """Return the parts of a saved tensor's chip."""
         if self._by == "dtype":
             return [Share(self._category(tensor.dtype) or "hooks", 1.0)]
         if self._by == "bytes":
@@ -93,21 +93,22 @@ class Colors:
         ]
 
     def band(self, tensor: DrawnTensor) -> str:
-        """The class of a saved tensor's band; ``""`` for plain orange."""
+        """Return the class of a saved tensor's band; ``""`` for plain orange."""
         return f"s{self._shade(tensor.nbytes)}" if self._by == "bytes" else ""
 
     def _category(self, key: str) -> str:
         return f"c{self._keys.index(key) % _CATEGORIES}" if key in self._keys else ""
 
     def _shade(self, nbytes: int) -> int:
-        """0 for nothing; the last for the most; each a quarter of the next."""
+        """Return 0 for no bytes, the last shade for the most; each shade's limit is a quarter of the next
+        one's."""
         shade = SHADES - 1 if nbytes else 0
         while shade > 1 and nbytes * 4 ** (SHADES - shade) <= self._most:
             shade -= 1
         return shade
 
     def legend(self) -> list[list[tuple[str, str]]]:
-        """Classes and words for what the colours show, in rows."""
+        """Return classes and texts for what the colours show, in rows."""
         places = [
             (style, ", ".join(dict.fromkeys(map(label_of, wheres))))
             for style, wheres in self._by_class().items()
@@ -139,7 +140,7 @@ class Colors:
 
 
 def _telling_length(nodes: Sequence[DrawnNode]) -> int:
-    """To how many names paths are cut, so that there are no more modules than colours."""
+    """Return how many names to keep of each path so that there are no more modules than colours."""
     paths = [node.module.split(".") for node in nodes if node.module]
     longest = max((len(path) for path in paths), default=1)
     for length in range(longest, 1, -1):
@@ -150,7 +151,7 @@ def _telling_length(nodes: Sequence[DrawnNode]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class LegendEntry:
-    """A swatch and its words; places in pixels from the legend's corner."""
+    """A swatch and its text, in pixels from the legend's corner."""
 
     x: float
     y: float
@@ -167,7 +168,7 @@ class Legend:
 
 
 def legend_of(drawing: DrawnGraph, colors: Colors, width: float) -> Legend:
-    """The legend: the kinds of boxes in the drawing, then, on rows of their own, what colours show."""
+    """Return the legend: the kinds of boxes in the drawing, then, on separate rows, what the colours show."""
     kinds = {node.kind for node in drawing.nodes}
     inside = [leaf for node in drawing.nodes for leaf in node.leaves]
     kinds |= {"parameter" if leaf.is_parameter else "leaf" for leaf in inside}
@@ -222,7 +223,7 @@ def _values(colors: tuple[str, ...]) -> str:
     return "".join(f"--g-{name}:{color};" for name, color in pairs)
 
 
-# A page or a notebook may have a theme of its own, which then counts more than the system's.
+# The theme of a page or a notebook takes precedence over the system's.
 _DARK_PLACES = (
     '[data-theme="dark"] .bs-graph,[data-jp-theme-light="false"] .bs-graph,.vscode-dark .bs-graph'
 )
@@ -263,7 +264,7 @@ _RULES = """
 def _chip_rules() -> str:
     chips = "".join(f".bs-graph .{key}{{fill:var(--g-{key})}}\n" for key in PLACES)
     numbered = [f"c{number}" for number in range(8)] + [f"s{number}" for number in range(SHADES)]
-    # More specific than .box, whose colour they replace.
+    # These selectors are more specific than .box, whose colour they replace.
     return chips + "".join(
         f".bs-graph .{name},.bs-graph .box.{name}{{fill:var(--g-{name})}}\n" for name in numbered
     )
@@ -275,11 +276,11 @@ CSS = (
     f"{_DARK_PLACES}{{{_values(DARK)}}}\n{_LIGHT_PLACES}{{{_values(LIGHT)}}}"
     f"{_RULES}{_chip_rules()}"
 )
-"""The style sheet of every drawing; all of it applies only inside ``.bs-graph``."""
+"""The style sheet of every drawing; it applies only inside ``.bs-graph``."""
 
 
 def _parsed() -> list[tuple[tuple[int, int, int], str, frozenset[str], dict[str, str]]]:
-    """The rules' specificity, element, classes and declarations, with the light theme's colours."""
+    """Return the rules' specificity, element, classes and declarations, with the light theme's colours."""
     light = dict(zip(NAMES, LIGHT, strict=True))
     found = []
     for order, (selectors, body) in enumerate(
@@ -288,7 +289,7 @@ def _parsed() -> list[tuple[tuple[int, int, int], str, frozenset[str], dict[str,
         plain = re.sub(r"var\(--g-([\w-]+)\)", lambda match: light[match[1]], body)
         given = dict(each.split(":", 1) for each in plain.split(";"))
         given.pop("white-space", None)
-        if given.pop("paint-order", None):  # who cannot do that would hide the text under its halo
+        if given.pop("paint-order", None):  # without paint-order the halo would hide the text
             given = {name: value for name, value in given.items() if "stroke" not in name}
         for selector in selectors.strip().split(","):
             element, *classes = selector.removeprefix(".bs-graph").strip().split(".")
@@ -298,10 +299,10 @@ def _parsed() -> list[tuple[tuple[int, int, int], str, frozenset[str], dict[str,
 
 @functools.cache
 def attributes(element: str, classes: str) -> str:
-    """What the style sheet says of an element, as attributes in the light theme's colours.
+    """Return an element's style as attributes, in the light theme's colours.
 
-    For programs that know no variables of style sheets, or no style sheet: librsvg, Inkscape, converters. In a
-    browser the style sheet, which has both themes, counts more.
+    Programs without support for CSS variables or style sheets (librsvg, Inkscape, converters) use them. In a
+    browser the style sheet, which has both themes, takes precedence.
     """
     names = set(classes.split())
     given: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""A drawing in the DOT language, with every name quoted."""
+"""Render a drawing in the DOT language, with every name quoted."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _PALETTE = dict(zip(NAMES, LIGHT, strict=True))
 
 
 def to_dot(drawing: DrawnGraph) -> str:
-    """The text of one ``digraph``."""
+    """Return the text of one ``digraph``."""
     colors = Colors(drawing)
     caption = dot_quoted(*headline(drawing), *drawing.notes)
     lines = [
@@ -40,7 +40,7 @@ def to_dot(drawing: DrawnGraph) -> str:
 
 
 def _group_lines(drawing: DrawnGraph, colors: Colors) -> Iterator[str]:
-    """Frames as clusters, each in the one around it, with their boxes; then the boxes in no frame."""
+    """Yield frames as nested clusters with their boxes, then the boxes outside frames."""
     inside: dict[int | None, list[int]] = {}
     for index, group in enumerate(drawing.groups):
         inside.setdefault(group.parent, []).append(index)

@@ -1,4 +1,4 @@
-"""From a folded tree to boxes and frames, each knowing which nodes and leaves of the graph it stands for."""
+"""Turn a folded tree into boxes and frames, with the nodes and leaves of the graph that each stands for."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Draft:
     """The distance, in nodes, from the shown run to every copy that the box stands for; the first is 0."""
 
     def runs(self) -> Iterator[tuple[int, int]]:
-        """The first node and the end of every run."""
+        """Yield the first node and the end of every run."""
         for offset in self.offsets:
             yield self.item.first + offset, self.item.end + offset
 
@@ -42,11 +42,11 @@ class Drafts:
     box_of: list[int] = field(default_factory=list)
     """For each node of the graph, its box."""
     start_of: list[int] = field(default_factory=list)
-    """For each node of the graph, the first node of the run that it is in."""
+    """For each node of the graph, the first node of its run."""
     copies_of: list[tuple[int, ...]] = field(default_factory=list)
-    """For each node, the number of its copy in each repeat that it is in, the outermost repeat first."""
+    """For each node, the number of its copy in each repeat around it, outermost repeat first."""
     repeats_of: list[tuple[int, ...]] = field(default_factory=list)
-    """For each box, the repeats that it is in, the outermost first."""
+    """For each box, the repeats around it, outermost first."""
 
 
 @dataclass(slots=True)
@@ -61,7 +61,7 @@ class _Visit:
 
 
 def draft(root: Item, classes: dict[str, str]) -> Drafts:
-    """Boxes and frames for ``root``; ``classes`` has the class of each module by its path."""
+    """Return boxes and frames for ``root``; ``classes`` has the class of each module by its path."""
     found = Drafts([], [], [0] * root.end, [0] * root.end, [()] * root.end)
     repeats = 0
     ahead = [_Visit(root, None, (), [0], [()])] if root.end else []
@@ -106,7 +106,7 @@ def _add_box(found: Drafts, visit: _Visit) -> None:
 
 
 def _has_frame(item: Item, times: Item | None) -> bool:
-    """Whether a frame is drawn: around several items, or to show how often one item repeats."""
+    """Whether to draw a frame: around several items, or to show how often one item repeats."""
     if item.kind == "repeat":
         return len(item.children) > 1
     if times is not None:
@@ -115,7 +115,7 @@ def _has_frame(item: Item, times: Item | None) -> bool:
 
 
 def _contents(item: Item, classes: dict[str, str]) -> str:
-    """What a repeated run consists of: the classes of its modules, and the number of other nodes."""
+    """Return what a repeated run consists of: the classes of its modules, and the number of other nodes."""
     names = [
         classes.get(".".join(child.path)) or child.path[-1]
         for child in item.children
@@ -160,17 +160,17 @@ def _frame(visit: _Visit, classes: dict[str, str], around: str) -> DrawnGroup:
 
 @dataclass(slots=True)
 class LeafBox:
-    """Leaves that are one box: corresponding leaves of all copies of a repeat, or many leaves of one box."""
+    """Leaves in one box: corresponding leaves of all copies of a repeat, or many leaves of one box."""
 
     leaves: list[int]
     uses: dict[int, int] = field(default_factory=dict)
-    """For each box that uses them, how often it does."""
+    """For each box that uses them, the number of uses."""
     merged: bool = False
-    """Whether they share a box only because they were too many."""
+    """Whether they share a box only because there were too many."""
 
 
 def place_leaves(facts: Facts, drafts: Drafts) -> tuple[list[LeafBox], dict[int, list[int]]]:
-    """Boxes for leaves; and for each folded box, the leaves that no other box uses."""
+    """Return boxes for leaves; and for each folded box, the leaves that no other box uses."""
     roots = {root.leaf for root in facts.roots if root.leaf is not None}
     uses: list[dict[int, int]] = [{} for _ in facts.leaves]
     slots: list[list[object]] = [[("leaf", leaf)] for leaf in range(len(facts.leaves))]
@@ -178,7 +178,7 @@ def place_leaves(facts: Facts, drafts: Drafts) -> tuple[list[LeafBox], dict[int,
         box = drafts.box_of[index]
         for slot, leaf in enumerate(op.leaves):
             uses[leaf][box] = uses[leaf].get(box, 0) + 1
-            # The same slot for each copy of a repeated run: the leaves used there are one box.
+            # Copies of a repeated run share slots, so the leaves used in one slot become one box.
             slots[leaf].append((box, index - drafts.start_of[index], slot))
     inside: dict[int, list[int]] = {}
     classes = _Classes()
@@ -200,7 +200,7 @@ def _box(leaves: list[int], uses: list[dict[int, int]]) -> LeafBox:
 
 
 def _merged(boxes: list[LeafBox]) -> list[LeafBox]:
-    """More than eight boxes that only one and the same box uses become one."""
+    """Merge boxes into one if the same box is their only user and there are more than eight."""
     users: dict[int, list[LeafBox]] = {}
     for box in boxes:
         if len(box.uses) == 1:
@@ -216,7 +216,7 @@ def _merged(boxes: list[LeafBox]) -> list[LeafBox]:
 
 
 class _Classes:
-    """Classes of leaves: leaves that share a slot, directly or through others, are in one class."""
+    """Equivalence classes of leaves: leaves that share a slot, directly or through others, are in one class."""
 
     def __init__(self) -> None:
         self._leaf_of: dict[object, int] = {}
@@ -237,7 +237,7 @@ class _Classes:
         return leaf
 
     def groups(self) -> list[list[int]]:
-        """The classes, in the order of their first leaf."""
+        """Return the classes, in the order of their first leaf."""
         found: dict[int, list[int]] = {}
         for leaf in self._parent:
             found.setdefault(self._find(leaf), []).append(leaf)
@@ -245,12 +245,12 @@ class _Classes:
 
 
 def leaves_inside(leaves: list[Leaf], box: Draft) -> tuple[DrawnLeaf, ...]:
-    """Rows for the leaves in a box: one for each name, or one for all if there are many names."""
+    """Return rows for the leaves in a box: one for each name, or one for all if there are many names."""
     named: dict[str, list[Leaf]] = {}
     depth = len(box.item.path)
     for leaf in leaves:
         parts = leaf.name.split(".")
-        # Each copy of a repeated module has another path before the same name.
+        # Copies of a repeated module have different paths before the same name.
         inside = len(parts) > depth and (len(box.offsets) > 1 or parts[:depth] == [*box.item.path])
         short = ".".join(parts[depth:]) if inside and " = " not in leaf.name else leaf.name
         named.setdefault(short or ("parameter" if leaf.is_parameter else "leaf"), []).append(leaf)

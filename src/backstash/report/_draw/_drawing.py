@@ -121,15 +121,16 @@ class Drawing(DrawnGraph):
     """
 
     def to_dot(self) -> str:
-        """The drawing in the DOT language, with a box for each saved tensor; ``dot -Tpdf`` renders it."""
+        """Return the drawing in the DOT language, with a box for each saved tensor; ``dot -Tpdf`` renders
+        it."""
         return to_dot(self)
 
     def to_svg(self) -> str:
-        """The drawing as SVG text, which refers to no font, style sheet or address outside it."""
+        """Return the drawing as SVG text, without external fonts, style sheets or addresses."""
         return to_svg(self)
 
     def to_html(self) -> str:
-        """The drawing as the text of one HTML page, without scripts and without requests."""
+        """Return the drawing as the text of one HTML page, without scripts and without requests."""
         return to_page(self)
 
     def save(self, path: str | os.PathLike[str]) -> Path:

@@ -1,4 +1,4 @@
-"""A graph, read once into lists of plain facts in the order in which forward ran, with the caller's names."""
+"""Read a graph once into lists of plain facts, in the order of forward, with the caller's names."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from ._held import HeldTensor, Reader, sizes_of, storage_of
 __all__ = ["Facts", "Leaf", "Names", "OpFacts", "Params", "Root", "read"]
 
 _LEAF = "torch::autograd::AccumulateGrad"
-_MOST_PARTS = 40  # of a module's path; what is deeper counts as one name
+_MOST_PARTS = 40  # names in a module's path; deeper names count as one
 Params: TypeAlias = "nn.Module | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]"
 _ALLOWED = "allowed are a module, a dict of name to tensor, and (name, tensor) pairs"
 
 
 @dataclass(slots=True)
 class OpFacts:
-    """A node that is no leaf."""
+    """A node that is not a leaf."""
 
     name: str
     path: tuple[str, ...]
@@ -35,7 +35,7 @@ class OpFacts:
     dtype: str
     held: list[HeldTensor]
     inputs: list[tuple[int, int]] = field(default_factory=list)
-    """(index in ``Facts.ops``, which is below this one's; which of its outputs)."""
+    """(an index in ``Facts.ops`` below this one's, the number of that node's output)."""
     leaves: list[int] = field(default_factory=list)
     """Indices in ``Facts.leaves``."""
 
@@ -71,9 +71,9 @@ class Facts:
     leaves: list[Leaf]
     roots: list[Root]
     without_graph: int
-    """How many of the outputs need no gradient."""
+    """Number of outputs that need no gradient."""
     labelled: int
-    """How many nodes are labelled with the path of a module."""
+    """Number of nodes that are labelled with a module's path."""
     names: Names
 
 
@@ -118,7 +118,8 @@ def _is_edge(value: Any) -> bool:
 
 
 def _forward_order(nodes: list[Any]) -> list[Any]:
-    """``nodes``, given consumers first, with producers first; among those that may be next, the oldest."""
+    """Return ``nodes``, given consumers first, with producers first; among those that may be next, the
+    oldest."""
     place = {node: index for index, node in enumerate(nodes)}
     uses: list[list[int]] = [[] for _ in nodes]
     waiting = [0] * len(nodes)
@@ -141,7 +142,7 @@ def _forward_order(nodes: list[Any]) -> list[Any]:
 
 
 def _by_first_use(leaves: list[Any], order: list[Any]) -> dict[Any, int]:
-    """Leaves with their numbers, in the order in which forward first used them."""
+    """Return leaves with their numbers, in the order in which forward first used them."""
     found = dict.fromkeys(leaves, -1)
     count = 0
     for node in order:
@@ -157,7 +158,7 @@ def _by_first_use(leaves: list[Any], order: list[Any]) -> dict[Any, int]:
 
 
 def _op(node: Any, given: str, reader: Reader) -> OpFacts:
-    # Of the incoming gradient, which has the shape and the type of the output.
+    # The metadata of the incoming gradient, which has the output's shape and type.
     made = output_metadata(node)
     shape, dtype = None, ""
     if made and not getattr(made[0], "is_cpp_nested_tensor", False):
@@ -168,7 +169,7 @@ def _op(node: Any, given: str, reader: Reader) -> OpFacts:
 
 
 def _split_path(path: str) -> tuple[str, ...]:
-    """``"blocks.0.mlp"`` as its names; the names beyond the 40th are one."""
+    """Return the names in ``"blocks.0.mlp"``; the names beyond the 40th are one."""
     return tuple(path.split(".", _MOST_PARTS - 1)) if path else ()
 
 
@@ -210,15 +211,15 @@ def _root(given: Any, place: dict[Any, int], leaves: dict[Any, int]) -> Root:
 
 
 class Names:
-    """The caller's names for tensors and classes of modules; holds the tensors while the graph is read."""
+    """The caller's names for tensors, and the classes of modules; holds the tensors while the graph is read."""
 
     def __init__(self, params: Params | None) -> None:
         self.classes: dict[str, str] = {}
-        """The class of each module, by its path, where ``params`` is a module."""
+        """The class of each module by its path, if ``params`` is a module."""
         self.not_reached: list[str] = []
         """Names of leaves that need a gradient and are not in the graph; filled by :meth:`let_go`."""
         self.frozen: list[str] = []
-        """Names of tensors that need no gradient; likewise."""
+        """Names of tensors that need no gradient; filled by :meth:`let_go`."""
         self._owned: dict[int, tuple[str, Tensor]] = {}
         self._used: set[int] = set()
         for name, tensor in _pairs(params):
@@ -229,7 +230,7 @@ class Names:
                 self.classes[path] = type(module).__name__
 
     def of(self, tensor: Tensor) -> str:
-        """The name of a leaf; ``""`` where the caller gave none. Two names are joined by ``=``."""
+        """Return the name of a leaf; ``""`` if the caller gave none. Two names are joined by ``=``."""
         self._used.add(id(tensor))
         return self._owned.get(id(tensor), ("", tensor))[0]
 
@@ -238,7 +239,7 @@ class Names:
         return isinstance(tensor, nn.Parameter)
 
     def made(self) -> Iterator[tuple[str, Tensor]]:
-        """The named tensors that are no leaves."""
+        """Yield the named tensors that are not leaves."""
         for name, tensor in self._owned.values():
             if tensor.grad_fn is not None:
                 yield name, tensor

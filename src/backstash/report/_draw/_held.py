@@ -1,4 +1,4 @@
-"""The tensors that one node holds, as plain facts: saved ones, and those that a Function keeps on ``ctx``.
+"""Read the tensors that one node holds: saved ones, and those that a Function keeps on ``ctx``.
 
 Only attributes are read. Nothing is unpacked, and no hook is called.
 """
@@ -30,17 +30,17 @@ class HeldTensor:
     nbytes: int | None
     where: str
     storage: tuple[object, int] | None
-    """(an identity that tensors in the same memory share, the bytes of that memory); ``None``: not known."""
+    """(an identity that tensors in the same memory share, the bytes of that memory); ``None`` if unknown."""
 
 
 class Reader:
-    """Reads nodes one by one; caches what many of them share."""
+    """Read nodes one by one, and cache what many of them share."""
 
     def __init__(self) -> None:
         self._recomputed: dict[int, dict[int, Any]] = {}
 
     def read(self, node: Any) -> list[HeldTensor]:
-        """The tensors that ``node`` holds, in the node's own order."""
+        """Return the tensors that ``node`` holds, in the node's own order."""
         lists: dict[str, Any] = {}
         found = [self._describe(node, value, lists) for value in saved(node)]
         if isinstance(node, torch.autograd.function.BackwardCFunction):
@@ -65,7 +65,7 @@ class Reader:
         )
 
     def _metadata(self, raw: Any, holder: Any) -> dict[str, Any] | None:
-        """What ``torch.utils.checkpoint`` noted of a tensor that it did not keep."""
+        """Return what ``torch.utils.checkpoint`` recorded about a tensor that it did not keep."""
         hook = _quietly(raw, "unpack_hook")
         frame = frame_behind(hook)
         if frame is None:
@@ -77,7 +77,7 @@ class Reader:
 
 
 def _raw(node: Any, name: str, lists: dict[str, Any]) -> Any:
-    """autograd's own record of a saved tensor."""
+    """Return autograd's own record of a saved tensor."""
     base, bracket, index = name.partition("[")
     if base not in lists:
         lists[base] = raw_of(node, base)
@@ -97,7 +97,7 @@ def _quietly(owner: Any, name: str) -> Any:
 
 
 def _on_ctx(node: Any) -> list[HeldTensor]:
-    """Tensors that a Function set as attributes of its ``ctx``, which no hook sees."""
+    """Return tensors that a Function set as attributes of its ``ctx``, which no hook sees."""
     found = []
     for key, value in list(vars(node).items()):
         several = value if isinstance(value, (list, tuple)) else (value,)
@@ -111,7 +111,7 @@ def _on_ctx(node: Any) -> list[HeldTensor]:
 
 
 def _in_parts(name: str, packed: Any) -> HeldTensor:
-    """A subclass that was taken apart: its own sizes, and the bytes and places of its parts."""
+    """Describe a subclass that was split into parts: its own sizes, and the bytes and places of its parts."""
     looks = [look(part) for part in packed.parts.values()]
     nbytes = [
         _bytes(getattr(each, "shape", None), each.dtype) for each, _ in looks if each is not None
@@ -123,7 +123,7 @@ def _in_parts(name: str, packed: Any) -> HeldTensor:
 
 
 def _storage_below(packed: Any) -> tuple[object, int] | None:
-    """The memory that a packed object stands for, through what wraps it."""
+    """Return the memory that a packed object stands for, through its wrappers."""
     for _ in range(_MOST_WRAPPERS):
         if isinstance(packed, Tensor):
             return storage_of(packed)
@@ -132,14 +132,15 @@ def _storage_below(packed: Any) -> tuple[object, int] | None:
             nbytes = getattr(block, "nbytes", None)
             return (id(block), nbytes) if isinstance(nbytes, int) else None
         if isinstance(packed, tuple) and [type(each) for each in packed[1:2]] == [int]:
-            packed = packed[0]  # what a stash left in place, and its version
+            packed = packed[0]  # a tensor that a stash left in place, and its version
         else:
             packed = getattr(packed, "packed_inside", None)
     return None
 
 
 def storage_of(tensor: Tensor) -> tuple[object, int] | None:
-    """The identity and the bytes of a tensor's memory; ``None`` where it has no one storage."""
+    """Return the identity and the bytes of a tensor's memory; ``None`` if it does not have exactly one
+    storage."""
     if type(tensor) not in (Tensor, torch.nn.Parameter):
         return None  # a subclass may return any storage as its own
     try:
@@ -150,7 +151,7 @@ def storage_of(tensor: Tensor) -> tuple[object, int] | None:
 
 
 def sizes_of(tensor: Any) -> tuple[str, ...] | None:
-    """A tensor's sizes as text; some are symbols (``"j1"``). ``None`` if it has no shape."""
+    """Return a tensor's sizes as text; some are symbols (``"j1"``). ``None`` if it has no shape."""
     try:
         return _strings(tensor.shape)
     except (AttributeError, RuntimeError):

@@ -1,10 +1,10 @@
-"""A layered layout: each box below those whose results it uses.
+"""Compute a layered layout: each box lies below those whose results it uses.
 
-The steps are those of Sugiyama, Tagawa and Toda (1981): each cell gets a rank below all it uses; a link over
-several ranks gets a bend in each; the cells of a rank are ordered so that few links cross; then they are
-moved below and above what they are linked to, as far as their neighbours let them. In that last step each
-rank by itself is solved exactly, as an isotonic regression (weighted least squares under the order and the
-distances), by pooling adjacent violators; ranks take turns, down and up.
+The steps are those of Sugiyama, Tagawa and Toda (1981). Each cell gets a rank below all that it uses. A link
+over several ranks gets a bend in each. The cells of a rank are ordered so that few links cross. Then cells move
+toward the cells that they are linked to, as far as their neighbours allow. That last step solves each rank
+exactly, as an isotonic regression (weighted least squares under the order and the distances), by pooling
+adjacent violators; it visits the ranks down and up in turn.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _SWEEPS = 12
 _MOVES = 40
 _CELL_GAP = 22.0
 _BEND_GAP = 13.0
-_STRAIGHT = 6.0  # the weight of a straight line through bends; that between boxes is 1
+_STRAIGHT = 6.0  # weight of a straight line through bends; between boxes it is 1
 
 
 @dataclass(slots=True)
@@ -40,7 +40,7 @@ class LayoutCell:
     """``"box"``, ``"top"`` for a port in the first rank, ``"bottom"`` for one in the last, ``"bend"``."""
     rank: int = 0
     x: float = 0.0
-    """Its left edge, when arranged."""
+    """Its left edge, once arranged."""
     y: float = 0.0
     """Its top edge."""
 
@@ -56,7 +56,7 @@ class Link:
     enters: float | None = None
     """Where it enters, from the target's left edge; ``None``: links share the edge evenly."""
     route: list[tuple[float, float]] = field(default_factory=list)
-    """Its points, when arranged: vertical through ranks, to be curved between them."""
+    """Its points, once arranged: vertical through ranks, to be curved between them."""
 
 
 @dataclass(slots=True)
@@ -72,7 +72,7 @@ class _Step:
 def _neighbours(
     cells: list[LayoutCell], steps: list[_Step]
 ) -> tuple[list[list[_Step]], list[list[_Step]]]:
-    """For each cell, the steps that come to it from above, and those that go on below."""
+    """Return, for each cell, the steps that reach it from above and those that continue below."""
     above: list[list[_Step]] = [[] for _ in cells]
     below: list[list[_Step]] = [[] for _ in cells]
     for step in steps:
@@ -84,13 +84,13 @@ def _neighbours(
 def arrange(
     cells: list[LayoutCell], links: list[Link], header: float, title: float
 ) -> tuple[float, float]:
-    """Place cells and route links. Returns the width and height that they take.
+    """Place cells and route links. Return the width and height that they take.
 
     Args:
         cells: get ``x`` and ``y``. Bends are added to the list.
         links: get ``route``. They make no cycle.
-        header: room above the first rank that is no port.
-        title: ports in the first rank stay right of this.
+        header: space above the first rank of cells that are not ports.
+        title: width of the title; ports in the first rank are placed right of it.
     """
     if not cells:
         return title, header
@@ -114,7 +114,7 @@ def _rank(cells: list[LayoutCell], links: list[Link]) -> None:
         waiting[link.target] += 1
     first = int(any(cell.kind == "top" for cell in cells))
     order = [index for index, count in enumerate(waiting) if not count]
-    # Whether a cell uses nothing but leaves: it may go down to just above what uses it.
+    # Whether a cell uses only leaves: it may move down to just above its users.
     free = [cell.kind == "box" for cell in cells]
     for index in order:
         if cells[index].kind != "top":
@@ -135,7 +135,7 @@ def _rank(cells: list[LayoutCell], links: list[Link]) -> None:
 
 
 def _bend(cells: list[LayoutCell], links: list[Link]) -> list[list[int]]:
-    """A bend in each rank that a link passes; links that leave from one point share theirs."""
+    """Return a bend for each rank that a link passes; links that leave from one point share theirs."""
     shared: dict[tuple[int, float | None, int], int] = {}
     chains = []
     for link in links:
@@ -195,7 +195,7 @@ def _route(
 ) -> None:
     floor = [max(cells[i].y + cells[i].height for i in rank) for rank in ranks]
     if all(cells[index].kind == "top" for index in ranks[0]):
-        floor[0] = header  # straight past the title
+        floor[0] = header  # links go straight past the title
     entering: dict[int, list[tuple[float, int]]] = {}
     for number, (link, chain) in enumerate(zip(links, chains, strict=True)):
         source = cells[link.source]
@@ -214,7 +214,7 @@ def _route(
 
 
 def _ordered(cells: list[LayoutCell], steps: list[_Step]) -> list[list[int]]:
-    """The cells of each rank from left to right, with few crossings."""
+    """Return the cells of each rank from left to right, with few crossings."""
     ranks: list[list[int]] = [[] for _ in range(max(cell.rank for cell in cells) + 1)]
     for index, cell in enumerate(cells):
         ranks[cell.rank].append(index)
@@ -265,7 +265,7 @@ def _crossings(cells: list[LayoutCell], ranks: list[list[int]], steps: list[_Ste
 
 
 def _gap(cells: list[LayoutCell], left: int, right: int) -> float:
-    """The least distance between the left edges of two neighbours."""
+    """Return the least distance between the left edges of two neighbours."""
     both = cells[left].kind != "box" and cells[right].kind != "box"
     return cells[left].width + (_BEND_GAP if both else _CELL_GAP)
 
@@ -293,7 +293,7 @@ def _align(
     above: list[list[_Step]] | None,
     below: list[list[_Step]] | None,
 ) -> None:
-    """Move a rank's cells to where their links are straight, as far as their order lets them."""
+    """Move a rank's cells so that their links are straight, as far as their order allows."""
     wanted, weights = [], []
     for index in rank:
         pulls = [(0.001, cells[index].x)]
@@ -319,7 +319,7 @@ def _pull(cells: list[LayoutCell], step: _Step) -> float:
 def _spread(
     wanted: Sequence[float], weights: Sequence[float], gaps: Sequence[float]
 ) -> list[float]:
-    """The places nearest to ``wanted`` that keep the order and the gaps (pool adjacent violators)."""
+    """Return the places nearest to ``wanted`` that keep the order and the gaps (pool adjacent violators)."""
     offsets = [0.0]
     for gap in gaps:
         offsets.append(offsets[-1] + gap)
@@ -338,7 +338,7 @@ def _spread(
 def _straighten(
     cells: list[LayoutCell], ranks: list[list[int]], links: list[Link], chains: list[list[int]]
 ) -> None:
-    """Put as many bends of a link as there is room for on one vertical line."""
+    """Put as many bends of a link as possible on one vertical line."""
     left: dict[int, int | None] = {}
     right: dict[int, int | None] = {}
     for rank in ranks:
@@ -373,7 +373,7 @@ def _settle(cells: list[LayoutCell], run: list[int], low: float, high: float, li
 
 
 def _shift(cells: list[LayoutCell], ranks: list[list[int]], title: float) -> float:
-    """Move all to begin at 0, and ports out of the title's way. Returns the width."""
+    """Shift all cells to begin at 0, and move ports right of the title. Return the width."""
     least = min(cell.x for cell in cells)
     for cell in cells:
         cell.x -= least

@@ -1,7 +1,7 @@
-"""The positions of boxes, frames and edges: each frame is arranged, then is one cell of the frame around it.
+"""Position boxes, frames and edges: arrange each frame, which is then one cell of the frame around it.
 
-So no box can lie on another, and no frame on a box that is not in it. An edge that leaves its frame goes
-through a port in the frame's lower border, and enters another through one in the upper border.
+So boxes cannot overlap, and a frame cannot cover a box outside it. An edge leaves its frame through a port in
+the frame's lower border, and enters another frame through a port in its upper border.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _Key = tuple[str, int, int]
 
 @dataclass(frozen=True, slots=True)
 class Rectangle:
-    """In pixels, from the top left."""
+    """A rectangle in pixels, from the top left."""
 
     x: float
     y: float
@@ -53,7 +53,7 @@ class Layout:
 
 @dataclass(slots=True)
 class _Frame:
-    """One frame's inside, or the whole drawing's."""
+    """The inside of one frame, or of the whole drawing."""
 
     keys: dict[_Key, int] = field(default_factory=dict)
     cells: list[LayoutCell] = field(default_factory=list)
@@ -73,7 +73,7 @@ def lay_out(
         sizes: the width and height of each box.
         edges: from box to box, without cycles, also between frames.
         groups: outer ones before inner ones.
-        title_widths: of each frame.
+        title_widths: the width of each frame's title.
     """
     group_of: list[int | None] = [None] * len(sizes)
     for number, group in enumerate(groups):
@@ -110,7 +110,8 @@ def _chain(group: int | None, groups: Sequence[DrawnGroup]) -> list[int]:
 def _stretches(
     edge: DrawnEdge, group_of: Sequence[int | None], groups: Sequence[DrawnGroup]
 ) -> Iterator[tuple[int, _Key, _Key]]:
-    """The frames that an edge passes: which one, from where in it, to where."""
+    """Yield the frames that an edge passes through: the frame, where the edge starts in it, and where it
+    ends."""
     up, down = (_chain(group_of[box], groups) for box in (edge.source, edge.target))
     shared = 0
     while shared < min(len(up), len(down)) and up[shared] == down[shared]:
@@ -134,7 +135,7 @@ def _arranged(
     spans: list[tuple[float, float]],
     title: float,
 ) -> tuple[float, float]:
-    """Arrange one frame's inside; returns the size of the frame."""
+    """Arrange one frame's inside; return the size of the frame."""
     frame = frames[number]
     for key in contents:
         width, height = sizes[key[1]] if key[0] == "box" else spans[key[1] + 1]
@@ -166,7 +167,7 @@ def _cell_of(frame: _Frame, key: _Key) -> int:
 
 
 def _port(frames: list[_Frame], key: _Key, side: str) -> float:
-    """Where a frame's port is, from the frame's left border."""
+    """Return the position of a frame's port, from the frame's left border."""
     inner = frames[key[1] + 1]
     return inner.cells[inner.keys[side, key[2], 0]].x + _PAD
 

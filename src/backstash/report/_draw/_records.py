@@ -28,9 +28,9 @@ class Place:
     ``"freed"``, or ``"hooks"`` if only the hooks that packed the tensor can read it. A packed object may name
     another place in its attribute ``where``."""
     count: int
-    """How many tensors."""
+    """Number of tensors."""
     nbytes: int
-    """Bytes of their elements, as far as they are known."""
+    """Bytes of their elements, as far as known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,19 +38,19 @@ class DrawnTensor:
     """A saved tensor of an operation, or several in one row because operations were folded."""
 
     name: str
-    """The operation's own name for it, such as ``"result"``; of several unlike tensors, their number."""
+    """The operation's own name for it, such as ``"result"``; for several different tensors, their number."""
     shape: tuple[str, ...] | None
-    """Its sizes; ``None`` if they are not known, or not the same for all."""
+    """Its sizes; ``None`` if unknown, or not the same for all."""
     dtype: str
-    """Its element type, such as ``"float32"``; ``""`` if it is not known, or not the same for all."""
+    """Its element type, such as ``"float32"``; ``""`` if unknown, or not the same for all."""
     count: int
-    """How many saved tensors this row stands for."""
+    """Number of saved tensors in this row."""
     nbytes: int
-    """Bytes of their elements, as far as they are known."""
+    """Bytes of their elements, as far as known."""
     unknown: int
-    """For how many of them the bytes are not known."""
+    """Number of tensors whose bytes are unknown."""
     places: tuple[Place, ...]
-    """Where they are stored now, the place with the most bytes first."""
+    """Where they are stored now, most bytes first."""
     same_as: str
     """The leaf whose memory it is; ``"saved above"`` if an earlier operation saved that memory; else ``""``."""
 
@@ -62,11 +62,11 @@ class DrawnLeaf:
     name: str
     """Its name within the module, such as ``"weight"``; or how many leaves there are."""
     shape: tuple[str, ...] | None
-    """Its sizes; ``None`` if they are not known, or not the same for all."""
+    """Its sizes; ``None`` if unknown, or not the same for all."""
     dtype: str
     """Its element type; ``""`` if it is not the same for all."""
     count: int
-    """How many leaves this row stands for."""
+    """Number of leaves in this row."""
     nbytes: int
     """Bytes of their elements."""
     is_parameter: bool
@@ -87,17 +87,17 @@ class DrawnNode:
     module: str
     """The path of the module that ran the operation, or ``""``."""
     shape: tuple[str, ...] | None
-    """The sizes of its first output; ``None`` if they are not known, or not the same for all."""
+    """The sizes of its first output; ``None`` if unknown, or not the same for all."""
     dtype: str
     """The element type of that output, or ``""``."""
     detail: str
-    """The line below the heading: the caller's name for the result, or how many nodes of which kinds."""
+    """The line below the heading: the caller's name for the result, or the number of nodes by kind."""
     nodes: int
-    """How many nodes of the graph this box stands for, leaves included."""
+    """Number of nodes of the graph that this box stands for, leaves included."""
     leaves: tuple[DrawnLeaf, ...]
-    """The leaves in the box, which nothing outside uses; empty for one operation and for a leaf itself."""
+    """The leaves in the box, which are not used outside it; empty for one operation and for a leaf itself."""
     repeats: int
-    """How many copies the box stands for; 1 unless it was folded by itself."""
+    """Number of copies that the box stands for; 1 unless the box itself was folded."""
     tensors: tuple[DrawnTensor, ...]
     """The tensors that it saved."""
     nbytes: int
@@ -115,7 +115,7 @@ class DrawnEdge:
     output: int | None
     """Which output of ``source`` it is, if several of its outputs are used; else ``None``."""
     count: int
-    """How many edges of the graph this one stands for."""
+    """Number of edges of the graph that this one stands for."""
     label: str
     """The text beside the edge, or ``""``."""
 
@@ -125,9 +125,9 @@ class DrawnGroup:
     """A frame around boxes and inner frames."""
 
     title: str
-    """The module's path and class, or how many times the content repeats."""
+    """The module's path and class, or the number of repetitions of the content."""
     module: str
-    """The module's path, of a repeated one that of the first copy; ``""`` without a module."""
+    """The module's path (for a repeated module, the first copy's); ``""`` without a module."""
     parent: int | None
     """The index in ``Drawing.groups`` of the frame around this one, which comes first; ``None``: no frame."""
     nodes: tuple[int, ...]

@@ -1,8 +1,7 @@
-"""Finding what is repeated: runs of nodes that do the same to the same shapes, wired the same way.
+"""Find repeated runs of nodes: the same operations on the same shapes, connected the same way.
 
-The k-th copy of a run may differ from the first only in which leaves it uses, and in that it uses what the
-copy before made. The places of its saved tensors do not count: with half of the blocks on disk it is still
-"12 x Block".
+The k-th copy of a run may differ from the first only in which leaves it uses, and in using results of the copy
+before. The places of its saved tensors do not count: with half of the blocks on disk it is still "12 x Block".
 """
 
 from __future__ import annotations
@@ -16,8 +15,10 @@ __all__ = ["find_repeats"]
 
 _SMALL_PERIODS = 4
 _COMMON_GAPS = 10
-_FEWEST_OPS = 16  # of a repeated run of bare operations: a short chain is clearer as it is
-_FEWEST_MODULES_OPS = 8  # of a module that is there twice
+_FEWEST_OPS = (
+    16  # in a repeated run of operations without modules: a shorter chain is clearer unfolded
+)
+_FEWEST_MODULES_OPS = 8  # in a module that occurs twice
 
 
 def find_repeats(root: Item, facts: Facts) -> None:
@@ -30,7 +31,8 @@ def find_repeats(root: Item, facts: Facts) -> None:
 
 
 class _Kinds:
-    """A number for each item, equal for items that do the same to the same shapes, whatever they use."""
+    """A number for each item, equal for items with the same operations on the same shapes, whatever they
+    use."""
 
     def __init__(self, facts: Facts) -> None:
         self.facts = facts
@@ -47,7 +49,7 @@ class _Kinds:
         self._of_module[id(module)] = self._number(key)
 
     def of(self, item: Item) -> int:
-        """The number of an operation, or of a module that was noted."""
+        """Return the number of an operation, or of a module that was noted."""
         return self._of_op[item.first] if item.kind == "op" else self._of_module[id(item)]
 
     def wired_alike(self, one: Item, other: Item) -> bool:
@@ -72,10 +74,10 @@ def _same_source(
     source, output = mine
     other, other_output = theirs
     if other == source < start:
-        return True  # both use one node from before; which of its outputs may differ
+        return True  # both use one earlier node; which of its outputs may differ
     if other - source == other_start - start and output == other_output:
         return True
-    return source < start <= other < other_start  # the other uses what this one made
+    return source < start <= other < other_start  # the other uses a result of this one
 
 
 def _folded(children: list[Item], kinds: _Kinds) -> list[Item]:
@@ -101,7 +103,7 @@ def _folded(children: list[Item], kinds: _Kinds) -> list[Item]:
 
 
 def _periods(numbers: list[int]) -> list[int]:
-    """How many children one copy may have: small numbers, and the distances at which children recur."""
+    """Return how many children one copy may have: small numbers, and the distances at which children recur."""
     last: dict[int, int] = {}
     gaps: Counter[int] = Counter()
     for place, number in enumerate(numbers):
@@ -114,7 +116,7 @@ def _periods(numbers: list[int]) -> list[int]:
 
 
 def _runs(children: list[Item], numbers: list[int], k: int, kinds: _Kinds) -> list[int]:
-    """For each place, how many children from there on equal the child ``k`` places further."""
+    """Return, for each place, how many children from there on equal the child ``k`` places further."""
     lengths = [0] * (len(children) + 1)
     for place in range(len(children) - k - 1, -1, -1):
         if numbers[place] == numbers[place + k]:

@@ -1,4 +1,4 @@
-"""A drawing as SVG, one element with a style sheet of its own that refers to nothing outside; and as a page."""
+"""Render a drawing as SVG, one self-contained element with its own style sheet; and as a page."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _CLASSES = re.compile(r'<(rect|text|path) class="([^"]*)"')
 
 
 def to_svg(drawing: DrawnGraph) -> str:
-    """The text of one ``<svg>`` element."""
+    """Return the text of one ``<svg>`` element."""
     texts, layout = placed(drawing)
     colors = Colors(drawing)
     width = max(layout.width, _LEAST_WIDTH)
@@ -59,7 +59,7 @@ def to_svg(drawing: DrawnGraph) -> str:
 
 
 def to_page(drawing: DrawnGraph) -> str:
-    """The text of one HTML file without scripts and without requests."""
+    """Return the text of one HTML file without scripts and without requests."""
     return f"""<!doctype html>
 <html lang="en">
 <head>
@@ -84,7 +84,7 @@ svg{{display:block;margin:0 auto}}
 
 
 def placed(drawing: DrawnGraph) -> tuple[list[BoxText], Layout]:
-    """The text in each box, and the positions of everything."""
+    """Return the text in each box, and the positions of everything."""
     paths = _frame_paths(drawing)
     show_dtype = drawing.color_by == "dtype"
     texts = [
@@ -97,7 +97,7 @@ def placed(drawing: DrawnGraph) -> tuple[list[BoxText], Layout]:
 
 
 def _frame_paths(drawing: DrawnGraph) -> list[str]:
-    """For each box, the module of the innermost frame around it that has one."""
+    """Return, for each box, the module of the innermost frame around it that has one."""
     found = [""] * len(drawing.nodes)
     paths: list[str] = []
     for group in drawing.groups:
@@ -114,7 +114,7 @@ def _title(group: DrawnGroup) -> str:
 
 
 def _n(value: float) -> str:
-    """A number, short."""
+    """Return a number as short text."""
     return f"{value:.1f}".removesuffix(".0")
 
 
@@ -186,7 +186,7 @@ def _wire_lines(wire: Wire) -> Iterator[str]:
 
 
 def _label_lines(layout: Layout) -> Iterator[str]:
-    """Labels at the ends of edges, to the outer side; higher where another one is already."""
+    """Yield labels at the ends of edges, on the outer side; a label moves up if another one is in its place."""
     taken: list[tuple[float, float, float]] = []
     for wire in sorted(layout.wires, key=lambda each: each.points[-1]):
         if not wire.label:

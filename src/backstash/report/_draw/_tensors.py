@@ -1,4 +1,4 @@
-"""What a drawing says of saved tensors: rows in boxes, sums of the whole graph, and notes in sentences."""
+"""Describe saved tensors in a drawing: rows in boxes, sums over the graph, and notes in sentences."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ class Sums:
     nbytes: int = 0
     """Bytes of their elements, each counted as often as it is saved."""
     unique_bytes: int = 0
-    """Bytes of their memory: shared memory counted once, and at most its size; memory of leaves not at all."""
+    """Bytes of their memory: shared memory counted once and at most its size, memory of leaves not counted."""
     leaf_bytes: int = 0
-    """Bytes of leaves' memory that are saved; the leaves hold them without a graph too."""
+    """Bytes of leaves' memory that are saved; the leaves hold them even without a graph."""
     unknown: int = 0
-    """For how many of them the bytes are not known."""
+    """Number of tensors whose bytes are unknown."""
     silent: int = 0
-    """How many of those were packed by hooks into objects that do not describe themselves."""
+    """Number of those that hooks packed into objects that do not describe themselves."""
     places: dict[str, list[int]] = field(default_factory=dict)
-    """For each place, how many tensors and how many bytes are there."""
+    """For each place, the number of tensors there and their bytes."""
 
 
 def sum_up(facts: Facts) -> Sums:
@@ -76,7 +76,8 @@ def sum_up(facts: Facts) -> Sums:
 
 
 def same_memory(facts: Facts) -> dict[int, str]:
-    """For each saved tensor (by ``id``) in memory that is counted elsewhere: ``DrawnTensor.same_as``."""
+    """Return, for each saved tensor (by ``id``) whose memory is counted elsewhere, its
+    ``DrawnTensor.same_as``."""
     leaves = {
         leaf.storage: leaf.name or ("a parameter" if leaf.is_parameter else "a leaf")
         for leaf in facts.leaves
@@ -98,7 +99,7 @@ def same_memory(facts: Facts) -> dict[int, str]:
 def tensors_of(
     box: Draft, facts: Facts, same: dict[int, str], by_dtype: bool
 ) -> tuple[DrawnTensor, ...]:
-    """The rows of one box."""
+    """Return the rows of one box."""
     ops = facts.ops
     runs = [[op.held for op in ops[first:end] if op.held] for first, end in box.runs()]
     if all(len(run) == 1 for run in runs) and len({len(run[0]) for run in runs}) == 1:
@@ -113,7 +114,7 @@ def tensors_of(
 
 
 def _one_by_one(runs: list[list[HeldTensor]], same: dict[int, str]) -> tuple[DrawnTensor, ...]:
-    """A row for each tensor that one operation saves, over all copies of the operation."""
+    """Return a row for each tensor that one operation saves, over all copies of the operation."""
     columns = [list(column) for column in zip(*runs, strict=True)]
     rows = [_row(column[0].name, column, same) for column in columns[:_MOST_ROWS]]
     if len(columns) > _MOST_ROWS:
@@ -153,7 +154,7 @@ def _agreed(again: set[str]) -> str:
 
 
 def notes_on(facts: Facts, choice: Choice, sums: Sums, *, inferred: bool) -> tuple[str, ...]:
-    """The notes of a drawing: sentences, the most important first."""
+    """Return the notes of a drawing: sentences, most important first."""
     return tuple(
         [
             *_on_outputs(facts),

@@ -1,4 +1,4 @@
-"""Text that is safe to show, its width, and the words for bytes and places in all formats of a drawing."""
+"""Make text safe to show, measure it, and format bytes and places for all formats of a drawing."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__ = [
 
 
 def clean(text: str, most: int = 400) -> str:
-    r"""``text`` on one line, at most ``most`` of its characters, with invisible characters escaped.
+    r"""Return ``text`` on one line, shortened to ``most`` characters, with invisible characters escaped.
 
     >>> clean("a\nb\u202ec")
     'a\\nb\\u202ec'
@@ -35,7 +35,7 @@ def clean(text: str, most: int = 400) -> str:
 
 
 def shortened(text: str, most: int) -> str:
-    """``text`` cut in its middle to at most ``most`` characters.
+    """Return ``text`` cut in its middle to at most ``most`` characters.
 
     >>> shortened("blocks.0.attention.projection", 15)
     'blocks.…jection'
@@ -47,7 +47,7 @@ def shortened(text: str, most: int) -> str:
 
 
 def cells(text: str) -> int:
-    """How many columns of a monospaced font ``text`` takes: wide characters take two.
+    """Return how many columns of a monospaced font ``text`` takes: wide characters take two.
 
     >>> cells("abc"), cells("張量")
     (3, 4)
@@ -60,14 +60,14 @@ def cells(text: str) -> int:
 def _width(character: str) -> int:
     if unicodedata.combining(character):
         return 0
-    # What a monospaced font lacks comes from another one, which may be wide.
+    # Characters that a monospaced font lacks come from another font, which may be wide.
     if character >= "\U0001f000":
         return 3
     return 1 if ord(character) < 0x250 or character == "…" else 2
 
 
 def wrapped(text: str, most: int) -> list[str]:
-    """``text`` in lines of at most ``most`` columns, broken between words where there are any.
+    """Return ``text`` in lines of at most ``most`` columns, broken between words if possible.
 
     >>> wrapped("a graph that is long", 9)
     ['a graph', 'that is', 'long']
@@ -95,7 +95,7 @@ def _split(word: str, most: int) -> tuple[str, str]:
 
 
 def joined_shape(shape: tuple[str, ...] | None) -> str:
-    """Sizes as they are written in a box, as ``torch.Size`` writes them.
+    """Return sizes as text, in the form of ``torch.Size``.
 
     >>> joined_shape(("8", "512")), joined_shape(()), joined_shape(None)
     ('[8, 512]', '[]', '')
@@ -104,7 +104,7 @@ def joined_shape(shape: tuple[str, ...] | None) -> str:
 
 
 def xml(text: str) -> str:
-    """``text`` within an element or a quoted attribute of XML.
+    """Return ``text`` escaped for an element or a quoted attribute of XML.
 
     >>> xml('<a href="x">&')
     '&lt;a href=&quot;x&quot;&gt;&amp;'
@@ -115,9 +115,9 @@ def xml(text: str) -> str:
 
 
 def dot_quoted(*lines: str) -> str:
-    r"""``lines`` as one quoted string of the DOT language, shown as they are, aligned to the left.
+    r"""Return ``lines`` as one quoted string of the DOT language, shown literally and aligned to the left.
 
-    Escapes (``\N`` is a node's name) and character references (``&beta;``) are read inside quotes too.
+    DOT also interprets escapes (``\N`` is a node's name) and character references (``&beta;``) inside quotes.
 
     >>> print(dot_quoted('say "hi"', "C:\\N &amp;"))
     "say \"hi\"\lC:\\N &amp;amp;\l"
@@ -131,7 +131,7 @@ def dot_quoted(*lines: str) -> str:
 
 
 def short_name(name: str) -> str:
-    """An operation as its users call it: ``"MulBackward0"`` is ``"Mul"``.
+    """Return an operation's name without ``Backward`` and numbers: ``"Mul"`` for ``"MulBackward0"``.
 
     >>> short_name("MulBackward0"), short_name("MyFunctionBackward"), short_name("torch::x::CopySlices")
     ('Mul', 'MyFunction', 'CopySlices')
@@ -142,7 +142,7 @@ def short_name(name: str) -> str:
 
 
 def bytes_of(nbytes: int, unknown: int, count: int) -> str:
-    """Bytes in words, with a question mark if some or all of them are not known.
+    """Return bytes as text, with a question mark if some or all of them are unknown.
 
     >>> bytes_of(2048, 0, 2), bytes_of(2048, 1, 2), bytes_of(0, 2, 2)
     ('2.00 KiB', '2.00 KiB + ?', '? B')
@@ -153,14 +153,14 @@ def bytes_of(nbytes: int, unknown: int, count: int) -> str:
 
 
 def places_of(tensor: DrawnTensor) -> str:
-    """The place of a saved tensor; of several, how many are at which place."""
+    """Return the place of a saved tensor; for several, how many are at which place."""
     if len(tensor.places) == 1:
         return label_of(tensor.places[0].where)
     return ", ".join(f"{place.count:,} {label_of(place.where)}" for place in tensor.places)
 
 
 def same_words(tensor: DrawnTensor) -> str:
-    """Whose memory a saved tensor is in, if not its own; else ``""``."""
+    """Return whose memory a saved tensor is in, if not its own; else ``""``."""
     if tensor.same_as == SAVED_ABOVE:
         return "memory that is saved above too"
     if tensor.same_as == "leaves'":
@@ -169,7 +169,7 @@ def same_words(tensor: DrawnTensor) -> str:
 
 
 def headline(drawing: DrawnGraph) -> list[str]:
-    """The size of the graph and the bytes that it holds, in at most three lines."""
+    """Return the size of the graph and the bytes that it holds, in at most three lines."""
     nodes = f"{drawing.graph_nodes:,} node{'s' if drawing.graph_nodes != 1 else ''}"
     if not drawing.saved:
         return [f"Autograd graph: {nodes}, nothing saved"]

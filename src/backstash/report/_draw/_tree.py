@@ -1,10 +1,10 @@
-"""The nodes of a graph, in the order in which forward ran, as a tree of modules, folded to what can be read.
+"""Arrange a graph's nodes, in the order of forward, as a tree of modules, and fold it until it is readable.
 
-Everything that is drawn as one box is a run of consecutive nodes in that order. Merging such runs cannot
-make a cycle, in whatever order modules call each other. A module that is called twice is therefore two runs.
+Every box is a run of consecutive nodes in that order. Merging such runs cannot make a cycle, in whatever order
+modules call each other. Therefore a module that is called twice is two runs.
 
 :func:`grow` makes the tree from the paths of modules. :func:`choose` decides how deep modules are opened, and
-which stretches are left out. Between the two, ``_repeats`` joins runs that are alike.
+which stretches are left out. Between the two, ``_repeats`` joins equal runs.
 """
 
 from __future__ import annotations
@@ -25,11 +25,14 @@ __all__ = [
 ]
 
 _MOST_BOXES = 60
-"""How many boxes a person can read: with ``depth=None``, modules are opened as long as there are no more."""
+"""The most boxes with ``depth=None``, about as many as a person can read."""
 _MOST_ASKED = 240
-"""The most boxes that are drawn with a ``depth``."""
+"""The most boxes with a given ``depth``."""
 _LENGTHS = (40, 24, 16, 12, 8, 6, 4)
-_VERY_LONG, _LENGTH_OF_VERY_LONG = 400, 12  # of so many, more would show no more
+_VERY_LONG, _LENGTH_OF_VERY_LONG = (
+    400,
+    12,
+)  # of over 400 children, showing more than 12 does not help
 
 
 @dataclass(slots=True)
@@ -43,24 +46,24 @@ class Item:
     path: tuple[str, ...] = ()
     children: list[Item] = field(default_factory=list)
     count: int = 1
-    """How many copies a repeated run consists of."""
+    """Number of copies in a repeated run."""
     chained: bool = False
-    """Whether each copy uses what the copy before made."""
+    """Whether each copy uses results of the copy before."""
     last_path: tuple[str, ...] = ()
-    """Of a repeated module: the path of the last copy."""
+    """For a repeated module: the path of the last copy."""
     is_small: bool = False
-    """Of a module: whether at most one of its nodes saves anything, and no other module is in it."""
+    """For a module: whether at most one of its nodes saves anything, and it contains no other module."""
     left_out: bool = False
-    """Of a folded run: whether it was left out for room; if not, it is a module that is not opened."""
+    """For a folded run: whether it was left out to save space; if not, it is a module that is not opened."""
 
     @property
     def period(self) -> int:
-        """How many nodes one copy of a repeated run has."""
+        """Number of nodes in one copy of a repeated run."""
         return (self.end - self.first) // self.count
 
 
 def grow(paths: list[tuple[str, ...]]) -> Item:
-    """The tree for nodes of these paths, in order."""
+    """Return the tree for nodes with these paths, in order."""
     root = Item("module", 0, len(paths))
     open_items = [root]
     for index, path in enumerate(paths):
@@ -78,7 +81,7 @@ def grow(paths: list[tuple[str, ...]]) -> Item:
 
 
 def walk(root: Item) -> Iterator[Item]:
-    """Every item, a parent before its children."""
+    """Yield every item, parents before their children."""
     ahead = [root]
     while ahead:
         item = ahead.pop()
@@ -87,7 +90,7 @@ def walk(root: Item) -> Iterator[Item]:
 
 
 def _shared(one: tuple[str, ...], other: tuple[str, ...]) -> int:
-    """How many names two paths begin with together."""
+    """Return how many leading names two paths share."""
     count = 0
     for mine, theirs in zip(one, other, strict=False):
         if mine != theirs:
@@ -97,10 +100,10 @@ def _shared(one: tuple[str, ...], other: tuple[str, ...]) -> int:
 
 
 def inferred_paths(facts: Facts) -> list[tuple[str, ...]]:
-    """The paths of nodes without labels, inferred from the names of their parameters.
+    """Return the paths of nodes without labels, inferred from the names of their parameters.
 
-    A node that uses a named leaf, directly or through nodes that save nothing (a transposed weight), is of
-    the module whose leaf it is. A node that ran between two such nodes is of the innermost module that has
+    A node that uses a named leaf, directly or through nodes that save nothing (a transposed weight), belongs to
+    the leaf's module. A node that ran between two such nodes belongs to the innermost module that contains
     both. This is a guess, and the notes say so.
     """
     own: list[tuple[str, ...] | None] = []
@@ -121,7 +124,7 @@ def _module_of_leaf(name: str) -> tuple[str, ...] | None:
 
 
 def common_path(paths: list[tuple[str, ...]]) -> tuple[str, ...]:
-    """The names that all ``paths`` begin with."""
+    """Return the leading names that all ``paths`` share."""
     shared = paths[0]
     for path in paths[1:]:
         shared = shared[: _shared(shared, path)]
@@ -153,15 +156,15 @@ class Choice:
     depth: int
     """Modules whose path has this many names are one box."""
     deepest: int
-    """The depth that would open all of them."""
+    """The depth that would open all modules."""
     left_out: int
-    """How many nodes are in stretches that were left out; of repeats, only the first copy counts."""
+    """Number of nodes in stretches that were left out; for repeats, only the first copy counts."""
     closed: int
-    """How many modules are one box because they are small."""
+    """Number of modules that are one box because they are small."""
 
 
 def choose(root: Item, facts: Facts, depth: int | None) -> Choice:
-    """The tree to draw, opened to ``depth`` or as far as it stays readable."""
+    """Return the tree to draw, opened to ``depth`` or as far as it stays readable."""
     if depth is None:
         _mark_small(root, facts)
     costs = _costs(root, facts)
@@ -191,7 +194,7 @@ def _mark_small(root: Item, facts: Facts) -> None:
 
 
 def _costs(root: Item, facts: Facts) -> list[int]:
-    """How many boxes there would be at each depth, from 0 to the one that opens everything."""
+    """Return the number of boxes at each depth, from 0 to the one that opens everything."""
     deepest = max((len(item.path) for item in walk(root)), default=0) + 1
     opened = [0] * (deepest + 1)  # boxes that exist from this depth on
     folded = [0] * (deepest + 1)  # boxes that exist at this depth only
@@ -214,7 +217,7 @@ def _costs(root: Item, facts: Facts) -> list[int]:
 
 
 def _opened(root: Item, depth: int) -> Item:
-    """A copy of the tree in which modules at ``depth``, and small ones, are folded."""
+    """Return a copy of the tree in which modules at ``depth``, and small ones, are folded."""
     copy = replace(root, children=list(root.children))
     ahead = [copy]
     while ahead:
@@ -222,7 +225,7 @@ def _opened(root: Item, depth: int) -> Item:
         if item.kind == "module" and (len(item.path) >= depth or item.is_small):
             item.kind, item.children = "fold", []
         for place, each in enumerate(item.children):
-            if each.kind != "op":  # those are never changed
+            if each.kind != "op":  # operations never change, so they are not copied
                 item.children[place] = inner = replace(each, children=list(each.children))
                 ahead.append(inner)
     return copy

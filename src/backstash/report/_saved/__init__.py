@@ -1,4 +1,5 @@
-"""What forward saved for backward: recorded at each save, each storage counted once, added up by module."""
+"""Report what forward saved for backward: recorded at each save, each storage counted once, summed by
+module."""
 
 from __future__ import annotations
 

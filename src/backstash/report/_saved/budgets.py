@@ -1,7 +1,6 @@
-"""What a stash would do with what was saved: computed from the recorded sizes, as a line to paste.
+"""Compute what a stash would do with the saved tensors, from the recorded sizes, with a line to paste.
 
-For each budget the begins and ends of all saves are replayed in order, as a stash with that budget would see
-them.
+For each budget, the module replays the begins and ends of all saves in order, as a stash would see them.
 """
 
 from __future__ import annotations
@@ -30,9 +29,9 @@ __all__ = [
 _WINDOW_BYTES = 128 << 20  # of Stash(inflight=...)
 _WORTH_BYTES = 16 << 20
 _SHARES = (("everything", 1.0), ("half", 0.5), ("a tenth", 0.1), ("nothing", 0.0))
-_HELD = ("keep", "packed", "recomputed", "host", "disk")  # by a stash
+_HELD = ("keep", "packed", "recomputed", "host", "disk")  # places of a stash
 PLACE = "/path/on/a/fast/disk"
-"""The directory that a line to paste names where none is known."""
+"""The directory in a line to paste if none is known."""
 _Lives = Sequence[tuple[Save, bool]]
 
 
@@ -41,20 +40,21 @@ class Budget:
     """What a stash with one ``keep`` budget would move and hold; computed, not measured."""
 
     name: str
-    """How much would be kept: ``"everything"``, ``"half"``, ``"a tenth"`` or ``"nothing"``."""
+    """How much is kept: ``"everything"``, ``"half"``, ``"a tenth"`` or ``"nothing"``."""
     keep_bytes: int
     """The ``keep`` budget of each device."""
     moved_bytes: int
     """Bytes that would be evicted in forward and, if backward uses them, loaded again."""
     memory_bytes: int
-    """The most bytes of saved tensors in memory at the same time, with those still being written."""
+    """Most bytes of saved tensors in memory at the same time, with those still being written."""
     code: str
     """The line to paste; ``""`` for everything, which needs no stash. It sends an accelerator's tensors to host
-    memory (``host=``) and those of the CPU to the disk."""
+    memory (``host=``) and the CPU's to the disk."""
 
 
 def budgets(found: Found, disk: str = PLACE) -> tuple[Budget, ...]:
-    """What would be moved and held if everything, half, a tenth or nothing of what can move were kept."""
+    """Return what would be moved and held if everything, half, a tenth or nothing of what can move were
+    kept."""
     movable, peak = _movable_peak_bytes(found.lives), peak_bytes(found.lives)
     devices = _movable_devices(found.lives)
     rows = []
@@ -69,7 +69,8 @@ def budgets(found: Found, disk: str = PLACE) -> tuple[Budget, ...]:
 
 
 def _rounded(nbytes: int) -> int:
-    """``nbytes`` rounded up to two digits of its unit: whole KiB, MiB or GiB, or tens or hundreds of them."""
+    """Return ``nbytes`` rounded up to two digits of its unit: whole KiB, MiB or GiB, or tens or hundreds of
+    them."""
     for unit in (1 << 30, 1 << 20, 1 << 10):
         if nbytes >= 10 * unit:
             step = (
@@ -80,7 +81,7 @@ def _rounded(nbytes: int) -> int:
 
 
 def _text(nbytes: int) -> str:
-    """A rounded size as an argument of ``Stash``."""
+    """Return a rounded size as an argument of ``Stash``."""
     unit = next(name for name in ("GiB", "MiB", "KiB") if nbytes % parse_bytes(f"1{name}") == 0)
     return f'"{nbytes // parse_bytes(f"1{unit}")}{unit}"'
 
@@ -90,21 +91,21 @@ def _line(keep: int, disk: str, devices: frozenset[str]) -> str:
     if keep:
         arguments.append(f"keep={_text(keep)}")
     if devices - {"cpu"}:
-        arguments.append('host="auto"')  # an accelerator's tensors go there first
+        arguments.append('host="auto"')  # an accelerator's tensors move to host memory first
     if "cpu" in devices or not devices:
         arguments.append(f"disk={json.dumps(disk)}")
     return f"Stash({', '.join(arguments)})"
 
 
 def advice_of(found: Found) -> tuple[Advice, ...]:
-    """The stashes to use, the one that saves most memory first; or the reason to use none."""
+    """Return the stashes to use, the one that saves the most memory first; or the reason to use none."""
     peak = peak_bytes(found.lives)
     rows = {row.name: row for row in budgets(found)}
     movable = rows["everything"].keep_bytes
     facts = {
         "code": "",
         "places": _places(found),
-        "movable": format_bytes(min(movable, peak)),  # it was rounded up
+        "movable": format_bytes(min(movable, peak)),  # keep_bytes was rounded up
         "peak_bytes": peak,
         "peak": format_bytes(peak),
     }
@@ -124,7 +125,7 @@ def _facts_of(row: Budget) -> dict[str, str]:
 
 
 def _places(found: Found) -> str:
-    """How much a stash holds at each place, in words; ``""``: nothing."""
+    """Return how much a stash holds at each place, in words; ``""`` for nothing."""
     held: dict[str, int] = {}
     for save in found.saves:
         if save.unique_bytes and save.where in _HELD:
@@ -134,7 +135,7 @@ def _places(found: Found) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Replay:
-    """What a stash would have done."""
+    """The result of a replay for one budget."""
 
     moved_bytes: int
     """Bytes that would have been evicted."""
@@ -143,7 +144,7 @@ class _Replay:
 
 
 def _changes(lives: _Lives) -> Iterator[tuple[SavedStorage, bool]]:
-    """Each storage with True when a first save holds it, and with False when the last one is gone."""
+    """Yield each storage with True when a first save holds it, and with False when the last one is gone."""
     holders: dict[SavedStorage, int] = {}
     for save, begins in list(lives):
         for stored in save.stored:
@@ -156,7 +157,7 @@ def _changes(lives: _Lives) -> Iterator[tuple[SavedStorage, bool]]:
 
 
 def peak_bytes(lives: _Lives) -> int:
-    """The most bytes of storages held at the same time, without those of parameters and buffers."""
+    """Return the most bytes of storages held at the same time, without those of parameters and buffers."""
     held = peak = 0
     for stored, begins in _changes(lives):
         held += stored.nbytes if begins else -stored.nbytes
@@ -165,7 +166,7 @@ def peak_bytes(lives: _Lives) -> int:
 
 
 def _can_move(stored: SavedStorage) -> bool:
-    """Whether a stash would move it: it is large enough, in place, and gets no gradient."""
+    """Whether a stash would move the storage: it is large enough, in place, and gets no gradient."""
     return (
         not stored.stays
         and stored.nbytes >= MIN_BYTES
@@ -176,7 +177,7 @@ def _can_move(stored: SavedStorage) -> bool:
 
 
 def _movable_peak_bytes(lives: _Lives) -> int:
-    """The most bytes held at the same time that a stash would move."""
+    """Return the most bytes held at the same time that a stash would move."""
     held = peak = 0
     for stored, begins in _changes(lives):
         if _can_move(stored):
@@ -216,5 +217,5 @@ def _replay(lives: _Lives, keep_bytes: int) -> _Replay:
 
 
 def _movable_devices(lives: _Lives) -> frozenset[str]:
-    """The types of the devices that hold something which a stash would move."""
+    """Return the types of the devices with a storage that a stash would move."""
     return frozenset(stored.device.type for stored, _ in _changes(lives) if _can_move(stored))

@@ -1,4 +1,4 @@
-"""A saved report as the values that its page shows, and as the values of its JSON."""
+"""Convert a saved report to the values of its page and of its JSON."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["as_page", "as_values"]
 
 
 def as_values(report: SavedSummary, details: Details) -> dict[str, Any]:
-    """The whole report as dicts, lists, numbers and strings."""
+    """Return the whole report as dicts, lists, numbers and strings."""
     return {
         "what": "backstash saved report",
         "total_bytes": report.total_bytes,
@@ -49,7 +49,7 @@ def _tensor(row: SavedTensorRow) -> dict[str, Any]:
 
 
 def as_page(report: SavedSummary, title: str) -> dict[str, Any]:
-    """The report as the mapping that :func:`~backstash.report.render_page` takes."""
+    """Return the report as the mapping that :func:`~backstash.report.render_page` takes."""
     return {
         "title": title,
         "subtitle": "What forward saved for backward",

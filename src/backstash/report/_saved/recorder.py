@@ -1,14 +1,14 @@
-"""Recording saves under any saved-tensors hooks, without changing what those hooks do.
+"""Record saves under any saved-tensors hooks, without changing what those hooks do.
 
-Only the innermost hook pair sees a save. The recorder pushes a pair of its own, which hands each tensor to the
-pair around the context, or holds it in place with the version check that autograd omits under hooks. Each pair
-that is pushed inside the context is replaced by one that records and then calls it. If one pair hands a tensor
-to another, the save is recorded once, by the first.
+Only the innermost hook pair sees a save. The recorder pushes a pair of its own, which passes each tensor to the
+pair around the context. Without such a pair it holds the tensor in place, with the version check that autograd
+omits under hooks. Each pair pushed inside the context is replaced by one that records and then calls it. If one
+pair passes a tensor to another, the first records the save, once.
 
 The module call that makes a save is found on the call stack, by the call's frame. To count calls, the recorder
-marks the frame in ``f_trace``, the one attribute of a frame that can be set, and the mark ends with the frame;
-a reference to the frame would keep the tensors in its local variables alive. A debugger uses ``f_trace`` too:
-if it is taken, paths are still found, but calls are not counted.
+marks the frame in ``f_trace``, the one attribute of a frame that can be set. The mark ends with the frame; a
+reference to the frame would keep the tensors in its local variables alive. A debugger also uses ``f_trace``. If
+it is taken, paths are still found, but calls are not counted.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _serials = itertools.count()
 
 
 class SaveRecorder:
-    """Records what the thread that calls :meth:`start` saves until :meth:`stop`.
+    """Record what the thread that calls :meth:`start` saves until :meth:`stop`.
 
     Args:
         model: gives modules their paths, and identifies parameters and buffers.
@@ -64,14 +64,14 @@ class SaveRecorder:
         self._storages = Storages()
         self._local = threading.local()
         self._base: _Base | None = None
-        self._stand_in = self._stand_in_for  # one object, to be found again
+        self._stand_in = self._stand_in_for  # one object, which stop_listening() can find
         self.found = Found()
         self._calls = _Calls(model, self._met, self._given, self.found)
 
     # The context.
 
     def start(self) -> None:
-        """Begin, on this thread. Raises ``RuntimeError`` if saved-tensors hooks are disabled."""
+        """Begin, on this thread. Raise ``RuntimeError`` if saved-tensors hooks are disabled."""
         let_transforms_pass()
         outer = current_pair()
         base = _Base(self, outer)
@@ -84,9 +84,10 @@ class SaveRecorder:
         listen(self._stand_in)
 
     def stop(self) -> None:
-        """End. Raises ``UsageError`` if contexts are left in the wrong order; the recording has ended even so.
+        """End the recording. Raise ``UsageError`` if contexts are left in the wrong order; the recording has
+        ended then.
 
-        On another thread than that of :meth:`start` it raises the same error, and the recording goes on.
+        On another thread than that of :meth:`start` it raises the same error, and the recording continues.
         """
         if not is_listening(self._stand_in):
             raise UsageError("a saved report is left on the thread that entered it")
@@ -132,7 +133,7 @@ class SaveRecorder:
         def stand_in(tensor: Tensor) -> Any:
             return self.pack(tensor, pack, unpack)
 
-        # Readers of attributes of the pair's own pack hook find them on this one too.
+        # Copy the attributes of the pair's own pack hook, for programs that read them.
         functools.update_wrapper(stand_in, pack, assigned=())
         marked: Any = stand_in
         marked.__wrapped__ = _own(pack)
@@ -140,7 +141,7 @@ class SaveRecorder:
         return stand_in, RecordedPack.get
 
     def pack(self, tensor: Tensor, pack: Pack | None, unpack: Unpack) -> RecordedPack:
-        """Record a save and hand the tensor to ``pack``; without one, hold it in place."""
+        """Record a save and pass the tensor to ``pack``; without ``pack``, hold it in place."""
         if not self.is_on or getattr(self._local, "is_packing", False):
             return RecordedPack(HeldVersion(tensor) if pack is None else pack(tensor), unpack)
         self._local.is_packing = True
@@ -162,7 +163,7 @@ class SaveRecorder:
             self._local.is_packing = False
 
     def _save(self, tensor: Tensor, pack: Pack | None, frame: FrameType) -> Save | None:
-        with without_function_modes():  # a function mode must see only what the program does
+        with without_function_modes():  # a function mode must see only the program's operations
             return self._described(tensor, pack, frame)
 
     def _described(self, tensor: Tensor, pack: Pack | None, frame: FrameType) -> Save | None:
@@ -212,7 +213,7 @@ class _Base:
 
 
 def _own(pack: Any) -> Any:
-    """The pack hook that a context pushed, also behind the wrapper that replaces it."""
+    """Return the pack hook that a context pushed, also if a wrapper replaces it."""
     return getattr(pack, "__wrapped__", pack)
 
 
@@ -235,7 +236,7 @@ def _name_of(pack: Any) -> str:
 
 
 class _FrameMark:
-    """The mark of a running call on its frame. It can be called, and does nothing, in case tracing begins."""
+    """The mark of a running call on its frame. It is callable, and does nothing, in case tracing begins."""
 
     __slots__ = ("prefixes",)
 
@@ -250,9 +251,9 @@ class _Calls:
     """The module calls during which something was saved, for one report.
 
     Args:
-        model: its modules have the paths of ``named_modules()``; the path of any other module is that of the
-            module that calls it, extended.
-        met: called with each module outside the model, when it is first seen running.
+        model: its modules have the paths of ``named_modules()``; the path of any other module extends the path
+            of its caller.
+        met: called with each module outside the model when it first runs.
         given: called with the arguments of each outermost call, flattened.
         found: the record in which calls are counted.
     """
@@ -273,12 +274,13 @@ class _Calls:
         self._roots: dict[int, str] = {}
         self._kinds = Counter([type(model).__name__] if model is not None else ())
         self._below: dict[tuple[int, int], str] = {}
-        self._modules: dict[int, nn.Module] = {}  # held, so that their ids are not given out again
+        self._modules: dict[int, nn.Module] = {}  # held, so that their ids are not reused
         self._met, self._given = met, given
         self.found = found
 
     def running(self, frame: FrameType | None) -> tuple[str, str]:
-        """(the path of the innermost running module, the kind of checkpoint that makes the save or ``""``)."""
+        """Return (the path of the innermost running module, the kind of checkpoint that makes the save or
+        ``""``)."""
         new: list[FrameType] = []
         found: tuple[str, nn.Module] | None = None
         boundary = checkpoint_that_saves(frame)
@@ -328,7 +330,8 @@ class _Calls:
         return f"{above[0]}.{name}" if above[0] else name
 
     def _root(self, module: nn.Module) -> str:
-        """The start of paths below an outermost module: ``""`` for the first one, the class for others."""
+        """Return the start of paths below an outermost module: ``""`` for the first one, the class for
+        others."""
         known = self._roots.get(id(module))
         if known is None:
             kind = type(module).__name__

@@ -32,23 +32,24 @@ def saved_report(model: nn.Module | None = None, *, look: bool = True) -> SavedR
     """Return a context that records every tensor saved for backward on this thread, and moves none.
 
     It works inside and around a stash, other saved-tensors hooks and ``torch.utils.checkpoint``: they handle
-    each tensor as they do without a report, and the report says where the tensor is stored. A report is
-    entered once. After the context, only what live graphs hold is left of it.
+    each tensor as they do without a report, and the report says where the tensor is stored. A report can be
+    entered only once. After the context, it keeps no tensor and no module alive.
 
     Args:
         model: the model whose modules are named by their paths, and whose parameters and buffers the report
-            recognises. Without one, paths begin at the module that is called first.
+            recognizes. Without one, paths begin at the module that is called first.
         look: read the values of CPU tensors of at least 64 KiB, each storage once when it is saved, to find
             masks, indices and zeros that take more bytes than they need. Default ``True``.
 
-    Saves on other threads are not recorded, nor is what a custom function keeps without ``save_for_backward``.
-    What ``torch.compile`` keeps inside its graphs is counted for the module whose call was compiled. What
-    ``torch.func.grad`` and the like save is not seen; a note says how often they ran.
+    The report does not record saves on other threads, or tensors that a custom function keeps without
+    ``save_for_backward``. It counts what a graph of ``torch.compile`` saves for the module whose call was
+    compiled. It does not see what ``torch.func.grad`` and similar transforms save; a note says how often they
+    ran.
 
     Raises:
         UsageError: from ``__enter__``, if the report was entered before; from ``__exit__``, if contexts are
             left in the wrong order.
-        InplaceError: from backward, where plain PyTorch raises too: a saved tensor was changed in place.
+        InplaceError: from backward, as in plain PyTorch, if a saved tensor was changed in place.
         RuntimeError: from ``__enter__``, if saved-tensors hooks are disabled.
 
     >>> import torch
@@ -67,8 +68,8 @@ def saved_report(model: nn.Module | None = None, *, look: bool = True) -> SavedR
 class SavedReport:
     """The report that :func:`saved_report` returns; it can be read inside its context and at any time after.
 
-    The place of a tensor is where it is stored when the report is read; once backward has freed the tensor,
-    it is the place that was last seen. ``print`` the report for the table.
+    A tensor's place is where it is stored when the report is read. After backward has freed the tensor, it is
+    the last known place. ``print`` the report for the table.
     """
 
     def __init__(self, recorder: SaveRecorder | None, found: Found) -> None:
@@ -97,7 +98,8 @@ class SavedReport:
             self._saves()
 
     def take(self) -> SavedReport:
-        """Return what was recorded so far as a report of its own, and begin anew: for one report a step.
+        """Return what was recorded so far as a separate report, and continue with an empty one: for one report
+        per step.
 
         A storage that is saved again later counts again.
         """
@@ -119,20 +121,22 @@ class SavedReport:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of the elements of all saved tensors, each counted as often as it was saved; parameters too."""
+        """Bytes of the elements of all saved tensors, including parameters, each counted as often as it was
+        saved."""
         return sum(save.nbytes for save in self._found.saves if save.is_saved)
 
     @property
     def unique_bytes(self) -> int:
         """Bytes of the storages of all saved tensors, each storage counted once.
 
-        Storages of parameters and buffers are not counted: the model holds them without backward too.
+        Storages of parameters and buffers are not counted: the model holds them even without backward.
         """
         return sum(save.unique_bytes for save in self._found.saves)
 
     @property
     def peak_bytes(self) -> int:
-        """The most of ``unique_bytes`` that were held at the same time; less if backward ran in between."""
+        """The most of ``unique_bytes`` held at the same time; less than all of them if backward ran in
+        between."""
         return peak_bytes(self._found.lives)
 
     @property
@@ -142,9 +146,9 @@ class SavedReport:
 
     @property
     def recomputed_bytes(self) -> int:
-        """Bytes that ``torch.utils.checkpoint`` dropped and backward will recompute; in no other figure.
+        """Bytes that ``torch.utils.checkpoint`` discarded and backward will recompute; in no other figure.
 
-        What reentrant checkpointing drops is not known, since it saves nothing while it runs.
+        What reentrant checkpointing discards is unknown, since it saves nothing while it runs.
         """
         return sum(save.recomputed_bytes for save in self._found.saves)
 
@@ -152,18 +156,18 @@ class SavedReport:
 
     @property
     def rows(self) -> tuple[Row, ...]:
-        """A row for each module whose own operations saved something, the one with most unique bytes first."""
+        """A row for each module whose own operations saved something, most unique bytes first."""
         return self.by_module()
 
     @property
     def tensors(self) -> tuple[SavedTensorRow, ...]:
-        """A row for each saved tensor, in the order of the saves."""
+        """A row for each saved tensor, in order of the saves."""
         saves = self._saves()
         find_ops(saves)
         return tuple(describe(save) for save in saves)
 
     def by_module(self, depth: int | None = None) -> tuple[Row, ...]:
-        """A row for each module; with ``depth``, for each path of that many names, submodules included.
+        """Return a row for each module; with ``depth``, for each path of that many names, submodules included.
 
         Raises:
             UsageError: ``depth`` is below 1.
@@ -177,7 +181,8 @@ class SavedReport:
         )
 
     def folded_rows(self) -> tuple[Row, ...]:
-        """``rows``, with modules whose paths differ only in the first number as one: ``"blocks.*.norm"``."""
+        """Return ``rows``, with modules whose paths differ only in the first number as one:
+        ``"blocks.*.norm"``."""
         counts: Counter[str] = Counter()
         for path, count in self._found.calls.items():
             counts[pattern(path)] += count
@@ -185,27 +190,28 @@ class SavedReport:
         return add_up(self._saves(), lambda save: pattern(save.module), known)
 
     def by_op(self) -> tuple[Row, ...]:
-        """A row for each kind of operation that saved tensors, under the name of its autograd node.
+        """Return a row for each kind of operation that saved tensors, under the name of its autograd node.
 
-        The name is read from the graph while the graph is alive, or when backward runs the node. The row of
-        operations whose name was read in neither way is ``""``.
+        The name is read from the graph while the graph is alive, or when backward runs the node. If neither
+        gave the name, the row's name is ``""``.
         """
         saves = self._saves()
         find_ops(saves)
         return add_up(saves, lambda save: save.op, None)
 
     def by_dtype(self) -> tuple[Row, ...]:
-        """A row for each element type, such as ``"float32"``."""
+        """Return a row for each element type, such as ``"float32"``."""
         return add_up(self._saves(), lambda save: str(save.dtype).removeprefix("torch."), None)
 
     def by_kind(self) -> tuple[Row, ...]:
-        """A row for each of ``"parameter"``, ``"buffer"``, ``"input"``, ``"activation"`` and ``"view"``.
+        """Return a row for each of ``"parameter"``, ``"buffer"``, ``"input"``, ``"activation"`` and ``"view"``.
 
-        A ``"view"`` is a tensor in an activation's storage that was saved before; it holds no further memory.
+        A ``"view"`` is a tensor in an activation's storage that was saved before; it holds no additional
+        memory.
         """
         return add_up(self._saves(), lambda save: save.kind, None)
 
-    # What follows from them.
+    # Conclusions.
 
     @property
     def waste(self) -> tuple[Waste, ...]:
@@ -219,19 +225,19 @@ class SavedReport:
         return advice_of(self._found)
 
     def budgets(self, disk: str = PLACE) -> tuple[Budget, ...]:
-        """What a stash would move if it kept everything, half, a tenth or nothing of what can move.
+        """Return what a stash would move if it kept everything, half, a tenth or nothing of what can move.
 
-        Computed from the recorded sizes, not measured.
+        The figures are computed from the recorded sizes, not measured.
 
         Args:
-            disk: the directory that the lines to paste name.
+            disk: the directory in the lines to paste.
         """
         self._saves()
         return budgets(self._found, disk)
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Sentences on what the figures leave out, and on what is not known."""
+        """Sentences on what the figures leave out and on what is unknown."""
         found = self._found
         size = format_bytes
         notes = [
@@ -263,7 +269,7 @@ class SavedReport:
             notes.append("a debugger or tracer is active: calls were not counted")
         return tuple(notes)
 
-    # Where it goes.
+    # Output.
 
     def _summary(self, *, advice: bool = True) -> SavedSummary:
         return SavedSummary(
@@ -296,11 +302,11 @@ class SavedReport:
         return self.rich()
 
     def text(self, *, advice: bool = True) -> str:
-        """The table in plain text, as ``print`` shows it; ``advice=False`` leaves the advice out."""
+        """Return the table in plain text, as ``print`` shows it; ``advice=False`` omits the advice."""
         return as_text(self._summary(advice=advice))
 
     def rich(self, *, advice: bool = True) -> Any:
-        """The same table as an object for ``rich.print``.
+        """Return the same table as an object for ``rich.print``.
 
         Raises:
             ImportError: rich is not installed; the message has the line that installs it.
@@ -311,7 +317,7 @@ class SavedReport:
             raise ImportError("a rich table needs rich: pip install rich") from error
 
     def as_dict(self) -> dict[str, Any]:
-        """The whole report as dicts, lists, numbers and strings."""
+        """Return the whole report as dicts, lists, numbers and strings."""
         details = Details(self.by_op(), self.by_dtype(), self.budgets(), self.tensors)
         return as_values(self._summary(), details)
 
@@ -327,7 +333,7 @@ class SavedReport:
             file.write(render_page(as_page(self._summary(), title)))
 
     def to_pandas(self, *, tensors: bool = False) -> Any:
-        """``rows`` as a ``pandas.DataFrame``; with ``tensors=True``, the rows of ``tensors`` instead.
+        """Return ``rows`` as a ``pandas.DataFrame``; with ``tensors=True``, the rows of ``tensors`` instead.
 
         Raises:
             ImportError: pandas is not installed; the message has the line that installs it.

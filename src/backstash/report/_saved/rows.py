@@ -1,4 +1,4 @@
-"""Saved tensors, added up by module, operation, element type or kind."""
+"""Add up saved tensors by module, operation, element type or kind."""
 
 from __future__ import annotations
 
@@ -18,25 +18,26 @@ class Row:
 
     name: str
     """The module's path, the operation, the element type or the kind. A module that no other module contains is
-    named by its class in parentheses. ``""`` if no module was running, or if the name is not known."""
+    named by its class in parentheses. ``""`` if no module was running, or if the name is unknown."""
     calls: int | None
-    """The number of calls of the module during which something was saved; 0 for a module that is never called
-    itself (a list of modules); ``None`` if calls were not counted, and in rows that are not of modules."""
+    """Number of calls of the module during which something was saved; 0 for a module that is never called
+    itself (a list of modules); ``None`` if calls were not counted, and in rows for other things than
+    modules."""
     saves: int
-    """How many tensors were saved."""
+    """Number of saved tensors."""
     saved_bytes: int
     """Bytes of their elements, each counted as often as it was saved."""
     unique_bytes: int
-    """Bytes of the storages that are held because of them. A storage counts once, for the first save of it.
-    Storages of parameters and buffers do not count: the model holds them without backward too."""
+    """Bytes of the storages that are held because of them. A storage counts once, for its first save. Storages
+    of parameters and buffers do not count: the model holds them even without backward."""
     share: float
     """This row's part of the report's ``unique_bytes``, from 0 to 1."""
     recomputed_bytes: int
-    """Bytes of storages that ``torch.utils.checkpoint`` dropped and will recompute; in no other figure."""
+    """Bytes of storages that ``torch.utils.checkpoint`` discarded and will recompute; in no other figure."""
     where: Mapping[str, int] = field(hash=False)
     """``saved_bytes`` by place, most first, without those of parameters and buffers. ``"in place"``;
-    ``"keep"``, ``"packed"``, ``"recomputed"``, ``"host"`` or ``"disk"`` of a stash; ``"host"``, ``"copied"``
-    or ``"compressed"`` by other hooks; ``"hooks"`` if only the hooks that packed a tensor can read it."""
+    ``"keep"``, ``"packed"``, ``"recomputed"``, ``"host"`` or ``"disk"`` in a stash; ``"host"``, ``"copied"`` or
+    ``"compressed"`` by other hooks; ``"hooks"`` if only the hooks that packed a tensor can read it."""
 
     @property
     def module(self) -> str:
@@ -54,37 +55,38 @@ class SavedTensorRow:
     """The autograd node that it was saved for, such as ``"AddmmBackward0"``; ``""`` if the graph was freed
     before the node was found."""
     name: str
-    """The node's name for it, such as ``"self"`` or ``"result"``; ``""`` likewise."""
+    """The node's name for it, such as ``"self"`` or ``"result"``; ``""`` if the node was not found in time."""
     kind: str
-    """``"parameter"``, ``"buffer"``, ``"input"`` (it existed before forward, or was given to it),
-    ``"activation"`` (forward made it), or ``"view"`` for an activation's storage that was saved before."""
+    """``"parameter"``, ``"buffer"``, ``"input"`` (existed before forward, or was an argument of it),
+    ``"activation"`` (made by forward), or ``"view"`` for an activation's storage that was saved before."""
     shape: tuple[int, ...] | None
     """Its sizes; ``None`` for nested tensors."""
     dtype: torch.dtype
     """Its element type."""
     device: torch.device
-    """The device it was on when it was saved."""
+    """Its device when it was saved."""
     nbytes: int
     """Bytes of its elements."""
     unique_bytes: int
     """Bytes of storages that are held because of this save and of none before it."""
     storages: tuple[int, ...]
-    """The storages of its elements, numbered in the order of their first saves; several for a tensor that is
-    made of other tensors, none if its storage cannot be seen."""
+    """The storages of its elements, numbered in the order of their first saves; several for a tensor that
+    consists of other tensors, none if its storage cannot be seen."""
     where: str
-    """The place, as in :class:`Row`; ``"recomputed"`` too if a checkpoint dropped it and will recompute it."""
+    """The place, as in :class:`Row`; also ``"recomputed"`` if a checkpoint discarded it and will recompute
+    it."""
 
 
 def add_up(
     saves: Iterable[Save], key: Callable[[Save], str], calls: Mapping[str, int] | None
 ) -> tuple[Row, ...]:
-    """A row for each key, the one with most unique bytes first.
+    """Return a row for each key, most unique bytes first.
 
     Args:
         saves: all saves of a report.
-        key: the name of the row that a save belongs to.
-        calls: the number of calls by name; ``None`` for rows that are not of modules, or if calls were not
-            counted.
+        key: return the name of the row that a save belongs to.
+        calls: the number of calls by name; ``None`` for rows for other things than modules, or if calls were
+            not counted.
     """
     groups: dict[str, list[Save]] = {}
     total = 0
@@ -115,7 +117,7 @@ def _row(name: str, group: list[Save], total: int, calls: Mapping[str, int] | No
 
 
 def describe(save: Save) -> SavedTensorRow:
-    """One save as a row of its own."""
+    """Return one save as a row of its own."""
     return SavedTensorRow(
         save.module,
         save.op,
@@ -132,7 +134,8 @@ def describe(save: Save) -> SavedTensorRow:
 
 
 def pattern(module: str) -> str:
-    """``module`` with ``*`` for its first number, which makes the paths of all blocks of a stack equal."""
+    """Return ``module`` with ``*`` for its first number, which makes the paths of all blocks of a stack
+    equal."""
     parts = module.split(".")
     at = next((at for at, part in enumerate(parts) if part.isdigit()), None)
     return module if at is None else ".".join([*parts[:at], "*", *parts[at + 1 :]])

@@ -1,4 +1,4 @@
-"""What a report records of a save, and what autograd holds in place of the tensor meanwhile."""
+"""The record of a save, and the object that autograd holds in place of the tensor."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ __all__ = [
 ADDED = ("input", "activation")
 """The kinds of storage that a report counts as held for backward."""
 OWNED = ("parameter", "buffer")
-"""The kinds of storage that the model holds without backward too."""
+"""The kinds of storage that the model holds even without backward."""
 
 
 class SavedStorage:
@@ -44,13 +44,15 @@ class SavedStorage:
         self.kind = kind
         self.device = device
         self.saved_bytes = 0  # of the elements of all tensors saved in it
-        self.stays = False  # a leaf that gets a gradient, or a view of one: no stash moves it
+        self.stays = (
+            False  # a leaf that gets a gradient, or a view of one: a stash does not move it
+        )
         self.holder: Save | None = None  # the first save that holds it
-        self.dropper: Save | None = None  # the first that would compute it again
+        self.dropper: Save | None = None  # the first save that would recompute it
 
 
 class Save:
-    """The record of one saved tensor. It holds no tensor, and what autograd holds only by a weak reference."""
+    """The record of one saved tensor. It holds no tensor, and refers only weakly to what autograd holds."""
 
     __slots__ = (
         "boundary",
@@ -71,8 +73,8 @@ class Save:
 
     def __init__(self, tensor: Tensor, module: str, nbytes: int) -> None:
         self.module = module
-        self.op = ""  # the node's name, once it is known
-        self.name = ""  # the node's name for the tensor, likewise
+        self.op = ""  # the node's name, once known
+        self.name = ""  # the node's name for the tensor, once known
         self.shape = None if tensor.is_nested else tuple(tensor.shape)
         self.dtype = tensor.dtype
         self.device = tensor.device
@@ -81,14 +83,14 @@ class Save:
         self.stored: tuple[SavedStorage, ...] = ()
         self.where = "in place"
         self.is_dropped = False  # by a checkpoint
-        # "checkpoint" or "reentrant checkpoint" for what one saved to recompute the rest from.
+        # "checkpoint" or "reentrant checkpoint" for a tensor that one saved as the start of a recomputation.
         self.boundary = ""
-        # What the values are, and the bytes that would hold them.
+        # A description of the values, and the bytes that would hold them.
         self.waste: tuple[str, int] | None = None
         self.held: weakref.ref[RecordedPack] | None = None
 
     def looks_into(self, stored: tuple[SavedStorage, ...]) -> None:
-        """Set the storages that have the elements."""
+        """Set the storages that contain the elements."""
         self.stored = stored
         for each in stored:
             if not self.is_saved:
@@ -98,7 +100,7 @@ class Save:
 
     @property
     def first(self) -> list[SavedStorage]:
-        """The storages that this save is the first to hold, or to drop."""
+        """The storages that this save is the first to hold, or to discard."""
         if self.is_saved:
             return [each for each in self.stored if each.holder is self]
         return [each for each in self.stored if each.dropper is self]
@@ -111,26 +113,26 @@ class Save:
 
     @property
     def is_saved(self) -> bool:
-        """Whether something is held for it; False if a checkpoint dropped it and will recompute it."""
+        """Whether something is held for it; False if a checkpoint discarded it and will recompute it."""
         return not self.is_dropped
 
     @property
     def unique_bytes(self) -> int:
-        """Bytes that are held because of this save and of none before it, without parameters and buffers."""
+        """Bytes held because of this save and of no earlier one, without parameters and buffers."""
         return sum(each.nbytes for each in self.first if each.kind in ADDED) if self.is_saved else 0
 
     @property
     def recomputed_bytes(self) -> int:
-        """Bytes of activations that a checkpoint dropped here and that no other save holds."""
+        """Bytes of activations that a checkpoint discarded here and that no other save holds."""
         if self.is_saved:
             return 0
         gone = (each for each in self.first if each.kind == "activation" and each.holder is None)
         return sum(each.nbytes for each in gone)
 
     def update(self) -> None:
-        """Set ``where`` to the place where it is stored now; once backward has freed it, leave it as it was."""
+        """Set ``where`` to the current place; after backward has freed the tensor, leave it."""
         packed = self.held() if self.held is not None else None
-        if packed is not None and packed.storages:  # without any, no pair has it
+        if packed is not None and packed.storages:  # without storages, no hook pair holds it
             self.where = packed.where()
 
 
@@ -152,8 +154,10 @@ class Found:
         self.saves: list[Save] = []
         # Each save that holds something, with True when it begins and False when it ends, in order.
         self.lives: list[tuple[Save, bool]] = []
-        self.calls: Counter[str] = Counter()  # by module, those during which something was saved
-        self.has_calls = True  # False where calls could not be told apart
+        self.calls: Counter[str] = (
+            Counter()
+        )  # by module, counting calls during which something was saved
+        self.has_calls = True  # False if calls could not be distinguished
         self.foreign: dict[str, int] = {}  # bytes that went to foreign pack hooks, by name
         self.is_selective = False  # a checkpoint keeps outputs that no hook sees
         self.transforms = 0  # of torch.func, inside which no hook is allowed
@@ -161,7 +165,8 @@ class Found:
 
 
 class RecordedPack:
-    """What autograd holds in place of a tensor while a report is made: what the pair around it packed."""
+    """What autograd holds in place of a tensor during a report: the object that the surrounding hook pair
+    packed."""
 
     __slots__ = ("__weakref__", "lives", "save", "storages", "unpack", "value")
 
@@ -176,20 +181,20 @@ class RecordedPack:
         self.unpack = unpack
         self.save = save
         self.lives = lives
-        self.storages: frozenset[int] = frozenset()  # the saved tensor's own, to be found again
+        self.storages: frozenset[int] = frozenset()  # the saved tensor's, to recognize them
         if save is not None:
             save.held = weakref.ref(self)
             if lives is not None:
                 lives.append((save, True))
 
     def __del__(self) -> None:
-        # May run on any thread in the middle of anything: it only appends.
+        # May run on any thread at any point, so it only appends.
         if self.save is not None and self.lives is not None:
             self.lives.append((self.save, False))
 
     @property
     def packed_inside(self) -> Any:
-        """What the pair packed, for readers that do not unpack."""
+        """The object that the pair packed, for readers that do not unpack."""
         return self.value
 
     @property
@@ -208,7 +213,7 @@ class RecordedPack:
         return self.save.device if self.save is not None else None
 
     def get(self) -> Tensor:
-        """Unpack the tensor. The node that unpacks runs now, so its name is recorded."""
+        """Unpack the tensor. The running node is the one that unpacks, so record its name."""
         save = self.save
         if save is not None and not save.op:
             node = current_node()
@@ -216,7 +221,7 @@ class RecordedPack:
         return self.unpack(self.value)
 
     def where(self) -> str:
-        """The place of the bytes, as far as the object that the pair packed describes it."""
+        """Return the place of the bytes, as far as the packed object describes it."""
         described, where = look(self.value)
         save = self.save
         if save is None or not self.storages or where not in ("in place", "hooks"):
@@ -228,7 +233,7 @@ class RecordedPack:
 
 
 def _tensors_in(packed: Any) -> list[Tensor]:
-    """The tensors inside an object that a pair packed."""
+    """Return the tensors inside a packed object."""
     while hasattr(packed, "packed_inside"):
         packed = packed.packed_inside
     return [leaf for leaf in tree_leaves(packed) if isinstance(leaf, Tensor)]
@@ -244,9 +249,10 @@ def _place_of(tensors: list[Tensor], storages: frozenset[int], save: Save) -> st
 
 
 def pieces(tensor: Tensor) -> Iterator[tuple[torch.UntypedStorage, int]]:
-    """The storages that a tensor is made of, each with the bytes of the tensor's elements in it.
+    """Yield the storages that a tensor consists of, each with the bytes of the tensor's elements in it.
 
-    Several for sparse tensors and for subclasses that wrap other tensors; none if the storage cannot be seen.
+    There are several for sparse tensors and for subclasses that wrap other tensors; none if the storage cannot
+    be seen.
     """
     try:
         inner = parts_of(tensor)
@@ -264,5 +270,5 @@ def pieces(tensor: Tensor) -> Iterator[tuple[torch.UntypedStorage, int]]:
 
 
 def identities(tensor: Tensor) -> frozenset[int]:
-    """The identities of a tensor's storages, which no other storage has while they are alive."""
+    """Return the identities of a tensor's storages, which are unique while the storages are alive."""
     return frozenset(storage_identity(storage) for storage, _ in pieces(tensor))

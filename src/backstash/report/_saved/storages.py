@@ -1,7 +1,7 @@
-"""Which storage the elements of a saved tensor are in, and which operation saved it.
+"""Find which storages contain a saved tensor's elements, and which operation saved it.
 
 A storage belongs to a parameter, a buffer or an input, or forward made it. Operations are found in the graph
-while it is alive, and nothing is unpacked for it.
+while it is alive, without unpacking anything.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _RANK = {"input": 0, "buffer": 1, "parameter": 2}
 
 
 class Storages:
-    """Storages by their address, which is unique for as long as this object is open.
+    """Storages by their address, which is unique while this object is open.
 
-    An owned weak reference keeps a storage's address from being given to another storage. It holds no bytes.
+    An owned weak reference prevents the reuse of a storage's address, without keeping its bytes.
     """
 
     def __init__(self) -> None:
@@ -44,15 +44,15 @@ class Storages:
                 self._owned[identity] = (keep_identity(storage), kind)
 
     def own_all(self, tensors: Iterable[Tensor]) -> None:
-        """Remember tensors that exist before forward: as parameters by their class, else as inputs."""
+        """Remember tensors that exist before forward: parameters by their class, others as inputs."""
         for tensor in tensors:
             try:
                 self.own(tensor, "parameter" if isinstance(tensor, nn.Parameter) else "input")
-            except Exception:  # objects of any class, perhaps half constructed: these stay unknown
+            except Exception:  # any class, perhaps half constructed: its storage stays unknown
                 continue
 
     def of(self, tensor: Tensor) -> tuple[tuple[SavedStorage, ...], int]:
-        """The storages of the elements of ``tensor``, and the bytes of the elements."""
+        """Return the storages of the elements of ``tensor``, and the bytes of the elements."""
         stored, total = [], 0
         for storage, nbytes in pieces(tensor):
             identity = storage_identity(storage)
@@ -96,7 +96,7 @@ def _gets_gradient(tensor: Tensor) -> bool:
 
 
 def existing_tensors() -> list[Tensor]:
-    """Every tensor that Python's garbage collector tracks now."""
+    """Return every tensor that Python's garbage collector tracks now."""
     kinds: set[type] = {Tensor}
     ahead: list[type] = [Tensor]
     while ahead:
@@ -107,10 +107,10 @@ def existing_tensors() -> list[Tensor]:
 
 
 def find_ops(saves: Iterable[Save]) -> None:
-    """Set the operation and its name for the tensor in each save that is alive and has none yet.
+    """Set the operation and its name for the tensor in each live save that has none yet.
 
-    The node of a save is the one that holds the very object that was packed, so nothing is guessed. It is
-    reached only from the result of its operation, so the graphs of all tensors that exist are walked.
+    A save's node is the one that holds the very object that was packed, so this does not guess. The node can
+    only be reached from the result of its operation, so the graphs of all existing tensors are walked.
     """
     if not any(not save.name and save.held is not None and save.held() for save in saves):
         return
@@ -129,6 +129,6 @@ def _with_history(tensors: list[Tensor]) -> list[Tensor]:
         try:
             if tensor.requires_grad and not tensor.is_leaf:
                 found.append(tensor)
-        except Exception:  # objects of any class, perhaps half constructed: no graph to walk
+        except Exception:  # any class, perhaps half constructed: no graph to walk
             continue
     return found

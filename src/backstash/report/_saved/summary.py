@@ -1,4 +1,4 @@
-"""A saved report at one moment: the plain records from which its table, page and JSON are made."""
+"""The records of a saved report at one moment, from which its table, page and JSON are made."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Details", "SavedSummary"]
 
 @dataclass(frozen=True, slots=True)
 class SavedSummary:
-    """What the table and the page show; each field is the property of ``SavedReport`` with that name."""
+    """The content of the table and the page; each field is the property of ``SavedReport`` with that name."""
 
     total_bytes: int
     unique_bytes: int
@@ -32,7 +32,7 @@ class SavedSummary:
 
 @dataclass(frozen=True, slots=True)
 class Details:
-    """What the JSON has besides. Naming the operations walks the graphs of all tensors, which takes a while."""
+    """Additional content of the JSON. It is slow to make: naming operations walks the graphs of all tensors."""
 
     by_op: tuple[Row, ...]
     by_dtype: tuple[Row, ...]

@@ -1,4 +1,4 @@
-"""A report as a table in plain text, or for rich."""
+"""Render a saved report as a table in plain text, or for rich."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _NO_MODULE = "(outside any module)"
 
 
 def as_text(report: SavedSummary) -> str:
-    """The whole report, without a newline at the end."""
+    """Return the whole report, without a newline at the end."""
     rows, rest = _shown_rows(report)
     body = [_cells(row) for row in rows]
     if rest:
@@ -40,7 +40,7 @@ def as_text(report: SavedSummary) -> str:
 
 
 def _headline(report: SavedSummary) -> list[str]:
-    """The totals, in two lines."""
+    """Return the totals, in two lines."""
     size = format_bytes
     kinds = {row.name: row for row in report.by_kind}
     parts = [
@@ -57,7 +57,7 @@ def _headline(report: SavedSummary) -> list[str]:
 
 
 def _shown_rows(report: SavedSummary) -> tuple[tuple[Row, ...], str]:
-    """The rows to print, folded if there are many, and a line on those left out."""
+    """Return the rows to print, folded if there are many, and a line on those left out."""
     rows = report.rows
     if len(rows) > _MOST_ROWS:
         rows = report.folded_rows
@@ -79,7 +79,7 @@ def _cells(row: Row) -> tuple[str, ...]:
 
 
 def where_of(row: Row) -> str:
-    """The places of a row's bytes, in words."""
+    """Return the places of a row's bytes, in words."""
     total = sum(row.where.values())
     shares = {place: nbytes / total for place, nbytes in row.where.items() if nbytes}
     shown = {place: share for place, share in shares.items() if share >= 0.005}
@@ -126,7 +126,7 @@ def _below(report: SavedSummary) -> list[str]:
 
 
 def _waste_lines(waste: tuple[Waste, ...]) -> list[str]:
-    """A line for each of the largest, in columns."""
+    """Return a line for each of the largest, in columns."""
     cells = [
         (
             f"{format_bytes(each.nbytes)} -> {format_bytes(each.could_be_bytes)}",
@@ -145,7 +145,7 @@ def _waste_lines(waste: tuple[Waste, ...]) -> list[str]:
 
 
 def as_rich(report: SavedSummary) -> Any:
-    """The whole report as an object that rich prints."""
+    """Return the whole report as an object that rich prints."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text

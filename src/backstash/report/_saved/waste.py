@@ -1,8 +1,8 @@
-"""Saved tensors whose values would fit in fewer bytes: found when a tensor is saved, added up in a report.
+"""Find saved tensors whose values would fit in fewer bytes, when they are saved, and add them up.
 
-Only large CPU tensors are read. For most of them a sample of the elements rules out every smaller form; the
-elements of the others are all read, and only that reading counts. Nothing is computed while a dispatch mode is
-active, which would see it.
+Only large CPU tensors are read. For most of them a sample of the elements rules out every smaller form. The
+others are read completely, and only that decides. Nothing is computed while a dispatch mode is active, because
+the mode would see it.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ MASK = "two values: one bit each would do"
 CONSTANT = "one value: no byte for an element would do"
 ZEROS = "zeros: a bitmap and the others would do"
 PART = "a small part holds a large storage: a copy would do"
-_FEW_ZEROS = 0.25  # below, a bitmap and the other values save too little
+_FEW_ZEROS = 0.25  # with a smaller share of zeros, a bitmap saves too little
 LEAST_BYTES = 64 << 10
-"""Tensors and storages below this are not reported."""
+"""Tensors and storages below this size are not reported."""
 _SAMPLE = 128
 _CHUNK = 1 << 20
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -40,9 +40,9 @@ class Waste:
     what: str
     """What the values are, or how little of a storage is used."""
     name: str
-    """The module's path; of several modules, with ``*`` for the first number in it."""
+    """The module's path; for several modules, with ``*`` for the first number in it."""
     tensors: int
-    """How many tensors."""
+    """Number of tensors."""
     nbytes: int
     """Their bytes."""
     could_be_bytes: int
@@ -50,9 +50,9 @@ class Waste:
 
 
 def find_waste(tensor: Tensor) -> tuple[str, int] | None:
-    """(what the values are, the bytes that would hold them exactly); ``None`` if they could not be read.
+    """Return (what the values are, the bytes that would hold them exactly); ``None`` if they cannot be read.
 
-    If no smaller form was found, and for tensors below 64 KiB, the bytes are the tensor's own.
+    If there is no smaller form, and for tensors below 64 KiB, the bytes are the tensor's own.
     """
     if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.is_nested:
         return None
@@ -88,12 +88,12 @@ def _integers(values: Tensor, nbytes: int) -> tuple[str, int]:
 
 
 def _floats(flat: Tensor, nbytes: int) -> tuple[str, int]:
-    """By their bits, as integers: 0.0 and -0.0 are two values, and a NaN is one."""
+    """Compare bits, as integers: 0.0 and -0.0 are two values, and a NaN is one."""
     bits = flat.view(_BITS[flat.element_size()])
     count = bits.numel()
     sample = bits[:: max(1, count // _SAMPLE)].clone()
     low, high = _ends(sample)
-    if low == high:  # the other value is rare, or there is none
+    if low == high:  # a second value is rare, or there is none
         low, high = _ends(bits)
         if low == high:
             return CONSTANT, 0
@@ -106,7 +106,7 @@ def _floats(flat: Tensor, nbytes: int) -> tuple[str, int]:
 
 
 def _gaps(values: Tensor, nbytes: int) -> tuple[str, int] | None:
-    """For elements with gaps between them: a sample rules smaller forms out, or the answer is ``None``."""
+    """Handle elements with gaps between them: a sample rules out smaller forms, or the answer is ``None``."""
     if not values.is_floating_point():
         return None
     for dim, size in enumerate(values.shape):
@@ -133,13 +133,13 @@ def _has_only(values: Tensor, one: int, other: int) -> bool:
 
 
 def _count(values: Tensor, value: int) -> int:
-    if value == 0:  # several times as fast, and nearly every mask has zeros
+    if value == 0:  # several times faster, and nearly every mask has zeros
         return values.numel() - int(torch.count_nonzero(values))
     return int(torch.count_nonzero(values == value))
 
 
 def _flat(values: Tensor) -> Tensor | None:
-    """All elements in the order of memory, as a view; ``None`` where they have gaps or overlap."""
+    """Return all elements in memory order, as a view; ``None`` if they have gaps or overlap."""
     expected = 1
     for stride, size in sorted(zip(values.stride(), values.shape, strict=True)):
         if size != 1 and stride != expected:
@@ -149,7 +149,7 @@ def _flat(values: Tensor) -> Tensor | None:
 
 
 def wasted(saves: Iterable[Save]) -> tuple[Waste, ...]:
-    """What could be smaller, the one with most bytes to gain first."""
+    """Return what could be smaller, most bytes to gain first."""
     found: dict[tuple[str, str], list[int]] = {}
     paths: dict[tuple[str, str], set[str]] = {}
     for save in saves:
