@@ -31,7 +31,9 @@ def timeline(source: Any, *, steps: StepMarks | None = None) -> Timeline:
             an optimizer has stepped (if there are several, the one seen first) and at ``mark()``.
 
     Recording takes a few hundred bytes of memory for each event; ``benchmarks/recording_overhead.py`` measures
-    its time. While ``torch.profiler`` runs, its trace shows stalls and moves, too, with or without a timeline.
+    its time. While ``torch.profiler`` runs, its trace shows stalls and moves too, with or without a timeline.
+    It shows what the stash's own threads write and read only with the profiler's ``experimental_config=``
+    ``torch._C._profiler._ExperimentalConfig(profile_all_threads=True)``.
 
     Raises:
         UsageError: ``source`` has no ``record()`` and no ``events``.
@@ -115,7 +117,11 @@ class Timeline:
 
     @property
     def modules(self) -> tuple[ModuleUse, ...]:
-        """What the operations of each module saved, most bytes first."""
+        """What the operations of each module saved, the module that saved most first.
+
+        What a recomputation saves is marked ``(in backward)``; its path begins at the recomputed part. What is
+        saved outside any module, or on a thread that runs none, is ``(no module known)``.
+        """
         return self._read.modules
 
     @property

@@ -86,6 +86,21 @@ class _CheckpointLoop:
 
         Source of the idea: Griewank and Walther, "Algorithm 799: revolve", ACM TOMS 26 (2000).
 
+        Snapshots, and what a step saves when it runs again, are blocks of the stash. With ``until`` they are
+        spaced evenly, and the distance doubles whenever all are used. Two threads may go backward through one
+        loop: one waits while the other reverses a step. After an error or Ctrl-C in a backward with
+        ``retain_graph=True``, another backward may follow.
+
+        A tensor from outside may come through a closure if the thread that runs the loop computed it. Pass
+        another thread's tensor in ``args``. A tensor that an earlier step left behind raises. So does a leaf
+        that a step creates and that reaches its result. Gradients of ``prod``, ``cumprod`` and ``det`` inside
+        a step raise if it saves under its own hooks, or in ``torch.func.vjp``, ``jacrev`` or ``hessian``.
+
+        A write to outside memory by other means than PyTorch's operations (``tensor.data = ...``, NumPy) is
+        restored only in a buffer of a called module. A number may decide gradients and no result, as a gradient
+        reversal's factor does. If an ``autograd.Function`` keeps it and it changed since forward, backward
+        raises. In a closure of a gradient hook such a change is not detected.
+
         >>> w = torch.tensor(0.5, requires_grad=True)
         >>> state = checkpoint_loop(lambda s, w: torch.sin(s * w), torch.ones(3), 100, w, memory="1KiB")
         >>> state.sum().backward()

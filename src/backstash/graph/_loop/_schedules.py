@@ -56,6 +56,8 @@ class KeepAll:
 class Binomial:
     """The fewest step evaluations for a number of snapshots (Griewank and Walther, Algorithm 799, 2000).
 
+    For n steps and c snapshots they are n + r n - C(c + r, c + 1), with the least r that has n <= C(c + r, c).
+
     Raises:
         UsageError: ``snapshots`` is no whole number of at least 1.
 
