@@ -1,3 +1,4 @@
-"""What is saved: blocks of bytes, the views that autograd holds of them, and the order they are used in."""
+"""Saved tensors as blocks of bytes, the views that autograd holds of them, and the order in which they are
+used."""
 
 __all__: list[str] = []
