@@ -1,3 +1,4 @@
-"""What runs a stash: worker threads, transfers, deferred reclamation, recovery from interrupts, events."""
+"""The machinery of a stash: worker threads, transfers, deferred cleanup, recovery from interrupts, and
+events."""
 
 __all__: list[str] = []
