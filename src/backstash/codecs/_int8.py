@@ -24,7 +24,7 @@ class Int8(Codec):
     NaN.
 
     Args:
-            block: the number of elements that share a scale; a multiple of 8.
+        block: the number of elements that share a scale; a multiple of 8.
 
     Raises:
         UsageError: ``block`` is not a positive multiple of 8.

@@ -1,4 +1,4 @@
-"""Modules that run another one whose saved tensors go to host memory or to disk."""
+"""Modules that run another module and save its tensors to host memory or to disk."""
 
 from __future__ import annotations
 

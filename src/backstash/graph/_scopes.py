@@ -1,4 +1,4 @@
-"""Contexts in which saved tensors stay in place: all of them, or those that a predicate does not choose."""
+"""Contexts in which saved tensors stay in place: all of them, or those that do not satisfy a predicate."""
 
 from __future__ import annotations
 

@@ -246,7 +246,8 @@ def _attach(registration: Registration, site: Site, actions: _Actions, wanted: W
 
 
 def _last_output(cell: Cell) -> Make:
-    """The hook of the commonest capture, of the last output alone: as cheap as one written by hand."""
+    """Return the hook for the most common capture, of the last output only. It is as cheap as a hand-written
+    hook."""
 
     def make(record: HookRecord) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, output: Any) -> None:

@@ -1,4 +1,4 @@
-"""What DDP and FSDP2 mean for a gradient that a hook sees."""
+"""The meaning of DDP and FSDP2 for a gradient that a hook sees."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def is_ddp(model: object) -> bool:
 
 
 def _syncs(model: nn.Module) -> bool:
-    """Whether DDP averages in this backward; it does not under its ``no_sync()``."""
+    """Return whether DDP averages in this backward; under its ``no_sync()`` it does not."""
     ddp = nn.parallel.DistributedDataParallel
     return all(m.require_backward_grad_sync for m in model.modules() if isinstance(m, ddp))
 

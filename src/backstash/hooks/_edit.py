@@ -170,7 +170,7 @@ def _tensors(model: Target, name: Selector) -> dict[str, torch.Tensor]:
     try:
         return select_tensors(model, name, argument="edits")
     except NoMatchError:
-        # Frozen ones are worth an error of their own, unless the name means modules as well.
+        # A frozen tensor is worth an error of its own, unless the name also selects modules.
         if name in named_tensors(model):
             raise
         return {}

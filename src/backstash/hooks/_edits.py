@@ -1,4 +1,4 @@
-"""What a capture changes: the outputs and inputs of modules."""
+"""The edits of a capture: changes of modules' outputs and inputs."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def changes(
 
 
 def _with_input(change: Change) -> Change:
-    """``change`` as ``callable(value, input)``, also where it takes the value alone."""
+    """Return ``change`` as ``callable(value, input)``, even if it takes only the value."""
     return change if _required(change) >= 2 else lambda value, _: change(value)
 
 

@@ -87,8 +87,8 @@ class Handle(ABC):
         """Closes files and undoes patches. Returns whether to suppress ``error``, which is propagating."""
 
     def _expected(self) -> list[HookRecord]:
-        # A forward need not call every module. With hooks on all modules (each=False), some that never
-        # fired are normal; something is wrong only if none fired.
+        # A forward need not call every module. With hooks on all modules (each=False) it is normal that some
+        # never fire; only if none fired, something is wrong.
         silent = [record for record in self._registration.records if not record.fired]
         return silent if self._each or len(silent) == len(self._registration.records) else []
 

@@ -140,7 +140,7 @@ def _at(path: str, hooks: Iterable[tuple[str, Any]]) -> Iterator[_Place]:
 
 def _saved_tensor_hooks() -> Iterator[tuple[str, Any]]:
     pair = None
-    with suppress(UsageError):  # a torch that does not tell: none is listed
+    with suppress(UsageError):  # if torch does not expose the pair, none is listed
         pair = current_pair()
     if pair is not None:
         yield "saved tensor pack", pair.pack

@@ -29,7 +29,7 @@ class Site:
 
     @property
     def label(self) -> str:
-        """The path as messages print it."""
+        """The path, as messages show it."""
         return clean(self.path) or "(model)"
 
     @property

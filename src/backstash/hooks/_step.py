@@ -189,7 +189,7 @@ class _Stepper:
         self._marked: int | None = None
 
     def _begin(self) -> None:
-        # Once more, at the first backward: training scripts often make their scaler last.
+        # Checked again at the first backward, since training scripts often create their scaler last.
         if self._unchecked:
             _refuse_scaler()
             self._unchecked = False
@@ -248,7 +248,7 @@ def _refuse_leftover(parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
 def _refuse_scaler() -> None:
     """Raises if an enabled ``GradScaler`` is alive: the optimizers would step with scaled gradients."""
     kind = torch.amp.GradScaler
-    # `type(...)`, for `isinstance` would run the `__class__` of every lazy proxy in the process.
+    # Not isinstance, which would run the `__class__` of every lazy proxy in the process.
     live = (o for o in gc.get_objects() if issubclass(type(o), kind))
     if any(scaler.is_enabled() for scaler in live):
         raise UsageError(

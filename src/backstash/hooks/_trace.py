@@ -204,7 +204,7 @@ class _Stopwatch:
         call = begun.pop()
         raised = output is None and sys.exc_info()[1] is not call.handling
         again = in_backward()
-        # torch leaves a recomputation by an exception as soon as it has what it needs.
+        # torch ends a recomputation by an exception as soon as it has what it needs.
         unfinished = "ended early" if again else "raised"
         report = ModuleCall(
             step=self._count,
