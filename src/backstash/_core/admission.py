@@ -46,7 +46,7 @@ _NO_TIER = "no tier below: give disk="
 _NO_HOST = "no tier below: give host="
 _CAPTURED = "a graph of the accelerator is being captured"
 _LEAST_LET_GO = 16 << 10  # bytes of a storage; what is recorded of one takes about 1,000
-_MOST_PARTS = 8  # of a storage: with more, smaller parts, it does not move as one block
+_MOST_PARTS = 8  # of a storage that moves as one block
 _REVIEWED_AT_ONCE = 2  # waiting blocks that are checked when a new one is added
 _PARAMETER = "a parameter or another leaf that requires a gradient, or a view of one"
 

@@ -106,7 +106,7 @@ class Controller(ABC):
     def take_rest_as_known(self) -> None:
         """Assume that the rest of this step, which no hook sees, is as planned."""
 
-    # What may be recomputed.
+    # Recomputation.
 
     @abstractmethod
     def may_recompute(self, *, has_ended: bool) -> bool:

@@ -18,7 +18,7 @@ __all__ = ["Left", "Stats", "collect"]
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """What stayed in memory for one reason."""
+    """The tensors that stayed in memory for one reason."""
 
     count: int
     """The number of saves."""
@@ -88,7 +88,7 @@ class Stats:
     prefetch_misses: int
     """Uses of a block that was not."""
     left: Mapping[str, Left]
-    """What stayed in memory, by reason. Where the reason begins with ``"not packed: "`` or
+    """Tensors that stayed in memory, by reason. If the reason begins with ``"not packed: "`` or
     ``"not recomputed: "``, the tensor only kept its size, and may have moved."""
     hooks_off: int
     """How often the hooks were off for the rest of a context, because twice its step fits within the budget.

@@ -129,8 +129,7 @@ class _StreamCopy(Copy):
 
     @abstractmethod
     def _notify_allocator(self, stream: Any, has_ended: bool) -> None:
-        """Report to the allocator the streams, besides the owner, that must pass before the memory is
-        reused."""
+        """Report to the allocator which streams must pass before the memory is reused, except the owner."""
 
 
 class _CopyDown(_StreamCopy):

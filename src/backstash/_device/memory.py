@@ -7,7 +7,7 @@ from .base import Device
 __all__ = ["DeviceMemory"]
 
 _RESERVE_BYTES = 256 << 20  # not used for reading ahead
-_AT_ONCE = 6  # how many of its largest tensors a step is assumed to need besides saved ones
+_AT_ONCE = 6  # a step is assumed to need so many of its largest tensors in addition to saved ones
 
 
 class DeviceMemory:
@@ -28,10 +28,10 @@ class DeviceMemory:
 
     def __init__(self, device: Device) -> None:
         self.device = device
-        self._unasked_bytes = 0  # that may be loaded before the next query of free memory
-        self._unlooked_bytes = 0  # that may be saved before the next check for a shortage
+        self._unasked_bytes = 0  # bytes to load before free memory is queried again
+        self._unlooked_bytes = 0  # bytes to save before the next check for a shortage
         self._largest_bytes = 0  # the largest block so far
-        self._failures = device.failures()  # that were handled
+        self._failures = device.failures()  # those that were handled
         self.failed = False
         """Whether the last check for a shortage found a failed allocation since :meth:`forget_failures`."""
 
@@ -46,8 +46,8 @@ class DeviceMemory:
         """Return how many bytes the device lacks for its next operations.
 
         They are assumed to need six times the largest block so far, for the inputs, outputs and temporary
-        memory of an operation's backward; that of ``x.square()`` takes a little over four. The device is
-        queried again when half of its free bytes have been saved since the last query.
+        memory of an operation's backward; the backward of ``x.square()`` takes a little over four. The device
+        is queried again when half of its free bytes have been saved since the last query.
         """
         self._largest_bytes = max(self._largest_bytes, nbytes)
         self._unlooked_bytes -= nbytes

@@ -4,8 +4,8 @@ An object may die on any thread at any point of a program. So its finalizer only
 queue, and a later call of the stash processes the queue: it releases the object's disk slot, its host buffer,
 and its share of the budgets. Finalizers run no Python code: autograd runs a ``__del__`` when it frees a node,
 and an interrupt (Ctrl-C) delivered inside one would be printed and lost, together with the rest of the
-``__del__``. So ``__del__`` is a *slot* that each instance fills with a C call: ``partial(reclaim_queue.append,
-cleanup)``.
+``__del__``. So ``__del__`` is a *slot* that each instance fills with a C call:
+``partial(reclaim_queue.append, cleanup)``.
 
 A cleanup holds counts, slots and device events, but no tensor memory: a dead object's memory is free at once.
 

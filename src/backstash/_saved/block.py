@@ -203,7 +203,7 @@ class BlockCleanup(Cleanup):
         self.number = number
         self.loaded_bytes = self.again_bytes = 0
         self.nbytes = nbytes
-        self.resident_bytes = 0  # that the keep budget counts
+        self.resident_bytes = 0  # its bytes in the keep budget
         self.serial = -1  # its number among all blocks of the stash; -1: not counted as one
         self.is_counted = True  # False for a payload: it has its packed block's serial
         self.module = ""
@@ -258,7 +258,8 @@ class Block:
 
     Args:
         storage_version: the storage version that the bytes belong to.
-        alias: a tensor with the memory and its version counter (for parts, that of one part), without a graph.
+        alias: a tensor with the memory and its version counter (a storage of parts: the counter of one),
+            without a graph.
         reclaim_queue: receives the block's cleanup when the block dies.
         number: the number of the device whose tiers count it.
     """
@@ -313,9 +314,7 @@ class Block:
         self.tier = ""  # the tier that it goes to at once, even if "keep" has space; "": none
         self.reduction: Reduction | None = None
         self.saves = BlockSaves()
-        self.mark: Mark | None = (
-            None  # what its bytes were when it left, where it may be saved again
-        )
+        self.mark: Mark | None = None  # a mark of its bytes when it left, if it may be saved again
         self.offset = 0  # of its first byte in its backing
         self.entries = 0  # the number of saves that share it
         # One load serves every entry once, which is called a turn. After that its memory is freed.
@@ -370,7 +369,7 @@ class Block:
                 whole = torch.empty(0, dtype=torch.uint8, device="cpu")
                 copy = whole.set_(storage, 0, (self.nbytes,), (1,)).clone()
                 if self.nbytes % alias.dtype.itemsize == 0:
-                    copy = copy.view(alias.dtype)  # else each use would view the parts anew
+                    copy = copy.view(alias.dtype)  # so that parts need no view at each use
         except (RuntimeError, MemoryError):
             return False
         address = copy.data_ptr()

@@ -219,10 +219,9 @@ class WrapperEntry:
         return any(getattr(part, "is_rounded", False) for part in self.parts.values())
 
     def is_of(self, tensor: Tensor) -> bool:
-        """Return whether ``tensor`` is the tensor that was packed, and neither it nor its inner tensors have
-        changed.
+        """Return whether ``tensor`` is the tensor that was packed, unchanged, with unchanged inner tensors.
 
-        The answer is no if only a wait for a device could tell.
+        The answer is ``False`` if only a wait for a device could give it.
         """
         now = list(_with_inner(tensor))
         if len(now) != len(self.seen) or not all(

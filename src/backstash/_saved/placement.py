@@ -117,8 +117,9 @@ class Backing(ABC):
     ) -> tuple[Tensor, int]:
         """Read one block's bytes in the calling thread, to new memory. Return it and the block's offset in it.
 
-        This neither waits for nor changes anything that is shared. ``device`` is the block's device; the other
-        arguments are those of :meth:`storage_for`. Raises ``StashIOError`` if the store cannot read the bytes.
+        This changes nothing that is shared and does not wait for it. ``device`` is the block's device; the
+        other arguments are those of :meth:`storage_for`. Raises ``StashIOError`` if the store cannot read the
+        bytes.
         """
 
     def cut(self, offset: int, address: int, nbytes: int, memory: Tensor) -> tuple[Tensor, int]:

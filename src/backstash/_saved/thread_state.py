@@ -102,8 +102,8 @@ class ThreadState:
         """Clear the queues and the counters. Called at construction and in a forked child."""
         self.waiting: deque[tuple[weakref.ref[Any], bool]] = (
             deque()
-        )  # blocks; whether to go at once
-        self.expecting: deque[weakref.ref[Any]] = deque()  # likewise, that will be saved again
+        )  # blocks; whether to evict each at once
+        self.expecting: deque[weakref.ref[Any]] = deque()  # blocks that wait for another save
         self.latest: deque[tuple[weakref.ref[Any], Tensor]] = deque(maxlen=4)
         """The newest blocks and the memory that each was saved from, while the stash learns what to recompute:
         the input of an operation, which may have been evicted, stays available until its result is saved."""

@@ -261,7 +261,7 @@ class ViewServer:
     ) -> Tensor:
         """Create the storage that all views of the block share, and return the view of ``entry``.
 
-        Without a ``backing``, the storage is that of ``memory``, in which the block begins at ``low``.
+        Without a ``backing``, it is the storage of ``memory``, in which the block begins at ``low``.
         """
         root = memory
         if backing is not None:

@@ -135,7 +135,7 @@ class InflightWrites:
         self.window_bytes = window_bytes
         self.writes: deque[_InflightWrite] = deque()  # oldest first
         self._count_of: dict[ThreadState | None, int] = {}  # the number of writes of each thread
-        self._dead: deque[object] = deque()  # of a device, since the last full scan
+        self._dead: deque[object] = deque()  # blocks, since the last full scan
         self._dies = self._dead.append  # no Python may run when a block dies: see _runtime/reclaim
         # Includes bytes that were copied into a segment whose write has not begun.
         self.nbytes = self.peak_bytes = 0

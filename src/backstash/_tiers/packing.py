@@ -61,8 +61,8 @@ class Replayable(Protocol):
         """Return the recomputed elements, in memory order, from the value of each operand."""
 
     def key(self, block: Block) -> tuple[Any, ...]:
-        """Return what, besides the operands, decides the bits of the result. It is equal within one class of
-        replays."""
+        """Return what decides the bits of the result in addition to the operands. Replays of one class are
+        those with an equal key."""
 
     def reason_against(self, block: Block) -> str:
         """Return why ``block``, which is complete and in place, cannot be recomputed; ``""`` if it can."""
@@ -104,7 +104,7 @@ class Packer:
         self._device = device
         self._checked: set[tuple[type, str, torch.dtype]] = set()  # on an accelerator
         self._replayed: set[tuple[Any, ...]] = set()  # classes whose replay gave equal bits
-        self._priced: set[tuple[Any, ...]] = set()  # whose kernels the accelerator has loaded
+        self._priced: set[tuple[Any, ...]] = set()  # keys whose kernels were loaded
         self.has_room: Callable[[int], bool] | None = None
         """Called before bytes are decoded. Frees memory if a budget is nearly used up."""
         # By the number of a backward: what to check on an accelerator when it ends. Only the engine holds the

@@ -1,7 +1,7 @@
 """The windows of ``inflight="auto"`` and ``prefetch="auto"``, which follow the size of a step.
 
 A window lets disk transfers overlap computation. If a step saves little, a fixed window of 128 MiB holds all
-of it, and the step's peak is that of plain PyTorch plus the memory that is read into. So a window is an eighth
+of it, and the step's peak is plain PyTorch's plus the memory that is read into. So a window is an eighth
 of what a step has saved, which overlaps the same share of a small step as of a large one.
 """
 

@@ -47,8 +47,8 @@ count_dispatch_modes: Callable[[], int] = optional("torch._C._len_torch_dispatch
 without_function_modes: Callable[[], AbstractContextManager[None]] = required(
     "torch._C.DisableTorchFunction", "looks at a tensor without a mode of the program seeing it"
 )
-"""A context in which neither ``__torch_function__`` nor a function mode is called. If torch lacks it, it
-raises ``UsageError``."""
+"""A context in which no ``__torch_function__`` and no function mode is called. If torch lacks it, it raises
+``UsageError``."""
 
 without_dispatch: Callable[[], AbstractContextManager[Any]] = optional(
     "torch._C._DisableTorchDispatch", nullcontext
@@ -154,8 +154,8 @@ def with_lazy_bits() -> AbstractContextManager[None]:
     """A context for ``__torch_dispatch__`` in which kernels see lazy conjugation and negation.
 
     PyTorch excludes their dispatch keys there. A kernel that conjugates its own intermediate result, such as
-    that of ``linalg.pinv``, then reads it unconjugated, so its result is wrong under any dispatch mode (seen
-    in torch 2.13).
+    the kernel of ``linalg.pinv``, then reads it unconjugated, so its result is wrong under any dispatch mode
+    (seen in torch 2.13).
     """
     return _force(_include(), _exclude() - _BITS)
 

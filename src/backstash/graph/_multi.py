@@ -82,7 +82,7 @@ def _register(tensor: Tensor, hook: Callable[[Tensor], None]) -> RemovableHandle
 
 @dataclass(slots=True)
 class _Below:
-    """A tensor whose node was created before that of the hook that holds this, and the next such tensor."""
+    """A tensor whose node was created before the node of the hook that holds this, and the next such tensor."""
 
     index: int
     edge: stock.GradientEdge

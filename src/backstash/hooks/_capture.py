@@ -219,7 +219,7 @@ def _wanted(
 
 @dataclass(frozen=True, slots=True)
 class _Actions:
-    """What the hooks on one module do."""
+    """The actions of the hooks on one module."""
 
     cell: Cell | None
     """Collects the module's calls; ``None`` if it is edited and not captured."""

@@ -85,7 +85,7 @@ class CapturedCall:
 
 
 class Captured:
-    """What was captured of one module: the values of its last kept call, and every kept call in ``calls``."""
+    """The captured values of one module: those of its last kept call, and every kept call in ``calls``."""
 
     __slots__ = ("calls", "path")
 

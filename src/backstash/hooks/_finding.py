@@ -36,7 +36,7 @@ class Finding:
     module: str
     """The module's class."""
     made_by: str
-    """What made it, in words: a module, its backward, operations between modules, the input, the loss."""
+    """The cause, in words: a module, its backward, operations between modules, the input, the loss."""
     stats: Stats
     """Statistics of the value that is not finite."""
     before: Stats | None

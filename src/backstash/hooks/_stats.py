@@ -171,7 +171,7 @@ def fetch(rows: Mapping[str, list[StatsRow]]) -> tuple[dict[str, Stats], Stats]:
 
 
 def _gather(rows: torch.Tensor, groups: tuple[Any, ...]) -> torch.Tensor:
-    """From this process's rows (n, 9) to those of every process that holds a part: (n, parts, 9)."""
+    """Gathers this process's rows (n, 9) with those of the other processes that hold parts: (n, parts, 9)."""
     distributed: Any = torch.distributed
     # The second name is what torch called it before 2.13.
     gather = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor

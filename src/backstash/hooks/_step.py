@@ -283,7 +283,7 @@ class _ClipGuard:
         return any(id(parameter) in self._parameters for parameter in parameters)
 
     def remove(self) -> None:
-        """Removes this guard; with the last one, PyTorch's own function is put back."""
+        """Removes this guard. If it is the last one, restores PyTorch's own function."""
         if self in _guards:
             _guards.remove(self)
             if not _guards and self._original is not None:

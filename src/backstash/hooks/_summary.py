@@ -42,7 +42,7 @@ class SummaryRow:
     parameters: int
     """Elements of its own parameters, without its children's."""
     trainable: int
-    """Of these, the elements that require a gradient."""
+    """Elements of its own parameters that require a gradient."""
     saved_bytes: int
     """Bytes that its own operations save for backward, without its children's; each storage is counted
     once, where it is first saved; parameters and buffers are not counted."""

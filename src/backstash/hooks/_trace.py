@@ -125,7 +125,7 @@ class ModuleCall:
     device: str
     """The device of the output's first tensor."""
     seconds: float
-    """From call to return on the host's clock; with ``sync=True`` the accelerator's work is included."""
+    """Seconds from call to return on the host's clock; ``sync=True`` includes the accelerator's work."""
     recomputed: bool
     """Whether an activation checkpoint called it again inside backward."""
 

@@ -40,14 +40,14 @@ class GradientReport:
     step: int
     """Which backward since the watch began; the first is 0."""
     per: str
-    """What a row is: ``"parameter"``, ``"module"`` (gradient of its output) or ``"tensor"``."""
+    """The kind of a row: ``"parameter"``, ``"module"`` (gradient of its output) or ``"tensor"``."""
     reduction: Reduction
     """Measured ``"before"`` or ``"after"`` gradients were averaged over the processes; ``"none"`` for one
     process, ``"unknown"`` where several processes run and the model is not a DDP or FSDP module."""
     rows: dict[str, Stats]
-    """By path, in the model's order; a parameter or module that got no gradient has no row."""
+    """Statistics by path, in the model's order; a parameter or module that got no gradient has no row."""
     total: Stats
-    """Of all rows together: its norm is the global gradient norm."""
+    """Statistics of all rows together; its norm is the global gradient norm."""
 
     def as_dict(self) -> dict[str, Any]:
         """The report as data for JSON."""

@@ -96,7 +96,7 @@ class Disk(Store):
         except OSError as error:
             is_missing = isinstance(
                 error, (FileNotFoundError, NotADirectoryError)
-            )  # which says it all
+            )  # the message needs no cause
             raise StashIOError(
                 error.errno,
                 f"{self.name} cannot hold a file ({_reason(error, self.directory)}): {_remedy(error)}",

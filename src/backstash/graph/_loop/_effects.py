@@ -189,8 +189,7 @@ class Effects(SilentMode):
         self._grads[id(leaf)] = leaf, leaf.grad
 
     def _made(self, result: Any, args: Any, kwargs: Any) -> None:
-        """Record the memory that an operation allocated: that of its results, without that of its
-        arguments."""
+        """Record the memory that an operation allocated: its results' memory that is not its arguments'."""
         for each in tensors_of(result):
             storage = storage_of(each)
             identity = id(each) if storage is None else storage_identity(storage)

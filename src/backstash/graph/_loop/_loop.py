@@ -101,7 +101,8 @@ class Loop:
         """Hold evenly spaced states of a loop of unknown length. When all slots are taken, drop every second
         one.
 
-        The spacing is at most twice that of evenly spaced snapshots, for any number of steps.
+        The distance between two is at most twice the distance of evenly spaced snapshots, for any number of
+        steps.
         """
         if number % self._stride:
             return

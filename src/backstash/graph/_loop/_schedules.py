@@ -140,8 +140,8 @@ def _split(start: int, stop: int, free: int) -> int | None:
 def least_evaluations(n: int, snapshots: int) -> int:
     """Return the fewest evaluations that run ``n`` steps and reverse them, by the published closed formula.
 
-    The evaluations that run ahead are ``r n - beta(c + 1, r - 1)``, with the least ``r`` for which ``n <=
-    beta(c, r)`` (Griewank and Walther, 2000). Each step also runs once more to record what it saves.
+    The evaluations that run ahead are ``r n - beta(c + 1, r - 1)``, with the least ``r`` for which
+    ``n <= beta(c, r)`` (Griewank and Walther, 2000). Each step also runs once more to record what it saves.
 
     >>> [least_evaluations(4, snapshots) for snapshots in (1, 2, 3, 4)]
     [10, 8, 7, 7]

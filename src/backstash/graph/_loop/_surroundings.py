@@ -1,4 +1,4 @@
-"""The state that a step depends on besides its arguments: random numbers, autocast, and settings that choose
+"""What a step depends on in addition to its arguments: random numbers, autocast, settings that choose
 kernels."""
 
 from __future__ import annotations
