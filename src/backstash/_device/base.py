@@ -21,7 +21,7 @@ class Completion(ABC):
 
     @abstractmethod
     def ended(self) -> bool:
-        """Whether the copy has ended."""
+        """Return whether the copy has ended."""
 
     @abstractmethod
     def wait(self) -> None:

@@ -151,7 +151,7 @@ class SilentMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def with_lazy_bits() -> AbstractContextManager[None]:
-    """A context for ``__torch_dispatch__`` in which kernels see lazy conjugation and negation.
+    """Return a context for ``__torch_dispatch__`` in which kernels see lazy conjugation and negation.
 
     PyTorch excludes their dispatch keys there. A kernel that conjugates its own intermediate result, such as
     the kernel of ``linalg.pinv``, then reads it unconjugated, so its result is wrong under any dispatch mode

@@ -166,7 +166,7 @@ class _Entered:
 
 
 def _versions(value: Any) -> list[int | None]:
-    """The versions of the tensors inside a packed object, as far as it is a plain container."""
+    """Return the versions of the tensors inside a packed object, as far as it is a plain container."""
     if isinstance(value, Tensor):
         return [version_of(value)]
     if type(value) in _CONTAINERS:

@@ -34,7 +34,7 @@ class _Saving(nn.Module):
             return self.module(*args, **kwargs)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """The names and parameters of ``module``."""
+        """Return the names and parameters of ``module``."""
         for name, parameter in super().named_parameters(*args, **kwargs):
             yield name.replace(_INNER, "", 1), parameter
 

@@ -24,7 +24,7 @@ GradHook = Callable[[torch.Tensor], Any]
 
 
 def own_output(output: Any) -> Any:
-    """Returns the output with a view in place of each leaf that requires a gradient."""
+    """Return the output with a view in place of each leaf that requires a gradient."""
     if not torch.is_grad_enabled():
         return output
 
@@ -63,7 +63,7 @@ class InputUses:
         self._uses: list[_Use] = []
 
     def begin(self, inputs: Any, hook_of: Callable[[int], GradHook]) -> Any:
-        """Returns the inputs to call the module with; ``hook_of(i)`` is the hook of their i-th tensor."""
+        """Return the inputs to call the module with; ``hook_of(i)`` is the hook of their i-th tensor."""
         index = -1
 
         def view(tensor: torch.Tensor) -> torch.Tensor:
@@ -85,7 +85,7 @@ class InputUses:
         return alias
 
     def end(self) -> None:
-        """Notes, when the call has returned, which tensors it changed in place."""
+        """Record which tensors the call changed in place, after it has returned."""
         for use in self._uses:
             if use.tensor is not None:
                 use.changed = version_of(use.tensor) != use.version

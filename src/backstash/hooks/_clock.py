@@ -51,7 +51,7 @@ class BackwardClock:
         """Whether such a backward is running. Hooks check this before they call ``begin``."""
 
     def begin(self) -> None:
-        """Notes that a backward runs, if no hook has done so yet; called from inside a hook."""
+        """Record that a backward runs, if no hook has done so yet. Called from inside a hook."""
         with self._lock:
             if self.running:
                 return

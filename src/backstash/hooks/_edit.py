@@ -146,7 +146,7 @@ class _EditedGradient:
 def _edited_gradients(
     model: Target, name: Selector, edit: Any, at: _At | None
 ) -> list[_EditedGradient]:
-    """The gradients that one entry of ``edits`` selects."""
+    """Return the gradients that one entry of ``edits`` selects."""
     if not callable(edit):
         raise UsageError(f"edits[{name!r}]={edit!r} is not callable; give callable(gradient)")
     if at not in (None, "parameters", "outputs", "inputs"):

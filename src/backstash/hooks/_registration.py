@@ -109,7 +109,7 @@ class Registration:
         with_kwargs: bool = False,
         always_call: bool = False,
     ) -> None:
-        """Registers a forward hook on a module; ``counts`` says in words what its record counts."""
+        """Register a forward hook on a module; ``counts`` says in words what its record counts."""
         hook = self._made(counts, site.path, make)
         self._hooks.append(
             site.module.register_forward_hook(
@@ -118,17 +118,17 @@ class Registration:
         )
 
     def forward_pre(self, site: Site, make: Make, *, counts: str = "forward pre") -> None:
-        """Registers a forward pre-hook on a module; it gets the keyword inputs too."""
+        """Register a forward pre-hook on a module; it gets the keyword inputs too."""
         hook = self._made(counts, site.path, make)
         self._hooks.append(site.module.register_forward_pre_hook(hook, with_kwargs=True))
 
     def gradient(self, name: str, tensor: torch.Tensor, make: Make) -> None:
-        """Registers a hook on a tensor's gradient, before it is accumulated."""
+        """Register a hook on a tensor's gradient, before it is accumulated."""
         hook = self._made("gradient", name, make)
         self._hooks.append(tensor.register_hook(hook))  # type: ignore[no-untyped-call]
 
     def accumulated(self, name: str, tensor: torch.Tensor, make: Make) -> None:
-        """Registers a hook on a leaf, after its ``.grad`` was accumulated."""
+        """Register a hook on a leaf, after its ``.grad`` was accumulated."""
         hook = self._made("accumulated gradient", name, make)
         self._hooks.append(tensor.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
 
@@ -143,7 +143,7 @@ class Registration:
         handles.append(tensor.register_hook(hook))  # type: ignore[no-untyped-call]
 
     def remove(self) -> None:
-        """Removes every hook of this registration and no other; calling it again does nothing."""
+        """Remove every hook of this registration and no other; calling it again does nothing."""
         for hooks in (self._hooks, self._graph_hooks):
             while hooks:
                 hooks.pop().remove()
