@@ -95,8 +95,7 @@ class Controller(ABC):
 
     @abstractmethod
     def note_used(self, nbytes: int) -> bool:
-        """Record that backward uses so many bytes of a block. Return whether the limit for blocks in place has
-        shrunk."""
+        """Record that backward uses so many bytes of a block. Return whether fewer blocks may stay than do."""
 
     @abstractmethod
     def fits_twice(self) -> bool:

@@ -36,8 +36,8 @@ class Encoded:
 class Codec(ABC):
     """Encodes the bytes of tensors to fewer bytes, and decodes them.
 
-    A stash calls a codec on the thread that computes. It does not switch off default dtype, default device or
-    autocast, so name dtypes and devices. On an accelerator a codec must not wait for the device: it refuses a
+    A stash calls a codec on the thread that computes. Autocast and the default dtype stay as the program set
+    them, so name dtypes and devices. On an accelerator a codec must not wait for the device: it refuses a
     tensor whose values it would have to read.
 
     A stash decodes the result of an ``exact`` codec and compares it bit for bit before relying on it. On an

@@ -17,7 +17,7 @@ __all__ = ["BFloat16"]
 class BFloat16(Codec):
     """Lossy: 32-bit and 64-bit floating-point numbers are rounded to ``bfloat16``, by at most 1 part in 256.
 
-    The range is that of ``float32``; larger values become infinite.
+    It has the range of ``float32``; larger values become infinite.
 
     >>> import torch
     >>> BFloat16().encode(torch.tensor([1.001, 100.0])).payload

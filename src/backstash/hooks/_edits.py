@@ -63,7 +63,7 @@ def first_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
 def with_first(
     value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the inputs, with ``value`` in place of the first one."""
+    """Return the inputs with ``value`` in place of the first one."""
     if args:
         return (value, *args[1:]), kwargs
     return args, {**kwargs, next(iter(kwargs)): value} if kwargs else kwargs

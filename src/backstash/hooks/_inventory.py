@@ -1,4 +1,4 @@
-"""Lists every hook on a model: who registered it, where, since when, and how often it fired."""
+"""List every hook on a model: who registered it, where, since when, and how often it fired."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Registers hooks on the gradients of tensors, of modules' outputs and of modules' inputs."""
+"""Register hooks on the gradients of tensors, of modules' outputs and of modules' inputs."""
 
 from __future__ import annotations
 

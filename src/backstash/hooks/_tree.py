@@ -26,7 +26,7 @@ def tensors_in(value: object) -> Iterator[torch.Tensor]:
 
 
 def map_leaves(fn: Callable[[Any], Any], value: Any, *, kind: type = torch.Tensor) -> Any:
-    """``value`` with ``fn`` applied to every leaf of class ``kind``.
+    """Return ``value`` with ``fn`` applied to every leaf of class ``kind``.
 
     A container in which no leaf changes is returned itself, and so is any other object (a cache, a
     string, ``None``). A container that changes is copied, not changed: the copy has the same class and

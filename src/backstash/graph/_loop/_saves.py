@@ -67,13 +67,12 @@ class Saves:
         self.seconds = time.perf_counter() - began
 
     def steps_aside(self) -> None:
-        """A transform of ``torch.func`` runs without hooks, and its saved tensors stay in place: remove the
-        mode."""
+        """Remove the mode during a transform of ``torch.func``, whose saved tensors stay in place."""
         if self._effects is not None:
             self._effects.leave()
 
     def comes_back(self) -> None:
-        """The transform has ended: restore the mode."""
+        """Restore the mode after the transform has ended."""
         if self._effects is not None:
             self._effects.come_back()
 
