@@ -88,7 +88,7 @@ class LowerTier(ABC):
         return None
 
     def restore(self, blocks: list[Block], cleanups: list[Any]) -> None:
-        """Rebuild counts and queues from the living blocks: see ``_session``.
+        """Rebuild counts and queues from the living blocks: see ``_core/session``.
 
         Args:
             blocks: the living blocks of this device, oldest first.

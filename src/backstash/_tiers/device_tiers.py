@@ -94,7 +94,7 @@ class DeviceTiers(Ledger):
     def restore(
         self, blocks: list[Block], waiting: set[int], cleanups: dict[type, list[Any]]
     ) -> None:
-        """Rebuild the counts and queues from the living blocks: see ``_session``.
+        """Rebuild the counts and queues from the living blocks: see ``_core/session``.
 
         Args:
             blocks: the living blocks of this device, oldest first.

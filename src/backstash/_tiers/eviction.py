@@ -207,7 +207,7 @@ class Evictor:
     def restore(
         self, blocks: list[Block], waiting: set[int], cleanups: dict[type, list[Any]]
     ) -> list[Any]:
-        """Rebuild the counts and queues from the living blocks: see ``_session``.
+        """Rebuild the counts and queues from the living blocks: see ``_core/session``.
 
         Args:
             blocks: the living blocks, oldest first.

@@ -117,7 +117,7 @@ class TierHealth:
             warnings.warn(note, StashWarning, stacklevel=level_of_program())
 
     def restore(self) -> None:
-        """Forget the deferred blocks (see ``_session``). All blocks in place will be tried again."""
+        """Forget the deferred blocks (see ``_core/session``). All blocks in place will be tried again."""
         self.deferred = WeakQueue[Block](is_resident)
         self._full_at = None
         self.is_well = self._broken is None

@@ -172,7 +172,7 @@ class HostWriteback:
         self._clean.clear()
 
     def restore(self, backings: list[HostBacking], cleanup: list[HostCleanup]) -> None:
-        """Rebuild the counts and queues from the living backings: see ``_session``.
+        """Rebuild the counts and queues from the living backings: see ``_core/session``.
 
         Args:
             backings: the living backings, oldest first.

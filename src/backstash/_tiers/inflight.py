@@ -252,7 +252,7 @@ class InflightWrites:
     def restore(
         self, blocks: list[Block], segments: list[SegmentBacking], cleanups: list[DiskCleanup]
     ) -> list[Any]:
-        """Rebuild the counts and queues from the living blocks: see ``_session``.
+        """Rebuild the counts and queues from the living blocks: see ``_core/session``.
 
         Args:
             blocks: the living blocks, oldest first.

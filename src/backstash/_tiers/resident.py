@@ -141,7 +141,7 @@ class ResidentSet:
         return self.limit
 
     def restore(self, blocks: list[Block], waiting: set[int], cleanups: list[BlockCleanup]) -> None:
-        """Rebuild the counts and queues from the living blocks: see ``_session``.
+        """Rebuild the counts and queues from the living blocks: see ``_core/session``.
 
         Args:
             blocks: the living blocks, oldest first.

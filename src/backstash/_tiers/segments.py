@@ -105,7 +105,7 @@ class Segments:
         self._disk.begin_work(work)
 
     def restore(self, segments: list[SegmentBacking]) -> None:
-        """Rebuild the writes from the living segments: see ``_session``.
+        """Rebuild the writes from the living segments: see ``_core/session``.
 
         A segment that is not open and has no known write gets a new one.
 
