@@ -74,8 +74,7 @@ class TapeSource(Protocol):
     def replay_of(
         self, tensor: Tensor, thread_state: ThreadState, *, unsaved: bool = True
     ) -> tuple[Replayable | None, str]:
-        """Return how to recompute the storage of ``tensor``, or ``None`` and the reason why that is
-        impossible."""
+        """Return how to recompute the storage of ``tensor``, or ``None`` and the reason against it."""
 
     def entered(self, thread_state: ThreadState, frame: FrameType | None) -> None:
         """Record that this thread enters a context of the stash. ``frame`` is the frame of a module's call."""
@@ -105,8 +104,7 @@ _DEFAULT = _Choice()
 
 
 class Admission:
-    """Returns the object that autograd holds in place of each saved tensor, and counts tensors that stay in
-    memory.
+    """Returns what autograd holds in place of each saved tensor, and counts tensors that stay in memory.
 
     Args:
         session: the state of the stash.
@@ -132,8 +130,7 @@ class Admission:
         self.restart()
 
     def restart(self, stays: str = "") -> None:
-        """Forget all blocks. Called at construction and in a forked child. ``stays`` is why nothing moves from
-        now on."""
+        """Forget all blocks, at construction or in a forked child. ``stays`` is why nothing moves now."""
         self._stays = stays
         self._recomputes, self._pass, self._holds_latest = False, -1, False
         self._storage_versions = WeakTable[tuple[int, int], StorageVersion]()
@@ -339,8 +336,7 @@ class Admission:
         return "", _Choice(codec=codec if isinstance(codec, Codec) else _asked(codec, described))
 
     def may_discard(self, tensor: Tensor) -> bool:
-        """Return whether a plain tensor that PyTorch's operations computed may be freed: the stash has tiers
-        for its device.
+        """Return whether a plain tensor that PyTorch's operations computed may be freed.
 
         The result of an operation may be smaller than what moves, since nothing is written and read for it.
         Other tensors may not: of noise for a part of a batch, for example, not every byte may have been
@@ -441,8 +437,7 @@ class Admission:
         parted: PartedStorage | None,
         gone: Block | None,
     ) -> Entry | None:
-        """Return an entry for a copy of the part that ``tensor`` needs, or ``None`` to hold the whole
-        storage."""
+        """Return an entry for a copy of the part that ``tensor`` needs, or ``None`` to hold the storage."""
         region = StridedRegion(tensor)
         if gone is None:
             share = nbytes // 2 if _is_apart(tensor) else (nbytes - 1) // 4
@@ -683,8 +678,7 @@ class Admission:
         tiers: DeviceTiers,
         controller: Controller,
     ) -> _Choice:
-        """Return the controller's choice. The controller may request the cost of each way of holding the
-        block."""
+        """Return the controller's choice. The controller may request the cost of each alternative."""
         packer, replays = tiers.packer, _Once(self._replay_of, tensor, thread_state)
 
         def prices() -> dict[str, Any]:
@@ -750,8 +744,7 @@ class Admission:
         return self.hook(thread_state)(snapshot(part))
 
     def stepped_aside(self) -> None:
-        """Record that a transform of ``torch.func`` runs without the hooks and saves an unknown number of
-        bytes."""
+        """Record that a transform of ``torch.func`` runs without the hooks. What it saves is unknown."""
         with self._session.section.lock:
             self.count_left(_TRANSFORM, 0)
 
@@ -811,8 +804,7 @@ def _asked(
 
 
 def _is_parameter(tensor: Tensor) -> bool:
-    """Return whether ``tensor`` is a leaf that gets a gradient, a parameter (even a frozen one), or a view of
-    these."""
+    """Return whether ``tensor`` is a leaf that gets a gradient, a parameter (even frozen), or a view of one."""
     if _gets_gradient(tensor):
         return True
     base = tensor._base
@@ -820,8 +812,7 @@ def _is_parameter(tensor: Tensor) -> bool:
 
 
 def _is_view_of_parameter(tensor: Tensor, base: Tensor) -> bool:
-    """Return whether ``tensor``, a view of ``base``, is a view of a leaf that gets a gradient or of a
-    parameter."""
+    """Return whether ``tensor``, a view of ``base``, is a view of such a leaf or parameter."""
     if _gets_gradient(base):
         return True
     return base.is_leaf and tensor.requires_grad and is_of_wrapped_leaf(tensor, base)
@@ -909,8 +900,7 @@ def _fills_its_storage(tensor: Tensor) -> bool:
 
 
 def _may_be_being_filled(tensor: Tensor) -> bool:
-    """Return whether regions of the storage may still be written without a new version while others were
-    saved.
+    """Return whether parts of the storage may still be written without a new version.
 
     A tensor that autograd made is complete. A buffer that the program allocated may be filled through
     ``.data`` between two saves, as torchdiffeq's solvers do.

@@ -18,8 +18,7 @@ from .._tiers.device_tiers import DeviceTiers
 __all__ = ["Controller", "Prices"]
 
 Prices = Callable[[], Mapping[str, Any]]
-"""Tries each way of holding a block. Returns the cost of each by the action's name; ``None`` if that way is
-impossible."""
+"""Tries each way of holding a block. Returns its cost by the action's name; ``None``: impossible."""
 
 
 class Controller(ABC):
@@ -132,13 +131,11 @@ class Controller(ABC):
 
     @abstractmethod
     def region_hook_begins(self) -> Any:
-        """Return the starting point for :meth:`hook_took` of a ``"region hook"``. May wait for an
-        accelerator."""
+        """Return the starting point for :meth:`hook_took` of a ``"region hook"``. May wait for a device."""
 
     @abstractmethod
     def hook_took(self, kind: str, began: Any) -> None:
-        """Record the time of a hook since ``began``: ``"pack hook"``, ``"unpack hook"`` (of a block) or
-        ``"region hook"``."""
+        """Record the time since ``began`` of a ``"pack hook"``, ``"unpack hook"`` or ``"region hook"``."""
 
     @abstractmethod
     def recording_took(self, seconds: float) -> None:

@@ -150,8 +150,7 @@ class _Removable(Protocol):
 
 
 class Attachment:
-    """A stash attached to a module, which manages what the module's forward saves. :meth:`Stash.attach`
-    returns it.
+    """A stash attached to a module, whose saved tensors it manages. Returned by :meth:`Stash.attach`.
 
     ``remove()`` detaches the stash, and so does the end of the context; both may happen twice. The module's
     parameters, buffers and state-dict keys are not changed. Replicas and threads are covered.

@@ -82,8 +82,7 @@ class Session:
         self._keep = keep  # also for devices that are added later
         self.thread_states: list[ThreadState] = []
         self.uses = 0
-        """The number of uses of blocks by backward so far. A thread's allowance is valid while it does not
-        change."""
+        """Uses of blocks by backward so far. A thread's allowance is valid while this does not change."""
         self.event_log = event_log
         self.restart(reclaim_queue, make, make_of)
 
@@ -173,8 +172,7 @@ class Session:
         self._follow(tiers)
 
     def leave_small_steps(self, nbytes: int = SMALL_STEP_BYTES) -> None:
-        """From now on, keep CPU steps in memory that save at most ``nbytes``, and keep nothing of larger
-        ones."""
+        """Keep steps of the CPU in memory that save at most ``nbytes``; keep nothing of larger steps."""
         self.small_steps[0] = SmallSteps(self.device_tiers[0].evictor.resident, nbytes)
 
     def leave_alone(self, tiers: DeviceTiers, thread_state: ThreadState, which: int) -> None:
@@ -250,8 +248,7 @@ class Session:
         return sum((each.counts for each in self.thread_states.copy()), self._ended)
 
     def adopt(self, ended: ThreadState) -> None:
-        """Take over the waiting blocks of a thread that has ended. They may be evicted when a budget requires
-        it."""
+        """Take over the waiting blocks of a thread that has ended, so that they can be evicted."""
         for waiting, _ in ended.waiting:
             block: Block | None = waiting()
             if block is not None:

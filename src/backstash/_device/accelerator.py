@@ -372,8 +372,7 @@ class Accelerator(Device):
             return str(error).partition("\n")[0]
 
     def _forget_error(self) -> None:
-        """Clear the error of a refused call, which would otherwise be reported for the program's next
-        kernel."""
+        """Clear the error of a refused call. Otherwise the program's next kernel would report it."""
         try:
             torch.zeros(1, device=self._device).add_(1)
         except RuntimeError:
@@ -464,8 +463,7 @@ class Accelerator(Device):
             told(kind, before, self._mark_on(stream), nbytes)
 
     def timed(self, kind: str, stream: Any, nbytes: int = 0) -> AbstractContextManager[None]:
-        """Return a context that reports the work given to ``stream`` inside it to :attr:`Device.on_time`, if
-        set."""
+        """Return a context that reports the work given to ``stream`` to :attr:`Device.on_time`."""
         if self.on_time is None or self.is_capturing():
             return _NOTHING
         return self._noting(kind, stream, nbytes)

@@ -1,5 +1,4 @@
-"""Fingerprints of memory, which show whether a storage that is saved again still has the bytes that left
-memory.
+"""Fingerprints of memory, to check whether a storage still has the bytes that left memory.
 
 A write through ``.data``, NumPy, or a tensor with a version counter of its own does not raise the version. So
 a storage's version does not identify its bytes. The memory of an evicted block is gone, and only a fingerprint

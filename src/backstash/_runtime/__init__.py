@@ -1,4 +1,3 @@
-"""The machinery of a stash: worker threads, transfers, deferred cleanup, recovery from interrupts, and
-events."""
+"""The machinery of a stash: workers, transfers, deferred cleanup, recovery from interrupts, events."""
 
 __all__: list[str] = []

@@ -22,8 +22,7 @@ class _Moving(threading.local):
 
     def __init__(self) -> None:
         self.waits: list[Any] = []
-        """The moves whose lock this thread is about to take. A forked process frees these locks: see
-        `workers`."""
+        """The moves whose lock this thread is about to take. A forked process frees them: see `workers`."""
 
 
 moving = _Moving()
@@ -60,8 +59,7 @@ class CriticalSection:
         self._dirty = False
 
     def rebuilt_by(self, rebuild: Callable[[], None]) -> None:
-        """Use ``rebuild`` to restore a dirty section. It is a bound method, and its object is not kept
-        alive."""
+        """Use ``rebuild``, a bound method whose object is not kept alive, to restore a dirty section."""
         self._rebuild = weakref.WeakMethod(rebuild)
 
     def forked(self) -> None:

@@ -56,8 +56,7 @@ class Cleanup(ABC):
 
     @property
     def facts(self) -> tuple[int, int, str] | None:
-        """A block's bytes, number and module, as events report them; ``None`` if the stash does not count
-        it."""
+        """A block's bytes, number and module, for events; ``None`` if the stash does not count it."""
         return None
 
     def is_busy(self) -> bool:
@@ -71,8 +70,7 @@ class Cleanup(ABC):
 
     @abstractmethod
     def settle(self, ledger: Ledger) -> None:
-        """Release everything. Counts are reset before they are subtracted, so that none is subtracted
-        twice."""
+        """Release everything. Counts are reset before they are subtracted, so that none counts twice."""
 
 
 class ReclaimQueue(deque[Cleanup]):

@@ -91,8 +91,7 @@ class Event:
 
 
 class Recording:
-    """A handle that collects the stash's events in ``events``, until ``remove()`` or the end of the
-    context."""
+    """A handle that collects the stash's events until ``remove()`` or the end of the context."""
 
     def __init__(self, event_log: EventLog, limit: int | None = None) -> None:
         self._event_log = event_log
@@ -172,8 +171,7 @@ class EventLog:
         cause: str = "",
         began: float | None = None,
     ) -> None:
-        """Emit an event for an action that happened now, or that lasted from ``began`` to now. Call it only if
-        ``on``."""
+        """Emit an event that happens now, or that lasted from ``began`` to now. Call it only if ``on``."""
         now = time.perf_counter()
         start = now if began is None else began
         thread = threading.get_ident()

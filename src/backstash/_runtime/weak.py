@@ -44,8 +44,7 @@ class WeakQueue(Generic[_T]):
         self.refs.appendleft(weakref.ref(item))
 
     def popleft(self) -> _T | None:
-        """Remove the oldest item. Return it, or ``None`` if it is dead or unwanted. ``IndexError`` if
-        empty."""
+        """Remove the oldest item. Return it, or ``None`` if dead or unwanted. ``IndexError`` if empty."""
         item = self.refs.popleft()()
         return item if item is not None and self._wanted(item) else None
 

@@ -24,8 +24,7 @@ __all__ = ["Work", "Workers"]
 
 
 class Work(Transfer):
-    """One call that any thread may make, once. To wait for it is to make it, unless another thread already
-    does.
+    """One call that any thread may make, once. Waiting for it makes it, unless another thread does.
 
     So a ``Work`` may be queued twice, or not at all if its thread was interrupted or could not be started. In
     a forked child it is never made: the thread that makes it may exist only in the parent.
@@ -221,7 +220,6 @@ if hasattr(os, "register_at_fork"):
 
 @atexit.register
 def _end_all() -> None:
-    """Close all workers before the interpreter exits, since it would stop daemon threads in the middle of a
-    move."""
+    """Close all workers before the interpreter exits and stops daemon threads in the middle of moves."""
     for workers in list(_all):
         workers.close()

@@ -1,4 +1,3 @@
-"""Saved tensors as blocks of bytes, the views that autograd holds of them, and the order in which they are
-used."""
+"""Saved tensors as blocks of bytes, the views that autograd holds of them, and the order of their use."""
 
 __all__: list[str] = []

@@ -59,8 +59,7 @@ class ForwardPass(Generic[_B]):
         self.learned: AccessHistory | None = None
 
     def forget_dead(self) -> None:
-        """Remove dead blocks and number the others again. Without a backward a pass never ends, and would only
-        grow."""
+        """Remove dead blocks and renumber the others, since a pass without a backward never ends."""
         # The list is set aside first: a finalizer that the garbage collector runs now may add a block.
         blocks, self.blocks = self.blocks, []
         alive = [block for ref in blocks if (block := ref()) is not None]
@@ -94,8 +93,7 @@ class ForwardPass(Generic[_B]):
 
 
 class AccessPredictor(Generic[_B]):
-    """Number the blocks, and learn the order in which backward uses them. The caller holds the stash's
-    lock."""
+    """Number the blocks and learn the order of their use. The caller holds the stash's lock."""
 
     def __init__(self) -> None:
         self._current: ForwardPass[_B] = ForwardPass(None)
@@ -127,8 +125,7 @@ class AccessPredictor(Generic[_B]):
 
     @property
     def is_used(self) -> bool:
-        """Whether backward has used a block of the current pass, so that the next block begins another
-        pass."""
+        """Whether backward has used a block of the current pass; then the next block begins another pass."""
         return bool(self._current.seen)
 
     @property

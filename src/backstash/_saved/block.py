@@ -97,8 +97,7 @@ class StorageVersion:
 
     @property
     def is_held(self) -> bool:
-        """Whether the program still holds the tensor, unchanged and with this storage, so that it may save it
-        again."""
+        """Whether the program still holds the tensor, unchanged and with this storage."""
         owner = self.owner()
         if owner is None or self.changed:
             return False
@@ -398,8 +397,7 @@ class Block:
         )
 
     def has_in_place(self, storage: torch.UntypedStorage) -> bool:
-        """Return whether ``storage``, another CPU storage, has the same bytes as this block, which is in
-        place."""
+        """Return whether another CPU storage has the same bytes as this block, which is in place."""
         alias = self.placement.alias
         if alias is None or count_dispatch_modes() > 0 or storage.nbytes() != self.nbytes:
             return False

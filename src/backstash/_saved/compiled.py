@@ -14,8 +14,7 @@ from .block import Block
 __all__ = ["COMPILED_NODE", "WholeGraph"]
 
 COMPILED_NODE = "CompiledFunctionBackward"
-"""The name that AOTAutograd (torch 2.11 to 2.15) gives the node of a compiled graph. Other names are not
-detected."""
+"""The name of a compiled graph's node in AOTAutograd (torch 2.11 to 2.15); others are not detected."""
 
 
 class WholeGraph:

@@ -115,8 +115,7 @@ class Entry:
         return view if self.source is self.block.storage_version else self.source.counted(view)
 
     def view_of(self, base: Tensor, base_bytes: int) -> Tensor:
-        """Return the saved view as a view of ``base``, whose storage has the block's first byte at
-        ``base_bytes``.
+        """Return the saved view of ``base``, whose storage has the block's first byte at ``base_bytes``.
 
         The result shares the version counter of ``base``, except that a region with gaps is copied.
         """
@@ -134,16 +133,14 @@ class Entry:
         return out
 
     def in_its_dtype(self, base: Tensor) -> Tensor:
-        """Return ``base``, or its storage as a flat tensor of the view's dtype with the same version
-        counter."""
+        """Return ``base``, or a flat tensor of the view's dtype on its storage and version counter."""
         if base.dtype == self.dtype:
             return base
         return _flat(base, self.dtype.itemsize).view(self.dtype)
 
 
 def written_unseen(entry: Entry) -> InplaceError:
-    """Return the error for memory that was written without raising the version, and that another save relies
-    on."""
+    """Return the error for memory that was written without a new version, and that another save needs."""
     kind, module = str(entry.dtype).removeprefix("torch."), clean(entry.block.cleanup.module)
     return InplaceError(
         f"the {kind} tensor of shape {tuple(entry.shape)} that {module or 'no module'} saved shares memory "
@@ -250,8 +247,7 @@ def _with_inner(tensor: Any) -> Iterator[Tensor]:
 
 
 def _told(tensor: Any) -> list[object] | None:
-    """Return fingerprints of all inner tensors; ``None`` if one is not on the CPU or a dispatch mode would see
-    it."""
+    """Return fingerprints of all inner tensors; ``None`` off the CPU, or if a dispatch mode would see it."""
     parts = [each for each in _with_inner(tensor) if not is_wrapper_subclass(each)]
     storages = [storage_of(each) for each in parts]
     told = []
@@ -265,8 +261,7 @@ def _told(tensor: Any) -> list[object] | None:
 
 
 def _offset_of(part: Tensor) -> int | None:
-    """Return where a plain tensor begins in its storage (the subclass around it may depend on that), or
-    ``None``."""
+    """Return where a plain tensor begins in its storage, on which its subclass may depend, or ``None``."""
     return int(part.storage_offset()) if type(part) is Tensor and not reason_to_stay(part) else None
 
 
@@ -282,8 +277,7 @@ def _at_offset(part: Tensor, offset: int | None) -> Tensor:
 
 
 def _flat(base: Tensor, itemsize: int) -> Tensor:
-    """Return ``base``'s storage as flat bytes, whole ``itemsize`` items only, with the same version
-    counter."""
+    """Return ``base``'s storage as bytes in whole ``itemsize`` items, with the same version counter."""
     storage_bytes = base.untyped_storage().nbytes()
     flat = base.as_strided((storage_bytes // base.element_size(),), (1,), 0).view(torch.uint8)
     return flat[: flat.numel() // itemsize * itemsize]

@@ -35,8 +35,7 @@ _KEY = "backstash.handout"  # in the metadata of nodes
 
 
 def hand_out(tensor: Tensor) -> Tensor:
-    """Return the tensor that an unpack hook must return for ``tensor``. The running node is not in
-    ``RETURNS_NONE``.
+    """Return what an unpack hook must return for ``tensor``, for a node not in ``RETURNS_NONE``.
 
     This is ``tensor`` itself in most cases: the nodes that follow the running one check the gradients that it
     returns. It is a copy if a hook on a leaf's gradient unpacks ``tensor``, since the hook may return it as

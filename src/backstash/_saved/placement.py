@@ -236,8 +236,7 @@ class Derived(Placement):
 
 
 class Lost(Placement):
-    """Modified in place before a whole copy was known to exist. Backward raises an error if it needs the
-    block."""
+    """Modified in place before a whole copy was known to exist. Backward raises if it needs the block."""
 
     __slots__ = ("lost_at",)
 

@@ -48,8 +48,7 @@ class Slices:
         return begin not in self._begins
 
     def add(self, begin: int, nbytes: int) -> None:
-        """Add a slice that begins at byte ``begin``. Its ``nbytes`` count only if no other slice began
-        there."""
+        """Add a slice that begins at byte ``begin``. Only the first slice there adds its ``nbytes``."""
         tally = self._tally
         tally.saves += 1
         if begin not in self._begins and len(self._begins) < _MOST_SLICES:

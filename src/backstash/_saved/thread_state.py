@@ -114,8 +114,7 @@ class ThreadState:
         self.nested_saves = self.nested_bytes = 0
         self.fitting_saves = self.fitting_bytes = 0
         self.fitting_storages: deque[int] = deque(maxlen=8)
-        """The latest storages that were saved without a block: saving one of them again takes no more
-        memory."""
+        """The latest storages saved without a block: saving one again takes no more memory."""
         self.times_off, self.off_pass = 0, -1  # and the last pass in which hooks were removed
         self.large_bytes = self.told_bytes = 0  # without small storages; and those reported
         self.may_leave(-1)
@@ -129,8 +128,7 @@ class ThreadState:
             self.fitting_storages.clear()
 
     def take_used_bytes(self) -> int:
-        """Return the bytes that were saved under the allowance since :meth:`may_leave`, and withdraw the
-        allowance."""
+        """Return the bytes saved under the allowance since :meth:`may_leave`, and withdraw it."""
         used = self.granted_bytes - self.allowed_bytes
         self.allowed_bytes = self.granted_bytes = -1
         return used
@@ -161,6 +159,5 @@ class ThreadState:
         return thread is not None and thread.is_alive()
 
     def may_judge(self, other: ThreadState) -> bool:
-        """Return whether this thread, now inside the stash, may accept a copy that ``other``'s thread
-        began."""
+        """Return whether this thread, inside the stash, may accept a copy that ``other``'s thread began."""
         return other is self or not other.is_alive()

@@ -90,8 +90,7 @@ class StridedRegion:
         return copy
 
     def spread(self, dense: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return a flat tensor with the elements of ``dense`` at the distances that they had in their
-        storage."""
+        """Return a flat tensor with the elements of ``dense`` at their distances in the original storage."""
         out = torch.empty(self.residue + self.extent, dtype=self.carrier, device=dense.device)
         place = out.as_strided(self.sizes, self.strides, self.residue)
         place.copy_(dense.view(self.carrier).view(self.sizes))
@@ -145,8 +144,7 @@ def with_bits_of(tensor: Tensor, raw: Tensor) -> Tensor:
 
 
 def raw_alias(tensor: Tensor) -> Tensor:
-    """Return a tensor with ``tensor``'s memory and version counter, without its graph and its conj and neg
-    bits."""
+    """Return ``tensor``'s memory and version counter without its graph and its conj and neg bits."""
     alias = tensor.detach()
     # Setting a bit that is set clears it.
     return with_bits_of(alias, alias) if alias.is_conj() or alias.is_neg() else alias

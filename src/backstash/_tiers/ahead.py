@@ -100,8 +100,7 @@ class AheadSet:
         return self.nbytes <= self.window_bytes + self._beside_bytes() - nbytes
 
     def make_room(self, nbytes: int) -> bool:
-        """Like :meth:`fits`, but free up to half of the window from bytes that only another backward would
-        need."""
+        """Like :meth:`fits`, but may free half of the window from bytes for another backward."""
         room = self.window_bytes + self._beside_bytes() - nbytes
         if self.nbytes > room and self.nbytes - self.again_bytes <= room // 2:
             self._give_way(room)
@@ -137,8 +136,7 @@ class AheadSet:
     # Bytes for another backward of a retained graph.
 
     def stays(self, block: Block) -> bool:
-        """Return whether ``block``, whose entries were all used, may stay for another backward. If so, it
-        stays."""
+        """Return whether ``block``, whose entries were all used, stays for another backward."""
         if not (keeps_graph() and current_node()) or not self.has_memory(0):
             return False
         block.cleanup.again_bytes = block.nbytes

@@ -13,8 +13,7 @@ __all__ = ["LowerTier"]
 
 
 class LowerTier(ABC):
-    """The tier that blocks of one device go to when they leave its memory. The caller holds the stash's
-    lock."""
+    """The tier to which one device evicts its blocks. The caller holds the stash's lock."""
 
     runs_ahead: bool
     """Whether computation continues while a block larger than the window is written, and whether a block

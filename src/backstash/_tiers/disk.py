@@ -142,8 +142,7 @@ class DiskTier(LowerTier):
         return found
 
     def fetch(self, backing: Any, *, ahead: bool) -> Load:
-        """See :meth:`LowerTier.fetch`. A worker or the thread that needs the bytes reads them to the pool's
-        memory."""
+        """See :meth:`LowerTier.fetch`. A worker or the waiting thread reads the bytes to the pool's memory."""
         return DiskLoad(backing, self._pool.take(backing.skew + backing.nbytes))
 
     def resume(self, transfer: Any) -> None:

@@ -25,8 +25,7 @@ __all__ = ["HostBacking", "HostCleanup", "HostLoad"]
 
 
 class HostCleanup(Cleanup):
-    """What remains of a dead backing or load in host memory: a buffer, a disk slot, and the transfers that use
-    them."""
+    """What remains of a dead backing or load: a host buffer, a disk slot, and their transfers."""
 
     __slots__ = ("brought", "buffer", "slot", "staged", "work", "written")
 
@@ -222,8 +221,7 @@ class HostLoad(Load):
         return True
 
     def take_buffer(self) -> PinnedBuffer | None:
-        """Take the buffer that the bytes were read to, once the copy from it has ended; otherwise return
-        ``None``."""
+        """Take the buffer that the bytes were read to if the copy from it has ended; else return ``None``."""
         if self._copy is None or not self._copy.ended():
             return None
         buffer, self.cleanup.buffer = self.cleanup.buffer, None

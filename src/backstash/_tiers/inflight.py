@@ -33,8 +33,7 @@ class _InflightWrite(ABC):
     __slots__ = ("by_device", "nbytes", "target", "thread_state", "transfer")
 
     by_device: bool
-    """Whether a device makes the copy. The block owns such a copy, so that a dead block's memory is free at
-    once."""
+    """Whether a device makes the copy. Its block owns it, so a dead block's memory is free at once."""
     nbytes: int
     target: weakref.ref[Any]
     """The block or segment."""
@@ -287,8 +286,7 @@ class InflightWrites:
 
 
 def _under_way(write: _InflightWrite) -> Transfer | None:
-    """Return the transfer to wait for. For a dead block, or one found modified, this is the worker's
-    transfer."""
+    """Return the transfer to wait for; for a dead or modified block, the worker's."""
     target = write.target()
     return (write.running(target) if target is not None else None) or write.transfer
 

@@ -1,5 +1,4 @@
-"""Computes derived blocks of the CPU ahead of need: a worker recomputes or decodes them while backward
-computes.
+"""Compute derived blocks of the CPU ahead of need: a worker recomputes or decodes them.
 
 This happens only if the worker has a core to itself: PyTorch's own threads use at most half of the cores. The
 worker uses the same thread count as the thread that runs backward, since the way elements are divided among
@@ -133,8 +132,7 @@ class MadeAhead:
         return len(self._begun) < _MOST_BEGUN
 
     def begin(self, block: Block, derivation: Derivation) -> bool:
-        """Begin to compute ``block`` if its inputs are in memory. Return ``False`` if there is no space for
-        it."""
+        """Begin to compute ``block`` if its inputs are in memory. Return ``False`` without space for it."""
         if not self._ahead.fits(block.nbytes) or not self._ahead.has_memory(block.nbytes):
             return False
         if not all(map(_is_at_hand, derivation.entries)) or is_changed(derivation):
@@ -157,8 +155,7 @@ class MadeAhead:
     def take(
         self, entry: Entry, block: Block, making: Making, derivation: Derivation
     ) -> Tensor | None:
-        """Return the saved view of the computed bytes; ``None`` if they differ, or an error has to be
-        raised."""
+        """Return the saved view of the computed bytes; ``None`` if they differ or an error is due."""
         self.drop(block)
         if not making.is_good:
             # The bytes differ without an error: this worker computes differently, or the program writes to

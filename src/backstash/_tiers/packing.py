@@ -192,8 +192,7 @@ class Packer:
         return reason
 
     def _compare(self, block: Block, replay: Replayable, given: list[Tensor]) -> str:
-        """Return why ``replay`` of these values does not give ``block``; ``""`` if it does. Records its
-        duration."""
+        """Return why ``replay`` of these values is not ``block``; ``""`` if it is. Records its duration."""
         alias = block.placement.alias
         assert alias is not None
         with without_function_modes(), torch.no_grad(), profiled("replay", block.cleanup.module):
@@ -211,8 +210,7 @@ class Packer:
         return ""
 
     def price(self, block: Block, codec: Codec) -> Price | None:
-        """Return the cost of packing ``block`` with ``codec``; ``None`` if impossible. ``block`` is not
-        changed."""
+        """Return the cost of packing ``block``, unchanged, with ``codec``; ``None`` if impossible."""
         if self._reason_against(block, exact=codec.exact) or block.placement.alias is None:
             return None
         try:
@@ -256,8 +254,7 @@ class Packer:
         return Price(0, told_seconds, self._replay_seconds + told_seconds, block.nbytes)
 
     def _is_first(self, *key: Any) -> bool:
-        """Return whether an accelerator has yet to load the kernels for ``key``, so that the time must not
-        count."""
+        """Return whether an accelerator must still load the kernels for ``key``: do not time that."""
         if self._device is None or key in self._priced:
             return False
         self._priced.add(key)
@@ -313,8 +310,7 @@ class Packer:
         return encoded
 
     def _comes_back(self, values: Tensor, encoded: Encoded, codec: Codec) -> bool:
-        """Return whether decoding gives the bits of ``values``. An accelerator compares once per codec and
-        dtype."""
+        """Return whether decoding gives ``values``. An accelerator checks each codec and dtype once."""
         key = type(codec), repr(codec), values.dtype
         if self._device is not None and key in self._checked:
             return True
@@ -530,8 +526,7 @@ def _fill(
 def _check(
     entry: Entry, derivation: Derivation, root: Tensor, low: int, device: Device | None
 ) -> Check | None:
-    """Check recomputed bytes against their fingerprint: an input may have been written without a new
-    version."""
+    """Check recomputed bytes against their fingerprint: an input may have been written unnoticed."""
     if derivation.fingerprint is None:
         return None
     storage, nbytes = root.untyped_storage(), entry.block.nbytes

@@ -275,8 +275,7 @@ class Prefetcher:
 
 
 def _derived(block: Block, turn: int) -> tuple[Block, Derivation] | None:
-    """Return ``block``, or the packed block of which it is the payload, if that must be computed in this
-    pass."""
+    """Return ``block``, or the block that it is the payload of, if this pass must still compute that."""
     one = block.packs() if block.packs is not None else block
     derivation = one.placement.derivation if one is not None else None
     if one is None or derivation is None or one.turn >= turn:

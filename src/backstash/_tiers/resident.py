@@ -46,8 +46,7 @@ class ResidentSet:
         self.queue = WeakQueue[Block](is_resident)  # blocks that may be evicted, oldest first
         self.nbytes = self.peak_bytes = 0
         self.is_planned = False
-        """Whether a plan decides what is evicted. Then no copy begins early, and copied memory is freed at
-        once."""
+        """Whether a plan decides what is evicted. Then no copy begins early or lingers in memory."""
 
     def admit(self, block: Block) -> None:
         """Add a new block, which is in place."""
@@ -84,8 +83,7 @@ class ResidentSet:
             self.event_log.emit("return", *block.facts)
 
     def lose(self, block: Block) -> None:
-        """Mark a block as lost: it was modified before a whole copy was known to exist, and backward will
-        raise."""
+        """Mark a block as lost: modified before a whole copy was known to exist. Backward will raise."""
         block.placement = Lost(block.storage_version.probe._version)
         self.leave(block)
         if self.event_log.on:
@@ -111,8 +109,7 @@ class ResidentSet:
         return most
 
     def wants_room(self, leaving: int) -> bool:
-        """Return whether completed copies should free their source memory now, with ``leaving`` bytes in
-        flight."""
+        """Return whether completed copies should free their sources now. ``leaving`` bytes are in flight."""
         if self.memory is None or self.short_bytes or self.is_planned:
             return True
         return self.limit is not None and self.nbytes + leaving > self.limit

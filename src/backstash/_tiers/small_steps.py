@@ -49,14 +49,12 @@ class SmallSteps:
             self._resident.set_limit(0)
 
     def begin_step(self) -> None:
-        """Begin a step. No block of earlier steps is alive, so tensors kept without a block may be freed,
-        too."""
+        """Begin a step. No block of earlier steps is alive."""
         self._last_bytes, self._bytes, self._blocks = self._bytes, 0, 0
         self._resident.set_limit(self.most_bytes if self.is_small else 0)
 
     def may_leave_bytes(self, threads: int) -> int:
-        """Return how many bytes each of ``threads`` threads may save without a block before asking again; -1:
-        none."""
+        """Return how many bytes each of ``threads`` may save without a block before asking again; -1: none."""
         if self._last_bytes < 0 or not self.is_small or self._blocks < _ANCHORS:
             return -1
         return (self.most_bytes - self._bytes) // threads

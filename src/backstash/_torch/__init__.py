@@ -1,5 +1,4 @@
-"""Every private call of PyTorch that the library uses, with a fallback for versions that lack it. Independent
-of the stash."""
+"""Every private call of PyTorch that the library uses, with a fallback for versions that lack it."""
 
 from .mkl import resolve as _resolve
 

@@ -43,8 +43,7 @@ def is_of_checkpoint(hook: Any) -> bool:
 
 
 def checkpoint_that_saves(frame: FrameType | None) -> str:
-    """Return the kind of checkpoint that calls directly, through this package and ``Function.apply`` only; or
-    ``""``."""
+    """Return the kind of checkpoint that calls, through this package and ``Function.apply`` only, or ``""``."""
     kind = ""
     while frame is not None:
         name = frame.f_globals.get("__name__", "")
@@ -69,8 +68,7 @@ def is_recomputing(frame: FrameType | None) -> bool:
 
 
 def frame_behind(unpack_hook: Any) -> Any:
-    """Return a checkpoint's record of all tensors that it freed, from the unpack hook of one of them; or
-    ``None``."""
+    """Return a checkpoint's record of all tensors that it freed, given an unpack hook of it, or ``None``."""
     for cell in getattr(unpack_hook, "__closure__", None) or ():
         frame = cell.cell_contents
         if isinstance(getattr(frame, "weak_holders", None), list) and isinstance(

@@ -15,8 +15,7 @@ _is_initialized: Any = optional("torch._C._accelerator_isAllocatorInitialized", 
 
 
 def allocator_counts(device: torch.device) -> tuple[int, int, int, int]:
-    """Return bytes of living tensors, their peak, bytes of all allocations so far, and the number of
-    allocations.
+    """Return bytes of living tensors, their peak, bytes of all allocations, and their number.
 
     ``torch.accelerator.memory_stats`` sorts all of its names at each call, and this function runs at each save
     of a measured step. The private call inside it (torch 2.11 to 2.15) returns nested dictionaries. If it is

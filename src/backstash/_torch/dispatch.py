@@ -47,14 +47,12 @@ count_dispatch_modes: Callable[[], int] = optional("torch._C._len_torch_dispatch
 without_function_modes: Callable[[], AbstractContextManager[None]] = required(
     "torch._C.DisableTorchFunction", "looks at a tensor without a mode of the program seeing it"
 )
-"""A context in which no ``__torch_function__`` and no function mode is called. If torch lacks it, it raises
-``UsageError``."""
+"""A context without ``__torch_function__`` and function modes. If torch lacks it: ``UsageError``."""
 
 without_dispatch: Callable[[], AbstractContextManager[Any]] = optional(
     "torch._C._DisableTorchDispatch", nullcontext
 )
-"""A context in which no ``__torch_dispatch__`` of a mode or a subclass is called. If torch lacks it, they are
-called."""
+"""A context without ``__torch_dispatch__`` of modes and subclasses. If torch lacks it, they are called."""
 
 count_function_modes: Callable[[], int] = optional("torch._C._len_torch_function_stack", lambda: 0)
 """Returns the number of active function modes of this thread. If torch lacks the call, 0."""
@@ -107,8 +105,7 @@ _REPLAYS = "computes again what was let go"
 below_autograd: Callable[[], AbstractContextManager[Any]] = required(
     "torch._C._AutoDispatchBelowAutograd", _REPLAYS
 )
-"""A context in which operations record no graph, regardless of the grad mode. If torch lacks it, it raises
-``UsageError``."""
+"""A context in which operations record no graph in any grad mode. If torch lacks it: ``UsageError``."""
 
 without_autocast: Callable[[], AbstractContextManager[Any]] = required(
     "torch._C._DisableAutocast", _REPLAYS
@@ -177,11 +174,9 @@ def without_dispatch_modes() -> AbstractContextManager[Any]:
 without_subclass_functions: Callable[[], AbstractContextManager[None]] = required(
     "torch._C.DisableTorchFunctionSubclass", "looks at a tensor without its subclass seeing it"
 )
-"""A context in which no ``__torch_function__`` of a subclass is called. If torch lacks it, it raises
-``UsageError``."""
+"""A context without ``__torch_function__`` of subclasses. If torch lacks it: ``UsageError``."""
 
 
 def schema_of(operator: Any) -> Any:
-    """Return the schema of a dispatched operator, which lists the arguments that it writes; ``None`` if it has
-    none."""
+    """Return the schema of a dispatched operator (which arguments it writes), or ``None``."""
     return getattr(operator, "_schema", None)

@@ -52,8 +52,7 @@ def leave_untraced(module: str) -> None:
 
 
 def untraced(function: _F) -> _F:
-    """A decorator for functions that a compiled model calls, such as a module's hook: Dynamo does not trace
-    them.
+    """A decorator that keeps Dynamo from tracing a function that a compiled model calls, such as a hook.
 
     It sets the same mark as ``torch.compiler.disable``, which torch 2.11 to 2.15 read; another version traces
     the function. Calling ``torch.compiler.disable`` would import the whole compiler with backstash.

@@ -56,8 +56,7 @@ def let_transforms_pass() -> None:
 
 
 def stepped_aside_for(pack: Any) -> bool:
-    """Return whether a transform that allows no hooks runs on this thread. Then ``pack`` is notified and must
-    not be pushed."""
+    """Return whether a transform without hooks runs on this thread. Then ``pack`` must not be pushed."""
     if _message is None or REFUSAL not in (_message() or ""):
         return False
     _told(Pair(pack, pack))()
@@ -65,8 +64,7 @@ def stepped_aside_for(pack: Any) -> bool:
 
 
 def left_aside(pack: Any) -> bool:
-    """Remove the newest pair of ``pack`` from this thread's list of removed pairs. Return whether there was
-    one."""
+    """Forget the newest removed pair of ``pack`` on this thread. Return whether there was one."""
     found = next((pair for pair in _local.aside if own_pack(pair) is pack), None)
     if found is not None:
         _local.aside.remove(found)

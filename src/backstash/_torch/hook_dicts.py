@@ -117,8 +117,7 @@ def _in(holder: object, attributes: tuple[tuple[str, str], ...]) -> Iterator[tup
 
 
 def plain_function(hook: Any) -> Any:
-    """Return the function inside partials, bound methods, and torch's own wrapper of hooks
-    (``_WrappedHook``)."""
+    """Return the function inside partials, bound methods, and torch's ``_WrappedHook``."""
     while True:
         inner = hook.func if isinstance(hook, functools.partial) else None
         inner = inner or getattr(hook, "__func__", None)

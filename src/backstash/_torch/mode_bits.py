@@ -1,5 +1,4 @@
-"""Correct operations that give other bits under a dispatch mode than without one, which no replay could
-reveal.
+"""Correct operations whose bits under a dispatch mode differ from those without one.
 
 ``linalg.svdvals`` and ``eigvalsh`` also compute vectors if a gradient may be needed or a dispatch mode is
 active; LAPACK's values then differ in the last bits. So do ``cond`` and the norms of singular values, which
@@ -106,8 +105,7 @@ class ModeBits:
 
 
 def _called_name(frame: FrameType) -> str:
-    """Return the last name in the expression that ``frame`` calls now; ``""`` if unknown (before Python
-    3.11)."""
+    """Return the last name in the expression that ``frame`` calls; ``""`` before Python 3.11."""
     code = frame.f_code
     if not hasattr(code, "co_positions"):
         return ""

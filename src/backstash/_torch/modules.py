@@ -158,8 +158,7 @@ def is_buffer(cdata: int, modules: list[nn.Module]) -> bool:
 
 
 def module_that_has(tensor: Tensor) -> str:
-    """Return the path of the module that has ``tensor``, or its base, as a parameter or buffer; ``""`` if
-    none.
+    """Return the path of the module with ``tensor``'s storage as parameter or buffer; ``""`` if none.
 
     Searches all modules of the process, so it is for error messages only.
     """

@@ -101,8 +101,7 @@ def _attributes(kind: type, node: Any) -> tuple[str, ...]:
 
 
 def raw_of(node: Any, name: str) -> Any:
-    """Return autograd's own record of the saved tensor ``name``, or a list of them; ``None`` if freed or
-    unknown."""
+    """Return autograd's record of the saved tensor ``name``, or a list; ``None`` if freed or unknown."""
     return _read(node, _PREFIX + name)
 
 
@@ -114,8 +113,7 @@ def _read(node: Any, attribute: str) -> Any:
 
 
 def _is_of(raw: Any, value: Callable[[], Any] | None = None) -> bool:
-    """Return whether there is or was a tensor: an operation may not save a tensor that it turns out not to
-    need.
+    """Return whether there is or was a tensor: an operation may find that it need not save one.
 
     Without hooks and data, ``unpack`` (or ``value``, for torch 2.11, which has no ``unpack``) returns nothing
     or raises because the tensor was freed.

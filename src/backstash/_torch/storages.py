@@ -43,18 +43,17 @@ free_weak_ref: Callable[[int], None] = required("torch.UntypedStorage._free_weak
 keep_identity: Callable[[torch.UntypedStorage], object] = required(
     "torch.multiprocessing.reductions.StorageWeakRef", _KEEPS
 )
-"""Returns an object that owns a weak reference to a storage. Undocumented; if torch lacks it:
-``UsageError``."""
+"""Returns an object with a weak reference to a storage. Undocumented; if missing: ``UsageError``."""
 
 
 _use_count: Callable[[int], int] = optional("torch._C._storage_Use_Count", lambda identity: 3)
 
 
 def has_other_owners(tensor: Tensor) -> bool:
-    """Return whether another tensor or storage object shares the memory of ``tensor``, which has no such
-    object yet.
+    """Return whether another tensor or storage object has the memory of ``tensor``.
 
-    If torch lacks the call, or the tensor has no storage of its own: ``True``, which costs a copy.
+    ``tensor`` must not have a storage object yet. If torch lacks the call, or the tensor has no storage of its
+    own: ``True``, which costs a copy.
     """
     storage = storage_of(tensor)
     return (

@@ -46,8 +46,7 @@ def _has_no_address(tensor: Tensor) -> bool:
 
 
 is_zero_tensor: Callable[[Tensor], bool] = optional("torch.Tensor._is_zerotensor", _has_no_address)
-"""Whether it is one of autograd's zero tensors without memory. If torch lacks the call: whether reading its
-memory address fails."""
+"""Whether it is a zero tensor of autograd. If torch lacks the call: whether it has no memory address."""
 
 is_functorch_wrapped: Callable[[Tensor], bool] = required(
     "torch._C._functorch.is_functorch_wrapped_tensor", "leaves the tensors of torch.func alone"
@@ -76,15 +75,13 @@ call: whether it has the two methods for that."""
 
 
 def toggle_bits(tensor: Tensor, *, conj: bool, neg: bool) -> Tensor:
-    """Return a view of ``tensor`` with its conj bit, its neg bit, or both toggled; ``tensor`` itself for
-    neither."""
+    """Return a view of ``tensor`` with conj bit, neg bit, or both toggled; ``tensor`` itself for neither."""
     tensor = neg_view(tensor) if neg else tensor
     return tensor.conj() if conj else tensor
 
 
 def flattened(tensor: Any) -> tuple[dict[str, Tensor], dict[str, object], object]:
-    """Return the result of a wrapper subclass's ``__tensor_flatten__``: inner tensors, other attributes,
-    context.
+    """Return what ``__tensor_flatten__`` of a wrapper subclass gives: inner tensors, others, context.
 
     Since torch 2.13 some names may refer to attributes that are not tensors (a DTensor's ``device_mesh``);
     ``__tensor_unflatten__`` expects those among the inner tensors.
@@ -102,8 +99,7 @@ def flattened(tensor: Any) -> tuple[dict[str, Tensor], dict[str, object], object
 
 
 def is_of_wrapped_leaf(tensor: Tensor, base: Tensor) -> bool:
-    """Return whether ``base`` is an inner tensor of a leaf that gets a gradient, such as a DTensor's local
-    tensor.
+    """Return whether ``base`` is an inner tensor of a leaf, such as a DTensor's local tensor.
 
     Args:
         tensor: a view of ``base`` with a ``grad_fn``: the result of ``DTensor.to_local()``, or a view of it.

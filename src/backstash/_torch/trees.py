@@ -31,5 +31,4 @@ tree_leaves: Callable[[Any], list[Any]] = required(
 tree_map_only: Callable[[Any, Callable[[Any], Any], Any], Any] = required(
     "torch.utils._pytree.tree_map_only", "replaces the tensors inside an object"
 )
-"""``tree_map_only(kind, function, tree)`` returns the tree with each leaf of ``kind`` replaced by
-``function(leaf)``."""
+"""``tree_map_only(kind, function, tree)`` applies ``function`` to each leaf of ``kind``."""

@@ -30,8 +30,7 @@ _has_interpreter_lock: bool = getattr(sys, "_is_gil_enabled", lambda: True)()
 
 
 def same_counter(one: Tensor, other: Tensor) -> bool:
-    """Return whether two tensors of equal version share a version counter (as a view or ``detach`` does,
-    ``.data`` not).
+    """Return whether two tensors of equal version share a counter (a view or ``detach``; not ``.data``).
 
     Torch has no query for this. So the counter of ``one`` is raised for a moment and restored. This relies on
     the GIL, which keeps other threads from reading the version in that moment. Without a GIL, or if torch

@@ -16,8 +16,7 @@ __all__ = ["Int8"]
 
 @final
 class Int8(Codec):
-    """Lossy: numbers are rounded to 255 steps between the largest absolute value of their block and its
-    negative.
+    """Lossy: numbers are rounded to 255 steps between plus and minus their block's largest.
 
     The error is at most 1/254 of the block's largest (block-wise quantization as in Dettmers et al., "8-bit
     Optimizers via Block-wise Quantization", 2021). If an element is not finite, its whole block comes back as

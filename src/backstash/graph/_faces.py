@@ -61,8 +61,7 @@ def _made(parameters: bool) -> Stash:
 
 @functools.cache
 def on_host(parameters: bool) -> Stash:
-    """Return the stash that all such contexts of the process share, so that they use the same pinned
-    memory."""
+    """Return the one stash of the process for such contexts, so that they share pinned memory."""
     return _made(parameters)
 
 

@@ -148,8 +148,7 @@ def saved_tensors(ctx: Any) -> tuple[Tensor | None, ...]:
 
 
 class _ToSave(tuple[Any, ...]):
-    """The tensors that ``forward`` passed to ``save_for_backward``. It is destroyed just before they are
-    saved.
+    """The tensors passed to ``save_for_backward``. It is destroyed just before they are saved.
 
     After ``forward``, torch restores the caller's grad mode, reads the tensors, drops this tuple, and then
     saves the tensors, if there is a graph. So ``__del__`` pushes the pair for the saves, and the last save

@@ -102,8 +102,7 @@ class WatchTable:
         self.closed = False
 
     def add(self, tensor: Tensor, *, hold: bool) -> Saved:
-        """Watch ``tensor``; with ``hold``, keep it alive. A tensor that is saved again gets the same
-        record."""
+        """Watch ``tensor``; with ``hold``, keep it alive. A second save of it gets the same record."""
         regions = _regions(tensor)
         with self._lock:  # a pack hook calls this, and gradients are disabled there
             self._drain()

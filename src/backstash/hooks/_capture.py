@@ -246,8 +246,7 @@ def _attach(registration: Registration, site: Site, actions: _Actions, wanted: W
 
 
 def _last_output(cell: Cell) -> Make:
-    """Return the hook for the most common capture, of the last output only. It is as cheap as a hand-written
-    hook."""
+    """Return the hook for a capture of the last output only, as cheap as a hand-written hook."""
 
     def make(record: HookRecord) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, output: Any) -> None:

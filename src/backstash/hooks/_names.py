@@ -93,8 +93,7 @@ def _explain(
 
 
 def near(name: str, known: Iterable[str]) -> str:
-    """Return the end of an error message: the known names that are similar to ``name``, or else the first
-    ones."""
+    """Return the end of an error message: known names similar to ``name``, or else the first ones."""
     names = [item for item in dict.fromkeys(known) if item]
     tails = {item.rpartition(".")[2]: item for item in reversed(names)}
     close = difflib.get_close_matches(name, names, n=4, cutoff=0.5)

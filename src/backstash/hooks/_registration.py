@@ -133,8 +133,7 @@ class Registration:
         self._hooks.append(tensor.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
 
     def activation(self, tensor: torch.Tensor, hook: Callable[[torch.Tensor], Any]) -> None:
-        """Register a hook on the gradient of a tensor of the graph. It goes with the graph, or in
-        :meth:`remove`."""
+        """Register a hook on the gradient of a graph's tensor; it goes with the graph or in :meth:`remove`."""
         handles = self._graph_hooks
         if len(handles) >= self._prune_at:
             alive = [handle for handle in handles if handle.hooks_dict_ref() is not None]

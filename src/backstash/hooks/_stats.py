@@ -49,8 +49,7 @@ class Stats:
         return not (self.nan or self.inf)
 
     def as_dict(self) -> dict[str, float | None]:
-        """Return the fields as data for JSON, ``None`` for a number that is not finite (see ``nan`` and
-        ``inf``)."""
+        """Return the fields as data for JSON, ``None`` for a number that is not finite."""
         return {k: v if math.isfinite(v) else None for k, v in asdict(self).items()}
 
     def __str__(self) -> str:

@@ -14,8 +14,7 @@ PAGE_BYTES = 4096
 
 
 is_mine = operator.methodcaller("_is_owned")
-"""Return whether this thread holds an ``RLock``, by the method that ``threading.Condition`` uses, in one C
-call."""
+"""Return whether this thread holds an ``RLock``, in one C call, as ``threading.Condition`` does."""
 
 
 class _Weak:
@@ -73,8 +72,7 @@ class Store(ABC):
         """Return a slot for ``nbytes``. Raises ``StashFullError`` when there is no space."""
 
     def stage(self, slot: Slot, address: int) -> None:
-        """Copy the bytes that ``write`` would have to read itself. Called before ``write``, by the thread that
-        owns the memory.
+        """Copy the bytes that ``write`` would have to read itself. Called before it, by the owning thread.
 
         ``write`` runs later on another thread, when a storage that was resized may have left ``address``: a
         system call then fails, but a direct read would crash the process. Does nothing by default.

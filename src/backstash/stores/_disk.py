@@ -371,8 +371,7 @@ _all: weakref.WeakSet[Disk] = weakref.WeakSet()
 
 
 def _after_fork() -> None:
-    """Close the inherited files in a forked child. They have no names, so an open descriptor keeps their
-    space."""
+    """Close the inherited files in a forked child: an open descriptor would keep their space."""
     for disk in list(_all):
         disk.forked()
 

@@ -136,8 +136,7 @@ def free_bytes(directory: str) -> int:
 
 
 def disk_speed(directory: str) -> float:
-    """Return the bytes per second that a stash writes to ``directory`` and reads back. Measured once per
-    process."""
+    """Return the bytes per second of a write to ``directory`` and a read. Measured once per process."""
     key = os.path.realpath(directory)
     if key not in _speeds:
         with tempfile.TemporaryDirectory(dir=directory) as scratch:

@@ -90,8 +90,7 @@ class Aliases:
 
 
 class Foreign(TorchFunctionMode):
-    """Replaces tensors that a running step reaches through a closure, and that were computed outside it, by
-    aliases.
+    """Replaces tensors that were computed outside a step, and used through a closure, by aliases.
 
     Args:
         aliases: the known aliases, by tensor. So a backward on another thread, whose nodes have other numbers,
@@ -164,8 +163,7 @@ class Uses:
     def backward(
         self, ends: Sequence[Any], gradients: Sequence[Tensor]
     ) -> list[tuple[Key, Tensor]]:
-        """Run the step's graph backward from ``ends``. Return the gradients that left it and their edges, in
-        order."""
+        """Run the step's graph backward from ``ends``. Return each gradient that left it and its edge."""
         arrived: list[tuple[Key, Tensor]] = []
         of_node: dict[Any, list[tuple[int, Key]]] = {}
         for node, number, key in self._edges:

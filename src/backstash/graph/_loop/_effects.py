@@ -106,8 +106,7 @@ class Effects(SilentMode):
                 target.copy_(before)
 
     def leave_to_node(self) -> None:
-        """Remove the mode while a node of a backward inside the step computes, after it has unpacked what it
-        saved.
+        """Remove the mode while a node of a backward inside the step computes, after it has unpacked.
 
         The mode still sees the node's hooks, and what a custom function computes. The engine restores the
         thread's modes for the next node, such as one that accumulates a gradient.

@@ -98,8 +98,7 @@ class Loop:
             self.hold(number, state)
 
     def _hold_online(self, number: int, state: StepState) -> None:
-        """Hold evenly spaced states of a loop of unknown length. When all slots are taken, drop every second
-        one.
+        """Hold evenly spaced states of a loop of unknown length. If no slot is left, drop every second one.
 
         The distance between two is at most twice the distance of evenly spaced snapshots, for any number of
         steps.
@@ -282,8 +281,7 @@ class Loop:
         return result
 
     def _again(self, number: int) -> Evaluation:
-        """Return the graph of step ``number``, computed from the last snapshot before it. Holds new ones on
-        the way."""
+        """Return the graph of step ``number``, computed from the last snapshot. Holds new ones."""
         schedule = self.schedule
         if schedule.keeps_graphs:
             schedule = _AGAIN

@@ -26,15 +26,13 @@ class Outputs:
         self._collected: list[StepState] = []
 
     def copied(self, place: int, value: Tensor) -> Tensor:
-        """Return the next step's leaf ``place``, detached, copied next to those of the other steps if it fits
-        there."""
+        """Return the next step's leaf ``place``, detached, as a row of its stack if it fits there."""
         if self._steps is None:
             return value.detach()
         return self._rows.setdefault(place, _OutputRows(self._steps)).copied(value)
 
     def add(self, y: StepState) -> None:
-        """Add the next step's output. A leaf with a graph went through :meth:`copied` before, or is kept as it
-        is."""
+        """Add the next step's output. A leaf with a graph went through :meth:`copied` or stays as it is."""
         leaves = [
             self.copied(place, leaf)
             if isinstance(leaf, Tensor) and not leaf.requires_grad
@@ -75,8 +73,7 @@ class _OutputRows:
         self._written = 0
 
     def copied(self, value: Tensor) -> Tensor:
-        """Return a copy of the next step's ``value`` in its row, without a graph, or ``value`` detached if it
-        has no row.
+        """Return the next step's ``value`` without a graph, copied to its row if it has one.
 
         A value has no row if it differs in shape, dtype or device from the first, or has a layout other than
         the result of ``torch.stack``.

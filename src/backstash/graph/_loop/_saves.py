@@ -103,8 +103,7 @@ class Saves:
         return hand_out(packed.get()) if self._outer is None else self._outer.unpack(packed)
 
     def saved_bytes(self, but: Iterable[Tensor] = ()) -> int:
-        """Return the bytes of the storages given to the stash, each once, without those of the tensors
-        ``but``."""
+        """Return the bytes of the storages given to the stash, each once, except those of ``but``."""
         known = {each.untyped_storage().data_ptr() for each in but if each.layout is torch.strided}
         return sum(nbytes for address, nbytes in self._storages.items() if address not in known)
 

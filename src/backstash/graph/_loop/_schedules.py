@@ -24,8 +24,7 @@ class Schedule(Protocol):
 
     @property
     def keeps_graphs(self) -> bool:
-        """Whether to keep what every step saves, so that no step runs twice. Then ``next_snapshot`` is not
-        called."""
+        """Whether to keep what every step saves. Then no step runs twice, and nothing else is called."""
         ...
 
     def next_snapshot(self, held: Sequence[int], stop: int) -> int | None:
@@ -79,8 +78,7 @@ class Binomial:
 
 @dataclass(frozen=True, slots=True)
 class TwoLevel:
-    """Coarse snapshots at a fixed distance, which a stash moves to disk, and binomial ones between two of
-    them.
+    """Coarse snapshots at a fixed distance, which a stash moves to disk, with binomial ones between.
 
     The coarse snapshots are the oldest, so a stash's budget evicts them first.
 
@@ -153,8 +151,7 @@ def least_evaluations(n: int, snapshots: int) -> int:
 
 
 def count_evaluations(schedule: Schedule, n: int) -> int:
-    """Return how many evaluations of a step ``schedule`` needs for ``n`` steps and their backward, by
-    simulation."""
+    """Return how many evaluations ``schedule`` needs for ``n`` steps and their backward, by simulation."""
     return play(schedule, n)[0]
 
 

@@ -46,8 +46,7 @@ class StepState:
         return tree_unflatten(list(self.leaves), self.structure)
 
     def replaced(self, tensors: dict[int, Tensor]) -> StepState:
-        """Return the state with some tensors replaced, given by the ``id`` of the tensor that each
-        replaces."""
+        """Return the state with some tensors replaced, given by the ``id`` of the old tensor."""
         return StepState([tensors.get(id(leaf), leaf) for leaf in self.leaves], self.structure)
 
 

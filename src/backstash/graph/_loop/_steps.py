@@ -100,8 +100,7 @@ class Stepper:
         return [tensor for tensor, _ in self.tensors.values()]
 
     def run(self, number: int, state: StepState, x: StepState) -> Evaluation:
-        """Evaluate step ``number`` on leaves. Raises ``UsageError`` for a step that the loop cannot
-        support."""
+        """Evaluate step ``number`` on leaves. Raises ``UsageError`` if the loop cannot support it."""
         inputs = {id(leaf): leaf for leaf in (*state.tensors, *x.tensors)}
         versions = {key: leaf._version for key, leaf in inputs.items()}
         own = _own_edges(state, x)

@@ -1,5 +1,4 @@
-"""What a step depends on in addition to its arguments: random numbers, autocast, settings that choose
-kernels."""
+"""What a step depends on, in addition to its arguments: random numbers, autocast, kernel settings."""
 
 from __future__ import annotations
 
